@@ -5,13 +5,12 @@ import json
 import os
 import threading
 import time
+import zlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_ext.data import checksums as background
 from megatron_ext.data.checksums import (
@@ -29,8 +28,6 @@ from megatron_ext.data.manifest import made_with
 from megatron_ext.data.prepare.merge import merge_indexed_files
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError
-from megatron_ext.train import data_check
-from megatron_ext.train.callbacks import data_check as callback
 from tests.support.of_one_module import replace_in
 
 
@@ -201,110 +198,6 @@ def test_a_renamed_pair_keeps_its_checksums(prefix: str) -> None:
     assert len(known_blocks(moved)) == 64 + 21
 
 
-BLOCKS: list[Any] = [f"block {number}" for number in range(10)]
-
-
-def _rank(monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int, local: int, on_machine: int) -> None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    for name, number in zip(names, (rank, ranks, local, on_machine), strict=True):
-        monkeypatch.setenv(name, str(number))
-
-
-@pytest.mark.parametrize("machines", [1, 2, 3])
-@pytest.mark.parametrize("on_machine", [1, 2, 3])
-def test_the_ranks_of_each_machine_compare_all_of_its_files(
-    machines: int, on_machine: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each block once: machines may have copies of their own."""
-    for machine in range(machines):
-        compared = []
-        for local in range(on_machine):
-            _rank(monkeypatch, machine * on_machine + local, machines * on_machine, local, on_machine)
-            compared += data_check.share(BLOCKS)
-        assert sorted(compared) == sorted(BLOCKS), machine
-
-
-def test_the_background_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[Any, dict[str, Any]]] = []
-    closed: list[bool] = []
-    check = SimpleNamespace(close=lambda: closed.append(True))
-    monkeypatch.setattr(callback, "BackgroundCheck", lambda blocks, **named: made.append((blocks, named)) or check)
-    _rank(monkeypatch, 4, 6, 1, 3)
-    nothing: Any = None
-    for end in ("on_end", "on_failure"):
-        one = callback.DataCheck(BLOCKS)
-        assert not one.ends_before_next(nothing), "nothing waits for it"
-        getattr(one, end)(*[nothing] * (1 if end == "on_end" else 2))
-    assert made == [(BLOCKS, {"processes": 3})] * 2
-    assert closed == [True, True], "also when an error ends the run"
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    ("asked", "mock", "compared", "warns"),
-    [
-        ("off", False, None, False),
-        ("start", True, None, False),
-        ("start", False, BLOCKS, True),
-        ("background", False, BLOCKS[:4], False),
-    ],
-)
-def test_what_is_compared_before_the_first_step(
-    asked: str,
-    mock: bool,
-    compared: list[Any] | None,
-    warns: bool,
-    rank: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """This rank's share of it, here of two; who asked for everything is told what has no checksums, by one rank."""
-    _rank(monkeypatch, rank, 2, rank, 2)
-    seen: list[list[Any]] = []
-    monkeypatch.setattr(data_check, "blocks_of_run", lambda config: (BLOCKS, ["plain", "other"]))
-    monkeypatch.setattr(data_check, "some_blocks", lambda blocks: blocks[:4])
-    monkeypatch.setattr(data_check, "first_damage", seen.append)
-    config: Any = SimpleNamespace(data=SimpleNamespace(verify_data=asked, mock_data=mock))
-    data_check.check_before_the_first_step(config)
-    assert seen == ([] if compared is None else [compared[rank::2]])
-    told = "--verify-data start: no manifest has checksums of plain, other, which is not verified"
-    assert (told in capsys.readouterr().err) == (warns and rank == 0)
-
-
-@pytest.mark.parametrize("found", [[None, "damage of 1", None], [None, None, "damage of 2"], ["of 0", "of 1", None]])
-def test_damage_that_one_rank_finds_is_told_on_all(found: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(all_of_them: list[Any], own: str | None) -> None:
-        assert len(all_of_them) == 3
-        all_of_them[:] = found
-
-    monkeypatch.setattr(data_check, "blocks_of_run", lambda config: (BLOCKS, []))
-    monkeypatch.setattr(data_check, "first_damage", lambda blocks: found[0])
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    config: Any = SimpleNamespace(data=SimpleNamespace(verify_data="start", mock_data=False))
-    first = next(one for one in found if one is not None)
-    with pytest.raises(DataError, match=rf"^{first}\. Copy"):
-        data_check.check_before_the_first_step(config)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-
-
-def test_blocks_are_those_of_every_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file once, though two splits name it; and which files have no checksums."""
-    splits = {"train": ["a", "b"], "valid": ["b", "c"], "test": None}
-
-    def files(config: Any, split: str) -> Any:
-        prefixes = splits[split]
-        return None if prefixes is None else SimpleNamespace(blend=SimpleNamespace(prefixes=prefixes))
-
-    monkeypatch.setattr(data_check, "SPLITS", list(splits))
-    monkeypatch.setattr(data_check, "split_files", files)
-    known = {"a": ["a1", "a2"], "b": [], "c": ["c1"]}
-    monkeypatch.setattr(data_check, "known_blocks", known.__getitem__)
-    config: Any = None
-    assert data_check.blocks_of_run(config) == (["a1", "a2", "c1"], ["b"])
-
-
 @pytest.mark.parametrize(
     ("count", "numbers"),
     [
@@ -456,3 +349,12 @@ def test_a_check_that_is_closed_ends_at_once(prefix: str) -> None:
     check.close()
     assert not check._thread.is_alive()
     assert check.checked == 0
+
+
+def test_checksums_that_are_read_in_pieces_are_those_of_whole_blocks(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_PIECE", 100)
+    whole = Path(f"{prefix}.bin").read_bytes()
+    blocks = [f"{zlib.crc32(whole[first : first + 1024]):08x}" for first in range(0, len(whole), 1024)]
+    assert checksums([prefix], 1024)[prefix]["crc32"][".bin"] == blocks

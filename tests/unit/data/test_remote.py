@@ -16,6 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron_ext.data import remote
+from megatron_ext.data.prepare import documents
 from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.data.remote import RemoteFile, RemoteStream
@@ -41,6 +42,7 @@ def store() -> Iterator[MemoryFileSystem]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_BLOCK", 5000)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 5000)
 
 
 def encoded(folder: Path, *inputs: str, name: str = "out", **settings: Any) -> dict[str, bytes]:
@@ -77,72 +79,80 @@ def test_a_store_gives_the_bytes_of_the_disk(workers: int, store: MemoryFileSyst
     assert other == encoded(tmp_path, str(tmp_path / "in"), name="near", json_keys=("other",))
 
 
-def unreliable(monkeypatch: pytest.MonkeyPatch, every: int) -> list[str]:
-    """Let every n-th read of memory:// fail or end early, and return what happened, which grows."""
-    happened: list[str] = []
-    cat = MemoryFileSystem.cat_file
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that are waited between attempts, which pass at once."""
+    waited: list[float] = []
+    monkeypatch.setattr(remote, "sleep", waited.append)
+    return waited
+
+
+class Link:
+    """The way to memory://, every n-th read of which fails, and every one after it ends early; 0: none does."""
+
+    def __init__(self) -> None:
+        self.every = self.failing_looks = 0
+        self.reads: list[tuple[int | None, int | None]] = []
+        self.failed = self.short = 0
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Link:
+    link = Link()
+    cat, info = MemoryFileSystem.cat_file, MemoryFileSystem.info
 
     def cat_file(self: MemoryFileSystem, path: str, start: int | None = None, end: int | None = None, **more: Any):
-        happened.append("read")
-        reads = happened.count("read")
-        if reads % every == 0:
-            happened.append("failed")
+        link.reads.append((start, end))
+        if link.every and len(link.reads) % link.every == 0:
+            link.failed += 1
             raise ConnectionResetError("the link is down")
         found = cat(self, path, start=start, end=end, **more)
-        if reads % every == 1:
-            happened.append("short")
+        if link.every and len(link.reads) % link.every == 1:
+            link.short += 1
             return found[:-1]
         return found
 
+    def looked_at(self: MemoryFileSystem, path: str, **more: Any) -> dict[str, Any]:
+        if link.failing_looks:
+            link.failing_looks -= 1
+            raise ConnectionResetError("the link is down")
+        return info(self, path, **more)
+
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-    return happened
+    monkeypatch.setattr(MemoryFileSystem, "info", looked_at)
+    return link
 
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_link_that_fails_is_tried_again(
-    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: MemoryFileSystem, tmp_path: Path, pauses: list[float], link: Link
 ) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(remote, "sleep", pauses.append)
     (tmp_path / "in.jsonl").write_bytes(lines_of(LINES))
     store.pipe("/in.jsonl", lines_of(LINES))
-    happened = unreliable(monkeypatch, 4)
+    link.every = 4
     assert encoded(tmp_path, "memory://in.jsonl", name="far") == encoded(tmp_path, str(tmp_path / "in.jsonl"))
-    assert happened.count("failed") > 2
-    assert happened.count("short") > 2
-    assert len(pauses) == happened.count("failed") + happened.count("short")
+    assert link.failed > 2
+    assert link.short > 2
+    assert len(pauses) == link.failed + link.short
 
 
-def test_a_link_that_fails_says_nothing_of_what_is_there(
-    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("pauses")
+def test_a_link_that_fails_says_nothing_of_what_is_there(store: MemoryFileSystem, link: Link) -> None:
     """fsspec's `exists` and `isdir` are False for whatever went wrong."""
     store.pipe("/in/a.jsonl", lines_of(LINES))
-    failures: list[str] = []
-    info = MemoryFileSystem.info
-
-    def failing(self: MemoryFileSystem, path: str, **more: Any) -> dict[str, Any]:
-        if len(failures) < 2:
-            failures.append(path)
-            raise ConnectionResetError("the link is down")
-        return info(self, path, **more)
-
-    monkeypatch.setattr(remote, "sleep", lambda _: None)
-    monkeypatch.setattr(MemoryFileSystem, "info", failing)
+    link.failing_looks = 2
     assert [file.path for file in find_files(["memory://in"])] == ["memory:///in/a.jsonl"]
-    failures.clear()
+    link.failing_looks = 2
     assert RemoteFile("memory://in/a.jsonl").exists()
-    failures.clear()
+    link.failing_looks = 2
     assert not RemoteFile("memory://in/b.jsonl").exists()
 
 
 def test_a_store_that_stays_away_ends_the_run(
-    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: MemoryFileSystem, tmp_path: Path, pauses: list[float], link: Link
 ) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(remote, "sleep", pauses.append)
     store.pipe("/in.jsonl", lines_of(LINES))
-    unreliable(monkeypatch, 1)
+    link.every = 1
     with pytest.raises(StorageError, match=r"in\.jsonl, bytes 0 to \d+ failed 7 times"):
         encoded(tmp_path, "memory://in.jsonl")
     assert pauses[:6] == [0.5, 1, 2, 4, 8, 16]
@@ -160,10 +170,8 @@ def stopping(count: int) -> Callable[[object], None]:
     return report
 
 
-def test_stopped_and_continued_from_a_store(store: MemoryFileSystem, tmp_path: Path, monkeypatch: Any) -> None:
-    from megatron_ext.data.prepare import documents
-
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 5000)
+@pytest.mark.usefixtures("small_blocks")
+def test_stopped_and_continued_from_a_store(store: MemoryFileSystem, tmp_path: Path) -> None:
     write_all(tmp_path / "in")
     expected = encoded(tmp_path, str(tmp_path / "in"))
     for file in sorted((tmp_path / "in").iterdir()):
@@ -313,9 +321,7 @@ def test_s3_killed_and_continued(s3: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("failures", "taken"), [(0, True), (1, True), (6, True), (7, False)])
-def test_a_read_is_tried_seven_times(failures: int, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(remote, "sleep", pauses.append)
+def test_a_read_is_tried_seven_times(failures: int, taken: bool, pauses: list[float]) -> None:
     calls: list[int] = []
 
     def read() -> str:
@@ -348,11 +354,7 @@ def test_a_read_is_tried_seven_times(failures: int, taken: bool, monkeypatch: py
         (DataError("x"), DataError),
     ],
 )
-def test_what_cannot_change_is_not_tried_again(
-    error: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "sleep", lambda _: pytest.fail("tried again"))
-
+def test_what_cannot_change_is_not_tried_again(error: Exception, raised: type[Exception], pauses: list[float]) -> None:
     def read() -> None:
         raise error
 
@@ -362,21 +364,14 @@ def test_what_cannot_change_is_not_tried_again(
         assert str(caught.value) == f"what: {type(error).__name__}: x. Check the name and the access"
     else:
         assert caught.value is error
+    assert pauses == []
 
 
-def test_bytes_behind_the_end_are_not_asked_for(store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_behind_the_end_are_not_asked_for(store: MemoryFileSystem, link: Link) -> None:
     store.pipe("/a", b"0123456789")
-    asked: list[tuple[int, int]] = []
-    cat = MemoryFileSystem.cat_file
-
-    def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
-        asked.append((start, end))
-        return cat(self, path, start=start, end=end)
-
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     file = RemoteFile("memory://a")
     assert [file.read(*one) for one in ((0, 4), (8, 4), (10, 1), (20, 1), (3, 0))] == [b"0123", b"89", b"", b"", b""]
-    assert asked == [(0, 4), (8, 10)]
+    assert link.reads == [(0, 4), (8, 10)]
 
 
 def test_a_stream_reads_ahead_where_it_is_read_in_order_and_keeps_little(

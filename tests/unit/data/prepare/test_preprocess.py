@@ -231,8 +231,8 @@ def test_a_worker_of_its_own_encodes_as_was_chosen():
     fast, plain = (preprocess._start_worker(job, is_fast=is_fast) for is_fast in (True, False))
     assert isinstance(fast, BlockEncoder)
     assert isinstance(plain, BlockEncoder)
-    assert type(fast._encode) is type(fast_encoder(tokenizer))
-    assert type(plain._encode) is type(plain_encoder(tokenizer)) is not type(fast._encode)
+    assert type(fast._encoder) is type(fast_encoder(tokenizer))
+    assert type(plain._encoder) is type(plain_encoder(tokenizer)) is not type(fast._encoder)
 
 
 def test_manifest(tmp_path: Path):
