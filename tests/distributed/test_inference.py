@@ -139,6 +139,8 @@ SAMPLED = "--temperature 0.9 --top-k 40 --top-p 0.97 --min-p 0.001 --repetition-
 def _ways_to_ask(folder: str) -> tuple[list[str], list[list[Any]]]:
     """On ranks: what the screen shows, and what is made of prompts from a file and standard input."""
     from megatron_ext.cli.generate import main
+    from megatron_ext.inference.leader import Leader, follow
+    from megatron_ext.inference.scoring import Scorable, score
     from megatron_ext.parallel import groups
     from megatron_ext.train import trained_model
 
@@ -164,6 +166,14 @@ def _ways_to_ask(folder: str) -> tuple[list[str], list[list[Any]]]:
     else:
         asked("streamed", "--prompts", ASKED[0], "--stop", "e", "zzz")
     names = ("of_file", "of_lines", "of_input", "stopped", "other", "streamed")
+    sequences = [Scorable(list(text.encode()), scored) for text, scored in (("a text", 2), ("another", 5))]
+    plain = score(model, sequences, 2)
+    if model.rank == 0:
+        leads = Leader(model)
+        assert leads.score(sequences, 2) == plain
+        leads.close()
+    else:
+        follow(model)
     return screens, [
         [json.loads(line) for line in (place / f"{name}.jsonl").read_text().splitlines()] for name in names
     ]

@@ -4,12 +4,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.cli import compare_runs
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "compare_runs.py"
 ROWS = [
     {"iteration": 1, "lm_loss": 5.5, "elapsed_ms": 10.0},
     {"iteration": 2, "lm_loss": float("nan"), "elapsed_ms": 11.0},
 ]
+
+
+NAN = float("nan")
 
 
 def compare(folder: Path, second: list[dict]) -> tuple[int, str]:
@@ -49,3 +57,25 @@ def test_a_field_of_one_run_alone_counts(tmp_path: Path) -> None:
     for more in ({"grad_norm": 1.0}, {"lm_loss": None}):
         code, said = compare(tmp_path, [ROWS[0], ROWS[1] | more])
         assert (code, said.split(":")[0]) == (1, "row 2 (iteration 2)")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ([{"iteration": 1, "loss": 2.0}], [{"iteration": 1, "loss": 2.0, "elapsed_ms": 5}], None),
+        ([{"iteration": 1, "loss": NAN}], [{"iteration": 1, "loss": NAN}], None),
+        ([{"iteration": 1, "loss": NAN}], [{"iteration": 1, "loss": 2.0}], "row 1 (iteration 1): loss is nan and 2.0"),
+        ([{"iteration": 4, "loss": 2.0}], [{"iteration": 4, "loss": NAN}], "row 1 (iteration 4): loss is 2.0 and nan"),
+        ([{"iteration": 4}], [{"iteration": 4, "loss": 1}], "row 1 (iteration 4): loss is None and 1"),
+        ([{"iteration": 4, "loss": 1}], [{"iteration": 4}], "row 1 (iteration 4): loss is 1 and None"),
+        ([{"iteration": 4}], [{"iteration": 4}, {"iteration": 5}], "1 and 2 rows; equal up to row 1"),
+        ([{"iteration": 4}, {"iteration": 5}], [{"iteration": 4}], "2 and 1 rows; equal up to row 1"),
+        (
+            [{"iteration": 4}, {"iteration": 5, "z": 1, "a": 1}],
+            [{"iteration": 4}, {"iteration": 5, "z": 2, "a": 2}],
+            "row 2 (iteration 5): a is 1 and 2",
+        ),
+    ],
+)
+def test_the_first_difference_of_two_runs(first: list[Any], second: list[Any], said: str | None) -> None:
+    assert compare_runs.first_difference(first, second) == said

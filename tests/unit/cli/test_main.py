@@ -1,0 +1,66 @@
+"""`megatron-ext` and the scripts in tools/ are the same functions, and each shows an example."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cli.completion import words
+from megatron_ext.cli.main import COMMANDS, command, help_text
+from megatron_ext.errors import ConfigurationError
+
+ROOT = Path(__file__).resolve().parents[3]
+# What belongs to the repository and not to a user: they compare commits, and write its docs and its corpus.
+OF_THE_CHECKOUT = {"loss_compare", "make_docs", "parity_table", "python_corpus", "recipes"}
+OF_THE_COMMAND = {"pretrain", "completion", "api"}
+# What one does with a trained model lies in tasks/: script by command.
+IN_TASKS = {"tasks": "main", "generate": "generate"}
+TOOLS = [name for name in COMMANDS if name not in OF_THE_COMMAND]
+
+
+def test_every_tool_is_a_command_and_thin() -> None:
+    scripts = {path.stem: path for path in (ROOT / "tools").glob("*.py") if path.stem not in OF_THE_CHECKOUT}
+    scripts |= {name: ROOT / "tasks" / f"{script}.py" for name, script in IN_TASKS.items()}
+    assert {module for module, _ in COMMANDS.values()} - OF_THE_COMMAND == scripts.keys()
+    for name, path in scripts.items():
+        text = path.read_text()
+        assert f"from megatron_ext.cli.{name} import main\n" in text
+        assert len(text.splitlines()) < 20
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_help_ends_with_examples(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"megatron-ext {name}"])
+    if name == "prepare-cache":  # takes the flags of the training; its text is its docstring
+        assert command(name)(["--help"]) == 0
+        return
+    with pytest.raises(SystemExit, match="0"):
+        command(name)(["--help"])
+    shown = capsys.readouterr().out
+    assert f"usage: megatron-ext {name} " in shown
+    assert re.search(rf"\nexamples:\n  .*megatron-ext {name} ", shown), shown
+
+
+def test_the_commands_are_listed() -> None:
+    listed = re.findall(r"^  ([a-z-]+)  ", help_text(), re.MULTILINE)
+    assert listed == list(COMMANDS)
+
+
+def test_a_wrong_command_is_answered_with_the_right_one() -> None:
+    with pytest.raises(ConfigurationError, match="plon is not a command; did you mean plan"):
+        command("plon")
+    ended = subprocess.run([sys.executable, "-m", "megatron_ext", "plon"], cwd=ROOT, capture_output=True, check=False)
+    assert ended.returncode == 64
+
+
+def test_words_that_complete() -> None:
+    assert words("commands") == list(COMMANDS)
+    assert words("pretrain", "--optimizer") == ["adam", "sgd", "lion"]
+    assert words("pretrain", "--num-layers") == []
+    assert "--tensor-model-parallel-size" in words("pretrain")
+    assert words("convert", "--dtype") == ["fp32", "bf16", "fp16"]
+    assert "--nproc-per-node" in words("doctor")

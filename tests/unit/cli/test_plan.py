@@ -1,0 +1,152 @@
+"""Every flag of tools/plan.py and tools/draw_pipeline.py, changed alone, changes what they print."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.cli import draw_pipeline, plan
+from megatron_ext.errors import ConfigurationError
+
+SIZES = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048"
+MODEL = f"{SIZES} --vocab-size 32000 --micro-batch-size 1 --global-batch-size 16"
+LAYOUT = f"{MODEL} --bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+ONE = f"--evaluate --world-size 16 --json - {{}} -- {LAYOUT}"
+"""One layout on two nodes, with pipeline stages in both."""
+OF_FP32 = f"--evaluate --world-size 16 --json - {{}} -- {LAYOUT.replace('--bf16 ', '')}"
+SEARCH = f"--world-size 4 --json - {{}} -- {MODEL} --bf16 --pipeline-model-parallel-size 1 --context-parallel-size 1"
+ON_CPU = f"--evaluate --world-size 2 --device cpu --json - {{}} -- {MODEL}"
+FROM_FILE = (
+    "--evaluate --world-size 2 --json - --hf-config {} -- --seq-length 64 --micro-batch-size 1 --global-batch-size 4"
+)
+SHORT = f"--evaluate --world-size 2 --json - {{}} -- {MODEL} --bf16"
+CALIBRATED = f"--evaluate --world-size 1 --json - --calibrate metrics.jsonl {{}} -- {MODEL} --bf16"
+
+CHANGES = {
+    "--world-size": (ONE, "", "--world-size 32"),
+    "--evaluate": (SEARCH, "", "--evaluate"),
+    "--device": (ONE, "", "--device a100"),
+    "--device-memory-gb": (ONE, "", "--device-memory-gb 33"),
+    "--memory-share": (ONE, "", "--memory-share 0.01"),
+    "--gpus-per-node": (ONE, "", "--gpus-per-node 1"),
+    "--efficiency": (ONE, "", "--efficiency 0.41"),
+    "--link-efficiency": (ONE, "", "--link-efficiency 0.52"),
+    "--peak-tflops": (ONE, "", "--peak-tflops 210"),
+    "--peak-tflops in fp32": (OF_FP32, "", "--peak-tflops 10"),
+    "--memory-bandwidth-gb-s": (ONE, "", "--memory-bandwidth-gb-s 1234"),
+    "--intra-node-gb-s": (ONE, "", "--intra-node-gb-s 77"),
+    "--inter-node-gb-s": (ONE, "", "--inter-node-gb-s 3"),
+    "--hf-config": (FROM_FILE, "small", "large"),
+    "--grad-reduce-in-bf16": (SHORT, "", "--grad-reduce-in-bf16"),
+    "--calibrate": (CALIBRATED, "", "--calibrate slower.jsonl"),
+    "--calibrate-flags": (CALIBRATED, "", f"--calibrate-flags '{MODEL.replace('8', '9', 1)} --bf16'"),
+    "--processor-cores": (ON_CPU, "", "--processor-cores 1"),
+    "--number": (SEARCH, "", "--number 1"),
+    "--limits": (ONE, "", "--limits"),
+    "--json": (ONE, "", "--json found.json"),
+}
+"""By flag: a command line, what stands in its place, and what else."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder, with what the lines name."""
+    monkeypatch.chdir(tmp_path)
+    for name, milliseconds in (("metrics.jsonl", 100.0), ("slower.jsonl", 300.0)):
+        row = {"iteration": 1, "elapsed_ms": milliseconds, "global_batch_size": 16, "world_size": 1}
+        Path(name).write_text((json.dumps(row) + "\n") * 8)
+    llama: dict[str, Any] = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 1000, "hidden_act": "silu",
+        "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    }  # fmt: skip
+    for name, layers in (("small", 2), ("large", 4)):
+        Path(name).mkdir()
+        (Path(name) / "config.json").write_text(json.dumps({**llama, "num_hidden_layers": layers}))
+
+
+def _said(main: Any, line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    main(shlex.split(line))
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", CHANGES)
+def test_each_flag_changes_what_the_planner_prints(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line, first, second = CHANGES[flag]
+    assert _said(plan.main, line.format(first), capsys) != _said(plan.main, line.format(second), capsys)
+
+
+def test_no_flag_is_left_out() -> None:
+    shown = {
+        action.option_strings[0]
+        for action in plan._parser()._actions
+        if action.option_strings and action.dest != "help" and action.help != "==SUPPRESS=="
+    }
+    assert shown == {flag.split()[0] for flag in CHANGES}
+
+
+def test_json_goes_into_a_file_and_the_words_to_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = _said(plan.main, ONE.format(""), capsys)
+    assert _said(plan.main, ONE.format("--json found.json"), capsys) not in ("", alone)
+    assert Path("found.json").read_text() == alone
+
+
+def test_the_ranks_may_be_named_among_the_training_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ONE.format("").replace("--world-size 16 ", "")
+    assert _said(plan.main, f"{line} --world-size 16", capsys) == _said(plan.main, ONE.format(""), capsys)
+
+
+@pytest.mark.parametrize(("memory", "code"), [("80", 0), ("0.05", 1)])
+@pytest.mark.parametrize("output", ["", "--json -", "--json found.json"])
+def test_a_search_ends_with_whether_something_fits(
+    memory: str, code: int, output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = SEARCH.format(f"--device-memory-gb {memory}").replace("--json -", output)
+    assert plan.main(shlex.split(line)) == code
+    said = capsys.readouterr().out
+    if output == "--json -":
+        assert bool(json.loads(said)["best"]) == (code == 0)
+    else:
+        assert ("flags of 1, to add to yours:" in said) == (code == 0)
+
+
+PICTURES = {
+    "--stages": ("--stages 3 --width 90", "--stages 4"),
+    "--chunks": ("--stages 2 --width 90", "--chunks 2"),
+    "--group": ("--stages 2 --chunks 2 --microbatches 12 --width 90", "--group 4"),
+    "--microbatches": ("--stages 3 --width 90", "--microbatches 11"),
+    "--microbatches of a run": (f"--width 90 {{}} -- {LAYOUT}", "--microbatches 5"),
+    "--width": ("--stages 3 --width 90", "--width 60"),
+    "--world-size": (f"--width 90 --microbatches 4 --world-size 16 {{}} -- {LAYOUT}", "--world-size 32"),
+    "--device": (f"--width 90 {{}} -- {LAYOUT}", "--device a100"),
+    "--gpus-per-node": (f"--width 90 --world-size 16 {{}} -- {LAYOUT}", "--gpus-per-node 1"),
+}
+
+
+@pytest.mark.parametrize("flag", PICTURES)
+def test_each_flag_changes_what_is_drawn(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line, change = PICTURES[flag]
+    line = line if "{}" in line else f"{line} {{}}"
+    changed = _said(draw_pipeline.main, line.format(change), capsys)
+    assert changed != _said(draw_pipeline.main, line.format(""), capsys)
+
+
+def test_a_page_shows_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    _said(draw_pipeline.main, "--stages 3 --width 90 --html page.html", capsys)
+    assert "<svg" in Path("page.html").read_text()
+
+
+def test_by_default_a_picture_is_of_one_replica(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of as many ranks as the product of the axes that divide the model."""
+    line = f"--width 90 --microbatches 4 {{}} -- {LAYOUT} --context-parallel-size 2 --position-embedding-type rope"
+    assert _said(draw_pipeline.main, line.format(""), capsys) == _said(
+        draw_pipeline.main, line.format("--world-size 8"), capsys
+    )
+
+
+@pytest.mark.parametrize("flag", ["--stages", "--chunks", "--microbatches", "--group"])
+def test_nothing_to_draw_is_no_default(flag: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"are numbers from 1$"):
+        draw_pipeline.main([*(["--stages", "3"] if flag != "--stages" else []), flag, "0"])
