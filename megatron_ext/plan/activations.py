@@ -12,7 +12,7 @@ sequence parallelism divides is marked /t:
     gathered      2 w T H (t-1)/t           with --sequence-parallel-keep-gathered, the inputs of both blocks but for
                                             this rank's part, which is among the norms' outputs
 
-Measured against this: tests/unit/test_recompute_bytes.py, to the byte, and
+Measured against this: tests/unit/plan/test_activations.py, to the byte, and
 tests/distributed/test_plan_bytes.py, on ranks, within 0.5% (5% with experts, whose load is never even).
 Source of the scheme: Korthikanti et al. 2022 (arXiv:2205.05198, section 4), who store an unfused softmax as well.
 """

@@ -3,7 +3,7 @@
 
 REPOSITORY is a clone of Megatron-LM, bare or not. tests/golden/megatron_launches.json then holds facts alone, names,
 flags and values: those of its GPT, Mixtral and MoE pretraining configurations (its functional tests without inference
-and reinforcement learning), and those of its example scripts. tests/unit/test_megatron_launches.py replays them.
+and reinforcement learning), and those of its example scripts. tests/unit/docs/test_megatron_launches.py replays them.
 """
 
 import re

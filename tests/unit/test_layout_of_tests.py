@@ -16,9 +16,6 @@ OF_ALL_SOURCES = {
 }
 """Tests that look at every file of the repository, or at all that is installed."""
 
-TO_MOVE = (ROOT / "tests/data/tests_to_move.txt").read_text().split()
-"""Files that have not moved to the place of their module yet. The list only shrinks, and goes when it is empty."""
-
 
 def counterparts(folder: Path, root: Path = ROOT) -> set[str]:
     """Names of the modules and pages that tests in `tests/unit/<folder>` may be about.
@@ -29,8 +26,16 @@ def counterparts(folder: Path, root: Path = ROOT) -> set[str]:
     places = [root / "megatron_ext" / folder]
     if folder.parts:
         places += [root / folder, root / "tests" / folder]
-    files = {file.stem for place in places for file in place.glob("*.*") if file.suffix in (".py", ".md", ".sh")}
+    else:
+        places += [root]
+    files = {
+        file.stem.lower().replace(".", "_")
+        for place in places
+        for file in place.glob("*.*")
+        if file.suffix in (".py", ".md", ".sh")
+    }
     packages = {package.parent.name for place in places if folder.parts for package in place.glob("*/__init__.py")}
+    packages |= {example.name for example in (root / "examples").glob("*/") if folder == Path("examples")}
     return (files | packages | {folder.name}) - {"", "__init__"}
 
 
@@ -43,7 +48,7 @@ def has_counterpart(test: Path, root: Path = ROOT) -> bool:
 def test_every_test_file_lies_where_its_module_does() -> None:
     found = {path.relative_to(UNIT).as_posix() for path in UNIT.rglob("test_*.py")} - OF_ALL_SOURCES
     lost = sorted(name for name in found if not has_counterpart(Path(name)))
-    assert [name for name in lost if name not in TO_MOVE] == [], (
+    assert lost == [], (
         "tests of megatron_ext/train/step.py are in tests/unit/train/test_step.py, or in test_step_<subject>.py there"
     )
 

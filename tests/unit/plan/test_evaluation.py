@@ -22,7 +22,7 @@ from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.traffic import Term, sent
 from tools.plan import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SEVEN_BILLION = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
     "--vocab-size 32000 --global-batch-size 512 --micro-batch-size 1 --swiglu --normalization RMSNorm --bf16 "

@@ -17,7 +17,7 @@ from tests.support import planner_numbers
 from tests.support.golden_text import section
 from tests.support.wrong_flags import BASE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MODEL = BASE.removesuffix(" --mock-data --vocab-size 1000 --device cpu --dry-run")
 MOCK = "--mock-data --vocab-size 1000"
 

@@ -94,7 +94,7 @@ def test_a_folder_without_permission_is_named(mode: int, below: bool, tmp_path: 
         closed.chmod(mode)
         load = inside if below else closed
         words = [sys.executable, "-c", AS_NOBODY, *FLAGS, "--load", str(load)]
-        root = Path(__file__).parents[3]
+        root = Path(__file__).parents[4]
         ended = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
         assert ended.stdout == f"74 --load {load}: Permission denied. Fix the permission, or give another path.\n", (
             ended.stderr

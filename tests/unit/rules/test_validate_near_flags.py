@@ -10,7 +10,7 @@ from megatron_ext.config.resolve import resolve
 from megatron_ext.rules.validate import RULES
 from tests.support.near_flags import advice, around, lines, near, outcome, title, typed_values
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden/near_flags.json"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden/near_flags.json"
 REGENERATE = "python tests/golden/regenerate.py"
 
 NOT_ALONE = (

@@ -16,7 +16,7 @@ from megatron_ext.train.configure import gather_facts
 from tests.support.near_bounds import found
 from tests.support.wrong_flags import BASE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_facts_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ from megatron_ext.plan.question import question
 from megatron_ext.plan.search import Question, search
 from tools import plan
 
-TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
+TOOL = Path(__file__).parents[3] / "tools" / "plan.py"
 FLAGS = (
     "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 --bf16 "
     "--global-batch-size 64 --micro-batch-size 1 --hidden-dropout 0 --attention-dropout 0 "

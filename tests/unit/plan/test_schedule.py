@@ -10,7 +10,7 @@ from megatron_ext.plan.passes import ends
 from megatron_ext.plan.schedule import few_microbatches, most_held, most_held_of_stage, order
 from megatron_ext.plan.simulate import by_formula, finish, shortest, simulate
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def alike(stages: int, chunks: int, forward: float = 1.0) -> tuple[list[list[float]], list[list[float]]]:

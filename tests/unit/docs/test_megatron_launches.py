@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
 from tests.support.megatron_launches import Outcome, Recorded, launches_page, other_launches, replay, words, world_size
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 _RUN = (
     "--micro-batch-size 1 --global-batch-size 128 --seq-length 4096 --max-position-embeddings 4096 --train-iters 1000 "
     "--lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 100 --weight-decay 0.1 --clip-grad 1.0 --bf16 "

@@ -9,7 +9,7 @@ from megatron_ext.config.parse.arguments import Typed, parse
 from megatron_ext.config.parse.reference import pinned_command_line
 from megatron_ext.errors import ConfigurationError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def problems_of(line: str) -> list[str]:
