@@ -30,7 +30,7 @@ def _chunks_and_attention() -> list[dict[str, Any]]:
 
 def _far_from_whole(value_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """In fp64 the largest difference of the result and the gradients; in bf16 the root of the mean of its square, in
-    units of what one rounding of each number makes of it: 0.42 x 2^-8 (see tests/unit/parts/attention/test_compute.py)."""
+    units of what one rounding of each number makes of it: 0.42 x 2^-8 (tests/unit/parts/attention/test_compute.py)."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     from megatron_ext.data.batch import Batch, StageView, divide

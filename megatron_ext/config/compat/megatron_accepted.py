@@ -5,8 +5,8 @@ done here anyway: no weight that is trained and no file that is kept depends on 
 
 Flags are separated by commas: `--flag` is a switch, `--flag N` takes a value, `--flag N...` takes several. Each gets
 one warning line; `=value` asks for nothing, and passes silently. The list was read from Megatron-LM as the
-megatron-core 0.19.2 wheel holds it; tests/unit/config/compat/test_megatron_options.py reads that wheel and fails when an option is
-missing here, is listed twice, or takes another number of values.
+megatron-core 0.19.2 wheel holds it; tests/unit/config/compat/test_megatron_options.py reads that wheel and fails when
+an option is missing here, is listed twice, or takes another number of values.
 """
 
 ACCEPTED: tuple[tuple[str, str], ...] = (

@@ -1,6 +1,7 @@
 """Lists the flags whose default is not Megatron's, and why: a column of docs/flags.md.
 
-tests/unit/config/compat/test_megatron_options.py reads Megatron's defaults and fails where another one is not listed here.
+tests/unit/config/compat/test_megatron_options.py reads Megatron's defaults and fails where another one is not
+listed here.
 """
 
 from typing import Any, NamedTuple
