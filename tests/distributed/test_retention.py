@@ -2,33 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
-from megatron_ext.checkpoint.native.retention import expired
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS, load, save_at
-
-EVERY_10 = [10, 20, 30, 40, 50]
-
-
-@pytest.mark.parametrize(
-    ("newest", "keep_last", "retain_interval", "gone"),
-    [
-        (50, None, None, []),
-        (50, 2, None, [10, 20, 30]),
-        (50, 5, None, []),
-        (50, 9, None, []),
-        (50, None, 20, [10, 30]),
-        (50, 2, 20, [10, 30]),
-        (50, 1, 30, [10, 20, 40]),
-        (30, 1, None, [10, 20]),  # 40 and 50 are of the course that was given up
-        (30, 2, None, [10]),
-    ],
-)
-def test_what_expires(newest: int, keep_last: int | None, retain_interval: int | None, gone: list[int]) -> None:
-    assert expired(EVERY_10, newest, keep_last, retain_interval) == gone
-    assert expired(EVERY_10[::-1], newest, keep_last, retain_interval) == gone, "in whatever order they are found"
 
 
 def _save_with_a_bad_disk(folder: str, iterations: list[int], flags: list[str]) -> None:
