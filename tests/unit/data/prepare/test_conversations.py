@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -232,7 +231,14 @@ def test_the_special_tokens_that_a_template_may_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "count"), [("chatml", 2), ("llama3", 4), ("zephyr", 0), ("tokenizer", 0), ("", 0)])
 def test_special_tokens_that_a_tokenizer_lacks(name: str, count: int) -> None:
     assert len(missing_tokens(name, ByteTokenizer())) == count
-    known: Any = SimpleNamespace(encode=lambda text: [1] if text == "<|im_end|>" else [1, 2])
+
+    class Known(ByteTokenizer):
+        """Has one id for one of the two special tokens."""
+
+        def encode(self, text: str) -> list[int]:
+            return [1] if text == "<|im_end|>" else [1, 2]
+
+    known = Known()
     assert missing_tokens("chatml", known) == ["<|im_start|>"]
 
 
