@@ -45,7 +45,7 @@ def test_a_run_finds_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(written()) == 2 * len(prepared)
 
 
-def test_nothing_to_prepare_and_wrong_flags(capsys: pytest.CaptureFixture[str]):
+def test_an_order_without_an_index_has_nothing_to_prepare(capsys: pytest.CaptureFixture[str]):
     assert main(shlex.split(f"{FLAGS} --mock-data")) == 0
     assert capsys.readouterr().out == "nothing to prepare: this order of the samples has no index\n"
     with pytest.raises(ConfigurationError):

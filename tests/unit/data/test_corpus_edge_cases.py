@@ -184,7 +184,7 @@ def _file(prefix: str, weight: Any = None, **content: str) -> dict[str, Any]:
         (_record(valid=[_file("w", **{".bin": "3"})]), _record(), []),
     ],
 )
-def test_why_a_run_would_not_go_on_through_the_samples_of_a_checkpoint(
+def test_differences_from_the_data_of_a_checkpoint_are_named(
     saved: dict[str, Any], now: dict[str, Any], expected: list[str]
 ) -> None:
     assert differences(saved, now) == expected

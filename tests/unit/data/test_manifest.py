@@ -159,7 +159,7 @@ def test_what_a_record_holds() -> None:
     assert tokenizer_record(NullTokenizer(9)) == short_record(NullTokenizer(9)) == null
 
 
-def test_a_record_in_words() -> None:
+def test_a_tokenizer_is_described_in_words() -> None:
     assert describe_tokenizer(FULL) == "A 1 (5 ids, end of document 4)"
     assert describe_tokenizer({**FULL, "sha256": "0123456789abcdef"}) == "A 0123456789ab (5 ids, end of document 4)"
     assert describe_tokenizer(short_record(NullTokenizer(3))) == "NullTokenizer (3 ids, end of document 2)"

@@ -132,7 +132,9 @@ def test_lines_of_a_template_are_trimmed_as_transformers_trims_them() -> None:
         ("{{ 7 % 4 }}", False),
     ],
 )
-def test_what_an_operator_may_make(source: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_would_make_too_much_text_is_refused(
+    source: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = ChatTemplate(source.replace("33554432", "512").replace("33554433", "513"), {})
     monkeypatch.setattr(chat, "_MOST_CHARACTERS", 1024)
     messages = [{"role": "user", "content": "x" * 512}]
