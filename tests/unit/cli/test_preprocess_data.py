@@ -104,7 +104,7 @@ def test_each_flag_changes_what_is_written_or_said(flag: str, folder: Path, caps
 
 
 @pytest.mark.parametrize("flag", SAME)
-def test_workers_and_commits_do_not_change_what_is_written(
+def test_workers_and_commits_do_not_change_the_output(
     flag: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _outcome(f"{TEXTS} {SAME[flag]}", folder, capsys) == _outcome(TEXTS, folder, capsys)
