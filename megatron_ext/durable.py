@@ -33,7 +33,12 @@ def only_files(path: str, flags: int) -> int:
     Raises:
         OSError: it is neither a file nor a device as /dev/null, or cannot be opened.
     """
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a pipe that nobody reads
+            raise OSError(errno.EINVAL, "it is no file", path) from error
+        raise
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind) or stat.S_ISCHR(kind):
         return descriptor

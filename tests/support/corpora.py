@@ -1,6 +1,8 @@
 """Small corpora, as preprocessing leaves them."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,3 +22,11 @@ def write_windows(prefix: Path, windows: int, seed: int, seq_length: int = 8) ->
     tokens = np.random.default_rng(seed).integers(0, 61, windows * seq_length + 1).astype(np.uint16)
     with IndexedWriter(prefix, np.uint16) as writer:
         writer.add_tokens(tokens.tobytes(), [seq_length] * (windows - 1) + [seq_length + 1])
+
+
+def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: Any = np.uint16) -> str:
+    """Documents of these tokens; return the name of the pair."""
+    with IndexedWriter(prefix, dtype) as writer:
+        lengths = np.array([len(document) for document in documents])
+        writer.add_tokens(np.array([token for document in documents for token in document], dtype).tobytes(), lengths)
+    return str(prefix)

@@ -11,7 +11,7 @@ from megatron_ext.verify import huggingface
 from megatron_ext.verify.huggingface import Agreement, LossAgreement
 
 
-def test_why_there_is_no_tokenizer() -> None:
+def test_an_export_without_a_tokenizer_says_why() -> None:
     said = [
         convert_checkpoint._why_no_tokenizer(*given) for given in (("X", True), ("NullTokenizer", False), (None, False))
     ]
@@ -30,7 +30,7 @@ def test_sizes_of_files(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "0GB", "", "GB", "5TB", "5 GB", "-5", "1.5GB", "5B", "5GBGB"])
-def test_what_is_no_size_of_a_file(text: str) -> None:
+def test_text_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="is not a size; write for example 5GB"):
         convert_checkpoint._bytes(text)
 

@@ -94,6 +94,6 @@ def test_checkpoints_that_differ_end_with_1(tmp_path: Path, capsys: pytest.Captu
         (["verify", "a", "b"], "verify takes 1 path, not 2"),
     ],
 )
-def test_paths_are_counted(words: list[str], said: str) -> None:
+def test_another_number_of_paths_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{said}$"):
         inspect_checkpoint.main(words)

@@ -1,5 +1,6 @@
 """tools/inspect_dataset.py: a document and the samples of a run as text, of a small real pair."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -7,18 +8,16 @@ import numpy as np
 import pytest
 
 from megatron_ext.cli import inspect_dataset
-from megatron_ext.data.indexed import IndexedWriter
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.data.inspect import Summary, summarize
+from megatron_ext.errors import ConfigurationError, DataError
+from tests.support.corpora import write_documents
 
 TEXTS = [f"this is document {number}." for number in range(40)]
 
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
-        for text in TEXTS:
-            writer.add_tokens(np.frombuffer(text.encode(), np.uint8).astype(np.uint16).tobytes(), [len(text)])
-    return str(tmp_path / "data")
+    return write_documents(tmp_path / "data", [list(text.encode()) for text in TEXTS])
 
 
 def _shown(line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -26,11 +25,45 @@ def _shown(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def test_a_summary_has_the_lengths_of_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write_documents(tmp_path / "data", [[1], [2, 3], [], [4, 5, 6], [7] * 8])
+    assert summarize(prefix) == Summary("uint16", 5, 1, 4, 14, 1, 8, [1, 2, 0, 1])
+    lines = _shown(f"show {prefix}", capsys).splitlines()
+    assert lines[:3] == [
+        f"{prefix}: 14 tokens of type uint16",
+        "documents 5, 1 of them empty; sequences 4",
+        "tokens in a sequence: 1 to 8, mean 3.5",
+    ]
+    assert [line.split()[:4] for line in lines[3:]] == [
+        ["1", "to", "1", "1"],
+        ["2", "to", "3", "2"],
+        ["4", "to", "7", "0"],
+        ["8", "to", "15", "1"],
+    ]
+
+
 def test_a_document_is_shown_as_text_or_as_ids(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _shown(f"document {prefix} 4 --tokenizer-type ByteTokenizer", capsys) == f"{TEXTS[4]}\n"
     assert _shown(f"document {prefix} 0", capsys) == " ".join(str(byte) for byte in TEXTS[0].encode()) + "\n"
     with pytest.raises(ConfigurationError, match="give the number of the document behind the prefix"):
         inspect_dataset.main(["document", prefix])
+    with pytest.raises(ConfigurationError, match=f"^document 40 of {prefix}: the documents are 0 to 39$"):
+        inspect_dataset.main(["document", prefix, "40"])
+
+
+def test_verifying_names_the_token_outside_of_the_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_documents(tmp_path / "data", [[1, 2], [], [3, 300, 400]])
+    assert _shown(f"verify {prefix} --vocab-size 401", capsys) == f"{prefix}: whole, every token is below 401\n"
+    with pytest.raises(DataError, match=r"data\.bin: token 300 at byte 6 \(document 2\) is outside a voc"):
+        inspect_dataset.main(["verify", prefix, "--vocab-size", "300"])
+    negative = write_documents(tmp_path / "negative", [[1, -1]], np.int32)
+    with pytest.raises(DataError, match=r"token -1 at byte 4 \(document 0\)"):
+        inspect_dataset.main(["verify", negative, "--vocab-size", "300"])
+    os.truncate(f"{prefix}.idx", 60)
+    with pytest.raises(DataError):
+        inspect_dataset.main(["verify", prefix])
 
 
 def test_the_samples_of_a_step_are_shown_by_their_position(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +81,6 @@ def test_the_samples_of_a_step_are_shown_by_their_position(prefix: str, capsys: 
     assert head.endswith(f" of {prefix}")
     assert text in "".join(TEXTS)
     assert len(text) == 16
-    for wrong in ("-1", "10"):
-        with pytest.raises(ConfigurationError, match=f"sample {wrong}: the training has samples 0 to 9"):
+    for wrong in ("-1", "9999"):
+        with pytest.raises(ConfigurationError, match=f"sample {wrong}: the training has samples 0 to "):
             inspect_dataset.main(shlex.split(f"sample --sample={wrong} {run}"))

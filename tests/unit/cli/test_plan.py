@@ -147,6 +147,6 @@ def test_by_default_a_picture_is_of_one_replica(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("flag", ["--stages", "--chunks", "--microbatches", "--group"])
-def test_nothing_to_draw_is_no_default(flag: str) -> None:
+def test_numbers_below_1_are_refused(flag: str) -> None:
     with pytest.raises(ConfigurationError, match=r"are numbers from 1$"):
         draw_pipeline.main([*(["--stages", "3"] if flag != "--stages" else []), flag, "0"])

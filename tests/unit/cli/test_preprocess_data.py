@@ -104,7 +104,9 @@ def test_each_flag_changes_what_is_written_or_said(flag: str, folder: Path, caps
 
 
 @pytest.mark.parametrize("flag", SAME)
-def test_how_it_is_done_changes_nothing(flag: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_and_commits_do_not_change_the_output(
+    flag: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _outcome(f"{TEXTS} {SAME[flag]}", folder, capsys) == _outcome(TEXTS, folder, capsys)
 
 

@@ -79,7 +79,7 @@ def test_training_repeats_and_validation_is_one_pass(tmp_path: Path):
     assert {token for row in rows(datasets.train) for token in row} - {256} == set(range(40))
 
 
-def test_paths_per_split(tmp_path: Path):
+def test_each_split_may_have_paths_of_its_own(tmp_path: Path):
     train, valid = write(tmp_path / "t", 0, 20), [write(tmp_path / "v1", 100, 5), write(tmp_path / "v2", 200, 5)]
     paths = {"train_data_path": ("1", train), "valid_data_path": ("0.9", valid[0], "0.1", valid[1])}
     datasets = build(config(tmp_path, **paths), train=10)
@@ -96,7 +96,7 @@ def test_a_source_too_small_for_its_share_is_left_out_of_a_pass(tmp_path: Path):
     assert len(datasets.valid) == (5 * 20 - 1) // SEQ
 
 
-def test_too_few_tokens(tmp_path: Path):
+def test_too_few_tokens_are_named(tmp_path: Path):
     prefix = write(tmp_path / "one", 0, 1)
     with pytest.raises(ConfigurationError) as caught:
         build(config(tmp_path, data_path=(prefix,), split="969,30,1"))
@@ -151,7 +151,7 @@ def test_the_cache_lies_beside_the_data_by_default(tmp_path: Path):
     assert all("-GPTDataset-train-" in name for name in names)
 
 
-def test_damaged_data(tmp_path: Path):
+def test_damaged_data_is_refused(tmp_path: Path):
     prefix = write(tmp_path / "a", 0, 10)
     whole = Path(f"{prefix}.bin").read_bytes()
     Path(f"{prefix}.bin").write_bytes(whole[:-2])

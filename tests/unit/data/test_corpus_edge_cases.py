@@ -11,7 +11,6 @@ import pytest
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
-from megatron_ext.data import corpus
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.formula import FormulaSource
 from megatron_ext.data.indexed import IndexedWriter
@@ -185,7 +184,7 @@ def _file(prefix: str, weight: Any = None, **content: str) -> dict[str, Any]:
         (_record(valid=[_file("w", **{".bin": "3"})]), _record(), []),
     ],
 )
-def test_why_a_run_would_not_go_on_through_the_samples_of_a_checkpoint(
+def test_differences_from_the_data_of_a_checkpoint_are_named(
     saved: dict[str, Any], now: dict[str, Any], expected: list[str]
 ) -> None:
     assert differences(saved, now) == expected
@@ -266,28 +265,6 @@ def test_the_file_with_too_little_is_named(tmp_path: Path) -> None:
     expected = f"--train-data-path {paths[1]} gives train 2 sequences with 5 tokens, but one sample takes {SEQ + 1}"
     with pytest.raises(ConfigurationError, match=f"^{re.escape(expected)}"):
         build_datasets(config, ByteTokenizer(), Splits(4, 0, 0))
-
-
-@pytest.mark.parametrize("order", ["formula", "shuffled"])
-def test_a_file_that_is_named_several_times_is_checked_once(
-    tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And whole where megatron-core's order reads all of its index."""
-    prefix = _write(tmp_path / "a", [40, 40])
-    asked: list[Any] = []
-    monkeypatch.setattr(
-        corpus,
-        "check_indexed_files",
-        lambda prefix, whole_index_up_to: asked.append((prefix, whole_index_up_to)),
-    )
-    monkeypatch.setattr(corpus, "check_some_token_ids", lambda prefix, vocab_size: asked.append((prefix, vocab_size)))
-    data = DataConfig(
-        data_order=order, train_data_path=("1", prefix, "2", prefix), valid_data_path=(prefix,),
-        data_cache_path=str(tmp_path / "cache"),
-    )  # fmt: skip
-    config = Config(model=ModelConfig(seq_length=SEQ), data=data)
-    build_datasets(config, ByteTokenizer(), Splits(4, 1, 0))
-    assert asked == [(prefix, 1 << 24 if order == "formula" else None), (prefix, 257)]
 
 
 @pytest.mark.parametrize(("samples", "enough"), [(11, True), (12, True), (13, False)])

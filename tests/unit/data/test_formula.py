@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -94,7 +93,7 @@ def test_shares_of_a_split_are_megatron_cores():
 def test_a_weight_of_the_only_files_of_a_split_is_left_out():
     """As in megatron-core, where it would change the number of epochs."""
     data = DataConfig(train_data_path=("3", "a"), valid_data_path=("3", "a", "1", "b"), test_data_path=("a",))
-    config: Any = SimpleNamespace(data=data)
+    config = Config(data=data)
     files = [split_files(config, split) for split in ("train", "valid", "test")]
     assert [one and (one.flag, one.blend.prefixes, one.blend.weights) for one in files] == [
         ("--train-data-path", ("a",), None),

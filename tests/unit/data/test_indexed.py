@@ -31,7 +31,7 @@ def pair(tmp_path: Path) -> str:
     return prefix
 
 
-def test_bytes_of_both_files(pair: str):
+def test_both_files_have_the_bytes_of_the_format(pair: str):
     assert Path(f"{pair}.bin").read_bytes() == struct.pack("<6H", *TOKENS)
     assert Path(f"{pair}.idx").read_bytes() == (
         b"MMIDIDX\x00\x00"
@@ -42,7 +42,7 @@ def test_bytes_of_both_files(pair: str):
     )
 
 
-def test_megatron_core_reads_it(pair: str):
+def test_megatron_core_reads_the_pair(pair: str):
     dataset = IndexedDataset(pair)
     assert [np.asarray(dataset.get(i)).tolist() for i in range(len(dataset))] == [[5, 6, 7], [8], [9, 10]]
     assert dataset.document_indices.tolist() == [0, 1, 1, 2, 3]
@@ -50,7 +50,7 @@ def test_megatron_core_reads_it(pair: str):
     assert open_index(pair).lengths.tolist() == [3, 1, 2]
 
 
-def test_dtype_rule():
+def test_tokens_have_two_bytes_where_the_vocabulary_allows():
     assert token_dtype(65499) is np.uint16
     assert token_dtype(65500) is np.int32
 
@@ -157,7 +157,7 @@ def test_a_large_pair_that_is_truncated_is_found(long_pair: str, tmp_path: Path,
         check_indexed_files(str(tmp_path / "data"), whole_index_up_to=1000)
 
 
-def test_missing_files(tmp_path: Path, pair: str):
+def test_missing_files_are_named(tmp_path: Path, pair: str):
     with pytest.raises(ConfigurationError, match=r"none\.idx does not exist"):
         check_indexed_files(str(tmp_path / "none"))
     Path(f"{pair}.bin").unlink()

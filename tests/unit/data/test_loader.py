@@ -271,7 +271,7 @@ class Failing(Counting):
     ],
 )
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_is_no_error_of_the_data_stays_what_it_is(
+def test_other_errors_than_of_the_data_are_raised_as_they_are(
     error: Exception, raised: type[Exception], num_workers: int
 ) -> None:
     loader = make(Failing(error), num_workers=num_workers)

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.data import manifest
 from megatron_ext.data.manifest import Judged, MadeWith, judge, made_with, manifests_of, read_manifest
-from megatron_ext.errors import StorageError
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.null import NullTokenizer
 from megatron_ext.tokenizer.record import describe_tokenizer, same_tokenizer, short_record, tokenizer_record
@@ -36,29 +34,9 @@ def test_the_manifest_of_the_longest_name_of_this_size_speaks(tmp_path: Path) ->
     assert [found["tokenizer"]["type"] for found in manifests_of(prefix)] == ["a_text_document", "a_text", "a"]
 
 
-@pytest.mark.parametrize(
-    ("prefix", "stems"),
-    [
-        ("a/b_c", ["a/b_c", "a/b"]),
-        ("b_c", ["b_c", "b"]),
-        ("/b_c", ["/b_c", "/b"]),
-        ("s3://bucket/b_c", ["s3://bucket/b_c", "s3://bucket/b"]),
-    ],
-)
-def test_where_a_manifest_may_lie(prefix: str, stems: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(manifest, "local_file", lambda stem, suffix: asked.append(stem + suffix) or Path("none"))
-    assert list(manifests_of(prefix)) == []
-    assert asked == [f"{stem}_manifest.json" for stem in stems]
-
-
-@pytest.mark.parametrize("error", [StorageError("the store is away"), FileNotFoundError("none")])
-def test_a_pair_that_cannot_be_read_has_no_known_tokenizer(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_bin(prefix: str) -> None:
-        raise error
-
-    monkeypatch.setattr(manifest, "open_bin", open_bin)
-    assert made_with("s3://bucket/a") is None
+def test_a_pair_that_is_not_there_has_no_known_tokenizer(tmp_path: Path) -> None:
+    for prefix in ("memory://nowhere/a", str(tmp_path / "none")):
+        assert made_with(prefix) is None
 
 
 @pytest.mark.parametrize(
@@ -181,7 +159,7 @@ def test_what_a_record_holds() -> None:
     assert tokenizer_record(NullTokenizer(9)) == short_record(NullTokenizer(9)) == null
 
 
-def test_a_record_in_words() -> None:
+def test_a_tokenizer_is_described_in_words() -> None:
     assert describe_tokenizer(FULL) == "A 1 (5 ids, end of document 4)"
     assert describe_tokenizer({**FULL, "sha256": "0123456789abcdef"}) == "A 0123456789ab (5 ids, end of document 4)"
     assert describe_tokenizer(short_record(NullTokenizer(3))) == "NullTokenizer (3 ids, end of document 2)"

@@ -174,7 +174,7 @@ def test_a_padding_sample_counts_in_nothing() -> None:
     assert padding == {"tokens": [0] * 3, "labels": [0] * 3, "loss_mask": [0.0] * 3, "position_ids": [0, 1, 2]}
 
 
-def test_what_a_stage_reads() -> None:
+def test_a_stage_reads_samples_for_any_of_its_flags() -> None:
     """Of first and last stage, restarted positions and separated documents any."""
     for flags in itertools.product((False, True), repeat=4):
         first, last, restarts, separates = flags

@@ -421,5 +421,5 @@ def test_a_stream_reads_ahead_where_it_is_read_in_order_and_keeps_little(
         ({}, ""),
     ],
 )
-def test_what_tells_a_content_from_a_later_one(info: dict[str, Any], version: str) -> None:
+def test_the_version_of_a_file_is_what_its_store_says(info: dict[str, Any], version: str) -> None:
     assert remote._version(info) == version

@@ -15,7 +15,7 @@ def step(consumed: int, microbatches: int, micro: int, dp: int, end: int | None 
     }
 
 
-def test_megatrons_order():
+def test_samples_are_dealt_in_the_order_of_megatron():
     assert step(100, microbatches=2, micro=3, dp=2) == {
         (0, 0): [100, 101, 102],
         (0, 1): [103, 104, 105],

@@ -1,10 +1,12 @@
 """--skip-samples: what its words and files name, and what they cannot be."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.data import skipped
 from megatron_ext.data.skipped import NOTHING, skipped_samples
 
 
@@ -54,12 +56,12 @@ def test_endless_and_huge_files_are_not_read(tmp_path: Path) -> None:
         skipped_samples(["/dev/zero"])
 
 
-def test_a_name_of_digits_is_a_number_also_where_a_file_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("17").write_text("99\n")
-    Path("17-18").write_text("99\n")
-    assert skipped_samples(["17"]).ranges == (range(17, 18),)
-    assert skipped_samples(["17-18"]).ranges == (range(99, 100),)
+def test_a_name_of_digits_is_a_number_also_where_a_file_has_it(tmp_path: Path) -> None:
+    with contextlib.chdir(tmp_path):
+        Path("17").write_text("99\n")
+        Path("17-18").write_text("99\n")
+        assert skipped_samples(["17"]).ranges == (range(17, 18),)
+        assert skipped_samples(["17-18"]).ranges == (range(99, 100),)
 
 
 def test_neighbouring_ranges_are_one_and_a_batch_over_two_is_not_covered() -> None:
@@ -82,8 +84,6 @@ def test_the_largest_sample(word: str, taken: bool) -> None:
 
 
 def test_a_file_of_as_many_lines_as_may_be_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_ext.data import skipped
-
     monkeypatch.setattr(skipped, "_LINES", 3)
     (tmp_path / "file").write_text("1\n3\n5\n")
     assert skipped_samples([str(tmp_path / "file")]).ranges == (range(1, 2), range(3, 4), range(5, 6))

@@ -1,6 +1,7 @@
 """A pair behind a URL gives the samples of the same pair on the disk, its index is copied once, and samples come
 ahead."""
 
+import fcntl
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -86,15 +87,21 @@ def test_the_samples_are_those_of_the_disk(order: str, masked: bool, pair: str, 
         assert 0.4 < np.mean([sample["loss_mask"] for sample in near]) < 0.55
 
 
-def test_the_index_is_copied_once_and_again_when_it_changes(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched: list[str] = []
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths in the store, one for each read of a range."""
+    paths: list[str] = []
     cat = MemoryFileSystem.cat_file
 
     def cat_file(self: MemoryFileSystem, path: str, start: int | None = None, end: int | None = None, **more: Any):
-        fetched.append(path)
+        paths.append(path)
         return cat(self, path, start=start, end=end, **more)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    return paths
+
+
+def test_the_index_is_copied_once_and_again_when_it_changes(pair: str, fetched: list[str]) -> None:
     first = stored.local_file(FAR, ".idx")
     assert first.read_bytes() == Path(f"{pair}.idx").read_bytes()
     stored._copied.cache_clear()  # as another process
@@ -203,28 +210,24 @@ def test_another_content_of_the_same_size_is_copied_anew() -> None:
     assert first.parent != second.parent
 
 
-def test_one_process_of_a_machine_copies_and_the_others_wait(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_of_a_machine_copies_and_the_others_wait(pair: str, fetched: list[str]) -> None:
     """Who waited for the lock finds the copy and reads nothing."""
-    locked: list[int] = []
-    monkeypatch.setattr(stored.fcntl, "flock", lambda file, how: locked.append(how))
-    reads: list[int] = []
-    read = stored.RemoteFile.read
-    monkeypatch.setattr(
-        stored.RemoteFile, "read", lambda file, offset, length: reads.append(offset) or read(file, offset, length)
-    )
     path = stored.local_file(FAR, ".mask")
-    assert locked == [stored.fcntl.LOCK_EX]
-    assert reads == [0]
     content = path.read_bytes()
+    assert fetched == ["/bucket/corpus.mask"]
     path.unlink()
-
-    def other_process(file: Any, how: int) -> None:
+    stored._copied.cache_clear()  # as another process
+    with open(path.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found: list[Path] = []
+        waits = threading.Thread(target=lambda: found.append(stored.local_file(FAR, ".mask")))
+        waits.start()
+        waits.join(0.3)
+        assert waits.is_alive()
         path.write_bytes(content)
-
-    monkeypatch.setattr(stored.fcntl, "flock", other_process)
-    stored._copied.cache_clear()
-    assert stored.local_file(FAR, ".mask").read_bytes() == content
-    assert reads == [0]
+    waits.join(20)
+    assert found == [path]
+    assert fetched == ["/bucket/corpus.mask"]
 
 
 def test_a_file_that_changes_while_it_is_copied_is_no_copy(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:

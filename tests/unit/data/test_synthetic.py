@@ -21,7 +21,7 @@ def test_pinned_against_a_change_of_numpy():
     assert mock()[0]["tokens"][:12].tolist() == [30, 35, 36, 41, 42, 43, 46, 47, 48, 49, 51, 52]
 
 
-def test_fields():
+def test_a_sample_has_the_fields_of_megatron_core():
     sample = mock(seq_length=5)[3]
     assert {name: (values.shape, values.dtype.name) for name, values in sample.items()} == {
         "tokens": ((5,), "int64"),

@@ -13,6 +13,7 @@ from megatron_ext.families.hf_config import differences, hf_config
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.state_dict_mapping import _grouped
 from megatron_ext.parts.attention.describe import Attention
+from megatron_ext.parts.norm.describe import Norm
 from tests.support.family_configs import GPT2_WRITTEN, SCALING, WRITTEN, read_config
 
 
@@ -189,7 +190,14 @@ def test_rows_of_heads_whose_values_have_a_size_of_their_own(fused: bool) -> Non
     """Two groups of three query heads; keys have 10 channels and values 4."""
     attention = Attention(
         **{"kind": "grouped_query", "query_heads": 6, "groups": 2, "head_size": 10, "value_head_size": 4},
-        **{"window": None, "rotary": None, "qk_norm": None, "qkv_bias": False, "output_bias": False},
+        **{
+            "window": None,
+            "rotary": None,
+            "qk_norm": None,
+            "qkv_bias": False,
+            "output_bias": False,
+            "norm": Norm("RMSNorm", 1e-5),
+        },
     )
     names = ["qkv"] if fused else ["q", "k", "v"]
     found = [(span.tensor, span.tensor_start, span.start, span.count) for span in _grouped(names, attention)]

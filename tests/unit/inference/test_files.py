@@ -17,6 +17,8 @@ def test_files_of_items(tmp_path: Path) -> None:
     assert read_prompts(tmp_path / "all.txt") == ["a", "b"]
     (tmp_path / "all.txt").write_bytes("a\u2028b\x0cc\r\n\né\n".encode())
     assert read_prompts(tmp_path / "all.txt") == ["a\u2028b\x0cc", "é"], "a line of a prompt file ends where JSON's do"
+    path.write_text('{"text": "a\u2028b"}\n', encoding="utf-8")
+    assert read_documents(path) == ["a\u2028b"]
     path.write_text('{"text": "a"}\n{"txt": "b"}\n')
     with pytest.raises(DataError, match=r"items\.jsonl:2: no text"):
         list(read_items(path, ["text"]))

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_ext.model import gpt, linear_cross_entropy
@@ -20,12 +19,9 @@ from megatron_ext.parts import spec
 from megatron_ext.parts.attention.compute import SDPAttention
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.parts.experts.compute import Router
-from megatron_ext.parts.layer import PostNormLayer, PreNormLayer
 from megatron_ext.parts.linear.compute import ColumnLinear
-from megatron_ext.parts.norm.compute import LayerNorm, RMSNorm
-from megatron_ext.parts.spec import block_spec, layer_spec
 from megatron_ext.parts.stack import stack
-from tests.support.small_models import LLAMA, OLMO2, small_config
+from tests.support.small_models import LLAMA, small_config
 
 
 def _group(rank: int, size: int) -> Any:
@@ -135,25 +131,6 @@ def test_the_loss_of_an_output_layer_is_of_whole_sequences(
     ]
     assert given[4] == Vocabulary({1: 6, 2: 2, 3: 0}[tensor], None if tensor == 1 else group)
     assert named == {"into_main_grad": True}
-
-
-def test_a_layers_own_spec_is_made_of_its_own_description() -> None:
-    """Of a chunk in the middle, whose layers are of one kind and have numbers of their own."""
-    seen: list[Any] = []
-
-    def own(spec: Any, layer: Any) -> Any:
-        seen.append((spec.module, layer.number))
-        return layer.number
-
-    found = block_spec(small_config(LLAMA), stack(small_config(LLAMA))[1:4], _group(0, 1), own)
-    assert seen == [(PreNormLayer, number) for number in (1, 2, 3)]
-    assert found.layer_specs == [1, 2, 3]
-    assert found.layer_norm is RMSNorm
-    plain = block_spec(small_config(), stack(small_config())[1:4], _group(0, 1))
-    assert (len(plain.layer_specs or []), plain.layer_norm) == (3, LayerNorm)
-    after = layer_spec(next(iter(stack(small_config(OLMO2)))), _group(0, 1))
-    norms = [getattr(after.submodules, name) for name in ("input_layernorm", "pre_mlp_layernorm")]
-    assert (after.module, norms) == (PostNormLayer, [IdentityOp, IdentityOp])
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.parts import layer
 from megatron_ext.parts.attention import compute as attention
-from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
+from megatron_ext.parts.attention.compute import SDPAttention
 from megatron_ext.parts.layer import PostNormLayer, PreNormLayer
 
 
@@ -69,28 +69,6 @@ def test_norms_before_or_after_the_branches(training: bool, again: bool, monkeyp
     assert done == [added[0], *again_at, added[1]]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_attention_is_computed_again_in_training_alone(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    again: list[int] = []
-    monkeypatch.setattr(
-        attention,
-        "tensor_parallel",
-        SimpleNamespace(checkpoint=lambda function, distribute, *given: again.append(len(given)) or function(*given)),
-    )
-    made: Any = CausalSelfAttention.__new__(CausalSelfAttention)
-    torch.nn.Module.__init__(made)
-    made.train(training)
-    heads = tuple(torch.randn(5, 2, 3, 4, generator=torch.Generator().manual_seed(n)) for n in range(3))
-    made.checkpoint_core_attention = True
-    vars(made).update(
-        _heads=lambda states, table: tuple(head.permute(1, 2, 0, 3) for head in heads),
-        core_attention=lambda query, key, value: (query.shape, query.is_contiguous()),
-        linear_proj=lambda context: context,
-    )
-    assert made.forward(torch.zeros(1), None) == ((2, 3, 5, 4), True)
-    assert again == ([3] if training else [])
-
-
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_ranks_with_other_heads_draw_other_masks(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the generator of divided regions; under sequence parallelism all of the block draws from it already."""
@@ -116,28 +94,3 @@ def test_ranks_with_other_heads_draw_other_masks(sequence_parallel: bool, monkey
     core.dropout = 0.0
     core.train().forward(heads, heads, heads)
     assert forked == []
-
-
-def test_a_scale_of_ones_own_is_that_of_every_way_to_attend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the root of the channels of a head."""
-    seen: list[Any] = []
-    for name in ("attend_ring", "attend_gathered"):
-        monkeypatch.setattr(
-            attention.context_parallel, name, lambda q, k, v, group, scale, name=name: seen.append((name, scale)) or v
-        )
-    monkeypatch.setattr(
-        attention, "attend_documents", lambda q, k, v, documents, scale: seen.append(("documents", scale)) or v
-    )
-    config: Any = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, sequence_parallel=False)
-    heads = torch.zeros(1, 2, 3, 16)
-    documents: Any = "documents"
-    for scale, expected in ((None, 0.25), (0.125, 0.125)):
-        core = SDPAttention(config, 1, attention.AttnMaskType.causal, "self", softmax_scale=scale)
-        core.forward(heads, heads, heads, documents)
-        core.cp_group = "group"  # pyright: ignore[reportAttributeAccessIssue]
-        for kind in ("p2p", "all_gather"):
-            core.cp_comm_type = kind
-            core.forward(heads, heads, heads)
-        names = ("documents", "attend_ring", "attend_gathered")
-        assert seen == [(name, expected) for name in names]
-        seen.clear()

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from megatron_ext.config.schema.data import TOKENIZER_TYPES
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer import build, exported, tiktoken
-from megatron_ext.tokenizer.build import build_tokenizer, tokenizer_from_flags
+from megatron_ext.tokenizer import exported
+from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.tokenizer.byte import ByteTokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"
@@ -137,55 +137,17 @@ def test_the_end_of_a_document_is_no_text_of_an_exported_tokenizer() -> None:
     assert made.decode([97, 256], skip_special_tokens=False) == "a<|endoftext|>"
 
 
-class Flags:
-    """A value of its own for each flag."""
-
-    tokenizer_type = "type"
-    tokenizer_model = "model"
-    vocab_size = 77
-    vocab_file = "vocab"
-    merge_file = "merges"
-    tokenizer_special_tokens = ("<a>", "<b>")
-    tiktoken_pattern = "v1"
-    tiktoken_num_special_tokens = 9
-
-
-def test_every_flag_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(build, "build_tokenizer", lambda *values, **named: given.append((values, named)))
-    tokenizer_from_flags(Flags())
-    assert given == [
-        (
-            ("type", "model", 77),
-            {
-                "vocab_file": "vocab",
-                "merge_file": "merges",
-                "special_tokens": ("<a>", "<b>"),
-                "tiktoken_pattern": "v1",
-                "tiktoken_num_special_tokens": 9,
-            },
-        )
-    ]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, (1 << 17, "v2", 1000, ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"))),
-        ({"vocab_size": 5}, (5, "v2", 1000, ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"))),
-        (
-            {"tiktoken_pattern": "v1", "tiktoken_num_special_tokens": 3, "special_tokens": ["<x>"]},
-            (1 << 17, "v1", 3, ["<x>"]),
-        ),
-    ],
-)
-def test_what_tiktokenizer_is_built_with(
-    given: dict[str, Any], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(tiktoken, "TikTokenizer", lambda *values: asked.append(values))
-    build_tokenizer("TikTokenizer", SPM, **given)
-    assert asked == [(SPM, *expected)]
+def test_tiktokenizer_has_the_sizes_of_megatron_where_no_flag_says_otherwise(tmp_path: Path) -> None:
+    """131,072 ids, the first 1,000 of which are special: seven with names, and <SPECIAL_7> and so on."""
+    pieces = (base64.b64encode(bytes([number])).decode() for number in range(256))
+    lines = [{"rank": rank, "token_bytes": piece, "token_str": ""} for rank, piece in enumerate(pieces)]
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(lines))
+    with pytest.raises(ConfigurationError, match="special-tokens 1000 that is less than --vocab-size 131072; use"):
+        build_tokenizer("TikTokenizer", str(path))
+    tokenizer = build_tokenizer("TikTokenizer", str(path), 1256)
+    assert tokenizer.encode("<unk><s></s><mask><pad><cls><sep><SPECIAL_7><SPECIAL_999>") == [*range(8), 999]
+    assert tokenizer.identity() == build_tokenizer("TikTokenizer", str(path), 1256, tiktoken_pattern="v2").identity()
 
 
 READ_BY = {

@@ -1,6 +1,7 @@
 """TikTokenizer and GPT2BPETokenizer give the ids of Megatron's own classes and of their libraries."""
 
 import base64
+import contextlib
 import json
 import random
 from collections.abc import Callable
@@ -85,11 +86,10 @@ def test_tiktoken_is_megatrons(
     assert all(ours.decode(ours.encode(text)) == text for text in TEXTS)
 
 
-def test_gpt2_is_megatrons(gpt2_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_gpt2_is_megatrons(gpt2_files: Path, tmp_path: Path):
     from megatron.core.tokenizers.text.libraries import MegatronHFTokenizer
 
     # Megatron asks the hub for "gpt2", and a folder of this name answers first.
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     files: dict[str, Any] = {
@@ -97,7 +97,8 @@ def test_gpt2_is_megatrons(gpt2_files: Path, tmp_path: Path, monkeypatch: pytest
         "merges_file": str(gpt2_files / "merges.txt"),
     }
     extra = ["<extra_0>", "<extra_1>"]
-    theirs = MegatronHFTokenizer("GPT2BPETokenizer", **files, additional_special_tokens=extra)
+    with contextlib.chdir(tmp_path):
+        theirs = MegatronHFTokenizer("GPT2BPETokenizer", **files, additional_special_tokens=extra)
     ours = build_tokenizer(
         "GPT2BPETokenizer",
         vocab_file=files["vocab_file"],

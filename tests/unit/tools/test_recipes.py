@@ -196,6 +196,7 @@ def test_continued_takes_its_model_from_the_folder(tmp_path: Path) -> None:
 # ---- run.sh, with stand-ins for python and torchrun
 
 _NOTES = """#!/bin/bash
+if [ "$1" = -c ]; then exit; fi
 echo "$(basename "$0") $*" >> "$NOTES"
 if [ "$2" = reduce ]; then echo 4; fi
 """
@@ -203,7 +204,7 @@ if [ "$2" = reduce ]; then echo 4; fi
 
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> dict[str, str]:
-    """An environment in which python and torchrun write down how they are called."""
+    """An environment in which python and torchrun write down how they are called, but for questions about a version."""
     (tmp_path / "bin").mkdir()
     for name in sorted({"python", "torchrun"}):
         (tmp_path / "bin" / name).write_text(_NOTES)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -133,7 +132,9 @@ def test_lines_of_a_template_are_trimmed_as_transformers_trims_them() -> None:
         ("{{ 7 % 4 }}", False),
     ],
 )
-def test_what_an_operator_may_make(source: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_would_make_too_much_text_is_refused(
+    source: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = ChatTemplate(source.replace("33554432", "512").replace("33554433", "513"), {})
     monkeypatch.setattr(chat, "_MOST_CHARACTERS", 1024)
     messages = [{"role": "user", "content": "x" * 512}]
@@ -232,7 +233,14 @@ def test_the_special_tokens_that_a_template_may_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "count"), [("chatml", 2), ("llama3", 4), ("zephyr", 0), ("tokenizer", 0), ("", 0)])
 def test_special_tokens_that_a_tokenizer_lacks(name: str, count: int) -> None:
     assert len(missing_tokens(name, ByteTokenizer())) == count
-    known: Any = SimpleNamespace(encode=lambda text: [1] if text == "<|im_end|>" else [1, 2])
+
+    class Known(ByteTokenizer):
+        """Has one id for one of the two special tokens."""
+
+        def encode(self, text: str) -> list[int]:
+            return [1] if text == "<|im_end|>" else [1, 2]
+
+    known = Known()
     assert missing_tokens("chatml", known) == ["<|im_start|>"]
 
 

@@ -144,7 +144,7 @@ def test_alpaca_is_the_prompt_of_stanford_alpaca(tokenizer: str, tmp_path: Path)
     )
 
 
-def test_completion_and_bytes(tmp_path: Path) -> None:
+def test_completions_are_trained_on_byte_by_byte(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "in.jsonl", [{"prompt": "é:", "completion": "yes"}, {"text": "all"}, {"text": ""}])
     flags = ["--input", lines, "--data-format", "completion", "--append-eod", "--tokenizer-type", "ByteTokenizer"]
     prefix = made(tmp_path, *flags)
@@ -236,7 +236,7 @@ def test_a_bad_record_is_named_or_left_out(case: str, tmp_path: Path) -> None:
         ("--data-format messages --chat-template chatml --json-keys a b", "reads one column"),
     ],
 )
-def test_flags_that_cannot_work(flags: str, message: str, tmp_path: Path) -> None:
+def test_flags_that_cannot_work_are_refused(flags: str, message: str, tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "in.jsonl", alpaca_records(2))
     with pytest.raises(ConfigurationError, match=message):
         made(tmp_path, "--input", lines, "--tokenizer-type", "ByteTokenizer", *flags.split())
@@ -276,7 +276,7 @@ def test_text_over_instruction_data_takes_the_mask_away(tmp_path: Path) -> None:
     assert not Path(f"{plain}.mask").exists()
 
 
-def test_merged_masks(tmp_path: Path) -> None:
+def test_masks_are_merged_with_their_pairs(tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     parts.mkdir()
     common = ["--data-format", "alpaca", "--tokenizer-type", "ByteTokenizer", "--seq-length", "512"]

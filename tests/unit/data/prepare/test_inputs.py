@@ -76,7 +76,7 @@ def test_damaged_compression_is_named(tmp_path: Path, suffix: str, damage: str):
         records(packed)
 
 
-def test_parquet_rows(tmp_path: Path):
+def test_rows_of_a_parquet_file_become_documents(tmp_path: Path):
     path = tmp_path / "in.parquet"
     texts = [f"row {n}" for n in range(1000)]
     table = pyarrow.table({"id": list(range(1000)), "text": texts})
@@ -124,7 +124,7 @@ def test_reading_goes_on_behind_any_block(tmp_path: Path, name: str):
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_pieces_and_their_numbers(tmp_path: Path):
+def test_pieces_of_a_text_file_are_numbered(tmp_path: Path):
     (tmp_path / "in.txt").write_bytes(b"a<>" + b"b" * 5000 + b"<><>c" + b"<" * 995 + b"<>")
     pieces = [(record.position, record.payload) for record in records(tmp_path / "in.txt", split_on="<>")]
     assert pieces == [(1, b"a"), (2, b"b" * 5000), (4, b"c" + b"<" * 995)]
@@ -142,7 +142,7 @@ def test_patterns_and_folders_are_sorted(tmp_path: Path):
         find_files([str(tmp_path / "nothing*.jsonl")])
 
 
-def test_standard_input(tmp_path: Path):
+def test_standard_input_gives_the_bytes_of_a_file(tmp_path: Path):
     tool = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
     common = ["--tokenizer-type", "ByteTokenizer", "--output-prefix"]
     subprocess.run([sys.executable, tool, "--input", "-", *common, tmp_path / "a"], input=LINES, check=True)
@@ -165,7 +165,7 @@ def test_standard_input_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert not stdin.buffer.closed
 
 
-def test_what_the_fast_json_reader_refuses_the_exact_one_judges():
+def test_lines_that_the_fast_json_reader_refuses_are_read_by_the_exact_one():
     good = RawDocument("f", 1, b'{"text": "\\u00e9", "n": NaN}', is_json=True)
     assert good.texts(["text"]) == ["é"]
     assert RawDocument("f", 1, b'{"text": "a", "text": "b"}', is_json=True).texts(["text"]) == ["b"]
@@ -185,7 +185,7 @@ def test_the_hash_is_that_of_the_file_on_the_disk(tmp_path: Path):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("separator", ["<>", "é", "数数"])
-def test_pieces_go_on_behind_any_block_whatever_parts_them(tmp_path: Path, separator: str):
+def test_reading_goes_on_behind_any_block_for_every_separator(tmp_path: Path, separator: str):
     """A separator has more bytes than characters; empty pieces are counted and are no documents."""
     pieces = [b"a" * 300, b"", b"b" * 900, "ü".encode() * 40, b"", b"c", b"d" * 2500, b"end"]
     (tmp_path / "in.txt").write_bytes(separator.encode().join(pieces))
@@ -203,7 +203,7 @@ def test_pieces_go_on_behind_any_block_whatever_parts_them(tmp_path: Path, separ
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize("start", [0, 1, 299, 300, 301, 555, 599, 600, 601, 999, 1000])
-def test_rows_from_any_one_on(tmp_path: Path, kind: str, start: int):
+def test_tables_are_read_from_any_row_on(tmp_path: Path, kind: str, start: int):
     """In blocks that say how far they are, of groups of 300 rows that are read 128 at a time."""
     table = pyarrow.table({"text": [f"row {number}" for number in range(1000)], "id": list(range(1000))})
     path = tmp_path / f"in.{kind}"
@@ -255,7 +255,7 @@ def test_long_rows_are_handed_on_a_few_at_a_time(tmp_path: Path):
         (["none", "nor"], False, None),
     ],
 )
-def test_columns_that_are_needed(tmp_path: Path, columns: list[str], all_needed: bool, present: list[str] | None):
+def test_missing_columns_are_named(tmp_path: Path, columns: list[str], all_needed: bool, present: list[str] | None):
     pyarrow.parquet.write_table(pyarrow.table({"id": [1], "text": ["a"]}), tmp_path / "in.parquet")
     [file] = find_files([str(tmp_path / "in.parquet")])
     if present is None:
@@ -275,7 +275,7 @@ def test_blank_lines_are_counted_and_hold_nothing(tmp_path: Path):
 @pytest.mark.usefixtures("small_blocks", "short_records")
 @pytest.mark.parametrize(("over", "taken"), [(0, True), (1, False)])
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "pieces.txt"])
-def test_the_largest_record(tmp_path: Path, over: int, taken: bool, name: str):
+def test_a_record_over_the_largest_size_is_named(tmp_path: Path, over: int, taken: bool, name: str):
     line = b'{"text": "%s"}' % (b"x" * (3000 - 12 + over))
     assert len(line) == 3000 + over
     (tmp_path / name).write_bytes(line)
@@ -307,7 +307,7 @@ def test_what_is_no_text_is_named_with_the_keys_that_there_are():
             RawDocument("f", 7, b"ab\xff", is_json=is_json).texts(["text"])
 
 
-def test_which_files_a_name_stands_for(tmp_path: Path):
+def test_folders_and_patterns_find_files_in_the_order_of_their_paths(tmp_path: Path):
     """Files below a folder and by patterns by their path; a file whose name has a pattern's signs is itself."""
     for name in (
         "b/x.jsonl",

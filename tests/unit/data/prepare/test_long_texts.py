@@ -65,7 +65,7 @@ def random_texts(count: int) -> list[str]:
 
 @pytest.mark.usefixtures("long_is_short")
 @pytest.mark.parametrize("ascii_only", [True, False])
-def test_long_strings_of_a_line(ascii_only: bool):
+def test_long_strings_are_split_off_a_line_as_json_reads_them(ascii_only: bool):
     texts = random_texts(600)
     kept = 0
     for one, other in zip(texts[::2], texts[1::2], strict=True):
@@ -339,7 +339,7 @@ def test_workers_end_with_their_killed_parent(tmp_path: Path):
     assert time.monotonic() - start < 60
 
 
-def test_beside_threads_workers_are_not_forked(tmp_path: Path):
+def test_a_process_with_other_threads_does_not_fork_its_workers(tmp_path: Path):
     stop = threading.Event()
     threading.Thread(target=stop.wait).start()
     try:

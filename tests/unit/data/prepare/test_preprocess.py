@@ -82,7 +82,7 @@ def test_bytes_equal_those_of_megatron(
         assert (tmp_path / file).read_bytes() == (GOLDEN / file).read_bytes()
 
 
-def test_keys_become_files(tmp_path: Path):
+def test_each_key_gets_a_pair_of_files(tmp_path: Path):
     (tmp_path / "in.jsonl").write_text('{"text": "ab", "title": "T"}\n\n{"title": "", "text": "c"}\n')
     encode_bytes(tmp_path, tmp_path / "in.jsonl", json_keys=("text", "title"), append_eod=True)
     assert texts(IndexedDataset(str(tmp_path / "out_text_document"))) == ["ab|", "c|"]
@@ -141,13 +141,13 @@ def test_ids_outside_the_vocabulary(tmp_path: Path):
         encode_files(job)
 
 
-def test_no_text_at_all(tmp_path: Path):
+def test_an_input_without_text_is_refused(tmp_path: Path):
     (tmp_path / "in.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="1 documents and not one token"):
         encode_bytes(tmp_path, tmp_path / "in.jsonl")
 
 
-def test_flags_that_cannot_work(tmp_path: Path):
+def test_flags_that_cannot_work_are_refused(tmp_path: Path):
     (tmp_path / "in.txt").write_text("a")
     (tmp_path / "in.csv").write_text("a")
     (tmp_path / "empty").mkdir()
@@ -235,7 +235,7 @@ def test_a_worker_of_its_own_encodes_as_was_chosen():
     assert type(plain._encoder) is type(plain_encoder(tokenizer)) is not type(fast._encoder)
 
 
-def test_manifest(tmp_path: Path):
+def test_the_manifest_says_what_the_files_were_made_of(tmp_path: Path):
     encode_files(
         EncodeJob(
             inputs=(str(GOLDEN / "input.jsonl"),),
@@ -281,7 +281,7 @@ def test_a_lone_surrogate_is_named_whatever_the_tokenizer(tmp_path: Path, kind: 
         encode_files(job)
 
 
-def test_arrays_of_ids_are_the_lists(tmp_path: Path):
+def test_the_plain_encoder_gives_the_ids_of_the_tokenizer(tmp_path: Path):
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(GOLDEN / "spm_unigram.model"))
     encode_plainly = plain_encoder(tokenizer)
     for text in probe_texts(tokenizer, 300, 21):
@@ -419,7 +419,7 @@ def test_flags_that_a_format_reads(tmp_path: Path, given: dict[str, Any]):
     assert found[0] == ord("b" if "json_keys" in given else "a")
 
 
-def test_names_of_what_is_written():
+def test_output_files_are_named_after_their_keys():
     def job(**given: Any) -> EncodeJob:
         return EncodeJob((), "data/out", "ByteTokenizer", **given)
 

@@ -11,16 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from megatron_ext.data.indexed import IndexedWriter, Written
+from megatron_ext.data.indexed import Written
 from megatron_ext.data.prepare import documents
 from megatron_ext.data.prepare.documents import InputHashes, ReadPosition
 from megatron_ext.data.prepare.encode import Sample
 from megatron_ext.data.prepare.journal import Journal, Progress
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import DataError
 
 TOOL = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
 
@@ -136,7 +135,7 @@ def test_other_flags_or_inputs_start_from_the_beginning(tmp_path: Path):
         assert sum(expected in note for note in notes) == 1
 
 
-def test_a_bad_document_late_in_the_run_can_be_got_past(tmp_path: Path):
+def test_a_run_that_stopped_at_a_bad_document_goes_on_with_on_error_skip(tmp_path: Path):
     inputs = write_corpus(tmp_path)
     with open(tmp_path / "b.jsonl", "a") as file:
         file.write("not json\n")
@@ -147,25 +146,6 @@ def test_a_bad_document_late_in_the_run_can_be_got_past(tmp_path: Path):
     progress = encode_files(job_of(tmp_path, inputs, on_error="skip"), note=notes.append)
     assert (progress.documents, progress.skipped) == (2000, 1)
     assert any(note.startswith("going on behind") for note in notes)
-
-
-def test_two_writers_of_one_name(tmp_path: Path):
-    with (
-        IndexedWriter(tmp_path / "data", np.uint16),
-        pytest.raises(ConfigurationError, match=r"another process is writing .*data\.bin\.partial"),
-    ):
-        IndexedWriter(tmp_path / "data", np.uint16)
-
-
-def test_partial_files_that_are_too_short_are_not_used(tmp_path: Path):
-    writer = IndexedWriter(tmp_path / "data", np.uint16)
-    writer.add_tokens(b"\1\0\2\0", np.array([2, 0]))
-    written = writer.commit()
-    assert written == Written(token_bytes=4, documents=2, sequences=1)
-    writer.close()
-    assert IndexedWriter.holds(tmp_path / "data", written)
-    os.truncate(tmp_path / "data.lengths.partial", 4)
-    assert not IndexedWriter.holds(tmp_path / "data", written)
 
 
 def test_a_journal_comes_back_as_it_was(tmp_path: Path):
