@@ -20,7 +20,8 @@ from tests.support.wrong_flags import BASE
 
 EVERY_PART = (
     f"{BASE} --disable-bias-linear --group-query-attention --num-query-groups 4 --num-experts 4 "
-    "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-router-dtype fp32"
+    "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-router-dtype fp32 --window-size 3,0 "
+    "--window-attn-skip-freq 2"
 )
 FREE_IN_THE_MODEL = {
     "seq_length": "a longer context goes on from a shorter one",
@@ -58,7 +59,13 @@ def another(option: Option, value: Any) -> Any:
         return not value
     if option.choices:
         return next(choice for choice in option.choices if choice != value)
+    if option.name in TEXTS:
+        return TEXTS[option.name]
     return value * 2 if isinstance(value, float) else value + 1
+
+
+TEXTS = {"window_size": "7,0", "window_attn_skip_freq": "3"}
+"""Other values of fields that are texts with a meaning."""
 
 
 def test_each_field_has_one_of_the_roles():
