@@ -28,6 +28,7 @@ EXAMPLES = {
         "--tensor-model-parallel-size 2",
         "--num-query-groups 4",
     ),
+    "Windows that look ahead": Example("--window-size 7,1 --attention-dropout 0", "--window-size 7,0"),
     "Norms over the projection without norms of queries and keys": Example(
         "--normalization RMSNorm --qk-layernorm-over projection", "--qk-layernorm"
     ),

@@ -21,7 +21,7 @@ from tests.support.wrong_flags import BASE
 EVERY_PART = (
     f"{BASE} --disable-bias-linear --group-query-attention --num-query-groups 4 --num-experts 4 "
     "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-router-dtype fp32 --window-size 3,0 "
-    "--window-attn-skip-freq 2"
+    "--window-attn-skip-freq 2 --attention-dropout 0"
 )
 FREE_IN_THE_MODEL = {
     "seq_length": "a longer context goes on from a shorter one",
