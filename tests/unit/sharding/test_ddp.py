@@ -95,12 +95,11 @@ def test_a_weight_that_is_read_alone_is_gathered_first() -> None:
 
 
 def test_whole_experts_are_divided_over_other_ranks_than_the_rest() -> None:
-    """Of eight ranks two by two share matrices, and with them all experts; stages hold parts of one copy."""
+    """Of eight ranks two by two share matrices, and four by four the experts."""
     layout = {
         "world_size": 8,
         "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
+        "expert_model_parallel_size": 4,
         "expert_tensor_parallel_size": 1,
     }
     config = small_config({"num_experts": 4}, layout=layout)
@@ -108,5 +107,5 @@ def test_whole_experts_are_divided_over_other_ranks_than_the_rest() -> None:
     with played(0, 8):
         made = groups.initialize(config.layout, device.install("cpu"))
         dense, experts = DataParallel(config).holders_of_one_copy(nothing, made)
-        assert torch.distributed.get_process_group_ranks(dense) == [0, 1, 4, 5]
-        assert torch.distributed.get_process_group_ranks(experts) == [0, 1, 4, 5]
+        assert torch.distributed.get_process_group_ranks(dense) == [0, 1]
+        assert torch.distributed.get_process_group_ranks(experts) == [0, 1, 2, 3]

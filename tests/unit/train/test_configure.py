@@ -69,7 +69,10 @@ def test_why_there_is_nothing_to_load(tmp_path: Path) -> None:
     """Where it is asked for."""
     configure([*MODEL, "--load", str(tmp_path)])
     (tmp_path / "file").touch()
-    for folder, why in ((tmp_path, "it holds no checkpoint"), (tmp_path / "file", "Not a directory")):
+    for folder, why in (
+        (tmp_path, "it holds no checkpoint"),
+        (tmp_path / "file", "is a file, not a folder of checkpoints"),
+    ):
         [problem] = _problems("--load", str(folder), "--exit-on-missing-checkpoint")
         assert why in problem
         assert str(folder) in problem
