@@ -22,7 +22,6 @@ from megatron_ext.checkpoint.huggingface.safetensors import Entry, create, read_
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
 from megatron_ext.checkpoint.native import manifest, torch_dist
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
-from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from tests.support.small_models import small_config
@@ -110,15 +109,6 @@ def test_an_import_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert os.listdir(tmp_path / "saved") == []
 
 
-def test_a_row_may_be_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importer, "_CHUNK_BYTES", 1)
-    parameter = SimpleNamespace(name="embedding.word_embeddings.weight", shape=(3, 4))
-    monkeypatch.setattr(importer, "state_dict_mapping", lambda *_: [SimpleNamespace(parameter=parameter)])
-    folder: Any = SimpleNamespace(family=None, dtype=lambda: "F32")
-    found = list(importer._weights(small_config(), folder))
-    assert [(item.offsets, item.sizes, item.length) for item in found] == [((row, 0), (1, 4), 16) for row in range(3)]
-
-
 def test_the_tokenizer_of_a_saved_model_is_the_copy_that_lies_with_it(saved: Path) -> None:
     """The one of the training may be gone, or another by now."""
     path = saved / "iter_0000000"
@@ -160,51 +150,6 @@ def test_what_an_export_has_next_to_the_weights(
         export_huggingface(SavedModel(saved), tmp_path / "model")
 
 
-@pytest.mark.parametrize("with_tokenizer", [False, True])
-def test_a_tokenizer_that_is_converted_is_among_the_files(
-    with_tokenizer: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron_ext.tokenizer import exported as tokenizers
-
-    monkeypatch.setattr(exporter, "_tokenizer_of_training", lambda config: ByteTokenizer())
-    monkeypatch.setattr(exporter, "_copy", lambda source, folder, names: ["vocab.json", "generation_config.json"])
-    monkeypatch.setattr(tokenizers, "write_tokenizer", lambda tokenizer, folder: ["tokenizer.json", "a.json"])
-    found = export_huggingface(SavedModel(saved), tmp_path / "model", with_tokenizer=with_tokenizer)
-    assert found.tokenizer == (["a.json", "tokenizer.json", "vocab.json"] if with_tokenizer else ["vocab.json"])
-
-
-def test_which_tokenizers_are_made_into_files() -> None:
-    kinds: list[tuple[dict[str, Any], bool]] = [
-        ({"tokenizer_type": "HuggingFaceTokenizer"}, False),
-        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_special_tokens": ("<x>",)}, True),
-        ({"tokenizer_type": "ByteTokenizer"}, True),
-    ]
-    for flags, made in kinds:
-        config: Any = SimpleNamespace(data=DataConfig(**flags))
-        assert exporter._is_converted(config) == made
-    for kind in (None, "NullTokenizer"):
-        config = SimpleNamespace(data=DataConfig(tokenizer_type=kind, vocab_size=5))
-        assert exporter._tokenizer_of_training(config) is None
-
-
-def test_a_checkpoints_own_tokenizer_comes_before_the_runs(tmp_path: Path) -> None:
-    for name in ("kept", "run"):
-        (tmp_path / name / "tokenizer").mkdir(parents=True)
-        (tmp_path / name / "tokenizer" / "tokenizer.json").write_text(name)
-    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "run" / "tokenizer"))
-    source: Any = SimpleNamespace(path=tmp_path / "kept", config=SimpleNamespace(data=data))
-    for kept in ("kept", "run"):
-        assert exporter._copy(source, tmp_path, ["tokenizer.json"]) == ["tokenizer.json"]
-        assert (tmp_path / "tokenizer.json").read_text() == kept
-        (tmp_path / "kept" / "tokenizer" / "tokenizer.json").unlink(missing_ok=True)
-    single = DataConfig(
-        tokenizer_type="GPT2BPETokenizer", vocab_file=str(tmp_path / "v"), merge_file=str(tmp_path / "m")
-    )
-    source.config.data = single
-    (tmp_path / "v").write_text("{}")
-    assert exporter._copy(source, tmp_path, ["vocab.json", "merges.txt"]) == ["vocab.json"]
-
-
 def test_files_are_filled_to_the_last_byte(tmp_path: Path) -> None:
     """Two of 40 bytes fill 80 exactly; each file begins anew, and the index counts all."""
     shapes = dict.fromkeys("abcde", (10,))
@@ -217,26 +162,6 @@ def test_files_are_filled_to_the_last_byte(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     assert exporter._files(tmp_path / "one", shapes, "F32", 200)["a"].path.name == "model.safetensors"
     assert os.listdir(tmp_path / "one") == ["model.safetensors"]
-
-
-def test_a_model_card_has_the_models_own_numbers() -> None:
-    config = small_config({
-        "num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2, "num_experts": 8,
-        "moe_ffn_hidden_size": 48, "moe_router_topk": 3, "swiglu": True, "seq_length": 77,
-    })  # fmt: skip
-    source: Any = SimpleNamespace(config=config, path=Path("/x/iter_0000012"))
-    lines = exporter._model_card(source, SimpleNamespace(architecture="Mixtral"), "BF16").splitlines()  # pyright: ignore
-    for line in (
-        "Exported from the training checkpoint `iter_0000012` by `tools/convert_checkpoint.py to-hf`.",
-        "| layers, hidden size, MLP width | 4, 64, 96 |",
-        "| experts, of them for each token, width | 8, 3, 48 |",
-        "| heads, key/value heads, head size | 4, 2, 16 |",
-        "| vocabulary | 250 |",
-        "| trained with sequences of | 77 tokens |",
-        "| weights | BF16 |",
-    ):
-        assert line in lines
-    assert lines[5] == "# Mixtral, 0.4M parameters"
 
 
 def _mapping(spans: list[tuple[str, int, int, int]], *, transposed: bool = False) -> Any:
@@ -456,18 +381,3 @@ def test_rows_of_a_shard_are_read_from_two_tensors_and_padding(
         target = torch.full(wide[::-1], -1.0, dtype=dtype).t() if turned else torch.full(wide, -1.0, dtype=dtype)
         load.read_rows(source, mapping, range(2, 8), columns, target)
         assert torch.equal(target, whole[2:8, columns].to(dtype))
-
-
-def test_weights_are_checked_before_and_copied_to_the_masters_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[Any] = []
-    made = SimpleNamespace(check=lambda config: log.append(config), family="family")
-    monkeypatch.setattr(load, "HFFolder", lambda path: made)
-    monkeypatch.setattr(load, "state_dict_mapping", lambda config, family: log.append(family) or [])
-    monkeypatch.setattr(load, "global_named_parameters", lambda chunks: log.append(chunks) or [])
-    run: Any = SimpleNamespace(
-        config="config", chunks="chunks", optimizer="optimizer", sharding=SimpleNamespace(reload_masters=log.append)
-    )
-    load.load_huggingface(run, tmp_path)
-    assert log == ["config", "family", "chunks", "optimizer"]
