@@ -1,6 +1,6 @@
 """A machine that goes down: what a folder holds then, before every call that changes names or waits for the disk.
 
-    disk = Disk(folder, monkeypatch)
+    disk = watched_disk(folder)
     publish(folder, 2)
     for call, left in disk.crashes(tmp_path / "left"):
         ...                                   # what `left` holds, had the machine gone down before `call`
@@ -35,7 +35,7 @@ class Disk:
     """Watches a folder from now on. What is there is on the disk."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
-        self.folder, self.calls = folder, list[str]()
+        self.folder, self.calls, self.end = folder, list[str](), monkeypatch.undo
         self._root = folder.stat().st_ino
         self._moments: list[_Moment] = []
         self._kept_open: dict[int, int] = {}  # an inode's number is not given to another file

@@ -1,6 +1,7 @@
 """A machine that goes down between any two calls, and loses what nobody waited for: what is left is whole."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -51,13 +52,13 @@ def save(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("iteration", [3, 2], ids=["a new one", "in place of another course's"])
 def test_a_checkpoint_is_published_whole(
-    iteration: int, save: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    iteration: int, save: Path, tmp_path: Path, watched_disk: Callable[[Path], Disk]
 ) -> None:
-    disk = Disk(save, monkeypatch)
+    disk = watched_disk(save)
     _write(save, iteration, b"second course")
     before = len(disk.calls)
     checkpoints.publish(save, iteration)
-    monkeypatch.undo()
+    disk.end()
     left = [(call, _loaded(path)) for call, path in disk.crashes(tmp_path / "left")]
     assert {found for _, found in left} <= {(1, b"first course"), (2, b"first course"), (iteration, b"second course")}
     assert [found for _, found in left[-2:]] == [(iteration, b"second course")] * 2, "it is there when publish returns"
@@ -79,24 +80,26 @@ def _assert_order(calls: list[str], iteration: int) -> None:
     assert rest == ["fsync .", f"fsync {temporary}", f"replace {temporary} {tracker}", "fsync ."]
 
 
-def test_a_removed_checkpoint_is_whole_or_gone(save: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(save, monkeypatch)
+def test_a_removed_checkpoint_is_whole_or_gone(
+    save: Path, tmp_path: Path, watched_disk: Callable[[Path], Disk]
+) -> None:
+    disk = watched_disk(save)
     checkpoints.remove(save, 1)
-    monkeypatch.undo()
+    disk.end()
     assert len(disk.calls) > 6
     for _, path in disk.crashes(tmp_path / "left"):
         assert _loaded(path) == (2, b"first course")
     assert sorted(path.name for path in save.iterdir()) == ["iter_0000002", checkpoints.TRACKER]
 
 
-def test_a_replaced_file_is_the_old_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_file_is_the_old_or_the_new_one(tmp_path: Path, watched_disk: Callable[[Path], Disk]) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "file").write_bytes(b"old")
-    disk = Disk(folder, monkeypatch)
+    disk = watched_disk(folder)
     with replacing(folder / "file") as file:
         file.write(b"new")
-    monkeypatch.undo()
+    disk.end()
     left = [(path / "file").read_bytes() for _, path in disk.crashes(tmp_path / "left")]
     assert left[0] == b"old"
     assert left[-2] == b"new"
@@ -126,19 +129,19 @@ def _tokens(prefix: Path, *, masked: bool) -> list[int] | None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_pair_is_replaced_by_another(
-    merged: bool, masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    merged: bool, masked: bool, tmp_path: Path, watched_disk: Callable[[Path], Disk]
 ) -> None:
     """With its mask, which says which of its tokens count."""
     folder = tmp_path / "folder"
     folder.mkdir()
     _pair(folder / "text", [1, 2, 3], masked=masked)
     _pair(tmp_path / "other", [4, 5], masked=masked)
-    disk = Disk(folder, monkeypatch)
+    disk = watched_disk(folder)
     if merged:
         merge_indexed_files([str(tmp_path / "other")], str(folder / "text"))
     else:
         _pair(folder / "text", [4, 5], masked=masked)
-    monkeypatch.undo()
+    disk.end()
     left = [_tokens(path / "text", masked=masked) for _, path in disk.crashes(tmp_path / "left")]
     assert left[:2] == [[1, 2, 3]] * 2
     assert left[-2:] == [[4, 5]] * 2
@@ -146,17 +149,17 @@ def test_a_pair_is_replaced_by_another(
     assert None in left, "there is a moment without an index, and none with that of the other"
 
 
-def test_a_journal_speaks_of_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_speaks_of_what_is_on_the_disk(tmp_path: Path, watched_disk: Callable[[Path], Disk]) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    disk = Disk(folder, monkeypatch)
+    disk = watched_disk(folder)
     writer, journal = IndexedWriter(folder / "text", np.uint16), Journal(job={})
     for number in range(3):
         writer.add_tokens(np.array([number] * 4, np.uint16).tobytes(), [4])
         journal.written = [writer.commit()]
         journal.save(folder / "text.partial.json")
     writer.close()
-    monkeypatch.undo()
+    disk.end()
     told = set()
     for call, path in disk.crashes(tmp_path / "left"):
         found = Journal.load(path / "text.partial.json")

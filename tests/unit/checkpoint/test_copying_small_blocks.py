@@ -1,12 +1,14 @@
-"""What is read, copied, checked and merged in blocks of a megabyte is the same in blocks of a few bytes.
+"""What is copied and checked in blocks of a megabyte is the same in blocks of a few bytes.
 
 The files of other tests fit into one block, so that a block too many, or a place counted from the wrong end, would
-not show.
+show with large files alone.
 """
 
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,11 +18,6 @@ from megatron_ext.checkpoint import copying
 from megatron_ext.checkpoint.copying import ComputedBytes, FilePart, FileRange, Files, Literal, SkippedBytes, Zeros
 from megatron_ext.checkpoint.local import rank_file
 from megatron_ext.checkpoint.native import manifest
-from megatron_ext.data import checksums as data_checksums
-from megatron_ext.data import indexed, inspect, integrity, mask
-from megatron_ext.data.indexed import HEADER, IndexedWriter
-from megatron_ext.data.prepare import merge
-from megatron_ext.errors import DataError
 
 RANDOM = np.random.default_rng(0)
 
@@ -29,13 +26,24 @@ def _content(size: int) -> bytes:
     return RANDOM.integers(0, 256, size, np.uint8).tobytes()
 
 
+@pytest.fixture
+def blocks_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let modules read and write so many bytes, or entries, at a time."""
+
+    def set_to(size: int, *settings: tuple[ModuleType, str]) -> None:
+        for module, name in settings:
+            monkeypatch.setattr(module, name, size)
+
+    return set_to
+
+
 @pytest.mark.parametrize("block", [1000, 1024, 1])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_files_are_gathered_and_scattered(
-    block: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    block: int, threads: int, tmp_path: Path, blocks_of: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(copying, "BLOCK", block)
-    monkeypatch.setattr(copying, "_THREADS", threads)
+    blocks_of(block, (copying, "BLOCK"))
+    blocks_of(threads, (copying, "_THREADS"))
     first, second, computed = _content(5000), _content(999), _content(1700)
     (tmp_path / "a").write_bytes(first)
     (tmp_path / "b").write_bytes(bytes(4000))
@@ -80,23 +88,23 @@ def test_checksums_of_parts_are_put_together(lengths: tuple[int, int]) -> None:
     assert found == zlib.crc32(first + second)
 
 
-def test_a_file_that_ends_too_early_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "BLOCK", 1000)
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path, blocks_of: Callable[..., None]) -> None:
+    blocks_of(1000, (copying, "BLOCK"))
     (tmp_path / "short").write_bytes(bytes(2500))
     with pytest.raises(EOFError, match=r"short ends at 2500, 500 bytes too early"):
         copying.scatter(tmp_path / "short", [SkippedBytes(3000)], checksum=True)
 
 
-def test_checksums_of_a_checkpoints_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "_CHUNK", 1000)
+def test_checksums_of_a_checkpoints_files(tmp_path: Path, blocks_of: Callable[..., None]) -> None:
+    blocks_of(1000, (manifest, "_CHUNK"))
     for size in (0, 1, 999, 1000, 1001, 2000, 2500):
         content = _content(size)
         (tmp_path / "file").write_bytes(content)
         assert manifest.checksum(tmp_path / "file") == f"{zlib.crc32(content):08x}"
 
 
-def test_a_snapshots_checksum_covers_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_file, "_CHUNK", 1000)
+def test_a_snapshots_checksum_covers_every_block(tmp_path: Path, blocks_of: Callable[..., None]) -> None:
+    blocks_of(1000, (rank_file, "_CHUNK"))
     tensors = {"a": torch.arange(700, dtype=torch.int32), "b": torch.ones(3, dtype=torch.bfloat16)}
     path = tmp_path / "rank_00000"
     size = rank_file.write(path, {"iteration": 1}, tensors)
@@ -109,68 +117,3 @@ def test_a_snapshots_checksum_covers_every_block(tmp_path: Path, monkeypatch: py
     for other in (whole[:-1], whole + b"\0", whole[:1000], b""):
         path.write_bytes(other)
         assert not rank_file.is_intact(path)
-
-
-def _pair(prefix: Path, lengths: list[int], first: int = 0) -> str:
-    """Tokens of ascending numbers, each of which counts where it is even."""
-    tokens = np.arange(first, first + sum(lengths), dtype=np.uint16)
-    with IndexedWriter(prefix, np.uint16, packed_to=8) as writer:
-        flags = np.where(tokens % 2 == 0, mask.COUNTS, 0).astype(np.uint8)
-        writer.add_tokens(tokens.tobytes(), lengths, flags)
-    return str(prefix)
-
-
-LENGTHS = [5, 0, 17, 1, 0, 0, 64, 3, 2, 2, 9, 0]
-
-
-def test_data_checksums_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = _pair(tmp_path / "x", LENGTHS * 30)
-    expected = data_checksums.checksums([prefix], 1024)
-    whole = Path(f"{prefix}.bin").read_bytes()
-    blocks = [f"{zlib.crc32(whole[first : first + 1024]):08x}" for first in range(0, len(whole), 1024)]
-    assert expected[prefix]["crc32"][".bin"] == blocks
-    monkeypatch.setattr(data_checksums, "_PIECE", 100)
-    assert data_checksums.checksums([prefix], 1024) == expected
-
-
-@pytest.mark.parametrize("documents", [1, 3, 4])
-def test_an_index_is_written_some_documents_at_a_time(
-    documents: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _pair(tmp_path / "whole", LENGTHS)
-    monkeypatch.setattr(indexed, "_DOCUMENTS_AT_ONCE", documents)
-    _pair(tmp_path / "parts", LENGTHS)
-    assert (tmp_path / "parts.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
-
-
-@pytest.mark.parametrize("block", [1, 3, 4])
-def test_merged_and_summarized(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes = [_pair(tmp_path / "a", LENGTHS), _pair(tmp_path / "b", LENGTHS[::-1], 300)]
-    merge.merge_indexed_files(prefixes, str(tmp_path / "whole"))
-    summary = inspect.summarize(str(tmp_path / "whole"))
-    monkeypatch.setattr(merge, "_BLOCK", block)
-    monkeypatch.setattr(mask, "_BLOCK", block)
-    monkeypatch.setattr(inspect, "_BLOCK", block)
-    merge.merge_indexed_files(prefixes, str(tmp_path / "small"))
-    for suffix in (".bin", ".idx", ".mask"):
-        assert (tmp_path / f"small{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes(), suffix
-    assert inspect.summarize(str(tmp_path / "small")) == summary
-    assert (summary.documents, summary.empty_documents, summary.tokens) == (24, 8, 206)
-    assert mask.Mask(str(tmp_path / "small"), 206).check() == 2 * 52
-
-
-@pytest.mark.parametrize("block", [1, 3, 8, 1000])
-def test_every_entry_of_an_index_is_looked_at(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integrity, "_BLOCK", block)
-    prefix = _pair(tmp_path / "x", LENGTHS)
-    integrity.check_indexed_files(prefix)
-    whole, sequences = Path(f"{prefix}.idx").read_bytes(), sum(length > 0 for length in LENGTHS)
-    lengths, pointers, documents = HEADER.size, HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
-    places = [lengths + 4 * number for number in range(sequences)]
-    places += [pointers + 8 * number for number in range(sequences)]
-    # A document less or more in the middle still rises: the first and the last entry are known.
-    places += [documents, documents + 8 * len(LENGTHS)]
-    for place in places:
-        Path(f"{prefix}.idx").write_bytes(whole[:place] + bytes([whole[place] + 1]) + whole[place + 1 :])
-        with pytest.raises(DataError, match=r"the file is altered|belongs to other data"):
-            integrity.check_indexed_files(prefix)

@@ -1,19 +1,14 @@
 """What stands in for CUDA and for gloo in a CPU process, one function at a time, on stand-ins for what it calls.
 tests/distributed/test_adaptation.py shows that each row is needed."""
 
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.distributed_c10d as c10d
-from torch.distributed import ProcessGroupGloo
 
 from megatron_ext import device
-from megatron_ext.device import adaptation, external_kernels, fusions, gloo
+from megatron_ext.device import adaptation, external_kernels, fusions
 from megatron_ext.device.adaptation import (
-    _gathers_one_by_one,
     _gathers_unequal_parts,
     _made_on_cpu,
     _mesh_of_cpus,
@@ -21,7 +16,6 @@ from megatron_ext.device.adaptation import (
     _splits_as_numbers,
     _type_as_on_cuda,
 )
-from megatron_ext.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
@@ -95,110 +89,10 @@ def test_meshes_are_of_cpus() -> None:
     assert seen == [(("group", "cpu", "mesh"), {"names": ("dp",)})]
 
 
-@pytest.mark.parametrize("reduces", ["none", "one", "all"])
-def test_coalesced_gathers_are_issued_one_by_one(reduces: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on the group, waited for as the caller asked; where one of them reduces, all are torch's."""
-    issued: list[Any] = []
-
-    def call(name: str, reduced: bool) -> Any:
-        def op(*given: Any, **named: Any) -> str:
-            issued.append((name, given, named))
-            return f"work of {name}"
-
-        return SimpleNamespace(op=op, tensor="in", dst_tensor=None if reduced else "out", redop=1 if reduced else None)
-
-    calls = [call("first", reduces != "none"), call("second", reduces == "all")]
-    state: dict[str, list[Any]] = {"ranks": []}
-    monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_coalesce_state=state))
-    seen: list[Any] = []
-
-    @contextmanager
-    def original(group: Any, _device: Any, async_ops: bool) -> Any:
-        works: list[Any] = []
-        yield works
-        seen.append((async_ops, len(state[group])))
-        state[group].clear()
-
-    with _gathers_one_by_one(original)("ranks", None, async_ops=True) as works:
-        state["ranks"] += calls
-    if reduces == "none":
-        assert [name for name, _, _ in issued] == ["first", "second"]
-        assert {(given, tuple(named.items())) for _, given, named in issued} == {
-            (("out", "in"), (("group", "ranks"), ("async_op", True)))
-        }
-        assert works == ["work of first", "work of second"]
-    assert seen == [(True, 0 if reduces == "none" else 2)]
-    assert bool(issued) == (reduces == "none")
-
-
 def test_every_row_says_why() -> None:
     rows = (*adaptation.REPLACEMENTS, *adaptation._FOR_GLOO)
     assert len({row.name for row in rows}) == len(rows)
     assert all(row.why for row in rows)
-
-
-def test_later_groups_share_the_first_ones_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless torch is to reconfigure them."""
-
-    class Group:
-        def __init__(self, *given: Any) -> None:
-            self.given, self.options = given, SimpleNamespace()
-
-        _Options = staticmethod(SimpleNamespace)
-
-    monkeypatch.setattr(gloo, "ProcessGroupGloo", Group)
-    originals = iter(["its devices", "others", "more"])
-
-    def made(name: str, **more: Any) -> Any:
-        of = {"enable_reconfigure": False, "group_rank": 1, "group_size": 2, "timeout": 77, "store": f"store {name}"}
-        return SimpleNamespace(**{**of, "group_id": name, "global_ranks_in_group": [4, 6], **more})
-
-    def original(_made_of: Any, _options: Any) -> Any:
-        return SimpleNamespace(options=SimpleNamespace(_devices=[next(originals)]))
-
-    create = gloo.create_on_one_device(original)
-    first, second = create(made("a"), None), create(made("b"), None)
-    third, fourth = create(made("c", enable_reconfigure=True), None), create(made("d"), None)
-    assert (first.options._devices, third.options._devices) == (["its devices"], ["others"])
-    for group, name in ((second, "b"), (fourth, "d")):
-        *place, options = group.given
-        assert place == [f"store {name}", 1, 2]
-        assert (options._devices, options._threads, options._timeout) == (["its devices"], 2, 77)
-        assert (group.options.global_ranks_in_group, group.options.group_name) == ([4, 6], name)
-    assert ProcessGroupGloo is not Group
-
-
-@pytest.mark.parametrize(("rank", "seen", "works"), [("1", 2, True), ("2", 2, False), ("0", 0, False)])
-def test_a_gpu_for_every_local_rank(rank: str, seen: int, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_ext.device import cuda
-
-    monkeypatch.setattr(device, "_current", None)
-    monkeypatch.setattr(device.sys, "modules", {"megatron_ext.device.cuda": cuda, "torch": torch})
-    monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
-    monkeypatch.setattr(device, "_quiet_engine", lambda: None)
-    left: list[Any] = []
-    monkeypatch.setattr(device, "leave_out", left.append)
-    monkeypatch.setattr(cuda, "CudaDevice", lambda local: f"GPU {local}")
-    monkeypatch.setattr(
-        device, "_choose_kernels", lambda local, fuses, own_kernels: left.append((local, fuses, own_kernels)) or True
-    )
-    if not works:
-        with pytest.raises(ConfigurationError, match=f"local rank {rank} needs GPU {rank}, but torch sees {seen}"):
-            device.install("cuda", kernels=("apex",))
-        return
-    assert device.install("cuda", fuses=False, own_kernels=True, kernels=("apex",)) == f"GPU {rank}"
-    assert left == [("apex",), (1, False, True)]
-
-
-def test_a_process_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    here: Any = SimpleNamespace(kind="cpu")
-    monkeypatch.setattr(device, "_current", here)
-    assert device.install("cpu") is here
-    assert device.install("auto") is here
-    with pytest.raises(RuntimeError, match="device 'cpu' is installed; it cannot become 'cuda'"):
-        device.install("cuda")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

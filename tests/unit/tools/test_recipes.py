@@ -209,7 +209,8 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
     for name in sorted({"python", "torchrun"}):
         (tmp_path / "bin" / name).write_text(_NOTES)
         (tmp_path / "bin" / name).chmod(0o755)
-    return {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "NOTES": str(tmp_path / "notes")}
+    entered = {"VIRTUAL_ENV": str(tmp_path)}  # or the script would enter the repository's
+    return {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "NOTES": str(tmp_path / "notes"), **entered}
 
 
 def start(environment: dict[str, str], *words: str) -> list[list[str]]:

@@ -1,6 +1,7 @@
 """Folders of Hugging Face, read and written: which file, which dtype, which rows and columns, and what lies next to the
 weights."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -22,9 +23,10 @@ from megatron_ext.checkpoint.huggingface.safetensors import Entry, create, read_
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
 from megatron_ext.checkpoint.native import manifest, torch_dist
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
-from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.families import family_of
 from megatron_ext.tokenizer.byte import ByteTokenizer
+from tests.support.small_models import LLAMA as LLAMA_FLAGS
 from tests.support.small_models import small_config
 
 LLAMA = {
@@ -110,15 +112,6 @@ def test_an_import_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert os.listdir(tmp_path / "saved") == []
 
 
-def test_a_row_may_be_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importer, "_CHUNK_BYTES", 1)
-    parameter = SimpleNamespace(name="embedding.word_embeddings.weight", shape=(3, 4))
-    monkeypatch.setattr(importer, "state_dict_mapping", lambda *_: [SimpleNamespace(parameter=parameter)])
-    folder: Any = SimpleNamespace(family=None, dtype=lambda: "F32")
-    found = list(importer._weights(small_config(), folder))
-    assert [(item.offsets, item.sizes, item.length) for item in found] == [((row, 0), (1, 4), 16) for row in range(3)]
-
-
 def test_the_tokenizer_of_a_saved_model_is_the_copy_that_lies_with_it(saved: Path) -> None:
     """The one of the training may be gone, or another by now."""
     path = saved / "iter_0000000"
@@ -160,51 +153,6 @@ def test_what_an_export_has_next_to_the_weights(
         export_huggingface(SavedModel(saved), tmp_path / "model")
 
 
-@pytest.mark.parametrize("with_tokenizer", [False, True])
-def test_a_tokenizer_that_is_converted_is_among_the_files(
-    with_tokenizer: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron_ext.tokenizer import exported as tokenizers
-
-    monkeypatch.setattr(exporter, "_tokenizer_of_training", lambda config: ByteTokenizer())
-    monkeypatch.setattr(exporter, "_copy", lambda source, folder, names: ["vocab.json", "generation_config.json"])
-    monkeypatch.setattr(tokenizers, "write_tokenizer", lambda tokenizer, folder: ["tokenizer.json", "a.json"])
-    found = export_huggingface(SavedModel(saved), tmp_path / "model", with_tokenizer=with_tokenizer)
-    assert found.tokenizer == (["a.json", "tokenizer.json", "vocab.json"] if with_tokenizer else ["vocab.json"])
-
-
-def test_which_tokenizers_are_made_into_files() -> None:
-    kinds: list[tuple[dict[str, Any], bool]] = [
-        ({"tokenizer_type": "HuggingFaceTokenizer"}, False),
-        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_special_tokens": ("<x>",)}, True),
-        ({"tokenizer_type": "ByteTokenizer"}, True),
-    ]
-    for flags, made in kinds:
-        config: Any = SimpleNamespace(data=DataConfig(**flags))
-        assert exporter._is_converted(config) == made
-    for kind in (None, "NullTokenizer"):
-        config = SimpleNamespace(data=DataConfig(tokenizer_type=kind, vocab_size=5))
-        assert exporter._tokenizer_of_training(config) is None
-
-
-def test_a_checkpoints_own_tokenizer_comes_before_the_runs(tmp_path: Path) -> None:
-    for name in ("kept", "run"):
-        (tmp_path / name / "tokenizer").mkdir(parents=True)
-        (tmp_path / name / "tokenizer" / "tokenizer.json").write_text(name)
-    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "run" / "tokenizer"))
-    source: Any = SimpleNamespace(path=tmp_path / "kept", config=SimpleNamespace(data=data))
-    for kept in ("kept", "run"):
-        assert exporter._copy(source, tmp_path, ["tokenizer.json"]) == ["tokenizer.json"]
-        assert (tmp_path / "tokenizer.json").read_text() == kept
-        (tmp_path / "kept" / "tokenizer" / "tokenizer.json").unlink(missing_ok=True)
-    single = DataConfig(
-        tokenizer_type="GPT2BPETokenizer", vocab_file=str(tmp_path / "v"), merge_file=str(tmp_path / "m")
-    )
-    source.config.data = single
-    (tmp_path / "v").write_text("{}")
-    assert exporter._copy(source, tmp_path, ["vocab.json", "merges.txt"]) == ["vocab.json"]
-
-
 def test_files_are_filled_to_the_last_byte(tmp_path: Path) -> None:
     """Two of 40 bytes fill 80 exactly; each file begins anew, and the index counts all."""
     shapes = dict.fromkeys("abcde", (10,))
@@ -217,26 +165,6 @@ def test_files_are_filled_to_the_last_byte(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     assert exporter._files(tmp_path / "one", shapes, "F32", 200)["a"].path.name == "model.safetensors"
     assert os.listdir(tmp_path / "one") == ["model.safetensors"]
-
-
-def test_a_model_card_has_the_models_own_numbers() -> None:
-    config = small_config({
-        "num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2, "num_experts": 8,
-        "moe_ffn_hidden_size": 48, "moe_router_topk": 3, "swiglu": True, "seq_length": 77,
-    })  # fmt: skip
-    source: Any = SimpleNamespace(config=config, path=Path("/x/iter_0000012"))
-    lines = exporter._model_card(source, SimpleNamespace(architecture="Mixtral"), "BF16").splitlines()  # pyright: ignore
-    for line in (
-        "Exported from the training checkpoint `iter_0000012` by `tools/convert_checkpoint.py to-hf`.",
-        "| layers, hidden size, MLP width | 4, 64, 96 |",
-        "| experts, of them for each token, width | 8, 3, 48 |",
-        "| heads, key/value heads, head size | 4, 2, 16 |",
-        "| vocabulary | 250 |",
-        "| trained with sequences of | 77 tokens |",
-        "| weights | BF16 |",
-    ):
-        assert line in lines
-    assert lines[5] == "# Mixtral, 0.4M parameters"
 
 
 def _mapping(spans: list[tuple[str, int, int, int]], *, transposed: bool = False) -> Any:
@@ -450,7 +378,8 @@ def test_rows_of_a_shard_are_read_from_two_tensors_and_padding(
         view = entries[name].whole(writable=True)
         (view.T if transposed else view)[at : at + len(rows)] = rows.numpy()
     mapping = _mapping([("a", 0, 4, 1), ("b", 4, 2, 0)], transposed=transposed)
-    source: Any = SimpleNamespace(entries=entries)
+    source = object.__new__(HFFolder)
+    source.entries = entries
     for turned in (False, True):
         wide = whole[2:8, columns].shape
         target = torch.full(wide[::-1], -1.0, dtype=dtype).t() if turned else torch.full(wide, -1.0, dtype=dtype)
@@ -458,16 +387,92 @@ def test_rows_of_a_shard_are_read_from_two_tensors_and_padding(
         assert torch.equal(target, whole[2:8, columns].to(dtype))
 
 
-def test_weights_are_checked_before_and_copied_to_the_masters_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _configured(saved: Path, **data: Any) -> SavedModel:
+    """Return the saved model, as if it had been trained with these flags of the data."""
+    model = SavedModel(saved)
+    model.config = dataclasses.replace(model.config, data=dataclasses.replace(model.config.data, **data))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("flags", "made"),
+    [
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, False),
+        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_special_tokens": ("<x>",)}, True),
+        ({"tokenizer_type": "ByteTokenizer"}, True),
+    ],
+)
+def test_a_tokenizer_that_is_no_file_of_hugging_face_is_converted(
+    flags: dict[str, Any], made: bool, saved: Path
 ) -> None:
-    log: list[Any] = []
-    made = SimpleNamespace(check=lambda config: log.append(config), family="family")
-    monkeypatch.setattr(load, "HFFolder", lambda path: made)
-    monkeypatch.setattr(load, "state_dict_mapping", lambda config, family: log.append(family) or [])
-    monkeypatch.setattr(load, "global_named_parameters", lambda chunks: log.append(chunks) or [])
-    run: Any = SimpleNamespace(
-        config="config", chunks="chunks", optimizer="optimizer", sharding=SimpleNamespace(reload_masters=log.append)
+    assert exporter._is_converted(_configured(saved, **flags).config) == made
+
+
+def test_a_checkpoints_own_tokenizer_comes_before_the_runs(saved: Path, tmp_path: Path) -> None:
+    for name in ("kept", "run"):
+        (tmp_path / name / "tokenizer").mkdir(parents=True)
+        (tmp_path / name / "tokenizer" / "tokenizer.json").write_text(name)
+    flags = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "run" / "tokenizer")}
+    source = _configured(saved, **flags)
+    source.path = tmp_path / "kept"
+    for kept in ("kept", "run"):
+        assert exporter._copy(source, tmp_path, ["tokenizer.json"]) == ["tokenizer.json"]
+        assert (tmp_path / "tokenizer.json").read_text() == kept
+        (tmp_path / "kept" / "tokenizer" / "tokenizer.json").unlink(missing_ok=True)
+    (tmp_path / "v").write_text("{}")
+    single = {"vocab_file": str(tmp_path / "v"), "merge_file": str(tmp_path / "none")}
+    source = _configured(saved, tokenizer_type="GPT2BPETokenizer", **single)
+    assert exporter._copy(source, tmp_path, ["vocab.json", "merges.txt"]) == ["vocab.json"]
+
+
+def test_a_model_card_has_the_models_own_numbers(saved: Path) -> None:
+    source = SavedModel(saved)
+    source.config = small_config({
+        "num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2, "num_experts": 8,
+        "moe_ffn_hidden_size": 48, "moe_router_topk": 3, "seq_length": 77, **LLAMA_FLAGS,
+    })  # fmt: skip
+    source.path = Path("/x/iter_0000012")
+    lines = exporter._model_card(source, family_of(source.config), "BF16").splitlines()
+    for line in (
+        "Exported from the training checkpoint `iter_0000012` by `tools/convert_checkpoint.py to-hf`.",
+        "| layers, hidden size, MLP width | 4, 64, 96 |",
+        "| experts, of them for each token, width | 8, 3, 48 |",
+        "| heads, key/value heads, head size | 4, 2, 16 |",
+        "| vocabulary | 250 |",
+        "| trained with sequences of | 77 tokens |",
+        "| weights | BF16 |",
+    ):
+        assert line in lines
+    assert lines[5] == f"# {family_of(source.config).architecture}, 0.4M parameters"
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, {}),
+        ({"eos_token_id": None}, {}),
+        ({"eos_token_id": 0}, {"eos_token_id": 0}),  # zero is an id
+        ({"eos_token_id": [7, 8], "top_k": 5}, {"eos_token_id": [7, 8], "top_k": 5}),
+        ({"bos_token_id": 3, "eos_token_id": None}, {"bos_token_id": 3}),
+    ],
+)  # fmt: skip
+def test_what_ends_a_text_is_in_both_files_of_an_export(
+    with_tokenizer: bool, generation: Any, expected: dict[str, Any], saved: Path, tmp_path: Path
+) -> None:
+    """An id that the tokenizer's folder names stays, and so does everything else of its file."""
+    path = tmp_path / "generation_config.json"
+    if generation is not None:
+        path.write_text(json.dumps(generation))
+    source = SavedModel(saved)
+    exporter._write_companions(
+        tmp_path, source, family_of(source.config), "BF16", ByteTokenizer() if with_tokenizer else None
     )
-    load.load_huggingface(run, tmp_path)
-    assert log == ["config", "family", "chunks", "optimizer"]
+    written = expected
+    if "eos_token_id" not in expected:
+        written = {"bos_token_id": None, "eos_token_id": ByteTokenizer().eod if with_tokenizer else None, **expected}
+    assert json.loads(path.read_text()) == written
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (written.get("bos_token_id"), written["eos_token_id"])
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    assert "| weights | BF16 |" in (tmp_path / "README.md").read_text()

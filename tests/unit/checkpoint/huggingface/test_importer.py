@@ -3,6 +3,7 @@ an export is in its place whole or not at all."""
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,15 +122,15 @@ def test_a_checkpoints_precision_is_that_which_holds_all_weights(tmp_path: Path)
     assert math.prod(found["model.embed_tokens.weight"].shape) == 103 * 24
 
 
-def test_an_export_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_is_there_whole_or_not_at_all(tmp_path: Path, watched_disk: Callable[[Path], Disk]) -> None:
     """Whenever the machine goes down; and when the function returns, it is on the disk."""
     _write(tmp_path / "source", "llama")
     import_huggingface(tmp_path / "source", tmp_path / "saved")
     place = tmp_path / "place"
     place.mkdir()
-    disk = Disk(place, monkeypatch)
+    disk = watched_disk(place)
     export_huggingface(SavedModel(tmp_path / "saved"), place / "model", max_shard_size=10**4, with_tokenizer=False)
-    monkeypatch.undo()
+    disk.end()
     whole = {path.name: path.read_bytes() for path in (place / "model").iterdir()}
     assert len(whole) > 4
     left = []

@@ -7,7 +7,6 @@ import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +14,11 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_ext.checkpoint.dtypes import code_of
-from megatron_ext.checkpoint.native import manifest, safe_reading, tensors, torch_dist, verify
+from megatron_ext.checkpoint.native import safe_reading, torch_dist
 from megatron_ext.checkpoint.native.part_reading import read_part
-from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Properties, Saved, Tensor
-from megatron_ext.errors import DataError
 from megatron_ext.untrusted.inert_pickle import read as read_inert
 
 
@@ -183,52 +180,7 @@ def test_torchs_metadata_says_what_the_file_says(monkeypatch: pytest.MonkeyPatch
         assert [index.index for index in found.storage_data] == [0, None]
 
 
-def test_modules_of_what_torch_may_make() -> None:
-    assert safe_reading._module(Path) == Path.__module__
-    assert safe_reading._module((Path, "another.name")) == Path.__module__
-    assert safe_reading._module(5) == ""
-
-
 SIZES = {"e": 5, "a": 50, "d": 4, "b": 40, "c": 4}
-
-
-@pytest.mark.parametrize("rank", range(3))
-def test_each_file_is_compared_by_one_rank(rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The largest files by ranks of their own; the first rank looks for what is no file."""
-    log: list[Any] = []
-    monkeypatch.setattr(verify, "check_folder", lambda path: log.append("folder"))
-    monkeypatch.setattr(manifest, "read", lambda path: {name: {"bytes": size} for name, size in SIZES.items()})
-    monkeypatch.setattr(manifest, "problems", lambda path, own: log.append(list(own)) or [f"of {rank}"])
-    _gather_into(monkeypatch, rank, 3, log)
-    assert verify.damage(tmp_path) == ["of 0", "of 1"]
-    own = (["c", "b"], ["d", "a"], ["e"])[rank]
-    assert log == [*(["folder"] if rank == 0 else []), own, [f"of {rank}"]]
-
-
-def _gather_into(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, log: list[Any]) -> None:
-    def gather(told: list[Any], own: Any) -> None:
-        log.append(own)
-        told[:] = [["of 0", "of 1"], None, ["of 1"]]
-
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-
-
-def test_what_is_said_of_a_manifest_is_told_to_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """None of it is: where no rank sees one. A damaged one, or none in a folder that is there, is the rank's answer."""
-    monkeypatch.setattr(verify, "check_folder", lambda path: None)
-    answers: list[Any] = []
-    _gather_into(monkeypatch, 1, 3, answers)
-    for read in (lambda path: None, lambda path: {}):
-        monkeypatch.setattr(manifest, "read", read)
-        verify.damage(tmp_path)
-    for error in (ValueError("damaged"), OSError("unreadable"), DataError("a link")):
-        monkeypatch.setattr(manifest, "read", lambda path, error=error: (_ for _ in ()).throw(error))
-        verify.damage(tmp_path)
-    assert answers == [None, [], ["damaged"], ["unreadable"], ["a link"]]
-    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda told, own: None)
-    assert verify.damage(tmp_path) is None
 
 
 class _Held:
@@ -268,30 +220,3 @@ def test_weights_are_listed_before_the_optimizers_state() -> None:
     made: Any = object.__new__(Tensors)
     made._entries = dict.fromkeys(("optimizer.state.exp_avg.a", "z.weight", "b.weight", "optimizer.state.exp_avg"))
     assert made.names() == ["b.weight", "z.weight", "optimizer.state.exp_avg", "optimizer.state.exp_avg.a"]
-
-
-@pytest.mark.parametrize(("rows", "wrong"), [((0, 2), False), ((0, 1), True), ((0,), True)])
-def test_files_hold_each_element_once(rows: tuple[int, ...], wrong: bool, tmp_path: Path) -> None:
-    """Of four rows in chunks of two; exactly as many bytes as the file has are enough."""
-    (tmp_path / "x").write_bytes(bytes(64))
-    chunks = [SimpleNamespace(offsets=(row, 0), sizes=(2 + (row == 1), 2)) for row in rows]
-    entry = SimpleNamespace(chunks=chunks, size=(4, 2), properties=SimpleNamespace(dtype=torch.float32))
-    places = {
-        MetadataIndex("w", chunk.offsets): SimpleNamespace(relative_path="x", offset=32, length=32) for chunk in chunks
-    }
-    made: Any = object.__new__(Tensors)
-    made.path, made._entries = tmp_path, {"w": entry}
-    made._reader = SimpleNamespace(read_metadata=lambda: SimpleNamespace(storage_data=places))
-    if wrong:
-        with pytest.raises(DataError, match=r"its files hold (4|10) elements of 8"):
-            made._check_extent("w")
-    else:
-        made._check_extent("w")
-
-
-def test_metadata_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    read: list[int] = []
-    monkeypatch.setattr(SafeReader, "read_metadata", lambda self: read.append(1) or "metadata")
-    reader = tensors._Reader(tmp_path)
-    assert [reader.read_metadata(), reader.read_metadata()] == ["metadata", "metadata"]
-    assert read == [1]

@@ -1,0 +1,15 @@
+"""What several files of unit tests ask for by name."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.crashes import Disk
+
+
+@pytest.fixture
+def watched_disk() -> Iterator[Callable[[Path], Disk]]:
+    """Watches a folder, as a disk that loses what nobody waits for; `end` of what it returns ends that."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield lambda folder: Disk(folder, patch)
