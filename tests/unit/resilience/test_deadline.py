@@ -1,93 +1,104 @@
-"""--exit-signal-deadline: when a stop that takes too long is given up, by a clock of the test's, and who says so."""
+"""--exit-signal-deadline: when a stop that takes too long is given up, and what is said, recorded and remembered."""
 
-from types import SimpleNamespace
-from typing import Any
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
-from megatron_ext.resilience import deadline
+from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.deadline import StopDeadline
 from megatron_ext.resilience.process_end import RunStatus
+from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.resilience.watch import Watch
+from tests.support.forked import Forked
 
 
-class End(Exception):
-    """Stands for the end of the process."""
+def stop_slowly(
+    status: RunStatus, seconds: float | None, saved: Sequence[int] = (), for_good: bool = True, takes: float = 60.0
+) -> None:
+    """A rank that is asked to stop, and needs so long for it."""
+    with SignalWatcher() as signals, StopDeadline(seconds, signals, status, lambda: saved):
+        signals.for_good = for_good
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(takes)
+    print("saved")
 
 
-class Looks:
-    """Is left after so many looks, each a tenth of a second later by its own clock."""
-
-    def __init__(self, most: int) -> None:
-        self.made, self._most = 0, most
-
-    def monotonic(self) -> float:
-        return 100.0 + self.made / 10.0
-
-    def wait(self, seconds: float) -> bool:
-        assert seconds == 0.1
-        self.made += 1
-        return self.made > self._most
+OVER = "stopped at iteration 7: SIGTERM; --exit-signal-deadline 1.2 (seconds) is over"
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, int]]:
-    """What the process ends with."""
-    ends: list[tuple[str | None, int]] = []
-
-    def end(text: str | None, code: int, *_: Any, **__: Any) -> None:
-        ends.append((text, code))
-        raise End
-
-    monkeypatch.setattr(deadline, "end_from_thread", end)
-    monkeypatch.setattr(deadline.exit_record, "wait_for_another", lambda save, seconds: True)
-    return ends
+def test_a_stop_that_takes_too_long_ends_a_second_before_the_deadline(begin: Callable[..., Forked]) -> None:
+    began = time.monotonic()
+    process = begin(stop_slowly, RunStatus(rank=0, iteration=7), 1.2)
+    assert process.ended() == (75, f"rank 0: {OVER}; nothing saved: no --save\n")
+    assert time.monotonic() - began >= 0.2
 
 
-def given_up_at(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, by_signals: float | None, by_watch: float | None, rank: int = 0
-) -> float | None:
-    """Return at what time a stop is given up; None where it is not within 20 s."""
-    looks, signals = Looks(200), SimpleNamespace(terminated_at=by_signals, for_good=False)
-    status: Any = RunStatus(rank=rank, iteration=7)
-    status.watch = SimpleNamespace(terminated_at=by_watch)
-    monkeypatch.setattr(deadline, "time", looks)
-    made: Any = StopDeadline(seconds, signals, status, lambda: [3])  # pyright: ignore[reportArgumentType]
-    made._left = looks
-    try:
-        made._run(seconds)
-    except End:
-        return looks.monotonic()
-    return None
+@pytest.mark.parametrize("seconds", [None, 600.0])
+def test_a_stop_within_the_deadline_ends_as_it_would(seconds: float | None, begin: Callable[..., Forked]) -> None:
+    process = begin(stop_slowly, RunStatus(rank=0, iteration=7), seconds, (), True, 0.3)
+    assert process.ended() == (0, "saved\n")
 
 
 @pytest.mark.parametrize(
-    ("seconds", "by_signals", "by_watch", "expected"),
+    ("saved", "said"),
     [
-        (4.0, 101.0, None, 104.0),  # a second before the deadline, to end in
-        (4.0, None, 101.0, 104.0),  # the main thread waits in C++: the watch alone has seen the signal
-        (4.0, 105.0, 101.0, 104.0),
-        (0.5, 101.0, None, 101.0),
-        (4.0, None, None, None),
-        (60.0, 101.0, None, None),
+        ([], " before a checkpoint was finished; {save} holds none. Give it more time"),
+        (
+            [5, 10],
+            " before this step was saved; the newest checkpoint in {save} is that of iteration 10; start again with "
+            "--load {save}, and give it more time or a smaller --save-interval",
+        ),
     ],
 )
-def test_a_stop_is_given_up_in_time(
-    seconds: float,
-    by_signals: float | None,
-    by_watch: float | None,
-    expected: float | None,
-    said: list[tuple[str | None, int]],
-    monkeypatch: pytest.MonkeyPatch,
+def test_who_gives_up_a_stop_names_the_newest_checkpoint(
+    saved: list[int], said: str, tmp_path: Path, begin: Callable[..., Forked]
 ) -> None:
-    assert given_up_at(monkeypatch, seconds, by_signals, by_watch) == (
-        None if expected is None else pytest.approx(expected)
-    )
-    text = f"stopped at iteration 7: SIGTERM; --exit-signal-deadline {seconds:g} (seconds) is over"
-    text += "; nothing saved: no --save"
-    assert said == ([] if expected is None else [(text, 75)])
+    process = begin(stop_slowly, RunStatus(rank=3, save=str(tmp_path), iteration=7), 1.2, saved)
+    line = f"rank 3: {OVER}{said.format(save=tmp_path)}"
+    assert process.ended() == (75, f"{line}\n")
+    record = json.loads((tmp_path / "exit.json").read_text())
+    assert (record["code"], record["message"], record["iteration"]) == (75, line, 7)
 
 
-def test_one_rank_says_it(said: list[tuple[str | None, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline.exit_record, "is_there", lambda save: True)
-    assert given_up_at(monkeypatch, 4.0, 101.0, None, rank=1) is not None
-    assert said == [(None, 75)]
+def test_one_rank_says_why_all_give_up(tmp_path: Path, begin: Callable[..., Forked]) -> None:
+    exit_record.write(tmp_path, code=75, rank=0, message="rank 0: why", iteration=7)
+    assert begin(stop_slowly, RunStatus(rank=1, save=str(tmp_path), iteration=7), 1.0).ended() == (75, "")
+    assert json.loads((tmp_path / "exit.json").read_text())["message"] == "rank 0: why"
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_deadline_is_remembered_only_if_the_stop_is_for_good(
+    for_good: bool, tmp_path: Path, begin: Callable[..., Forked], attempt: Callable[..., Path]
+) -> None:
+    """With --elastic, SIGTERM is how torchrun starts the ranks of another world: these go on."""
+    told = attempt(tmp_path, 0)
+    code, said = begin(stop_slowly, RunStatus(rank=0), 1.0, (), for_good).ended()
+    assert code == 75
+    assert said.startswith("rank 0: stopped before the first step: SIGTERM; ")
+    assert f"{json.loads(told.read_text())['message']['message']}\n" == said, "torchrun repeats it"
+    assert (tmp_path / "stopped.json").exists() == for_good
+
+
+def seen_by_the_watch(ago: float, seconds: float, signalled: bool) -> None:
+    """A rank whose main thread waits in C++: its watch alone has seen SIGTERM, some seconds ago, or first."""
+    status = RunStatus(rank=0, iteration=7)
+    status.watch = watch = Watch(status, 600.0, None, lambda group: ("", "", ()))
+    with SignalWatcher() as signals, StopDeadline(seconds, signals, status, list):
+        if signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+        watch.terminated_at = time.monotonic() - ago
+        time.sleep(0.6)
+
+
+@pytest.mark.parametrize(
+    ("ago", "seconds", "signalled", "code"), [(100.0, 60.0, False, 75), (100.0, 60.0, True, 75), (1.0, 60.0, False, 0)]
+)
+def test_a_signal_that_the_watch_alone_has_seen_counts(
+    ago: float, seconds: float, signalled: bool, code: int, begin: Callable[..., Forked]
+) -> None:
+    assert begin(seen_by_the_watch, ago, seconds, signalled).ended()[0] == code

@@ -1,5 +1,6 @@
 """What an attempt finds of those before it, under torchrun's names of folders."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,53 +8,55 @@ import pytest
 from megatron_ext.errors import StoppedBySignal
 from megatron_ext.resilience import launch
 
-
-def begin(monkeypatch: pytest.MonkeyPatch, folder: Path, restart: int, local_rank: int = 0) -> None:
-    place = folder / f"attempt_{restart}" / str(local_rank)
-    place.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(place / "error.json"))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+Attempt = Callable[..., Path]
 
 
-def test_a_stop_holds_for_all_later_attempts_of_the_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    begin(monkeypatch, tmp_path / "a", 1)
+def test_a_stop_holds_for_all_later_attempts_of_the_launch(attempt: Attempt, tmp_path: Path):
+    attempt(tmp_path / "a", 1)
     assert not launch.stopped_before()
     launch.remember_stop(75, "stopped at iteration 7: SIGTERM")
     for restart in (2, 3):
-        begin(monkeypatch, tmp_path / "a", restart, local_rank=1)
+        attempt(tmp_path / "a", restart, local_rank=1)
         with pytest.raises(StoppedBySignal, match=rf"^stopped at iteration 7: SIGTERM \(restart {restart} of this"):
             launch.stopped_before()
-    begin(monkeypatch, tmp_path / "b", 2)  # another launch
+    attempt(tmp_path / "b", 2)  # another launch
     assert not launch.stopped_before()
 
 
-def test_a_stop_with_exit_code_0_ends_later_attempts_with_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    begin(monkeypatch, tmp_path, 0)
+def test_a_stop_with_exit_code_0_ends_later_attempts_with_0(attempt: Attempt, tmp_path: Path):
+    attempt(tmp_path, 0)
     launch.remember_stop(0, "--exit-interval 7")
-    begin(monkeypatch, tmp_path, 1)
+    attempt(tmp_path, 1)
     assert launch.stopped_before()
 
 
-def test_ranks_that_torchrun_stops_for_a_new_machine_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_attempts_are_counted_as_numbers(attempt: Attempt, tmp_path: Path):
+    attempt(tmp_path, 9)
+    launch.remember_stop(0, "--exit-interval 7")
+    attempt(tmp_path, 10)
+    assert launch.stopped_before()
+
+
+def test_ranks_that_torchrun_stops_for_a_new_machine_go_on(attempt: Attempt, tmp_path: Path):
     """It sends SIGTERM, so that they save and end with 75, but counts no restart."""
-    begin(monkeypatch, tmp_path, 1)
+    attempt(tmp_path, 1)
     launch.remember_request("SIGTERM")
     launch.remember_stop(75, "stopped")
     assert not launch.stopped_before()
     assert launch.requested_before() is None
 
 
-def test_a_request_that_was_not_fulfilled_reaches_the_next_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    begin(monkeypatch, tmp_path, 0)
+def test_a_request_that_was_not_fulfilled_reaches_the_next_attempt(attempt: Attempt, tmp_path: Path):
+    attempt(tmp_path, 0)
     launch.remember_request("the file stop")
-    begin(monkeypatch, tmp_path, 1)
+    attempt(tmp_path, 1)
     assert not launch.stopped_before()
     assert launch.requested_before() == "the file stop"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"attempt": "x"}', '{"attempt": null}', "\xff"])
-def test_a_damaged_record_is_none(content: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    begin(monkeypatch, tmp_path, 1)
+def test_a_damaged_record_is_none(content: str, attempt: Attempt, tmp_path: Path):
+    attempt(tmp_path, 1)
     for name in ("stopped.json", "stop_asked.json"):
         (tmp_path / name).write_text(content, encoding="latin-1")
     assert not launch.stopped_before()

@@ -9,13 +9,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import psutil
 import pytest
 
-from megatron_ext.resilience import launcher_watch
 from megatron_ext.resilience.peer_processes import (
     PeerProcesses,
     ProcessName,
@@ -23,7 +19,6 @@ from megatron_ext.resilience.peer_processes import (
     exit_text,
     ranks_of_this_machine,
 )
-from megatron_ext.resilience.process_end import RunStatus
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: pidfd and /proc")
 TELLS_OF_COLLECTED = tuple(int(part) for part in platform.release().split(".")[:2]) >= (6, 15)
@@ -73,13 +68,19 @@ def test_a_stopped_process_is_seen_and_can_be_ended() -> None:
     process = subprocess.Popen(["sleep", "60"])
     try:
         name = name_of(process)
+        assert not name.does_not_run
         process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 60
         while name.state() != "T":
             assert time.monotonic() < deadline
+        assert name.does_not_run
         name.kill()
+        while name.state() != "Z":
+            assert time.monotonic() < deadline
+        assert name.does_not_run, "nobody has collected it"
         assert process.wait(60) == -signal.SIGKILL
         assert name.state() is None
+        assert name.does_not_run
     finally:
         process.kill()
         process.wait()
@@ -154,20 +155,6 @@ def test_stopped_ranks_of_the_same_launch_are_ended_where_nobody_has_met(monkeyp
             process.wait()
 
 
-def test_a_killed_launcher_that_nobody_has_collected_is_gone() -> None:
-    process = subprocess.Popen(["sleep", "60"])
-    launcher = psutil.Process(process.pid)
-    assert launcher_watch._lives(launcher)
-    process.kill()
-    deadline = time.monotonic() + 10.0
-    while launcher.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert launcher.is_running(), "its name is still there"
-    assert not launcher_watch._lives(launcher)
-    process.wait()
-    assert not launcher_watch._lives(launcher)
-
-
 @pytest.mark.parametrize(
     ("rank", "world_size", "local", "number", "here"),
     [
@@ -206,16 +193,6 @@ def test_the_status_of_an_end_in_words(status: int | None, text: str) -> None:
     assert exit_text(status) == text
 
 
-@pytest.mark.parametrize(
-    ("state", "stands"), [("R", False), ("S", False), ("D", False), ("T", True), ("t", True), ("Z", True), (None, True)]
-)
-def test_a_process_that_does_not_run(state: str | None, stands: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`t` is one that a debugger has stopped."""
-    monkeypatch.setattr(ProcessName, "state", lambda self: state)
-    name = ProcessName(7, "node1", "boot", 5)
-    assert name.does_not_run == stands
-
-
 def test_who_is_here_is_of_this_boot_and_its_start_is_known() -> None:
     own = ProcessName.own()
     assert (own.pid, own.is_here, own.state()) == (os.getpid(), True, "R")
@@ -223,86 +200,3 @@ def test_who_is_here_is_of_this_boot_and_its_start_is_known() -> None:
     for other in ({"machine": "another"}, {"start_time": 0}):
         assert not dataclasses.replace(own, **other).is_here
     assert dataclasses.replace(own, start_time=own.start_time + 1).state() is None
-
-
-class Launched:
-    """Stands for a process of psutil's; `above` are its ancestors, the nearest first."""
-
-    def __init__(self, program: str | None, above: tuple["Launched", ...] = (), *, looks: int = 10**9):
-        self.pid, self._program, self._above, self._looks = 4321, program, above, looks
-
-    def exe(self) -> str:
-        if self._program is None:
-            raise psutil.AccessDenied
-        return self._program
-
-    def parents(self) -> tuple["Launched", ...]:
-        return self._above
-
-    def is_running(self) -> bool:
-        self._looks -= 1
-        return self._looks >= 0
-
-    def status(self) -> str:
-        return psutil.STATUS_RUNNING
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the threads watch, which do not run."""
-    started: list[Any] = []
-
-    def thread(target: Any, args: tuple[Any, ...], **_: Any) -> Any:
-        return SimpleNamespace(start=lambda: started.append(args[0]))
-
-    monkeypatch.setattr(launcher_watch.threading, "Thread", thread)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    return started
-
-
-def test_torchrun_is_the_nearest_ancestor_that_runs_python(watched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    shell, hidden = Launched("/bin/bash"), Launched(None)
-    for program in ("/usr/bin/python3.12", "/opt/pypy3", "/env/bin/Python"):
-        agent, outer = Launched(program), Launched("/usr/bin/python3")
-        monkeypatch.setattr(psutil, "Process", lambda: Launched("", (shell, hidden, agent, outer)))  # noqa: B023
-        launcher_watch.watch_launcher(RunStatus(rank=0))
-        assert watched.pop() is agent
-    monkeypatch.setattr(psutil, "Process", lambda: Launched("", (shell, Launched("/usr/bin/ipython-like"), hidden)))
-    for parent, seen in ((77, []), (1, [None])):
-        # An orphan's torchrun is gone already; another program may have set the variables.
-        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
-        launcher_watch.watch_launcher(RunStatus(rank=0))
-        assert watched == seen
-
-
-def test_only_ranks_of_torchrun_are_watched(watched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(psutil, "Process", lambda: Launched("", (Launched("/usr/bin/python3"),)))
-    launcher_watch.watch_launcher(RunStatus(rank=0))
-    assert watched == []
-
-
-@pytest.mark.parametrize(
-    ("agent", "iteration", "who", "where", "looks"),
-    [
-        (Launched("python", looks=3), 7, ", process 4321", "at iteration 7", 3),
-        (Launched("python", looks=0), 0, ", process 4321", "at iteration 0", 0),
-        (None, None, "", "before the first step", 0),
-    ],
-)
-def test_a_rank_ends_when_its_launcher_is_gone(
-    agent: Any, iteration: int | None, who: str, where: str, looks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends: list[Any] = []
-    sleeps: list[float] = []
-    monkeypatch.setattr(launcher_watch, "end_from_thread", lambda *given: ends.append(given))
-    monkeypatch.setattr(launcher_watch, "time", SimpleNamespace(sleep=sleeps.append))
-    status = RunStatus(rank=3, iteration=iteration)
-    launcher_watch._watch(agent, status)
-    [(text, code, of)] = ends
-    assert (code, of, sleeps) == (76, status, [0.5] * looks)
-    assert text.startswith(
-        f"the launcher (torchrun{who}) is gone {where}, killed without a word to its ranks; nothing was"
-    )

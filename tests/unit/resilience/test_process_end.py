@@ -2,14 +2,12 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,21 +19,14 @@ from megatron_ext.errors import (
     DataError,
     NumericError,
     PeerLostError,
+    StoppedBefore,
     StoppedBySignal,
     StorageError,
 )
-from megatron_ext.resilience import exit_record, process_end
-from megatron_ext.resilience.process_end import RunStatus, is_lost_peer, run_guarded
+from megatron_ext.resilience.process_end import RunStatus, end_from_thread, is_lost_peer, run_guarded
+from tests.support.forked import Forked
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(autouse=True)
-def _this_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def guarded(error: BaseException, status: RunStatus) -> int:
@@ -84,42 +75,36 @@ def test_a_typed_error_is_one_line_and_recorded(tmp_path: Path, capfd: pytest.Ca
     assert record == {"code": 65, "rank": 3, "message": message, "iteration": 12}
 
 
-def test_the_first_cause_stays_until_the_next_start(tmp_path: Path):
-    status = RunStatus(rank=0, save=str(tmp_path))
-    guarded(DataError("first"), status)
-    guarded(NumericError("second"), status)
-    assert json.loads((tmp_path / "exit.json").read_text())["message"] == "rank 0: first"
-    exit_record.clear(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    exit_record.clear(tmp_path)
-
-
-def test_what_a_rank_told_its_launcher_is_no_cause_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    own, other = (tmp_path / "attempt_0" / rank / "error.json" for rank in "01")
-    own.parent.mkdir(parents=True)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(own))
-    exit_record.tell_launcher("rank 0: lost")
-    assert own.exists()
-    assert not exit_record.wait_for_another(None, 0.0)
-    other.parent.mkdir()
-    other.touch()
-    assert exit_record.wait_for_another(None, 0.0)
-
-
 def test_configuration_errors_one_per_line_then_a_closing_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], attempt: Callable[..., Path]
 ):
     """The record and torchrun's summary stand alone: nothing is named above them."""
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    guarded(ConfigurationError(["--a 1: too small", "--b 2: too large"]), RunStatus(rank=0, save=str(tmp_path)))
+    told, error = attempt(tmp_path, 0), ConfigurationError(["--a 1: too small", "--b 2: too large"])
+    guarded(error, RunStatus(rank=0, save=str(tmp_path)))
     alone = "rank 0: --a 1: too small; --b 2: too large"
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == alone
+    assert json.loads(told.read_text())["message"]["message"] == alone
     assert json.loads((tmp_path / "exit.json").read_text())["message"] == alone
     assert capfd.readouterr().err == (
         "--a 1: too small\n"
         "--b 2: too large\n"
         "rank 0: 2 problems in the configuration, named above; nothing was started. Change the flags and start again.\n"
     )
+    guarded(ConfigurationError("--a 1: too small"), RunStatus(rank=0, iteration=3))
+    assert capfd.readouterr().err == (
+        "--a 1: too small\n"
+        "rank 0: 1 problem in the configuration, named above; found at iteration 3. Correct it and start again.\n"
+    )
+
+
+def test_a_rank_tells_torchrun_its_own_failure_and_not_that_of_another(
+    tmp_path: Path, attempt: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+):
+    """torchrun would take who lost a peer for the first cause."""
+    told = attempt(tmp_path, 0)
+    guarded(PeerLostError("a"), RunStatus(rank=0))
+    assert not told.exists()
+    guarded(DataError("a"), RunStatus(rank=0))
+    assert json.loads(told.read_text())["message"]["message"] == "rank 0: a"
 
 
 def test_an_unexpected_error_has_its_traceback_above_the_last_line(capfd: pytest.CaptureFixture[str]):
@@ -130,15 +115,28 @@ def test_an_unexpected_error_has_its_traceback_above_the_last_line(capfd: pytest
     assert end == ""
 
 
+@pytest.mark.parametrize(
+    ("error", "others_say"),
+    [(ConfigurationError("a"), False), (StoppedBySignal("a"), False), (StoppedBefore("a"), True)],
+)
 def test_only_rank_0_prints_what_every_rank_finds(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: Exception, others_say: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    guarded(ConfigurationError("a"), RunStatus(rank=0, save=str(tmp_path)))
-    capfd.readouterr()
-    never = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("the record is there"))
-    monkeypatch.setattr(exit_record, "time", never)
-    assert guarded(ConfigurationError("a"), RunStatus(rank=1, save=str(tmp_path))) == 64
-    assert capfd.readouterr().err == ""
+    """But each says that an earlier attempt was stopped: the launcher may end rank 0 before it does."""
+    code = guarded(error, RunStatus(rank=0, save=str(tmp_path)))
+    assert capfd.readouterr().err
+    assert guarded(error, RunStatus(rank=1, save=str(tmp_path))) == code
+    assert bool(capfd.readouterr().err) == others_say
+
+
+@pytest.mark.parametrize(("iteration", "where"), [(None, "before the first step"), (0, "at iteration 0")])
+def test_an_interrupted_run_says_where_and_how_it_goes_on(
+    iteration: int | None, where: str, capfd: pytest.CaptureFixture[str]
+):
+    guarded(KeyboardInterrupt(), RunStatus(rank=0, iteration=iteration))
+    resume = "" if iteration is None else " --load resumes from the last checkpoint."
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == f"rank 0: interrupted {where}; what was done since the last checkpoint is lost.{resume}"
 
 
 def test_a_lost_peer_is_silent_where_the_cause_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -205,32 +203,44 @@ def test_errors_of_this_rank_are_not_taken_for_a_lost_peer(error: Exception):
     assert not is_lost_peer(error)
 
 
+def with_helpers(text: str | None, save: str | None, fails: bool) -> None:
+    """A rank with a data loader that has a worker of its own, ended by a thread while it works."""
+    for _ in range(2):
+        if os.fork() == 0:
+            if os.fork() == 0:
+                time.sleep(600.0)
+            os.wait()
+    while len(psutil.Process().children(recursive=True)) < 4:
+        time.sleep(0.01)
+
+    def before_exit() -> None:
+        print("before the exit")
+        if fails:
+            raise ValueError
+
+    status = RunStatus(rank=5, save=save, iteration=7)
+    threading.Thread(target=lambda: end_from_thread(text, 71, status, before_exit=before_exit)).start()
+    time.sleep(600.0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("text", ["why", None])
+def test_a_thread_ends_the_process_and_all_that_it_has_started(
+    text: str | None, fails: bool, tmp_path: Path, begin: Callable[..., Forked]
+) -> None:
+    """Each of them holds the launcher's pipe open. The code stays what it is, whatever is done last."""
+    code, said = begin(with_helpers, text, str(tmp_path), fails).ended()
+    assert code == 71
+    assert said.startswith("rank 5: why\nbefore the exit\n" if text else "before the exit\n")
+    assert (tmp_path / "exit.json").exists() == (text is not None)
+    if text:
+        record = json.loads((tmp_path / "exit.json").read_text())
+        assert (record["code"], record["message"], record["iteration"]) == (71, "rank 5: why", 7)
+
+
 def environment() -> dict[str, str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-
-
-def test_helpers_of_helpers_end_with_a_rank_that_its_watch_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data loader's own worker holds the launcher's pipes open too. One that has ended by itself is passed over."""
-    killed: list[str] = []
-
-    class Process:
-        def __init__(self, name: str = "rank"):
-            self.name = name
-
-        def children(self, recursive: bool = False) -> list["Process"]:
-            below = {"rank": ["loader", "writer"], "loader": ["worker"]}.get(self.name, [])
-            own = [Process(name) for name in below]
-            return own + [one for each in own for one in each.children(True)] if recursive else own
-
-        def kill(self) -> None:
-            if self.name == "loader":
-                raise psutil.NoSuchProcess(1)
-            killed.append(self.name)
-
-    monkeypatch.setattr(psutil, "Process", Process)
-    process_end._end_descendants()
-    assert sorted(killed) == ["worker", "writer"]
 
 
 CHILDREN = """

@@ -5,14 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.resilience import deadline, signals
-from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import SignalWatcher
+from tests.support.forked import Forked
 
 LOOP = """
 import signal, sys, time
@@ -72,44 +71,39 @@ def test_an_ignored_sighup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_time_to_stop_counts_from_the_first_sigterm(monkeypatch: pytest.MonkeyPatch):
-    times = iter((100.0, 130.0))
-    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(times)))
+def test_the_time_to_stop_counts_from_the_first_sigterm():
     with SignalWatcher() as watcher:
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-        assert watcher.terminated_at == 100.0
+        began = time.monotonic()
+        signal.raise_signal(signal.SIGTERM)
+        first = watcher.terminated_at
+        assert first is not None
+        assert began <= first <= time.monotonic()
+        signal.raise_signal(signal.SIGTERM)
+        assert watcher.terminated_at == first
 
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 @pytest.mark.parametrize(
-    ("reason", "numbers", "found", "times", "interrupts"),
+    ("reason", "numbers", "found", "interrupts"),
     [
-        (None, [], None, None, False),
-        (None, [TERM], "SIGTERM", 1.0, False),
-        (None, [INT], "SIGINT", None, False),
-        (None, [HUP], "SIGHUP", None, False),
-        (None, [TERM, INT, HUP, TERM], "SIGTERM", 1.0, False),  # the first Ctrl-C is one, whoever asked before
-        (None, [INT, TERM, TERM], "SIGINT", 1.0, False),
-        (None, [HUP, INT, HUP], "SIGHUP", None, False),
-        (None, [INT, INT], "SIGINT", None, True),
-        (None, [TERM, INT, INT], "SIGTERM", 1.0, True),
-        ("an earlier attempt", [INT, TERM], "an earlier attempt", 1.0, False),
-        ("an earlier attempt", [INT, INT], "an earlier attempt", None, True),
+        (None, [], None, False),
+        (None, [TERM], "SIGTERM", False),
+        (None, [INT], "SIGINT", False),
+        (None, [HUP], "SIGHUP", False),
+        (None, [TERM, INT, HUP, TERM], "SIGTERM", False),  # the first Ctrl-C is one, whoever asked before
+        (None, [INT, TERM, TERM], "SIGINT", False),
+        (None, [HUP, INT, HUP], "SIGHUP", False),
+        (None, [INT, INT], "SIGINT", True),
+        (None, [TERM, INT, INT], "SIGTERM", True),
+        ("an earlier attempt", [INT, TERM], "an earlier attempt", False),
+        ("an earlier attempt", [INT, INT], "an earlier attempt", True),
     ],
 )
 def test_the_first_who_asks_is_the_reason_and_a_second_ctrl_c_interrupts(
-    reason: str | None,
-    numbers: list[signal.Signals],
-    found: str | None,
-    times: float | None,
-    interrupts: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    reason: str | None, numbers: list[signal.Signals], found: str | None, interrupts: bool
 ) -> None:
-    now = iter(range(1, 10))
-    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
     before = signal.signal(HUP, signal.SIG_DFL)
     interrupted = False
     try:
@@ -121,7 +115,7 @@ def test_the_first_who_asks_is_the_reason_and_a_second_ctrl_c_interrupts(
                 interrupted = True
     finally:
         signal.signal(HUP, before)
-    assert (watcher.reason, watcher.terminated_at, interrupted) == (found, times, interrupts)
+    assert (watcher.reason, watcher.terminated_at is not None, interrupted) == (found, TERM in numbers, interrupts)
     assert watcher.requested == (found is not None)
 
 
@@ -184,19 +178,22 @@ def test_a_forked_helper_is_ended_by_sigterm():
     assert not watcher.requested
 
 
-def test_a_helper_of_a_helper_is_ended_as_well(monkeypatch: pytest.MonkeyPatch):
+def with_a_helper_of_a_helper() -> None:
     """Its parent is a helper, and not the process that watches."""
-    before, killed = signal.getsignal(signal.SIGTERM), []
-    with SignalWatcher() as watcher:
-        handle = signal.getsignal(signal.SIGTERM)
-        assert callable(handle)
-        monkeypatch.setattr(os, "getpid", lambda: 3)
-        monkeypatch.setattr(os, "getppid", lambda: 2)
-        monkeypatch.setattr(os, "kill", lambda *asked: killed.append((*asked, signal.getsignal(signal.SIGTERM))))
-        handle(signal.SIGTERM, None)
-    assert killed == [(3, signal.SIGTERM, signal.SIG_DFL)]
-    assert not watcher.requested
-    assert signal.getsignal(signal.SIGTERM) == before
+    with SignalWatcher():
+        if os.fork() == 0:
+            child = os.fork()
+            if child == 0:
+                time.sleep(600)
+            time.sleep(0.05)
+            os.kill(child, signal.SIGTERM)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            os._exit(0)
+        os.wait()
+
+
+def test_a_helper_of_a_helper_is_ended_as_well(begin: Callable[..., Forked]):
+    assert begin(with_a_helper_of_a_helper).ended() == (0, "-15\n")
 
 
 def test_a_stop_file_stops_this_run_and_not_the_next(tmp_path: Path):
@@ -209,15 +206,3 @@ def test_a_stop_file_stops_this_run_and_not_the_next(tmp_path: Path):
     assert watcher.requested
     assert not file.exists()
     assert not SignalWatcher(stop_file=file).requested
-
-
-@pytest.mark.parametrize("for_good", [False, True])
-def test_a_deadline_is_remembered_only_if_the_stop_is_for_good(for_good: bool, monkeypatch: pytest.MonkeyPatch):
-    """With --elastic, SIGTERM is how torchrun starts the ranks of another world: these go on."""
-    remembered: list[int] = []
-    monkeypatch.setattr(deadline.launch, "remember_stop", lambda code, text: remembered.append(code))
-    monkeypatch.setattr(deadline, "end_from_thread", lambda *_, **__: None)
-    watcher = SignalWatcher()
-    watcher.for_good = for_good
-    deadline.StopDeadline(1.0, watcher, RunStatus(0), lambda: [])._end(1.0)
-    assert remembered == ([75] if for_good else [])

@@ -1,6 +1,7 @@
 """Who is to blame for a hang, from what the ranks say."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -170,3 +171,17 @@ def test_numbers(ranks: list[int], text: str) -> None:
 
 def test_a_report_survives_json() -> None:
     assert RankReport.from_json(json.loads(json.dumps(WAITS.as_json()))) == WAITS
+
+
+def test_ranks_are_named_in_ranges() -> None:
+    for count in range(1, 6):
+        for ranks in itertools.combinations((0, 1, 2, 3, 9, 10, 11), count):
+            title, _, listed = numbers_text(ranks[::-1]).partition(" ")
+            assert title == ("rank" if count == 1 else "ranks")
+            named = []
+            for piece in listed.split(", "):
+                first, _, last = piece.partition("-")
+                assert last != first
+                named.append(list(range(int(first), int(last or first) + 1)))
+            assert [rank for piece in named for rank in piece] == list(ranks)
+            assert all(before[-1] + 1 < after[0] for before, after in itertools.pairwise(named))

@@ -1,84 +1,87 @@
-"""A run that is well goes on, however slow its machine is; the first word of what is not well ends it."""
+"""A run that is well goes on, however slow its machine is; the first word of what is not well ends it.
+
+Rank 1 and its watch are a process of their own here; what the other ranks do and say is played there.
+"""
 
 import dataclasses
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
-import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_ext.resilience import progress as progress_module
-from megatron_ext.resilience import watch as watch_module
+from megatron_ext.resilience import exit_record, watch
 from megatron_ext.resilience.board import Board
 from megatron_ext.resilience.peer_processes import ProcessName
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.resilience.progress import EVALUATION, FORWARD_BACKWARD, LOADER, Wait
+from megatron_ext.resilience.progress import EVALUATION, FORWARD_BACKWARD, LOADER, UPDATE, Wait
 from megatron_ext.resilience.watch import Watch
-from megatron_ext.train import evaluate, step
+from megatron_ext.resilience.watch_words import THE_END
+from tests.support.forked import Forked
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: pidfd and /proc")
+Begin = Callable[..., Forked]
 
 
-class SlowStore:
-    """A store that answers, but late; after the test never, so that no thread of it goes on."""
+class Store:
+    """A store that answers late, or is gone."""
 
     def __init__(self) -> None:
-        self._store, self.seconds, self.is_over = HashStore(), 0.0, False
+        self._store, self.seconds, self.is_gone = HashStore(), 0.0, False
 
     def __getattr__(self, name: str) -> Any:
         time.sleep(self.seconds)
-        while self.is_over:
-            time.sleep(600.0)
+        if self.is_gone:
+            raise RuntimeError("Connection reset by peer")
         return getattr(self._store, name)
 
 
-@pytest.fixture
-def store() -> Iterator[SlowStore]:
-    slow = SlowStore()
-    yield slow
-    slow.is_over = True
+class Rank1:
+    """Rank 1 in its third step, with the board of its run."""
+
+    def __init__(self, ranks: int = 2, save: Path | None = None, timeout: float = 600.0, **given: Any):
+        self.store: Any = Store()
+        self.status = RunStatus(rank=1, iteration=3, save=None if save is None else str(save))
+        self.progress = self.status.progress
+        self.progress.phase = "the save"
+        board = Board(self.store, 1, ranks)
+        self.watch = Watch(self.status, timeout, board, lambda group: (group, f"the group {group}", (0, 1)), **given)
+
+    def board(self, rank: int) -> Board:
+        return Board(self.store, rank, 2)
+
+    def says(self, rank: int, name: ProcessName, phase: str = "the save", beat: int = 1) -> None:
+        """Another rank has a heartbeat."""
+        self.board(rank).publish({"beat": beat, "iteration": 3, "phase": phase, "process": name.as_json()})
+
+    def waits(self, operation: str = "allreduce", group: str | None = "all", since: float = 10.0) -> None:
+        self.progress.waits[0] = Wait(operation, group, 1, time.monotonic() - since)
+
+    def runs(self, seconds: float = 60.0) -> None:
+        self.watch.start()
+        print("watched")
+        time.sleep(seconds)
+        self.watch.close()
 
 
-class Ended:
-    """Stands for the end of this process: remembers what was said, and holds up the thread, a daemon, for ever."""
-
-    def __init__(self) -> None:
-        self.is_set, self.text = threading.Event(), ""
-
-    def __call__(self, text: str | None, *_: Any, **__: Any) -> NoReturn:
-        self.text = self.text or text or ""
-        self.is_set.set()
-        while True:
-            time.sleep(600.0)
-
-    def within(self, seconds: float) -> bool:
-        return self.is_set.wait(seconds)
+def until(reached: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
-@pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> Ended:
-    end = Ended()
-    monkeypatch.setattr(watch_module, "end_from_thread", end)
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    return end
-
-
-@pytest.fixture
-def status() -> RunStatus:
-    """Rank 1, which waits for others since 10 s."""
-    found = RunStatus(rank=1, iteration=3)
-    found.progress.waits[0] = Wait("allreduce", None, 1, time.monotonic() - 10.0)
-    return found
+def name_of(process: subprocess.Popen[bytes]) -> ProcessName:
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return dataclasses.replace(ProcessName.own(), pid=process.pid, start_time=int(fields[19]))
 
 
 @pytest.fixture
@@ -89,228 +92,277 @@ def rank_0() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[[Watch], None]]:
-    started: list[Watch] = []
-
-    def start(watch: Watch) -> None:
-        started.append(watch)
-        watch.start()
-
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    yield start
-    for watch in started:
-        watch.close()
-    signal.signal(signal.SIGTERM, before)
+def is_impatient(seconds: float, **other: float) -> None:
+    """In the process of the rank, so that it is no other's."""
+    for name in ("_AFTER_NOTICE", "_SILENCE", "_SILENCE_FROM_AFAR", "_FOR_ANSWERS"):
+        setattr(watch, name, other.get(name, seconds))
 
 
-def name_of(process: subprocess.Popen[bytes]) -> ProcessName:
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return dataclasses.replace(ProcessName.own(), pid=process.pid, start_time=int(fields[19]))
+# One rank alone, and one whose store is gone.
 
 
-def watch_of(status: RunStatus, store: SlowStore, name: ProcessName) -> Watch:
-    """Return the watch of rank 1, where rank 0 has said one word."""
-    beat = {"beat": 1, "iteration": 3, "phase": "the save", "process": name.as_json()}
-    shared: Any = store
-    Board(shared, 0, 2).publish(beat)
-    return Watch(status, 600.0, Board(shared, 1, 2), lambda group: ("", "", ()))
+def waits_alone(operation: str, group: str | None, since: float, timeout: float, save: Path) -> None:
+    rank = Rank1(save=save, timeout=timeout)
+    rank.waits(operation, group, since)
+    rank.store.is_gone = True
+    rank.runs(1.0 if since < timeout else 60.0)
 
 
-def test_a_slow_store_after_sigterm_is_not_a_dead_one(
-    ended: Ended,
-    status: RunStatus,
-    store: SlowStore,
-    rank_0: subprocess.Popen[bytes],
-    start: Callable[[Watch], None],
+@pytest.mark.parametrize(
+    ("operation", "group", "said"),
+    [
+        (LOADER, None, "rank 1 waits for its data loader, since SECONDS s, at iteration 3, in the save."),
+        (
+            "allreduce",
+            "all",
+            "the store by which the ranks know of each other is gone. This rank waits in allreduce of the group all "
+            "since SECONDS s.",
+        ),
+    ],
+)
+def test_a_wait_that_is_too_long_is_named_with_its_stacks(
+    operation: str, group: str | None, said: str, tmp_path: Path, begin: Begin
 ) -> None:
-    """On a machine with too much to do, where rank 0 saves and the others wait."""
-    watch = watch_of(status, store, name_of(rank_0))
-    start(watch)
-    deadline = time.monotonic() + 60.0
-    while 0 not in watch._names:  # which it learns from the store
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    store.seconds = 4.0
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert not ended.within(3.5), ended.text
-    assert rank_0.poll() is None
+    code, output = begin(waits_alone, operation, group, 10.0, 9.0, tmp_path).ended()
+    line = output.splitlines()[-1]
+    assert code == 76
+    said = re.escape(f"{said} Stacks of the ranks that live: {tmp_path}/hang-3. ").replace("SECONDS", r"1\d\.\d")
+    assert re.match(f"rank 1: hang at iteration 3: {said}", line), line
+    assert "raise --distributed-timeout-minutes (now 0.15)" in line
+    assert json.loads((tmp_path / "exit.json").read_text())["message"] == line
+    assert "in waits_alone" in (tmp_path / "hang-3" / "rank-1.txt").read_text()
+
+
+def test_a_wait_within_the_timeout_is_none_too_long(tmp_path: Path, begin: Begin) -> None:
+    assert begin(waits_alone, LOADER, None, 10.0, 12.0, tmp_path).ended() == (0, "watched\n")
+
+
+def test_who_finds_the_cause_recorded_says_nothing(tmp_path: Path, begin: Begin) -> None:
+    exit_record.write(tmp_path, code=70, rank=0, message="why", iteration=3)
+    assert begin(waits_alone, LOADER, None, 10.0, 9.0, tmp_path).ended() == (76, "watched\n")
+
+
+def device_is_in_a_collective(runs_ahead: bool, phase: str, goes_on: bool, seconds: float) -> None:
+    is_impatient(0.2)
+    rank = Rank1(timeout=5.0, device_runs_ahead=runs_ahead)
+    rank.progress.begin_batch(phase)
+    rank.watch.start()
+    until(lambda: rank.board(0).beats())  # in its first step
+    rank.progress.issued = Wait("allreduce", "all", 1, time.monotonic() - 60.0)
+    time.sleep(0.7)
+    print("the first step is over")
+    rank.status.iteration = 4
+    if goes_on:
+        rank.progress.begin_microbatch()
+    time.sleep(seconds)
+    rank.watch.close()
+
+
+@pytest.mark.parametrize(
+    ("runs_ahead", "phase", "goes_on", "code"),
+    [
+        (True, FORWARD_BACKWARD, False, 76),
+        (True, UPDATE, False, 76),
+        (True, EVALUATION, False, 76),
+        (True, "the save", False, 0),
+        (False, UPDATE, False, 0),
+        (True, FORWARD_BACKWARD, True, 0),
+    ],
+)
+def test_what_the_device_is_in_is_a_hang_only_while_the_host_follows_it_and_does_not_go_on(
+    runs_ahead: bool, phase: str, goes_on: bool, code: int, begin: Begin
+) -> None:
+    """As on a GPU, whose collectives return before they are done; in the first step kernels are compiled."""
+    ended, said = begin(device_is_in_a_collective, runs_ahead, phase, goes_on, 60.0 if code else 1.2).ended()
+    assert ended == code
+    assert said.startswith("the first step is over\n")
+
+
+# Calls.
+
+
+def is_called(save: Path, names_the_cause: bool) -> None:
+    rank = Rank1(save=save)
+    rank.waits()
+    watch._FOR_THE_VERDICT = 60.0 if names_the_cause else 0.2
+    rank.board(0).call(6)
+    rank.watch.start()
+    until(lambda: rank.board(0).answers(0.0))
+    answer = rank.board(0).answers(0.0)[1]["report"]
+    print(answer["operation"], answer["group"], round(answer["seconds"]))
+    if names_the_cause:
+        rank.board(0).judge({"silent": []})
+    time.sleep(60.0)
+
+
+def test_who_is_called_answers_writes_its_stacks_and_ends_without_a_word(tmp_path: Path, begin: Begin) -> None:
+    assert begin(is_called, tmp_path, True).ended() == (76, "allreduce all 10\n")
+    assert "waits in allreduce the group all" in (tmp_path / "hang-6" / "rank-1.txt").read_text()
+    assert not (tmp_path / "exit.json").exists()
+
+
+def test_a_caller_that_never_names_the_cause_is_named(tmp_path: Path, begin: Begin) -> None:
+    code, said = begin(is_called, tmp_path, False).ended()
+    assert code == 76
+    assert (
+        "rank 1: hang at iteration 3: rank 0 called because of a hang, and did not come to name it. This rank waits in "
+        "allreduce of the group all since 10."
+    ) in said
+
+
+def calls(rank_0: ProcessName) -> None:
+    """The others are rank 0, which is stopped, and rank 2, which has left."""
+    is_impatient(2.0)
+    rank = Rank1(ranks=3, timeout=5.0)
+    rank.says(0, rank_0)
+    rank.says(2, dataclasses.replace(ProcessName.own(), machine="another"), THE_END)
+    rank.waits()
+    rank.runs()
+
+
+def test_the_caller_names_who_does_not_answer_and_ends_it(rank_0: subprocess.Popen[bytes], begin: Begin) -> None:
     rank_0.send_signal(signal.SIGSTOP)
-    store.seconds = 60.0
-    assert ended.within(60.0)
-    assert "rank 0, which holds the ranks' store, does not answer" in ended.text
+    code, said = begin(calls, name_of(rank_0)).ended()
+    assert code == 76
+    assert "rank 1: hang at iteration 3: rank 0 did not come: it is stopped, by SIGSTOP or a debugger (process " in said
+    assert "; rank 2 did not come: it has left the run. Rank 1 waits in allreduce of the group all" in said
     assert rank_0.wait(60.0) == -signal.SIGKILL
 
 
-def test_a_rank_of_another_machine_may_say_nothing_for_longer(
-    ended: Ended,
-    status: RunStatus,
-    store: SlowStore,
-    rank_0: subprocess.Popen[bytes],
-    start: Callable[[Watch], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert watch_module._SILENCE_FROM_AFAR >= 15.0
-    for name, seconds in (
-        ("_AFTER_NOTICE", 0.3),
-        ("_SILENCE", 0.3),
-        ("_SILENCE_FROM_AFAR", 2.5),
-        ("_FOR_ANSWERS", 0.2),
-    ):
-        monkeypatch.setattr(watch_module, name, seconds)
-    elsewhere = dataclasses.replace(name_of(rank_0), machine="another one")
-    began = time.monotonic()
-    start(watch_of(status, store, elsewhere))
+# After SIGTERM or a death.
+
+
+def is_terminated(name: ProcessName, afar: float, store_seconds: float = 0.0) -> None:
+    """Rank 0 has said one word, and rank 1 waits for it."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if afar:
+        is_impatient(0.2, _SILENCE_FROM_AFAR=afar)
+    rank = Rank1()
+    rank.says(0, name)
+    rank.waits()
+    rank.watch.start()
+    until(lambda: rank.board(0).beats().get(1, {}).get("beat", 0) > 1)  # it knows rank 0
+    rank.store.seconds = store_seconds
     os.kill(os.getpid(), signal.SIGTERM)
-    assert ended.within(60.0)
-    assert time.monotonic() - began >= 2.5, ended.text
-    assert "rank 0 did not come: it does not answer" in ended.text
+    print("terminated")
+    while True:
+        time.sleep(0.1)
+        if Path(f"/proc/{name.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T" and store_seconds:
+            rank.store.seconds = 60.0
+
+
+def test_a_slow_store_after_sigterm_is_not_a_dead_one(rank_0: subprocess.Popen[bytes], begin: Begin) -> None:
+    """On a machine with too much to do, where rank 0 saves and the others wait."""
+    rank = begin(is_terminated, name_of(rank_0), 0.0, 4.0)
+    rank.says("terminated")
+    assert rank.lives_for(3.5), rank.said
+    assert rank_0.poll() is None
+    rank_0.send_signal(signal.SIGSTOP)
+    code, said = rank.ended()
+    assert code == 76
+    assert "rank 0, which holds the ranks' store, does not answer" in said
+    assert rank_0.wait(60.0) == -signal.SIGKILL
+
+
+def test_a_rank_of_another_machine_may_say_nothing_for_longer(rank_0: subprocess.Popen[bytes], begin: Begin) -> None:
+    assert watch._SILENCE_FROM_AFAR >= 15.0
+    began = time.monotonic()
+    code, said = begin(is_terminated, dataclasses.replace(name_of(rank_0), machine="another one"), 2.5).ended()
+    assert code == 76
+    assert time.monotonic() - began >= 2.5, said
+    assert "rank 0 did not come: it does not answer" in said
     assert rank_0.poll() is None, "that process id is another one's on this machine"
 
 
 def test_a_rank_of_this_machine_that_runs_may_say_nothing_for_ever(
-    ended: Ended,
-    status: RunStatus,
-    store: SlowStore,
-    rank_0: subprocess.Popen[bytes],
-    start: Callable[[Watch], None],
-    monkeypatch: pytest.MonkeyPatch,
+    rank_0: subprocess.Popen[bytes], begin: Begin
 ) -> None:
     """After SIGTERM, where it saves. Once it is stopped, it is given up."""
-    for name in ("_AFTER_NOTICE", "_SILENCE", "_SILENCE_FROM_AFAR", "_FOR_ANSWERS"):
-        monkeypatch.setattr(watch_module, name, 0.2)
-    watch = watch_of(status, store, name_of(rank_0))
-    start(watch)
-    deadline = time.monotonic() + 60.0
-    while 0 not in watch._names:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert not ended.within(3.0), ended.text
+    rank = begin(is_terminated, name_of(rank_0), 0.2)
+    rank.says("terminated")
+    assert rank.lives_for(2.0), rank.said
     rank_0.send_signal(signal.SIGSTOP)
-    assert ended.within(60.0)
-    assert "rank 0 did not come: it is stopped" in ended.text
+    code, said = rank.ended()
+    assert code == 76
+    assert "rank 0 did not come: it is stopped" in said
 
 
-def test_who_ended_because_it_lost_another_is_not_the_first_cause(
-    ended: Ended, status: RunStatus, store: SlowStore, start: Callable[[Watch], None]
-) -> None:
-    """It ends with 76, and may be seen to end before the one that it has lost."""
-    shared: Any = store
-    ranks = [subprocess.Popen(["sh", "-c", "read _; exit $0", str(code)], stdin=subprocess.PIPE) for code in (3, 76)]
-    try:
-        for rank, process in ((0, ranks[0]), (2, ranks[1])):
-            beat = {"beat": 1, "iteration": 3, "phase": "the update", "process": name_of(process).as_json()}
-            Board(shared, rank, 3).publish(beat)
-        watch = Watch(status, 600.0, Board(shared, 1, 3), lambda group: ("", "", ()))
-        start(watch)
-        _end(ranks[1], lambda: 2 in watch._ends)
-        assert watch.cause_of_loss(0.2) is None
-        assert Board(shared, 0, 3).first_end() is None, "nor do the others hear of it"
-        _end(ranks[0], lambda: 0 in watch._ends)
-        cause = watch.cause_of_loss(60.0)
-        assert cause is not None
-        assert cause.startswith("rank 0 ended with exit code 3 (process ")
-        assert Board(shared, 0, 3).first_end() == cause
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+def waits_for_the_launchers_store() -> None:
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    watch._FOR_A_LATE_BOARD = 0.5
+    rank = Rank1(timeout=5.0)
+    rank.store.seconds = 60.0
+    rank.waits()
+    rank.runs()
 
 
-def _end(process: subprocess.Popen[bytes], is_seen: Callable[[], bool]) -> None:
-    """Let the process end, and wait until the watch has seen it: before it is collected, as under a launcher."""
-    deadline = time.monotonic() + 60.0
-    assert process.stdin is not None
-    process.stdin.write(b"\n")
-    process.stdin.flush()
-    while not is_seen():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def test_a_store_of_the_launcher_that_says_nothing_is_blamed_on_the_launcher(begin: Begin) -> None:
+    code, said = begin(waits_for_the_launchers_store).ended()
+    assert code == 76
+    assert "hang at iteration 3: the launcher, which holds the ranks' store, does not answer. This rank waits" in said
 
 
-def test_what_the_device_is_in_is_a_hang_only_while_the_host_does_not_go_on(
-    ended: Ended, start: Callable[[Watch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, whose collectives return before they are done."""
-    now = 1000.0
-    monkeypatch.setattr(progress_module, "monotonic", lambda: now)
-    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
-    status = RunStatus(rank=0, iteration=1)
-    progress = status.progress
-    watch = Watch(status, 600.0, None, lambda group: ("", "", ()), device_runs_ahead=True)
-    progress.begin_batch(FORWARD_BACKWARD)
-    watch._look()
-    progress.issued = Wait("allreduce", None, 1, now - 6000.0)
-    assert not watch._is_overdue(), "kernels are compiled in the first step"
-    status.iteration = 2
-    for _ in range(3):
-        progress.begin_microbatch()
-        now += 599.0
-        assert not watch._is_overdue()
-    now += 1.0
-    assert watch._is_overdue()
-    progress.begin_batch(EVALUATION)
-    assert not watch._is_overdue()
-    progress.issued = Wait("allreduce", None, 2, now)
-    now += 600.0
-    start(watch)
-    assert ended.within(60.0)
+def sees_two_end() -> None:
+    """Rank 2 ends because it has lost rank 0, and may be seen to end before that one."""
+    rank = Rank1(ranks=3)
+    ranks = {
+        code: subprocess.Popen(["sh", "-c", "read _; exit $0", str(code)], stdin=subprocess.PIPE) for code in (3, 76)
+    }
+    for number, code in ((0, 3), (2, 76)):
+        rank.says(number, name_of(ranks[code]), "the update")
+    rank.watch.start()
+    until(lambda: rank.board(0).beats().get(1, {}).get("beat", 0) > 1)
+    for code in (76, 3):
+        print(code, rank.watch.cause_of_loss(0.0), rank.board(0).first_end())
+        ranks[code].communicate(b"\n")
+        time.sleep(0.5)
+    cause = rank.watch.cause_of_loss(60.0)
+    print(cause, cause == rank.board(0).first_end())
+    print("speaks:", rank.watch.speaks_for_all(), rank.watch.speaks_for_all())
+    rank.watch.close()
 
 
-def test_a_batch_forgets_the_collectives_before_it_and_its_microbatches_tell_of_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run: Any = SimpleNamespace(
-        progress=RunStatus(rank=0).progress,
-        device=SimpleNamespace(torch_device=torch.device("cpu")),
-        config=SimpleNamespace(
-            training=SimpleNamespace(
-                global_batch_size=4, micro_batch_size=4, eval_global_batch_size=None, eval_micro_batch_size=None
-            )
-        ),
-    )
-    seen = []
-
-    def held_out_loss(run: Any, microbatches: list[Any]) -> tuple[float, int]:
-        seen.append(run.progress.issued)
-        run.progress.issued = Wait(LOADER, None, 0, 1.0)
-        list(step._on_device(run, [torch.zeros(1)]))  # pyright: ignore[reportArgumentType]
-        return 1.0, 1
-
-    monkeypatch.setattr(evaluate, "held_out_loss", held_out_loss)
-    monkeypatch.setattr(evaluate, "num_microbatches", lambda *_: 1)
-    data: Any = SimpleNamespace(loader=SimpleNamespace(global_batch=lambda *_, end: []))
-    part: Any = SimpleNamespace(positions=range(8))
-    assert evaluate._sum(run, data, part) == (2.0, 2)
-    assert seen == [None, None]
-    assert run.progress.issued.began > 1.0
+def test_who_ended_because_it_lost_another_is_not_the_first_cause(begin: Begin) -> None:
+    """Nor do the others hear of it. One of those that heard of the first cause says it."""
+    code, said = begin(sees_two_end).ended()
+    assert code == 0, said
+    first, second, cause, speaks = said.splitlines()
+    assert (first, second, speaks) == ("76 None None", "3 None None", "speaks: True False")
+    assert cause.startswith("rank 0 ended with exit code 3 (process ")
+    assert cause.endswith(" last heard of at iteration 3, in the update True")
 
 
-def test_ranks_of_a_machine_learn_of_each_other_before_their_first_steps(
-    status: RunStatus, store: SlowStore, rank_0: subprocess.Popen[bytes], start: Callable[[Watch], None]
-) -> None:
+# What a rank tells and hears.
+
+
+def tells_where_it_is() -> None:
+    rank = Rank1()
+    seen = rank.board(0).beats
+    rank.watch.start()
+    until(lambda: seen().get(1, {}).get("beat", 0) > 1)
+    rank.status.iteration, rank.progress.phase = 4, "the update"
+    until(lambda: (seen()[1]["iteration"], seen()[1]["phase"]) == (4, "the update"))
+    assert ProcessName.from_json(seen()[1]["process"]) == ProcessName.own()
+    rank.board(0).note_end("rank 0 was killed")
+    assert rank.watch.cause_of_loss(60.0) == "rank 0 was killed"
+    assert rank.watch.terminated_at is None
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: rank.watch.terminated_at)
+    for _ in range(2):
+        rank.watch.close()
+    assert seen()[1]["phase"] == THE_END
+
+
+def test_a_rank_says_where_it_is_hears_who_ended_and_leaves_with_a_word(begin: Begin) -> None:
+    assert begin(tells_where_it_is).ended() == (0, "")
+
+
+def test_ranks_of_a_machine_learn_of_each_other_before_their_first_steps() -> None:
     """Who ends before nobody has seen how, and steps of a small model begin at once."""
-    watch = watch_of(status, store, name_of(rank_0))
-    start(watch)
-    deadline = time.monotonic() + 0.4
-    while not watch._names:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert watch._until_the_next_look() == 0.5
-
-
-def test_who_waits_for_the_names_of_others_asks_less_and_less(status: RunStatus, store: SlowStore) -> None:
-    watch = watch_of(status, store, ProcessName.own())
+    rank = Rank1()
     pauses = []
     for _ in range(6):
-        pauses.append(watch._until_the_next_look())
-        watch._beat_now()
-    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.5, 0.5]
-
-
-def test_what_the_process_did_not_run_is_no_wait(status: RunStatus, store: SlowStore) -> None:
-    watch = watch_of(status, store, ProcessName.own())
-    watch._pauses.note(1000.0, 900.0)
-    watch._pauses.note(1100.0, 1098.0)  # a busy machine
-    assert [watch._pauses.time_run(began, 1200.0) for began in (800.0, 1050.0)] == [300.0, 150.0]
+        pauses.append(rank.watch._until_the_next_look())
+        rank.watch._beat_now()
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.5, 0.5], "a thousand ranks ask one store"
