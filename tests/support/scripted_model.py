@@ -1,10 +1,10 @@
 """A model that is a table, which needs no weights and no groups of ranks."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megatron_ext.device.cpu import CpuDevice
 from megatron_ext.inference.model import Model
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from tests.support.small_models import small_config
@@ -35,14 +35,22 @@ class Scripted(Model):
         return inference.read(torch.stack(found), lambda hidden: hidden)
 
 
-def group_of(size: int = 1, rank: int = 0) -> Any:
-    """Return a process group as far as it is asked."""
-    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+class _One:
+    """A process group of this process alone."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+class _Groups:
+    tp = pp = dp_cp = _One()
 
 
 def scripted_model(tokenizer: Any = None, **model: Any) -> Scripted:
     """Return the model of one process, with these flags of a small one."""
     config = small_config({"position_embedding_type": "rope", "padded_vocab_size": WIDTH, **model}, vocab_size=257)
-    groups: Any = SimpleNamespace(tp=group_of(), pp=group_of(), dp_cp=group_of())
-    device: Any = SimpleNamespace(torch_device=torch.device("cpu"))
-    return Scripted(config, device, groups, None, [], tokenizer or ByteTokenizer())  # pyright: ignore
+    groups: Any = _Groups()
+    return Scripted(config, CpuDevice(), groups, None, [], tokenizer or ByteTokenizer())  # pyright: ignore

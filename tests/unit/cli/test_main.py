@@ -64,3 +64,22 @@ def test_words_that_complete() -> None:
     assert "--tensor-model-parallel-size" in words("pretrain")
     assert words("convert", "--dtype") == ["fp32", "bf16", "fp16"]
     assert "--nproc-per-node" in words("doctor")
+
+
+def _completed(*words_typed: str) -> list[str]:
+    """What bash offers for the last word, with `python -m megatron_ext` as the command."""
+    shell = f"""
+        megatron-ext() {{ {sys.executable} -m megatron_ext "$@"; }}
+        eval "$(megatron-ext completion bash)"
+        COMP_WORDS=({" ".join(words_typed)}); COMP_CWORD={len(words_typed) - 1}
+        _megatron_ext; echo "${{COMPREPLY[@]}}"
+    """
+    ended = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    return ended.stdout.split()
+
+
+def test_bash_completes_commands_flags_and_choices() -> None:
+    assert _completed("megatron-ext", "pl") == ["plan"]
+    assert _completed("megatron-ext", "convert", "--max") == ["--max-shard-size"]
+    assert _completed("megatron-ext", "convert", "--dtype", "b") == ["bf16"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -99,7 +100,7 @@ def test_a_blank_before_the_first_word_is_part_of_the_text() -> None:
     """Tokenizers such as SentencePiece's leave it out where they decode by themselves."""
     model = Tokenizer(models.WordLevel({"\u2581once": 0, "\u2581upon": 1, "\u2581a": 2, "end": 3}, unk_token="end"))
     model.decoder = decoders.Metaspace()
-    tokenizer = LibraryTokenizer(model, "end")
+    tokenizer: Any = LibraryTokenizer(model, "end")
     assert tokenizer.decode([1, 2]) == "upon a"
     assert text_after(tokenizer, [0], [1, 2]) == " upon a"
     assert text_after(ByteTokenizer(), list("é".encode()), list("ü".encode())) == "ü"

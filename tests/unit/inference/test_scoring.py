@@ -12,7 +12,8 @@ from tests.support.scripted_model import LETTERS, logits_of, scripted_model
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 

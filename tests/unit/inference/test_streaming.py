@@ -1,6 +1,7 @@
 """A stream writes no part of a stop string or of a character, nothing twice, and in the end the whole text."""
 
 import itertools
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
 
@@ -30,7 +31,8 @@ def test_a_stream_begins_with_the_blank_before_its_first_word() -> None:
     model = Tokenizer(models.WordLevel({"\u2581once": 0, "\u2581upon": 1, "\u2581a": 2, "end": 3}, unk_token="end"))
     model.decoder = decoders.Metaspace()
     pieces: list[str] = []
-    stream = Stream(LibraryTokenizer(model, "end"), [0], (), pieces.append)
+    tokenizer: Any = LibraryTokenizer(model, "end")
+    stream = Stream(tokenizer, [0], (), pieces.append)
     stream(0, [1])
     stream(0, [1, 2])
     assert pieces == [" upon", " a"]

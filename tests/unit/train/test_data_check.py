@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def _pair(prefix: Path, *, with_manifest: bool = True) -> str:
     return str(prefix)
 
 
-def _config(verify_data: str, **data: tuple[str, ...]) -> Config:
+def _config(verify_data: str, **data: Any) -> Config:
     return dataclasses.replace(small_config(), data=DataConfig(verify_data=verify_data, **data))
 
 

@@ -44,8 +44,6 @@ def test_merged_bytes_equal_those_of_megatron(tmp_path: Path, parts: Path, capsy
 
 
 def test_pairs_that_cannot_be_merged_are_refused(tmp_path: Path, parts: Path):
-    with pytest.raises(ConfigurationError, match="is among the inputs"):
-        merge_indexed_files(find_prefixes(str(parts)), str(parts / "a"))
     write_documents(parts / "d", [[1]], np.int32)
     with pytest.raises(DataError, match=r"parts/d holds int32 tokens, .*parts/a uint16"):
         merge_indexed_files(find_prefixes(str(parts)), str(tmp_path / "out"))
@@ -68,7 +66,7 @@ def test_one_pair_merged_is_itself(tmp_path: Path, parts: Path):
 
 
 def test_a_merge_over_its_own_inputs_is_refused(tmp_path: Path):
-    """By whatever name; and nothing is left of a merge that fails."""
+    """By whatever name."""
     prefix = write_documents(tmp_path / "a", [[1]])
     for output in (prefix, "a", "./a", f"{tmp_path}/x/../a"):
         with (
@@ -76,16 +74,6 @@ def test_a_merge_over_its_own_inputs_is_refused(tmp_path: Path):
             pytest.raises(ConfigurationError, match="is among the inputs; choose another name"),
         ):
             merge_indexed_files([prefix], output)
-    other = write_documents(tmp_path / "b", [[1]], np.int16)
-    with pytest.raises(DataError, match=r"b holds int16 tokens, .*a uint16: they were made with different"):
-        merge_indexed_files([prefix, other], str(tmp_path / "c"))
-    with pytest.raises(ConfigurationError, match="is not a folder; give the folder of the"):
-        find_prefixes(f"{prefix}.bin")
-    os.unlink(f"{other}.idx")
-    with pytest.raises(ConfigurationError, match=r"b has only one of its \.bin and \.idx files; copy both"):
-        find_prefixes(str(tmp_path))
-    os.unlink(f"{other}.bin")
-    assert find_prefixes(str(tmp_path)) == [prefix]
 
 
 def _manifest(prefix: str, kind: str | None) -> None:

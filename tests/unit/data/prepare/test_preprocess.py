@@ -134,13 +134,6 @@ def test_a_bad_line_is_named_and_nothing_is_left(tmp_path: Path, workers: int, m
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_ids_outside_the_vocabulary(tmp_path: Path):
-    (tmp_path / "in.txt").write_text("1 2 10")
-    job = EncodeJob((str(tmp_path / "in.txt"),), str(tmp_path / "out"), "NullTokenizer", vocab_size=10)
-    with pytest.raises(DataError, match=r"in.txt:1: token ids from 1 to 10 do not fit a vocabulary of 10"):
-        encode_files(job)
-
-
 def test_an_input_without_text_is_refused(tmp_path: Path):
     (tmp_path / "in.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="1 documents and not one token"):
@@ -236,23 +229,18 @@ def test_a_worker_of_its_own_encodes_as_was_chosen():
 
 
 def test_the_manifest_says_what_the_files_were_made_of(tmp_path: Path):
-    encode_files(
-        EncodeJob(
-            inputs=(str(GOLDEN / "input.jsonl"),),
-            output_prefix=str(tmp_path / "a"),
-            tokenizer_type="HuggingFaceTokenizer",
-            tokenizer_model=str(GOLDEN / "hf_bpe"),
-            append_eod=True,
-        )
-    )
+    (tmp_path / "other.jsonl").write_text('{"text": "another"}\n\n')
+    inputs = [str(GOLDEN / "input.jsonl"), str(tmp_path / "other.jsonl")]
+    model = str(GOLDEN / "hf_bpe")
+    encode_files(EncodeJob(tuple(inputs), str(tmp_path / "a"), "HuggingFaceTokenizer", model, append_eod=True))
     manifest = json.loads((tmp_path / "a_manifest.json").read_text())
-    content = (GOLDEN / "input.jsonl").read_bytes()
-    source = {
-        "path": str(GOLDEN / "input.jsonl"), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()
-    }  # fmt: skip
-    assert manifest["inputs"] == [source]
+    assert manifest["inputs"] == [
+        {"path": path, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for path in inputs
+        if (content := Path(path).read_bytes())
+    ]
     assert manifest["tokenizer"]["type"] == "HuggingFaceTokenizer"
-    assert (manifest["documents"], manifest["skipped"]) == (200, 0)
+    assert (manifest["documents"], manifest["skipped"]) == (201, 0)
     size = (tmp_path / "a_text_document.bin").stat().st_size
     assert manifest["tokens"] == size // 2
     assert manifest["outputs"][str(tmp_path / "a_text_document")]["token_bytes"] == size
@@ -366,24 +354,6 @@ def test_a_sample_is_a_text_and_the_ids_that_were_written(length: int):
 
 
 @pytest.mark.parametrize(
-    ("number", "kept"),
-    [
-        (0, [0]),
-        (63, list(range(64))),
-        (64, list(range(0, 66, 2))),
-        (127, list(range(0, 128, 2))),
-        (128, list(range(0, 132, 4))),
-    ],
-)
-def test_samples_are_spread_evenly_over_an_input_of_any_length(number: int, kept: list[int]):
-    samples: list[Any] = []
-    for block in range(number + 1):
-        preprocess._spread(samples, block, preprocess.Sample(str(block), [block]))
-    assert [place for place, _ in samples] == kept
-    assert all(sample.ids == [place] for place, sample in samples)
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"workers": 0}, "--workers 0 must be 1 or more"),
@@ -402,40 +372,3 @@ def test_samples_are_spread_evenly_over_an_input_of_any_length(number: int, kept
 def test_flags_that_a_format_does_not_read(tmp_path: Path, given: dict[str, Any], message: str):
     with pytest.raises(ConfigurationError, match=f"^{message}|{message}"):
         encode_files(EncodeJob(("none",), str(tmp_path / "out"), "ByteTokenizer", **given))
-
-
-@pytest.mark.parametrize("given", [{}, {"train_on_inputs": True}, {"seq_length": 2}, {"json_keys": ("body",)}])
-def test_flags_that_a_format_reads(tmp_path: Path, given: dict[str, Any]):
-    """Of completions all but a template."""
-    (tmp_path / "in.jsonl").write_text('{"text": "a", "body": "b"}\n')
-    job = EncodeJob(
-        (str(tmp_path / "in.jsonl"),), str(tmp_path / "out"), "ByteTokenizer", data_format="completion", **given
-    )
-    assert encode_files(job).tokens == given.get("seq_length", 1)
-    manifest = json.loads((tmp_path / "out_manifest.json").read_text())
-    assert manifest["seq_length"] == given.get("seq_length")
-    assert manifest["train_on_inputs"] == given.get("train_on_inputs", False)
-    found = np.fromfile(tmp_path / "out_completion_document.bin", np.uint16)
-    assert found[0] == ord("b" if "json_keys" in given else "a")
-
-
-def test_output_files_are_named_after_their_keys():
-    def job(**given: Any) -> EncodeJob:
-        return EncodeJob((), "data/out", "ByteTokenizer", **given)
-
-    assert (job().keys, job().packed_to, job().output("text")) == (("text",), None, "data/out_text_document")
-    assert job(json_keys=("a", "b")).keys == ("a", "b")
-    for given, packed_to in (({}, 0), ({"seq_length": 9}, 9)):
-        made = job(data_format="messages", json_keys=("turns",), **given)
-        assert (made.keys, made.packed_to, made.is_text) == (("messages",), packed_to, False)
-
-
-def test_a_manifest_has_each_file_with_its_own_size_and_hash(tmp_path: Path):
-    contents = {"a.jsonl": b'{"text": "one"}\n', "b.jsonl": b'{"text": "another"}\n\n'}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    encode_files(EncodeJob(tuple(str(tmp_path / name) for name in contents), str(tmp_path / "out"), "ByteTokenizer"))
-    assert json.loads((tmp_path / "out_manifest.json").read_text())["inputs"] == [
-        {"path": str(tmp_path / name), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in contents.items()
-    ]
