@@ -3,16 +3,13 @@
 import errno
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext import errors, lost_output
-from megatron_ext.cli import pretrain as program
+from megatron_ext import errors
 from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes
-from megatron_ext.errors import ConfigurationError, TrainingError
+from megatron_ext.errors import ConfigurationError
 
 CODES = {
     "TrainingError": 1,
@@ -25,11 +22,6 @@ CODES = {
     "StoppedBefore": 75,
     "PeerLostError": 76,
 }
-
-
-def test_every_error_has_its_code() -> None:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TrainingError)]
-    assert {kind.__name__: kind.exit_code for kind in kinds} == CODES
 
 
 def _ended(raised: BaseException | None, code: int, monkeypatch: pytest.MonkeyPatch) -> object:
@@ -151,12 +143,6 @@ def test_a_training_flag_before_the_dashes_is_told_where_it_belongs() -> None:
             parser.parse_args(["word"])
 
 
-def test_every_problem_is_a_line() -> None:
-    two = ConfigurationError(["--a 1: too small", "--b 2: too large"])
-    assert (str(two), two.problems) == ("--a 1: too small\n--b 2: too large", ["--a 1: too small", "--b 2: too large"])
-    assert ConfigurationError("--a 1: too small").problems == ["--a 1: too small"]
-
-
 @pytest.mark.parametrize(
     ("words", "own", "training"),
     [
@@ -186,100 +172,3 @@ def test_flags_of_two_parsers() -> None:
     assert parser.parse_with_flags(["--temperatur"], {"--temperatur"})[1] == ["--temperatur"], "the other parser's"
     with pytest.raises(ConfigurationError, match="unrecognized arguments: --temp "):
         parser.parse_args(["--temp", "2"])
-
-
-class _Stream:
-    """A stream over a file, whose writes fail as it is told."""
-
-    def __init__(self, descriptor: int):
-        self.descriptor = descriptor
-        self.failure: int | None = None
-        self.written: list[str] = []
-
-    def _fail(self) -> None:
-        if self.failure is not None:
-            raise OSError(self.failure, "failed")
-
-    def write(self, text: str) -> int:
-        self._fail()
-        self.written.append(text)
-        return 100 + len(text)
-
-    def flush(self) -> None:
-        self._fail()
-
-    def fileno(self) -> int:
-        return self.descriptor
-
-
-@pytest.fixture(params=["stdout", "stderr"])
-def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Stream]:
-    """One of the two outputs, as it is below what survives."""
-    descriptor = os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT)
-    below = _Stream(descriptor)
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, below if name == request.param else _Stream(-1))
-    lost_output.survive_lost_output()
-    monkeypatch.setattr(below, "lasting", getattr(sys, request.param), raising=False)
-    yield below
-    os.close(descriptor)
-
-
-def _goes_to(stream: _Stream) -> str:
-    return Path(os.readlink(f"/proc/self/fd/{stream.descriptor}")).name
-
-
-@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO])
-@pytest.mark.parametrize("call", ["write", "flush"])
-def test_output_that_is_closed_goes_nowhere(call: str, number: int, stream: _Stream) -> None:
-    lasting = stream.lasting  # pyright: ignore[reportAttributeAccessIssue]
-    stream.failure = number
-    assert (lasting.write("text") if call == "write" else lasting.flush()) == (4 if call == "write" else None)
-    assert _goes_to(stream) == "null"
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_waited_for(number: int, stream: _Stream) -> None:
-    lasting = stream.lasting  # pyright: ignore[reportAttributeAccessIssue]
-    stream.failure = number
-    assert lasting.write("lost") == 4
-    assert lasting.flush() is None
-    stream.failure = None
-    assert lasting.write("kept") == 104
-    lasting.writelines(["and", "more"])
-    lasting.flush()
-    assert (stream.written, _goes_to(stream)) == (["kept", "and", "more"], "output")
-
-
-@pytest.mark.parametrize("call", ["write", "flush"])
-def test_another_failure_is_told(call: str, stream: _Stream) -> None:
-    lasting = stream.lasting  # pyright: ignore[reportAttributeAccessIssue]
-    stream.failure = errno.EBADF
-    with pytest.raises(OSError, match="failed"):
-        lasting.write("text") if call == "write" else lasting.flush()
-    assert _goes_to(stream) == "output"
-
-
-@pytest.mark.parametrize(
-    ("words", "folder"),
-    [
-        ("--save runs --lr 1", "runs"),
-        ("--lr 1 --save=runs", "runs"),
-        ("--save runs --dry-run", None),
-        ("--lr 1", None),
-        ("--save", None),
-        ("--save --load", None),
-        ("--save --load ckpt", None),
-    ],
-)
-def test_the_folder_of_the_record_is_what_the_command_line_names(
-    words: str, folder: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A flag that follows --save is no folder: what lies in one of that name is left alone."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("runs", "--load"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "exit.json").write_text("{}")
-    assert program._save_folder(words.split()) == folder
-    kept = {path.parent.name for path in tmp_path.glob("*/exit.json")}
-    assert kept == {"runs", "--load"} - {folder}

@@ -1,8 +1,6 @@
-"""Kills of a training, without a training: what is compared, when is struck, and what launchers do with processes."""
+"""Kills of a training, without a training: what is compared, when is struck, and what is written down."""
 
-import contextlib
 import math
-import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import killed_training, launchers
+from benchmarks import killed_training
 from benchmarks.killed_training import CASES, VARIANTS, Kill, Reference, Trial, combinations, words
-from benchmarks.launchers import ForkedRanks, Launcher, Torchrun
+from benchmarks.launchers import Launcher
 
 ROW = {"iteration": 1, "lm_loss": 4.0, "grad_norm": None, "world_size": 2}
 EXPECTED = Reference([ROW, {**ROW, "iteration": 2}], {"a": "0", "b": "1"}, 1.0)
@@ -192,142 +190,6 @@ def test_one_rank_is_never_two_and_without_an_agent_none_is_killed(tmp_path: Pat
         groups, _ = strikes(folder, seed, ranks=1, sizes=(1,))
         seen |= {kill.kind for struck in groups for kill in struck}
     assert seen == set(killed_training.KINDS) - {"two ranks", "the agent"}
-
-
-def test_what_is_stuck_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = Played(tmp_path, 2, 5)
-    launcher.log.write_text("what the ranks said")
-    monkeypatch.setattr(Played, "failed", lambda _self: True)
-    with pytest.raises(killed_training.StuckError, match="the run does not go on:\nwhat the ranks said"):
-        killed_training._wait(lambda: False, launcher)
-    monkeypatch.setattr(Played, "failed", lambda _self: False)
-    clock = iter(range(0, 10_000, 100))
-    monkeypatch.setattr(killed_training, "time", SimpleNamespace(sleep=lambda _s: None, monotonic=lambda: next(clock)))
-    with pytest.raises(killed_training.StuckError):
-        killed_training._wait(lambda: False, launcher)
-    assert next(clock) == 400, "at 0 it began to say nothing; looked at every 100 seconds, that is more than 240 at 300"
-    killed_training._wait(lambda: True, launcher)
-
-
-# Launchers.
-
-
-class Process:
-    """A process that ends by SIGTERM after some seconds, or never."""
-
-    def __init__(self, needs: float | None):
-        self.needs, self.exitcode, self.calls = needs, None, []
-
-    def terminate(self) -> None:
-        self.calls.append("terminate")
-
-    def kill(self) -> None:
-        self.calls.append("kill")
-        self.exitcode = -9 if self.exitcode is None else self.exitcode
-
-    def join(self, seconds: float | None = None) -> None:
-        self.calls.append("join")
-        if self.exitcode is None and self.needs is not None and (seconds is None or self.needs <= seconds):
-            self.exitcode = -15
-
-
-def test_all_are_told_to_end_before_one_is_waited_for() -> None:
-    processes = [Process(1.0), Process(None), Process(9.0)]
-    assert launchers._terminated(processes, 5.0) == [-15, None, None]
-    assert all(process.calls == ["terminate", "join"] for process in processes)
-
-
-def forked(tmp_path: Path, processes: list[Any], monkeypatch: pytest.MonkeyPatch) -> ForkedRanks:
-    launcher = ForkedRanks(["--save", "a{rank}"], len(processes), tmp_path / "folder" / "log")
-    launcher._processes = processes
-    started: list[Any] = []
-
-    class Started(Process):
-        def __init__(self, target: Any, args: Any, daemon: bool):
-            super().__init__(None)
-            self.args = args
-            started.append(self)
-
-        def start(self) -> None:
-            pass
-
-    monkeypatch.setattr(launchers, "forkserver", lambda: SimpleNamespace(Process=Started))
-    return launcher
-
-
-def test_killed_ranks_lose_their_machine_and_all_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = [Process(0.0), Process(None), Process(0.0)]
-    launcher = forked(tmp_path, processes, monkeypatch)
-    launcher.lost_with_rank = f"{tmp_path}/memory{{rank}}"
-    for rank in range(3):
-        (tmp_path / f"memory{rank}").mkdir()
-    launcher.log.write_text("checkpoint: starting afresh\n")
-    assert launcher.resumed_at() == 0
-    assert launcher.kill([2], 2) == 1, "rank 1 did not end in time"
-    assert sorted(os.listdir(tmp_path)) == ["folder", "memory0", "memory1"]
-    assert processes[2].calls[:2] == ["kill", "join"]
-    assert "terminate" not in processes[2].calls
-    assert [process.exitcode for process in processes] == [-15, -9, -9]
-    assert launcher.ranks == len(launcher._processes) == 2
-    assert launcher._processes[1].args[1] == ["--save", "a1"]
-    assert launcher._processes[1].args[2] == str(launcher.log)
-    assert launcher.resumed_at() is None, "what the last attempt said does not count"
-    with launcher.log.open("a") as log:
-        log.write("checkpoint: resuming at iteration 12\ncheckpoint: resuming at iteration 15\n")
-    assert launcher.resumed_at() == 12
-
-
-def test_ranks_are_on_one_machine_or_each_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = forked(tmp_path, [Process(0.0)] * 3, monkeypatch)
-    here = launcher._settings(2)
-    keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR")
-    assert [here[key] for key in keys] == ["2", "3", "2", "3", "True", "127.0.0.1"]
-    assert int(here["MASTER_PORT"]) == launcher._store.port
-    launcher.lost_with_rank = "x"
-    assert [launcher._settings(2)[key] for key in keys] == ["2", "3", "0", "1", "True", "127.0.0.1"]
-
-
-def test_finished_is_all_at_0_and_failed_any_other_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = forked(tmp_path, [Process(0.0), Process(0.0)], monkeypatch)
-    for codes, finished, failed in (
-        ((None, None), False, False),
-        ((0, None), False, False),
-        ((0, 0), True, False),
-        ((0, 64), False, True),
-        ((None, -9), False, True),
-    ):
-        for process, code in zip(launcher._processes, codes, strict=True):
-            process.exitcode = code
-        assert (launcher.finished(), launcher.failed()) == (finished, failed), codes
-
-
-def test_torchrun_has_ended_well_at_0_alone(tmp_path: Path) -> None:
-    launcher = Torchrun([], 2, tmp_path / "log")
-    assert (launcher.finished(), launcher.failed(), launcher.has_agent) == (False, False, True)
-    for code, finished, failed in ((None, False, False), (0, True, False), (1, False, True), (-9, False, True)):
-        launcher._agent = SimpleNamespace(poll=lambda code=code: code)  # pyright: ignore[reportAttributeAccessIssue]
-        assert (launcher.finished(), launcher.failed()) == (finished, failed)
-
-
-def test_torchruns_ranks_are_killed_by_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher: Any = Torchrun([], 3, tmp_path / "log")
-    killed: list[int] = []
-    ranks = {rank: SimpleNamespace(kill=lambda rank=rank: killed.append(rank)) for rank in range(3)}
-    launcher._agent = SimpleNamespace(pid=1, kill=lambda: killed.append(-1), wait=lambda: None)
-    launcher._rank_processes = lambda: ranks
-    launcher.end = launcher.start = lambda: killed.append(99)
-    monkeypatch.setattr(launchers.psutil, "wait_procs", lambda processes, timeout: (processes[:1], processes[1:]))
-    launcher.log.write_text("checkpoint: resuming at iteration 3\n")
-    assert (launcher.kill([2, 0], 3), killed) == (2, [2, 0])
-    assert launcher.resumed_at() is None
-    killed.clear()
-    assert (launcher.kill([], 3), killed) == (2, [-1, 1, 2, 99, 99]), "the agent, who is late, and a new start"
-    killed.clear()
-    del ranks[1]
-    assert (launcher.kill([1], 3), killed) == (1, [-1, 2, 99, 99]), "no such rank is there yet: the agent"
-    with contextlib.suppress(AssertionError):
-        launcher.kill([0], 2)
-        pytest.fail("torchrun starts as many as before")
 
 
 def test_the_end_of_a_log_is_its_last_characters(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ import inspect
 import os
 import pkgutil
 import resource
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,43 @@ from megatron_ext.doctor.finding import Finding, Launch
 
 ONE, HERE, THERE, BOTH = Launch({}), Launch({}, ranks=3), Launch({}, nodes=3), Launch({}, ranks=3, nodes=5)
 LAUNCHES = (ONE, HERE, THERE, BOTH)
+
+
+class Machine:
+    """What this machine has, as the checks of the doctor see it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path):
+        self._patch, self._folder = patch, folder
+
+    def cores(self, number: int) -> None:
+        self._patch.setattr(os, "sched_getaffinity", lambda process: set(range(number)))
+
+    def shared_memory(self, size: int) -> None:
+        self._patch.setattr(machine.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(size, 0, size))
+
+    def limit(self, soft: int, hard: int) -> None:
+        """Of open files, or of locked pages."""
+        self._patch.setattr(machine.resource, "getrlimit", lambda kind: (soft, hard))
+
+    def infiniband(self, *devices: str) -> None:
+        for module in (network, machine):
+            self._patch.setattr(module, "Path", lambda path: self._folder / "infiniband")
+        for device in devices:
+            (self._folder / "infiniband" / device).mkdir(parents=True, exist_ok=True)
+
+    def interfaces(self, *names: str) -> None:
+        self._patch.setattr(network.socket, "if_nameindex", lambda: list(enumerate(names)))
+
+    def addresses(self, of: dict[str, list[str]], own: str = "", taken: int = 0) -> None:
+        """What names resolve to, which of the addresses is its own, and a port where somebody listens."""
+        self._patch.setattr(network, "resolve", of.get)
+        self._patch.setattr(network, "_is_own", lambda address: address == own)
+        self._patch.setattr(network, "_can_listen", lambda port: port != taken)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path)
 
 
 def test_every_check_is_asked_once() -> None:
@@ -32,15 +68,6 @@ def test_every_check_is_asked_once() -> None:
                     found.add(function)
     assert len(examine.CHECKS) == len(set(examine.CHECKS))
     assert set(examine.CHECKS) == found
-
-
-def test_findings_are_in_the_order_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice(launch: Launch) -> Iterator[Finding]:
-        yield Finding("ok", f"{launch.ranks} ranks")
-        yield Finding("ok", f"{launch.nodes} nodes")
-
-    monkeypatch.setattr(examine, "CHECKS", (twice, lambda launch: [], twice))
-    assert [found.what for found in examine.examine(BOTH)] == ["3 ranks", "5 nodes"] * 2
 
 
 def test_what_a_finding_looks_like() -> None:
@@ -63,32 +90,37 @@ def _levels(check: Any, launches: tuple[Launch, ...] = LAUNCHES) -> list[list[st
     return [[found.level for found in check(launch)] for launch in launches]
 
 
-def test_what_a_machine_has_for_its_own_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+def test_what_a_machine_has_for_its_own_ranks(here: Machine, tmp_path: Path) -> None:
+    here.cores(2)
     assert _levels(machine.ranks_have_cores) == [["ok"], ["warning"], ["ok"], ["warning"]]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    here.cores(3)
     assert _levels(machine.ranks_have_cores) == [["ok"]] * 4
     for size, level in ((2**30, "ok"), (2**30 - 1, "warning")):
-        monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder, size=size: SimpleNamespace(total=size))
+        here.shared_memory(size)
         shared = _levels(lambda launch: machine.shared_memory_is_large_enough(launch, str(tmp_path)))
         assert shared == [["ok"], [level], ["ok"], [level]]
     assert _levels(lambda launch: machine.shared_memory_is_large_enough(launch, str(tmp_path / "no"))) == [[]] * 4
 
 
-def test_files_for_connections_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for soft, hard, level in ((580, 580, "ok"), (579, 580, "warning"), (579, 579, "warning")):
-        monkeypatch.setattr(machine.resource, "getrlimit", lambda kind, limits=(soft, hard): limits)
-        [found] = machine.enough_files_may_be_open(BOTH)
-        assert found.level == level, "400 and 12 for each of 15"
-        if level == "warning":
-            assert found.what == "579 files may be open (ulimit -n), for 15 ranks"
-            raised = "let the administrator raise the limit of 579 (nofile)"
-            assert found.fix == ("ulimit -n 580" if hard == 580 else raised)
+@pytest.mark.parametrize(
+    ("soft", "hard", "fix"),
+    [
+        (580, 580, None),  # 400 and 12 for each of 15
+        (579, 580, "ulimit -n 580"),
+        (579, 579, "let the administrator raise the limit of 579 (nofile)"),
+    ],
+)
+def test_files_for_connections_to_all_ranks(soft: int, hard: int, fix: str | None, here: Machine) -> None:
+    here.limit(soft, hard)
+    [found] = machine.enough_files_may_be_open(BOTH)
+    assert found.level == ("ok" if fix is None else "warning")
+    if fix is not None:
+        assert (found.what, found.fix) == ("579 files may be open (ulimit -n), for 15 ranks", fix)
     assert _levels(machine.enough_files_may_be_open)[:3] == [["ok"]] * 3
 
 
-def test_threads_of_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
+def test_threads_of_the_ranks_of_a_machine(here: Machine) -> None:
+    here.cores(12)
     assert _levels(variables.threads_fit_the_cores) == [[], ["warning"], [], ["warning"]]
     [found] = variables.threads_fit_the_cores(BOTH)
     assert found.what == "OMP_NUM_THREADS is not set, for 3 ranks on 12 cores"
@@ -107,21 +139,6 @@ def test_threads_of_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> N
     assert not [*variables.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": "x"}, ranks=13))]
 
 
-class _Folder:
-    """Stands in for Path("/sys/class/infiniband") with some devices; without any it is not there."""
-
-    devices: tuple[str, ...] = ()
-
-    def __init__(self, path: str):
-        assert path == "/sys/class/infiniband"
-
-    def is_dir(self) -> bool:
-        return bool(self.devices)
-
-    def iterdir(self) -> Iterator[SimpleNamespace]:
-        return iter([SimpleNamespace(name=name) for name in self.devices])
-
-
 @pytest.mark.parametrize(
     ("value", "devices", "warns"),
     [
@@ -136,29 +153,23 @@ class _Folder:
         ("^mlx5_1", ("mlx5_0",), False),
     ],
 )
-def test_infiniband_devices(value: str, devices: tuple[str, ...], warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Folder, "devices", devices)
-    monkeypatch.setattr(network, "Path", _Folder)
+def test_infiniband_devices(value: str, devices: tuple[str, ...], warns: bool, here: Machine) -> None:
+    here.infiniband(*devices)
     found = [each.what for each in network.infiniband_is_there(Launch({"NCCL_IB_HCA": value}))]
     there = ", ".join(devices) or "no InfiniBand"
     assert found == ([f"NCCL_IB_HCA={value}: this machine has {there}"] if warns else [])
 
 
-def test_infiniband_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("devices", "warned"), [((), []), (("mlx5_0",), ["warning"])])
+def test_infiniband_between_machines(devices: tuple[str, ...], warned: list[str], here: Machine) -> None:
     """It is told where it is there, and where there is another machine to reach."""
-    for module in (network, machine):
-        monkeypatch.setattr(module, "Path", _Folder)
-    locked = resource.RLIM_INFINITY
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (locked, locked))
+    here.infiniband(*devices)
     disabled = [Launch({"NCCL_IB_DISABLE": value}, 3, nodes) for value, nodes in (("1", 1), ("1", 2), ("0", 2))]
-    for devices, told in (((), [[], [], []]), (("mlx5_0",), [[], ["warning"], []])):
-        monkeypatch.setattr(_Folder, "devices", devices)
-        assert _levels(network.infiniband_is_there, tuple(disabled)) == told
-        locked = resource.RLIM_INFINITY
-        assert _levels(machine.pages_may_be_locked) == [[]] * 4
-        locked = 65536
-        few = ["warning"] if devices else []
-        assert _levels(machine.pages_may_be_locked) == [[], [], few, few]
+    assert _levels(network.infiniband_is_there, tuple(disabled)) == [[], warned, []]
+    here.limit(resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert _levels(machine.pages_may_be_locked) == [[]] * 4
+    here.limit(65536, 65536)
+    assert _levels(machine.pages_may_be_locked) == [[], [], warned, warned]
 
 
 @pytest.mark.parametrize(
@@ -173,34 +184,25 @@ def test_infiniband_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "error", "error"),
     ],
 )
-def test_an_address_that_others_reach(
-    found: list[str] | None, one: str, several: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(network, "resolve", lambda name: found if name == "node0" else None)
+def test_an_address_that_others_reach(found: list[str] | None, one: str, several: str, here: Machine) -> None:
+    here.addresses({} if found is None else {"node0": found})
     launches = tuple(Launch({"MASTER_ADDR": "node0"}, 3, nodes) for nodes in (1, 2))
     assert _levels(network.address_resolves, launches) == [[one], [several]]
 
 
-def test_a_port_of_another_machine_is_not_asked_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "resolve", lambda name: ["10.0.0.7"])
-    monkeypatch.setattr(network, "_is_own", lambda address: False)
-    monkeypatch.setattr(network, "_can_listen", lambda port: pytest.fail("it is rank 0's machine that must be asked"))
-    assert _levels(network.port_is_free, (Launch({"MASTER_ADDR": "node7"}),)) == [[]]
-
-
-def test_the_interface_that_is_advised_is_there() -> None:
+@pytest.mark.parametrize(
+    ("names", "advised"), [(("lo", "eth0", "eth1"), "eth0"), (("eth5", "lo"), "eth5"), (("lo",), "lo")]
+)
+def test_the_interface_that_is_advised_is_there(names: tuple[str, ...], advised: str, here: Machine) -> None:
     """Another one than the loopback, unless that is all there is."""
-    for names, advised in ((("lo", "eth0", "eth1"), "eth0"), (("eth5", "lo"), "eth5"), (("lo",), "lo")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(network.socket, "if_nameindex", lambda names=names: list(enumerate(names)))
-            [found] = network.interfaces_exist(Launch({"GLOO_SOCKET_IFNAME": "ib0"}))
-            assert found.fix == f"export GLOO_SOCKET_IFNAME={advised}, or unset it"
-            assert found.what.endswith(f"it has {', '.join(names)}")
+    here.interfaces(*names)
+    [found] = network.interfaces_exist(Launch({"GLOO_SOCKET_IFNAME": "ib0"}))
+    assert found.fix == f"export GLOO_SOCKET_IFNAME={advised}, or unset it"
+    assert found.what.endswith(f"it has {', '.join(names)}")
 
 
-def test_interfaces_of_one_machine_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("lo", "eth0", "eth10", "docker0")
-    monkeypatch.setattr(network.socket, "if_nameindex", lambda: list(enumerate(names)))
+def test_interfaces_of_one_machine_and_of_several(here: Machine) -> None:
+    here.interfaces("lo", "eth0", "eth10", "docker0")
     rows = {
         ("NCCL", "eth"): "ok ok",
         ("NCCL", "eth0,ib0"): "ok ok",
@@ -225,21 +227,21 @@ def test_interfaces_of_one_machine_and_of_several(monkeypatch: pytest.MonkeyPatc
     assert found == rows
 
 
-def test_a_port_is_asked_for_on_rank_0s_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(network, "_can_listen", lambda port: asked.append(port) or port != 4001)
-    monkeypatch.setattr(network, "resolve", lambda name: {"here": ["10.0.0.1"], "127.0.0.1": ["10.0.0.1"]}.get(name))
-    monkeypatch.setattr(network, "_is_own", lambda address: address == "10.0.0.1")
-    rows: list[tuple[dict[str, str], str]] = [
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
         ({}, "torchrun's default port 29500 is free"),
         ({"MASTER_PORT": "4000"}, "MASTER_PORT 4000 is free"),
         ({"MASTER_PORT": "4001", "MASTER_ADDR": "here"}, "MASTER_PORT 4001 is in use on this machine"),
+        ({"MASTER_PORT": "4001", "MASTER_ADDR": "there"}, ""),  # rank 0's machine is the one to ask
         ({"MASTER_PORT": "4001", "MASTER_ADDR": "nowhere"}, ""),
         ({"MASTER_PORT": "4001", "TORCHELASTIC_RUN_ID": "x"}, ""),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT 65536 is no port"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT 0 is no port"),
         ({"MASTER_PORT": "65535"}, "MASTER_PORT 65535 is free"),
-    ]
-    found = [" ".join(each.what for each in network.port_is_free(Launch(given))) for given, _ in rows]
-    assert found == [said for _, said in rows]
-    assert asked == [29500, 4000, 4001, 65535]
+    ],
+)
+def test_a_port_is_asked_for_on_rank_0s_machine_alone(given: dict[str, str], said: str, here: Machine) -> None:
+    own = ["10.0.0.1"]
+    here.addresses({"here": own, "127.0.0.1": own, "there": ["10.0.0.7"]}, own="10.0.0.1", taken=4001)
+    assert " ".join(each.what for each in network.port_is_free(Launch(given))) == said

@@ -2,19 +2,13 @@
 out, or 0, alone."""
 
 import dataclasses
-import sys
 from datetime import datetime
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_ext.config.schema import LoggingConfig, OptimizerConfig
-from megatron_ext.data.samples import Source
-from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.telemetry.log_line import step_line
 from megatron_ext.telemetry.metrics import (
-    MEASURED_FIELDS,
     Sample,
     SampleMetrics,
     SourceLoss,
@@ -26,12 +20,6 @@ from megatron_ext.telemetry.metrics import (
 from megatron_ext.telemetry.metrics import TestMetrics as LossOfTest
 from megatron_ext.telemetry.scalars import scalars, scalars_against_samples
 from megatron_ext.telemetry.short_line import short_line
-from megatron_ext.telemetry.wandb import WandbWriter
-from megatron_ext.train.callbacks import reporting
-from megatron_ext.train.callbacks.reporting import Reporting
-from megatron_ext.train.state import TrainState
-from megatron_ext.train.step import AuxiliaryLosses, StepResult
-from tests.support.small_models import small_config
 
 ROW: dict[str, Any] = {
     "iteration": 11,
@@ -214,143 +202,3 @@ def test_tags_of_what_is_told_between_steps() -> None:
     samples = SampleMetrics(iteration=1, consumed_samples=2, samples=(Sample(prompt="a", text="b"),))
     assert scalars(test) == scalars(samples) == {}
     assert as_row(test) == {"iteration": 1, "consumed_samples": 2, "test_loss": 3.0}
-
-
-class _Sink:
-    def __init__(self) -> None:
-        self.written: list[Any] = []
-
-    def write(self, metrics: Any) -> None:
-        self.written.append(metrics)
-
-    def close(self) -> None:
-        self.written.append("closed")
-
-
-def _reported(
-    monkeypatch: pytest.MonkeyPatch, result: StepResult, losses: int, *, reports: bool = True
-) -> tuple[Any, Any, TrainState]:
-    """The metrics of one step that both kinds of sinks get, in an interval of `losses` updates, and the state."""
-    clock = [100.0]
-    monkeypatch.setattr(reporting.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(reporting, "parameters_norm", lambda run: 27.5)
-    monkeypatch.setattr(reporting, "shares_of_all_ranks", lambda clock, run: {clock: 0.5})
-    state = TrainState(
-        iteration=12,
-        consumed_samples=31,
-        consumed_tokens=32,
-        scheduled_samples=40,
-        interval_loss=6.0,
-        interval_losses=losses,
-        interval_skipped=4,
-        interval_nan=5,
-    )
-    optimizer = OptimizerConfig(weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=0.5, lr=1.0)
-    config = dataclasses.replace(small_config(training={"train_iters": 40}), optimizer=optimizer)  # of 4 samples
-    config = dataclasses.replace(config, logging=LoggingConfig(log_params_norm=reports))
-    samples = SimpleNamespace(sources=[Source("a", 62)], counts=lambda consumed: [consumed])
-    run: Any = SimpleNamespace(
-        config=config,
-        state=state,
-        is_last_rank=True,
-        world_size=4,
-        device=SimpleNamespace(
-            memory=lambda: SimpleNamespace(max_allocated=51, allocated=52, reserved=53),
-            model_name="NVIDIA A100-SXM4-80GB",
-        ),
-        loaders=SimpleNamespace(samples=samples),
-    )
-    monkeypatch.setattr(reporting, "weight_decay", lambda samples, given: (samples, given))
-    trainer: Any = SimpleNamespace(run=run, learning_rate=0.375, weight_decay_curve="curve")
-    straggling: Any = SimpleNamespace(summary=lambda: {"rank": 3, "ratio": 1.5, "slow": []}, forget=lambda: None)
-    steps, log = _Sink(), _Sink()
-    known: Any = ("clock", straggling) if reports else (None, None)
-    report = Reporting([steps], 3, [log], 4, *known)
-    report.on_step_begin(trainer)
-    clock[0] += 2.0
-    state.iteration = 11  # for neither
-    report.on_step_end(trainer, dataclasses.replace(result, global_batch_size=7))
-    clock[0] += 6.0
-    report.on_step_begin(trainer)
-    clock[0] += 0.5
-    state.iteration = 12  # for both
-    report.on_step_end(trainer, result)
-    [to_steps], [to_log] = steps.written, log.written
-    return to_steps, to_log, state
-
-
-def test_a_report_has_every_number_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two steps, of 7 samples in 2 s and of 9 in half a second, which are 16 tokens each."""
-    auxiliary = AuxiliaryLosses(load_balancing=28.5, z=29.5)
-    result = StepResult(1.5, 8, 9, True, 2.5, 16.0, 26.0, auxiliary)
-    to_steps, to_log, state = _reported(monkeypatch, result, 3)
-    rate = 16 * 16 / 2.5
-    config = small_config()
-    tflops = flops_per_token(config) * rate / 4 / 1e12
-    expected = {
-        "iteration": 12,
-        "train_iters": 40,
-        "consumed_samples": 31,
-        "consumed_tokens": 32,
-        "lm_loss": 2.0,
-        "grad_norm": 2.5,
-        "learning_rate": 0.375,
-        "weight_decay": (40, "curve"),
-        "global_batch_size": 9,
-        "loss_scale": 16.0,
-        "skipped_iterations": 4,
-        "nan_iterations": 5,
-        "elapsed_ms": 1250.0,
-        "tokens_per_second": rate,
-        "tflops_per_gpu": tflops,
-        "mfu": tflops / 312.0,
-        "peak_memory_bytes": 51,
-        "allocated_bytes": 52,
-        "reserved_bytes": 53,
-        "num_zeros": 26,
-        "params_norm": 27.5,
-        "load_balancing_loss": 28.5,
-        "z_loss": 29.5,
-        "time_shares": {"clock": 0.5},
-        "slowest_rank": {"rank": 3, "ratio": 1.5, "slow": []},
-        "world_size": 4,
-        "consumed_by_source": {"a": {"samples": 31, "tokens": 31 * 16, "epochs": 0.5}},
-    }
-    assert dataclasses.asdict(to_log) == expected
-    own = {"lm_loss": 1.5, "elapsed_ms": 500.0, "tokens_per_second": 9 * 16 / 0.5}
-    assert dataclasses.asdict(to_steps) == expected | own
-    assert {field for field in expected if field in MEASURED_FIELDS} == set(MEASURED_FIELDS)
-    assert (state.interval_loss, state.interval_losses, state.interval_skipped, state.interval_nan) == (0.0, 0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("result", "losses", "expected"),
-    [
-        (StepResult(1.5, 8, 9, True, 0.0, 16.0, 0.0), 3, {"grad_norm": 0.0, "num_zeros": 0, "lm_loss": 2.0}),
-        (StepResult(1.5, 8, 9, False, None, 16.0, None), 0, {"grad_norm": None, "num_zeros": None, "lm_loss": 1.5}),
-        (
-            StepResult(0.0, 0, 9, True, 0.5, 16.0, None, AuxiliaryLosses(load_balancing=None, z=0.0)),
-            1,
-            {"load_balancing_loss": None, "z_loss": 0.0, "lm_loss": 6.0},
-        ),
-        (
-            StepResult(0.0, 0, 9, True, 0.5, 16.0, None, AuxiliaryLosses(load_balancing=0.0, z=None)),
-            0,
-            {"load_balancing_loss": 0.0, "z_loss": None, "lm_loss": 0.0},
-        ),
-    ],
-)
-def test_a_report_tells_zero_from_missing(
-    result: StepResult, losses: int, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, to_log, _ = _reported(monkeypatch, result, losses, reports=False)
-    assert {name: getattr(to_log, name) for name in expected} == expected
-    assert (to_log.params_norm, to_log.time_shares, to_log.slowest_rank) == (None, None, None)
-
-
-def test_every_flag_of_weights_and_biases_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **named: given.append(named)))  # pyright: ignore[reportArgumentType]
-    options = LoggingConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="e", wandb_save_dir="d")
-    WandbWriter(options, {"seed": 1})
-    assert given == [{"project": "p", "name": "n", "entity": "e", "dir": "d", "config": {"seed": 1}}]

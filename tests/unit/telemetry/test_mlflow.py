@@ -2,7 +2,7 @@
 
 import json
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -70,18 +70,26 @@ OPTIONS = LoggingConfig(
 VALIDATION = {"lm loss validation": 0.0, "lm loss validation ppl": 1.0, "samples vs steps": 160}
 
 
-def calls(package: str, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]) -> list[list[Any]]:
-    """What a run of a step, an evaluation and a test asks of the package."""
-    writer, stand_in = WRITERS[package]
-    module = ModuleType(package)
-    exec(stand_in, module.__dict__)
-    monkeypatch.setitem(sys.modules, package, module)
-    sink = writer(OPTIONS, arguments)
-    sink.write(step(lm_loss=2.5))
-    sink.write(metrics.ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=0.0))
-    sink.write(metrics.TestMetrics(iteration=10, consumed_samples=160, test_loss=0.0))  # has no tag: nothing is sent
-    sink.close()
-    return module.calls
+Calls = Callable[..., list[list[Any]]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Returns what a run of a step, an evaluation and a test asks of a package."""
+
+    def run(package: str, arguments: dict[str, Any], options: LoggingConfig = OPTIONS) -> list[list[Any]]:
+        writer, stand_in = WRITERS[package]
+        module = ModuleType(package)
+        exec(stand_in, module.__dict__)
+        monkeypatch.setitem(sys.modules, package, module)
+        sink = writer(options, arguments)
+        sink.write(step(lm_loss=2.5))
+        sink.write(metrics.ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=0.0))
+        sink.write(metrics.TestMetrics(iteration=10, consumed_samples=160, test_loss=0.0))  # has no tag: is not sent
+        sink.close()
+        return module.calls
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -107,10 +115,8 @@ def calls(package: str, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments
         ("trackio", [["init", "t", "n", None, {"seed": "1"}, "allow"]], "log", ["finish"]),
     ],
 )
-def test_the_calls_of_a_run(
-    package: str, begin: list, log: str, end: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    *begun, train, validation, ended = calls(package, tmp_path, monkeypatch, {"seed": 1})
+def test_a_run_begins_logs_and_ends(package: str, begin: list, log: str, end: list, calls: Calls) -> None:
+    *begun, train, validation, ended = calls(package, {"seed": 1})
     assert begun == begin
     assert train[:2] == [log, 10]
     sent = json.loads(json.dumps(train[2]))
@@ -119,9 +125,9 @@ def test_the_calls_of_a_run(
     assert ended == end
 
 
-def test_mlflow_gets_no_more_than_its_servers_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_gets_no_more_than_its_servers_take(calls: Calls) -> None:
     arguments = {f"flag_{number}": "x" * 1000 for number in range(250)}
-    made = calls("mlflow", tmp_path, monkeypatch, arguments)
+    made = calls("mlflow", arguments)
     sent = [call[1] for call in made if call[0] == "log_params"]
     assert [len(batch) for batch in sent] == [100, 100, 50]
     assert {name for batch in sent for name in batch} == set(arguments)
@@ -176,16 +182,13 @@ BARE = LoggingConfig(mlflow_experiment="e", comet_project="c", trackio_project="
         ),
     ],
 )
-def test_each_name_goes_where_it_is_for(
-    package: str, full: list, bare: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_name_goes_where_it_is_for(package: str, full: list, bare: list, calls: Calls) -> None:
     for options, begun in ((EACH, full), (BARE, bare)):
-        monkeypatch.setitem(globals(), "OPTIONS", options)
-        made = calls(package, tmp_path, monkeypatch, {})
+        made = calls(package, {}, options)
         assert [call for call in made[:-3] if call != ["log_parameters", {}]] == begun
 
 
-def test_longer_values_than_a_server_takes_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = calls("mlflow", tmp_path, monkeypatch, {"long": "x" * 501, "fits": "y" * 500, "number": 7})
+def test_longer_values_than_a_server_takes_are_cut(calls: Calls) -> None:
+    made = calls("mlflow", {"long": "x" * 501, "fits": "y" * 500, "number": 7})
     [sent] = [call[1] for call in made if call[0] == "log_params"]
     assert sent == {"long": "x" * 500, "fits": "y" * 500, "number": "7"}

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -24,16 +24,22 @@ def init(**options):
 OPTIONS = LoggingConfig(wandb_project="p", wandb_exp_name="n", wandb_save_dir="d")
 
 
-def test_the_calls_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "wandb.py").write_text(STAND_IN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The stand-in, in the package's place."""
+    module = ModuleType("wandb")
+    exec(STAND_IN, module.__dict__)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_a_run_begins_logs_and_finishes(wandb: ModuleType):
     writer = WandbWriter(OPTIONS, {"seed": 1})
     writer.write(step(lm_loss=2.5))
     writer.write(ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=0.0))
     writer.close()
 
-    start, train, validation, end = sys.modules.pop("wandb").calls
+    start, train, validation, end = wandb.calls
     assert start == ["init", {"project": "p", "name": "n", "entity": None, "dir": "d", "config": {"seed": 1}}]
     assert train[:2] == ["log", 10]
     assert json.loads(json.dumps(train[2])).items() >= {"lm loss": 2.5, "samples vs steps": 160}.items()
@@ -45,13 +51,10 @@ def test_the_calls_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert end == ["finish"]
 
 
-def test_each_name_goes_where_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wandb.py").write_text(STAND_IN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+def test_each_name_goes_where_it_is_for(wandb: ModuleType) -> None:
     WandbWriter(LoggingConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="e", wandb_save_dir="d"), {})
     WandbWriter(LoggingConfig(wandb_project="p"), {"seed": 0})
-    (_, full), (_, bare) = sys.modules.pop("wandb").calls
+    (_, full), (_, bare) = wandb.calls
     assert full == {"project": "p", "name": "n", "entity": "e", "dir": "d", "config": {}}
     assert bare["config"] == {"seed": 0}
     assert (bare["name"] or None, bare["entity"], bare["dir"] or None) == (None, None, None)

@@ -1,0 +1,28 @@
+"""--help with a word."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_ext.config.parse.help_text import about
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def program(*words: str, python: str = sys.executable, **options: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([python, *words], cwd=ROOT, env=environment, text=True, **options)  # pyright: ignore[reportCallIssue, reportArgumentType, reportReturnType]
+
+
+def test_help_with_a_word_names_what_speaks_of_it() -> None:
+    text = about("rope")
+    assert "--rope-scaling-factor X" in text
+    assert "--position-embedding-type" in text  # by its choices
+    assert "--num-layers " not in text
+    assert about("gloabl-batch") == (
+        "no flag speaks of 'gloabl-batch'; near it: --global-batch-size, --eval-global-batch-size. "
+        "--help lists all of them."
+    )
+    ended = program("pretrain_gpt.py", "--help", "rope", stdout=subprocess.PIPE)
+    assert ended.communicate()[0] == text + "\n"
