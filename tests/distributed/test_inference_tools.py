@@ -3,6 +3,7 @@
 import itertools
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_ext.verify.ranks import run_ranks
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 --mock-data
     --position-embedding-type rope --init-method-std 0.3 --tokenizer-type ByteTokenizer --micro-batch-size 1 --lr 1e-2
-    --train-iters 1 --eval-interval 0 --device cpu
+    --train-iters 1 --eval-interval 0 --device cpu --make-vocab-size-divisible-by 16
 """
 ANSWERS = "--prompts one three --num-tokens-to-generate 8 --temperature 1 --seed 3"
 OTHER_ANSWERS = {
@@ -75,6 +76,7 @@ def _answer_and_score(folder: str) -> dict[str, Any]:
     found["streamed"] = answers("--prompts", "one", *base[3:], "--stream")
     stop = found["base"][0]["text"][2:4]
     found["--stop"] = answers(*base, "--stop", "never written", stop)
+    found["greedy"] = answers("--prompts", "one", "three", "--num-tokens-to-generate", "30", "--ignore-eod")
     many = ["--prompts", *map(str, range(60)), "--num-tokens-to-generate", "30", "--temperature", "2"]
     found["until the end"], found["--ignore-eod"] = answers(*many), answers(*many, "--ignore-eod")
     scored = {name: scores(line) for name, line in SCORES.items()}
@@ -83,6 +85,16 @@ def _answer_and_score(folder: str) -> dict[str, Any]:
     weights = [weight for chunk in model.chunks for weight in chunk.parameters()]
     trains = any(module.training for module in modules) or any(weight.requires_grad for weight in weights)
     return {"answers": found, "stop": stop, "scores": scored, "trains": trains, "iteration": model.iteration}
+
+
+def _score_in_two_parts(folder: str, sequences: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+    """On two ranks, each of which has half of the vocabulary."""
+    from megatron_ext.inference.scoring import Scorable, score
+    from megatron_ext.train.trained_model import load_trained
+
+    model = load_trained(["--load", f"{folder}/model", "--device", "cpu", "--tensor-model-parallel-size", "2"])
+    scores = score(model, [Scorable(*sequence) for sequence in sequences], 4)
+    return [(one.log_likelihood, one.greedy) for one in scores]
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +141,27 @@ def test_a_model_that_is_loaded_has_neither_dropout_nor_gradients(found: dict[st
     assert (found["trains"], found["iteration"]) == (False, 0)
 
 
-def test_length_and_precision_are_the_checkpoints_unless_they_are_given(found: dict[str, Any]) -> None:
-    config = Path(found["folder"]) / "model" / "iter_0000000" / "config.yaml"
+def test_length_and_precision_are_the_checkpoints_unless_they_are_given(found: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(Path(found["folder"]) / "model", tmp_path / "model")
+    config = tmp_path / "model" / "iter_0000000" / "config.yaml"
     config.write_text(config.read_text().replace("fp16: false", "fp16: true"))
-    load = {"load": f"{found['folder']}/model"}
+    load = {"load": str(tmp_path / "model")}
     lengths = ["--seq-length", "256", "--max-position-embeddings", "256"]
     assert _saved_flags(load) == [*lengths, "--fp16"]
     assert _saved_flags({**load, "bf16": True}) == lengths
     assert _saved_flags({**load, "fp16": False, "seq_length": 8}) == []
+
+
+def test_the_likeliest_tokens_are_found_in_every_part_of_the_vocabulary(found: dict[str, Any]) -> None:
+    """What one rank chooses greedily, two ranks with half of the vocabulary each find the likeliest as well."""
+    greedy = [[*one["prompt"].encode(), *one["tokens"]] for one in found["answers"]["greedy"]]
+    assert {token // 144 for tokens in greedy for token in tokens[6:]} == {0, 1}, "tokens of both halves, of 288 ids"
+    other = [*greedy[0][:-1], (greedy[0][-1] + 1) % 257]
+    sequences = [(greedy[0], 30), (greedy[1], 30), (other, 30)]
+    first, second = run_ranks(2, _score_in_two_parts, found["folder"], sequences)
+    assert first == second
+    assert [is_greedy for _, is_greedy in first] == [True, True, False]
+    assert first[2][0] < first[0][0] < 0.0
 
 
 def test_results_say_what_was_asked_of_which_model(found: dict[str, Any]) -> None:

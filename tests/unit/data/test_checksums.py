@@ -318,7 +318,7 @@ def test_a_file_of_the_same_size_in_its_place_is_another_one(prefix: str) -> Non
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), FileNotFoundError(2, "gone")])
-def test_what_cannot_be_read_just_now_is_no_damage(
+def test_a_block_that_cannot_be_read_just_now_is_no_damage(
     prefix: str, error: OSError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = known_blocks(prefix)

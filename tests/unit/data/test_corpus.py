@@ -197,7 +197,7 @@ def test_mock_data(tmp_path: Path):
     assert max(max(row) for row in rows(datasets.train)) < 33
 
 
-def test_which_data_is_not_that_of_a_checkpoint():
+def test_data_that_differs_from_a_checkpoints_is_named():
     """A file may have another name, and validation data may be other data."""
 
     def record(**files: tuple[str, str, str]) -> dict[str, Any]:

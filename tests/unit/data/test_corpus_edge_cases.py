@@ -238,7 +238,9 @@ def _masked(prefix: Path, documents: int, packed_to: int) -> str:
         ((SEQ, SEQ), "shuffled", " + 1"),
     ],
 )
-def test_what_a_sample_of_packed_data_takes(tmp_path: Path, packed: tuple[int, int], order: str, more: str) -> None:
+def test_a_sample_of_packed_data_needs_no_token_for_its_last_label(
+    tmp_path: Path, packed: tuple[int, int], order: str, more: str
+) -> None:
     """Only where all of it is packed, and in the order by formula, a sample needs no token for its last label."""
     paths = [_masked(tmp_path / f"{number}", 1, length) for number, length in enumerate(packed)]
     flags: Any = {"train_data_path": ("1", paths[0], "1", paths[1]), "assistant_only_loss": True, "data_order": order}

@@ -176,7 +176,7 @@ def test_an_id_outside_the_vocabulary_is_named(num_workers: int, stage: StageVie
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_cannot_be_read_is_named_where_it_is_needed(num_workers: int):
+def test_a_sample_that_cannot_be_read_is_named_where_it_is_needed(num_workers: int):
     class Broken(Counting):
         def __getitem__(self, index: int) -> Mapping[str, Any]:
             if index == 6:
@@ -228,7 +228,7 @@ def test_threads_end():
         (4, 8, True),
     ],
 )
-def test_what_follows_is_read_ahead_up_to_the_end(length: int, end: int | None, following: bool) -> None:
+def test_following_samples_are_read_ahead_up_to_the_end(length: int, end: int | None, following: bool) -> None:
     """Of the samples, or of an evaluation, whose last batch is filled up."""
     loader = make(Counting(length=length), num_workers=1, dp_rank=0)
     loader.global_batch(0, 1, end)
@@ -321,7 +321,7 @@ def test_a_loader_ends_what_it_reads_ahead_with(reads_ahead: bool) -> None:
     assert_ended(begun)
 
 
-def test_threads_take_what_is_asked_in_its_order_and_not_what_was_taken_back() -> None:
+def test_threads_take_requests_in_order_and_not_those_taken_back() -> None:
     """An error of any kind comes to who asked; at the end what has not begun is dropped, and all threads end."""
     gate, done = threading.Event(), []
     threads = DaemonThreads(1, "worker")
@@ -345,7 +345,7 @@ def test_threads_take_what_is_asked_in_its_order_and_not_what_was_taken_back() -
     assert_ended({worker, *several._threads})
 
 
-def test_what_is_needed_ahead_is_read_once_and_what_is_not_any_more_is_dropped() -> None:
+def test_samples_are_read_ahead_once_and_dropped_where_not_needed_any_more() -> None:
     """A sample that was dropped is read on the spot; none behind the end is asked for."""
     gate = threading.Event()
 

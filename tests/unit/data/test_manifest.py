@@ -51,7 +51,7 @@ def test_a_pair_that_is_not_there_has_no_known_tokenizer(tmp_path: Path) -> None
         '{"tokenizer": "x", "outputs": {"a": {}}}',
     ],
 )
-def test_what_is_no_manifest(content: str, tmp_path: Path) -> None:
+def test_content_that_is_no_manifest_is_passed_over(content: str, tmp_path: Path) -> None:
     (tmp_path / "m").write_text(content)
     assert read_manifest(tmp_path / "m") is None
     assert read_manifest(tmp_path / "none") is None

@@ -348,7 +348,9 @@ def test_a_read_is_tried_seven_times(failures: int, pauses: list[float]) -> None
         (DataError("x"), DataError),
     ],
 )
-def test_what_cannot_change_is_not_tried_again(error: Exception, raised: type[Exception], pauses: list[float]) -> None:
+def test_errors_that_cannot_pass_are_not_tried_again(
+    error: Exception, raised: type[Exception], pauses: list[float]
+) -> None:
     def read() -> None:
         raise error
 

@@ -31,7 +31,7 @@ def test_a_batch_is_covered_only_if_all_of_it_is() -> None:
 @pytest.mark.parametrize(
     "word", ["nine", "7-", "-7", "9-7", "1" * 17, "1.5", "", "999999999999999-9999999999999999", "٣"]
 )
-def test_what_is_no_sample_is_named(word: str) -> None:
+def test_a_word_that_is_no_sample_is_named(word: str) -> None:
     with pytest.raises(ValueError, match=r"no sample's number|no range of samples"):
         skipped_samples(["3", word])
 

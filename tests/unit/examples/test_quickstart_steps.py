@@ -30,7 +30,7 @@ def test_a_fast_machine_takes_all_steps(step: float) -> None:
 
 
 @pytest.mark.parametrize("step", [0.18, 0.2, 0.25, 0.33, 0.4])
-def test_a_slower_one_takes_as_many_as_fit(step: float) -> None:
+def test_a_slow_machine_takes_as_many_steps_as_fit(step: float) -> None:
     """A multiple of 20, and one more of these would not fit. At 0.33 s the quickstart once took 544 s."""
     steps, seconds, unfitted = STEPS.fitted(step, 1200)
     assert 100 < steps < 1200
@@ -46,7 +46,7 @@ def test_the_estimate_is_that_of_runs_that_were_timed() -> None:
 
 
 @pytest.mark.parametrize("step", [0.6, 2.0])
-def test_a_very_slow_one_is_told_how_long_it_takes(step: float) -> None:
+def test_a_very_slow_machine_is_told_how_long_it_takes(step: float) -> None:
     steps, seconds, _ = STEPS.fitted(step, 1200)
     assert steps == 100
     assert f"training 100 steps, about {round(seconds / 60)} minutes in all" in STEPS.sentence(step, 1200)

@@ -115,7 +115,7 @@ def test_a_deepspeed_batch_leaves_the_micro_batch_to_the_number_of_ranks() -> No
         translated("deepspeed/zero2_offload.json", 3)
 
 
-def test_what_deepspeed_says_about_the_optimizer() -> None:
+def test_optimizer_and_scheduler_of_a_deepspeed_file_become_flags() -> None:
     result = translated("deepspeed/zero2_offload.json")
     expected = shlex.split(
         "--clip-grad 1 --fp16 --initial-loss-scale 65536 --optimizer adam --adam-beta1 0.9 --adam-beta2 0.999 "
@@ -160,7 +160,7 @@ def test_a_flag_that_this_version_refuses_is_not_printed(monkeypatch: pytest.Mon
     assert "--fp4-format e2m1 is not supported" in key.reason
 
 
-def test_what_is_unknown_is_named() -> None:
+def test_unknown_values_are_named() -> None:
     result = translate("axolotl", {"learning_rate": "2.0e-5 × sqrt(4)", "sequence_length": 5, "dp_shard_size": "all"})
     assert [key.became for key in result.keys] == ["unknown"] * 3
     assert "sequence_length: 5 -> not a key that this tool knows" in report(result)

@@ -232,7 +232,9 @@ def test_steps_of_epochs_are_rounded_up(samples: int, batch: int, epochs: float,
         ({}, 1, "--world-size"),
     ],
 )
-def test_what_steps_of_epochs_need_is_named(content: dict[str, Any], world_size: int | None, missing: str) -> None:
+def test_missing_numbers_for_steps_of_epochs_are_named(
+    content: dict[str, Any], world_size: int | None, missing: str
+) -> None:
     result = translate("axolotl", {**content, "num_epochs": 2}, world_size, lambda *_: 100)
     assert result.keys[-1].reason == f"the steps of an epoch follow from the batch and the length: give {missing}"
 

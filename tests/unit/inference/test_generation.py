@@ -63,7 +63,7 @@ def test_texts_are_those_of_a_plain_loop(cached: bool, ignore_eod: bool, stop: t
             assert told[number] == growing + ([one.tokens] if one.reason == "eod" else [])
 
 
-def test_what_is_drawn_is_the_prompts_own() -> None:
+def test_draws_do_not_depend_on_how_prompts_are_batched() -> None:
     """By its number and the seed, however the prompts are batched."""
     sampling = Sampling(temperature=0.9, max_new_tokens=6, seed=3, ignore_eod=True)
     together = generate(scripted_model(), PROMPTS, sampling)

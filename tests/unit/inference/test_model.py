@@ -26,7 +26,7 @@ def _model(chunks: list[Any]) -> Model:
     return dataclasses.replace(scripted_model(), chunks=chunks)
 
 
-def test_everything_is_as_it_was_before() -> None:
+def test_after_inference_the_model_is_as_it_was_before() -> None:
     """What was divided is so again, what was not stays whole; who trained trains, and who did not does not."""
     chunks = [_Layer(True), _Layer(False), _Layer(True).eval()]
     flags = [chunk.sequence_parallel for chunk in chunks]

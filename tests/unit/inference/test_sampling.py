@@ -18,7 +18,7 @@ def _drawn_from(logits: list[float], **sampling: Any) -> list[int]:
     return [token for token, score in enumerate(scores[0].tolist()) if score != -math.inf]
 
 
-def test_what_is_drawn_from() -> None:
+def test_settings_narrow_the_tokens_that_are_drawn_from() -> None:
     """Of probabilities 1/2, 1/4, 1/8, 1/8."""
     logits = [-math.log(2), -math.log(4), -math.log(8), -math.log(8) - 1e-4]
     assert _drawn_from(logits) == [0, 1, 2, 3]
@@ -54,7 +54,7 @@ def _kept(scores: Sequence[float], sampling: Sampling) -> set[int]:
     return {token for token in kept if likely[token] >= sampling.min_p * likely[kept[0]]}
 
 
-def test_what_is_drawn_from_by_all_settings_together() -> None:
+def test_all_settings_together_narrow_as_sorting_does() -> None:
     rows = [[1.0, 3.0, 2.5, -1.0, 0.2, 2.9], [0.1, 0.0, 0.3, 0.2, -0.1, 4.0]]
     for temperature, top_k, top_p, min_p in itertools.product(
         (0.5, 1.0, 2.0), (0, 1, 2, 4, 9), (0.33, 0.77, 1.0), (0.0, 0.15, 0.62, 1.0)
@@ -109,7 +109,7 @@ def test_the_prompt_and_what_was_chosen_count_as_used() -> None:
     assert [sampler.next(logits).tolist() for _ in range(3)] == [[1, 0], [2, 1], [0, 2]]
 
 
-def test_what_is_drawn_depends_on_the_number_of_the_prompt() -> None:
+def test_draws_depend_on_the_number_of_the_prompt_and_the_seed() -> None:
     logits = torch.zeros(3, 50)
 
     def drawn(numbers: list[int], seed: int = 1) -> list[list[int]]:

@@ -49,7 +49,7 @@ def test_blanks_before_a_continuation_belong_to_it() -> None:
     assert continuation(ByteTokenizer(), "é", "ü", 100, "x") == Scorable(list("éü".encode()), 2)
 
 
-def test_what_is_too_long_loses_its_beginning_and_nothing_that_is_scored() -> None:
+def test_a_context_that_is_too_long_loses_its_beginning_and_nothing_that_is_scored() -> None:
     cut = continuation(ByteTokenizer(), "abcdef", "gh", 4, "x")
     assert (bytes(cut.tokens), cut.scored) == (b"defgh", 2)
     assert bytes(continuation(ByteTokenizer(), "abcdef", "ghij", 4, "x").tokens) == b"fghij"
@@ -184,7 +184,7 @@ def _questions(folder: Path, **item: Any) -> EvalTask:
 
 
 @pytest.mark.parametrize("answer", [True, False, -1, 2, 1.0, "yes", None])
-def test_what_is_no_answer_to_a_question(answer: Any, tmp_path: Path) -> None:
+def test_an_answer_that_is_no_choice_is_refused(answer: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=re.escape(f"answer is {answer!r}; give the number of a choice, from 0")):
         _multiple_choice(ByteTokenizer(), _questions(tmp_path, answer=answer), 64)
 

@@ -166,7 +166,7 @@ def test_a_flag_that_a_type_does_not_read_is_refused(name: str, type: str) -> No
         ({"type": "GPT2BPETokenizer", "merge_file": "x"}, "GPT2BPETokenizer needs --vocab-file and --merge-file"),
     ],
 )
-def test_what_a_type_cannot_do_without(given: dict[str, Any], message: str) -> None:
+def test_a_type_without_the_flags_that_it_needs_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^--tokenizer-type {message}"):
         build_tokenizer(**given)
     assert build_tokenizer("NullTokenizer", vocab_size=1).vocab_size == 1

@@ -90,7 +90,9 @@ def test_a_sentencepiece_model_is_exported_with_its_ids(tmp_path: Path, kind: st
         ({"model_type": "char"}, "is neither unigram nor BPE"),
     ],
 )
-def test_what_tokenizer_json_cannot_express(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
+def test_a_model_that_tokenizer_json_cannot_express_is_refused(
+    tmp_path: Path, settings: dict[str, Any], problem: str
+) -> None:
     kind = settings.pop("model_type", "bpe")
     tokenizer = build_tokenizer("SentencePieceTokenizer", _sentencepiece(tmp_path, kind, **settings))
     with pytest.raises(ConfigurationError, match=f"^the SentencePiece model {problem}, which tokenizer.json cannot"):

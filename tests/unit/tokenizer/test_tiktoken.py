@@ -156,7 +156,7 @@ def test_preprocessing(tmp_path: Path, vocabulary: tuple[str, int], gpt2_files: 
     assert json.loads((tmp_path / "out_manifest.json").read_text())["tokenizer"]["type"] == type
 
 
-def test_the_flags_decide_the_identity(vocabulary: tuple[str, int], gpt2_files: Path):
+def test_flags_and_files_make_the_identity_of_a_tokenizer(vocabulary: tuple[str, int], gpt2_files: Path):
     path, tokens = vocabulary
     files: dict[str, Any] = {"vocab_file": str(gpt2_files / "vocab.json"), "merge_file": str(gpt2_files / "merges.txt")}
     built = [
@@ -193,7 +193,9 @@ def test_the_flags_decide_the_identity(vocabulary: tuple[str, int], gpt2_files: 
         ({"type": "TikTokenizer", "model": "T", "special_tokens": [*SPECIAL, "<s>"]}, "<s> is there twice"),
     ],
 )
-def test_errors(vocabulary: tuple[str, int], gpt2_files: Path, flags: dict[str, Any], message: str):
+def test_files_and_flags_that_do_not_fit_are_refused(
+    vocabulary: tuple[str, int], gpt2_files: Path, flags: dict[str, Any], message: str
+):
     names = {"V": str(gpt2_files / "vocab.json"), "M": str(gpt2_files / "merges.txt"), "T": vocabulary[0]}
     given: dict[str, Any] = {
         key: names.get(value, value) if isinstance(value, str) else value for key, value in flags.items()
@@ -221,7 +223,7 @@ def test_a_damaged_tiktoken_file(tmp_path: Path, vocabulary: tuple[str, int], ch
         build_tokenizer("TikTokenizer", str(tmp_path / "vocab.json"), vocabulary[1] + 1000)
 
 
-def test_in_a_run(vocabulary: tuple[str, int], gpt2_files: Path):
+def test_a_runs_flags_make_its_tokenizer(vocabulary: tuple[str, int], gpt2_files: Path):
     base = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
     base += "--train-iters 5 --mock-data --device cpu --dry-run "
     config = configure(

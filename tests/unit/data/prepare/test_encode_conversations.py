@@ -229,6 +229,9 @@ def test_a_bad_record_is_named_or_left_out(case: str, tmp_path: Path) -> None:
     [
         ("--chat-template chatml", "--chat-template is not read by --data-format text"),
         ("--seq-length 64", "--seq-length is not read by --data-format text"),
+        ("--train-on-inputs", "--train-on-inputs is not read by --data-format text"),
+        ("--data-format completion --seq-length 1", "--seq-length 1 must be 2 or more"),
+        ("--data-format completion --json-keys a b", "completion reads one column; give one name"),
         ("--data-format completion --chat-template chatml", "is not read by --data-format completion"),
         ("--data-format messages", "the tokenizer has no chat template of its own"),
         ("--data-format messages --chat-template nothing", "is no file, and none of tokenizer, alpaca"),

@@ -288,7 +288,7 @@ def test_a_record_over_the_largest_size_is_named(tmp_path: Path, over: int, take
         records(tmp_path / name, split_on=split_on)
 
 
-def test_what_is_no_text_is_named_with_the_keys_that_there_are():
+def test_a_key_without_text_is_named_with_the_keys_of_the_record():
     """Twenty of them at most, by name, each of a hundred characters at most."""
     fields = {f"k{number:02}": number for number in range(23)}
     with pytest.raises(DataError) as caught:

@@ -184,7 +184,7 @@ def test_long_documents_have_the_bytes_of_short_ones(tmp_path: Path, kind: str, 
 @pytest.mark.usefixtures("sentencepiece_holds_little")
 @pytest.mark.usefixtures("long_is_short")
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_can_neither_be_held_nor_cut_is_named(tmp_path: Path, count: int, normalizing: str):
+def test_a_text_too_long_to_be_held_or_cut_is_named(tmp_path: Path, count: int, normalizing: str):
     kinds = {
         "HuggingFaceTokenizer": (normalizing, 100),
         "SentencePieceTokenizer": (str(GOLDEN / "spm_unigram.model"), 200),

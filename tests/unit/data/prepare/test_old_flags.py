@@ -14,7 +14,7 @@ OLD = (
 )
 
 
-def test_flags_without_bearing_are_taken_with_a_warning_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_old_flags_without_effect_are_taken_with_a_warning_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(40)))
     written = []
     for name, more in (("plain", ""), ("old", OLD)):
@@ -29,7 +29,7 @@ def test_flags_without_bearing_are_taken_with_a_warning_each(tmp_path: Path, cap
 @pytest.mark.parametrize(
     "flag", ["--split-sentences", "--find-optimal-num-workers", "--max-documents 5", "--workers-to-check 1 2 4"]
 )
-def test_what_would_write_other_documents_is_refused(flag: str, tmp_path: Path):
+def test_old_flags_that_would_write_other_documents_are_refused(flag: str, tmp_path: Path):
     line = f"--input in --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer --partitions 2 {flag}"
     with pytest.raises(ConfigurationError, match=f"^{flag.split()[0]} is not supported"):
         preprocess_data.main(line.split())

@@ -351,24 +351,3 @@ def test_a_sample_is_a_text_and_the_ids_that_were_written(length: int):
     assert {one[0] for one in seen} == {"0", "1", "2"}
     assert {one[1] for one in seen} == {"t", "b"}
     assert _encoder("skip")(_block([b"1"])).sample is None
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"workers": 0}, "--workers 0 must be 1 or more"),
-        ({"seq_length": 1, "data_format": "completion"}, "--seq-length 1 must be 2 or more"),
-        ({"chat_template": "chatml"}, "--chat-template is not read by --data-format text"),
-        ({"train_on_inputs": True}, "--train-on-inputs is not read by --data-format text"),
-        ({"seq_length": 8}, "--seq-length is not read by --data-format text"),
-        (
-            {"data_format": "completion", "chat_template": "x"},
-            "--chat-template is not read by --data-format completion",
-        ),
-        ({"data_format": "completion", "json_keys": ("a", "b")}, "completion reads one column; give one name"),
-        ({"data_format": "alpaca", "json_keys": ("a",)}, "reads instruction, input and output; leave out --json-keys"),
-    ],
-)
-def test_flags_that_a_format_does_not_read(tmp_path: Path, given: dict[str, Any], message: str):
-    with pytest.raises(ConfigurationError, match=f"^{message}|{message}"):
-        encode_files(EncodeJob(("none",), str(tmp_path / "out"), "ByteTokenizer", **given))
