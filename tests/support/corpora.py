@@ -20,3 +20,14 @@ def write_windows(prefix: Path, windows: int, seed: int, seq_length: int = 8) ->
     tokens = np.random.default_rng(seed).integers(0, 61, windows * seq_length + 1).astype(np.uint16)
     with IndexedWriter(prefix, np.uint16) as writer:
         writer.add_tokens(tokens.tobytes(), [seq_length] * (windows - 1) + [seq_length + 1])
+
+
+def corpus_of(folder: Path, *lengths: int) -> str:
+    """Documents of 0, 1, 2 ... with these lengths."""
+    tokens = np.arange(sum(lengths), dtype=np.uint16)
+    with IndexedWriter(folder / "text", np.uint16) as writer:
+        at = 0
+        for length in lengths:
+            writer.add_tokens(tokens[at : at + length].tobytes(), [length])
+            at += length
+    return str(folder / "text")
