@@ -24,9 +24,12 @@ def write_windows(prefix: Path, windows: int, seed: int, seq_length: int = 8) ->
         writer.add_tokens(tokens.tobytes(), [seq_length] * (windows - 1) + [seq_length + 1])
 
 
-def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: Any = np.uint16) -> str:
-    """Documents of these tokens; return the name of the pair."""
-    with IndexedWriter(prefix, dtype) as writer:
-        lengths = np.array([len(document) for document in documents])
-        writer.add_tokens(np.array([token for document in documents for token in document], dtype).tobytes(), lengths)
-    return str(prefix)
+def corpus_of(folder: Path, *lengths: int) -> str:
+    """Documents of 0, 1, 2 ... with these lengths."""
+    tokens = np.arange(sum(lengths), dtype=np.uint16)
+    with IndexedWriter(folder / "text", np.uint16) as writer:
+        at = 0
+        for length in lengths:
+            writer.add_tokens(tokens[at : at + length].tobytes(), [length])
+            at += length
+    return str(folder / "text")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ext import device
-from megatron_ext.device import adaptation, external_kernels, fusions
+from megatron_ext.device import adaptation, cuda, external_kernels, fusions
 from megatron_ext.device.adaptation import (
     _gathers_unequal_parts,
     _made_on_cpu,
@@ -16,6 +16,7 @@ from megatron_ext.device.adaptation import (
     _splits_as_numbers,
     _type_as_on_cuda,
 )
+from megatron_ext.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
@@ -181,3 +182,21 @@ def test_packages_that_nobody_asked_for_are_as_if_they_were_not_there(
             f"Adam, norm and clipping are torch's; {' and '.join(titles[name] for name in left)} {verb} installed and "
             f"not used ({flags} takes it)"
         )
+
+
+def test_a_process_has_one_device() -> None:
+    here = device.current()
+    assert device.install("cpu") is device.install("auto") is here
+    with pytest.raises(RuntimeError, match="device 'cpu' is installed; it cannot become 'cuda'"):
+        device.install("cuda")
+
+
+@pytest.mark.parametrize(("rank", "seen"), [("2", 2), ("0", 0)])
+def test_a_local_rank_without_a_gpu_is_told_so(rank: str, seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_current", None)
+    monkeypatch.setattr(device.sys, "modules", {"torch": torch, cuda.__name__: cuda})  # as before the engine's import
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    with pytest.raises(ConfigurationError, match=f"local rank {rank} needs GPU {rank}, but torch sees {seen}"):
+        device.install("cuda")

@@ -1,27 +1,31 @@
-"""Prompts and items of tasks as files hold them."""
+"""Prompts and documents in files: where a line ends, and what a line must have."""
 
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.errors import DataError
-from megatron_ext.inference.files import read_documents, read_items, read_prompts
+from megatron_ext.inference import files
 
 
-def test_files_of_items(tmp_path: Path) -> None:
-    path = tmp_path / "items.jsonl"
-    path.write_text('{"text": "a\\nb"}\n\n{"text": "c"}\n')
-    assert read_documents(path) == ["a\nb", "c"]
-    (tmp_path / "all.txt").write_text("a\nb\n")
-    assert read_documents(tmp_path / "all.txt") == ["a\nb\n"]
-    assert read_prompts(tmp_path / "all.txt") == ["a", "b"]
-    (tmp_path / "all.txt").write_bytes("a\u2028b\x0cc\r\n\né\n".encode())
-    assert read_prompts(tmp_path / "all.txt") == ["a\u2028b\x0cc", "é"], "a line of a prompt file ends where JSON's do"
-    path.write_text('{"text": "a\u2028b"}\n', encoding="utf-8")
-    assert read_documents(path) == ["a\u2028b"]
-    path.write_text('{"text": "a"}\n{"txt": "b"}\n')
-    with pytest.raises(DataError, match=r"items\.jsonl:2: no text"):
-        list(read_items(path, ["text"]))
-    path.write_text('{"text": 4}\n')
-    with pytest.raises(DataError, match=r"items\.jsonl:1: text is int"):
-        read_documents(path)
+def test_lines_of_files_end_with_line_feeds_alone(tmp_path: Path) -> None:
+    """Unicode has other ends of lines, which may stand in a text; a mark of the byte order is no part of it."""
+    odd = "a\u2028b\u0085c\x0cd"
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(f'\ufeff{{"prompt": "{odd.replace(chr(12), "")}"}}\n \n\r\n{{"prompt": ""}}\r\n'.encode())
+    found = list(files.read_items(path, ["prompt"]))
+    assert found == [
+        (f"{path}:1", {"prompt": odd.replace("\x0c", "")}),
+        (f"{path}:4", {"prompt": ""}),
+    ]
+    for name in ("p.json", "p.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "x", "text": "y"}')
+        assert files.read_prompts(tmp_path / name) == ["x"]
+        assert files.read_documents(tmp_path / name) == ["y"]
+    (tmp_path / "p.txt").write_bytes(f"\ufeff{odd}\r\n\n  \nlast".encode())
+    assert files.read_prompts(tmp_path / "p.txt") == [odd, "  ", "last"]
+    assert files.read_documents(tmp_path / "p.txt") == [f"{odd}\r\n\n  \nlast"]
+    for wrong in ('["prompt"]', '"prompt"', "{}"):
+        path.write_text(f"\n{wrong}\n")
+        with pytest.raises(DataError, match=r"jsonl:2: no prompt; a line must be an object with prompt"):
+            list(files.read_items(path, ["prompt"]))

@@ -1,5 +1,4 @@
-"""Folders of Hugging Face, read and written: which file, which dtype, which rows and columns, and what lies next to the
-weights."""
+"""Folders of Hugging Face, read and written: files, dtypes, rows and columns, and what lies next to the weights."""
 
 import dataclasses
 import json

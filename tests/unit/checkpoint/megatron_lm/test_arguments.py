@@ -1,5 +1,4 @@
-"""Flags, names and counts in a checkpoint of Megatron-LM: each switch by itself, in all combinations, with no two
-values alike."""
+"""Flags, names of tensors and numbers in a checkpoint that Megatron-LM wrote; no two values are alike."""
 
 import io
 import itertools

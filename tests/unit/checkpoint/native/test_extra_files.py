@@ -1,6 +1,7 @@
 """The tokenizer's files that lie in a checkpoint."""
 
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.checkpoint.native import extra_files
 from megatron_ext.config.schema import DataConfig
@@ -25,7 +26,7 @@ def test_files_of_every_kind_of_tokenizer(tmp_path: Path) -> None:
     }
     for kind, kept in names.items():
         checkpoint = tmp_path / f"of {kind}"
-        given = {flag: str(tmp_path / name) for flag, name in flags.items()}
+        given: dict[str, Any] = {flag: str(tmp_path / name) for flag, name in flags.items()}
         if kind == "HuggingFaceTokenizer":
             given["tokenizer_model"] = str(checkpoint / "tokenizer")
             expected = {"tokenizer.json": checkpoint / "tokenizer" / "tokenizer.json"}

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_ext.checkpoint.native import safe_reading, torch_dist
-from megatron_ext.checkpoint.native.safe_reading import SafeReader
+from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files, read_metadata
 from megatron_ext.checkpoint.native.torch_archive import archive, check_archive, place_of_elements, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 
@@ -198,3 +201,43 @@ def test_records_of_more_than_four_gigabytes_are_found(tmp_path: Path) -> None:
 
 def test_an_archive_without_elements_is_one(tmp_path: Path) -> None:
     checked(archive(b"\x80\2}.", None)[0], tmp_path)
+
+
+def test_a_part_of_a_chunk_goes_to_its_place_in_the_tensor(tmp_path: Path) -> None:
+    """Rows 1 and 2, columns 2 to 5 of the chunk, to rows 3 and 4, columns 1 to 4."""
+    whole = torch.arange(24.0).view(4, 6)
+    checkpoint(tmp_path, {}, {"w": ([4, 6], saved(whole))})
+    reader, planner, target = SafeReader(tmp_path), DefaultLoadPlanner(), torch.zeros(5, 6)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner({"w": target}, metadata, True)
+    place, offsets = MetadataIndex("w", torch.Size((0, 0)), 0), (torch.Size((3, 1)), torch.Size((1, 2)))
+    item = ReadItem(LoadItemType.TENSOR, MetadataIndex("w"), offsets[0], place, offsets[1], torch.Size((2, 3)))
+    reader.read_data(LoadPlan([item]), planner).wait()
+    expected = torch.zeros(5, 6)
+    expected[3:5, 1:4] = whole[1:3, 2:5]
+    assert torch.equal(target, expected)
+
+
+def test_metadata_is_parsed_once_in_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+    parse = torch_dist.read_inert
+
+    def noted(content: bytes, allowed: Any) -> Any:
+        parsed.append(content)
+        return parse(content, allowed)
+
+    monkeypatch.setattr(torch_dist, "read_inert", noted)
+    one, other = (torch_dist.write({}, {"o": Chunk((), (), "x", 0, length)}) for length in (7, 8))
+
+    def lengths(*contents: bytes) -> list[int]:
+        """What is read of each, by torch's own objects, which are made anew."""
+        found = [read_metadata(io.BytesIO(content)).storage_data for content in contents]
+        assert len({id(places) for places in found}) == len(contents)
+        return [place.length for places in found for place in places.values()]
+
+    with no_code_from_files(tmp_path):
+        assert lengths(one, one, one, other, other, one) == [7, 7, 7, 8, 8, 7]
+        assert parsed == [one, other, one]
+    assert lengths(one, one) == [7, 7]
+    assert len(parsed) == 5, "nothing is kept afterwards"

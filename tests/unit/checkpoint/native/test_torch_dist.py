@@ -1,5 +1,4 @@
-"""Shards from a stranger's file to the tensors that a rank reads: what metadata may claim, which part is read into
-which place, who compares which file, and which tensors differ."""
+"""Metadata of a checkpoint from anybody: what it may claim, and where it says that elements lie."""
 
 import errno
 import io
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megatron_ext.checkpoint.dtypes import code_of
 from megatron_ext.checkpoint.native import safe_reading, torch_dist
 from megatron_ext.checkpoint.native.part_reading import read_part
-from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Properties, Saved, Tensor
 from megatron_ext.untrusted.inert_pickle import read as read_inert
@@ -181,42 +179,3 @@ def test_torchs_metadata_says_what_the_file_says(monkeypatch: pytest.MonkeyPatch
 
 
 SIZES = {"e": 5, "a": 50, "d": 4, "b": 40, "c": 4}
-
-
-class _Held:
-    """Tensors without a file."""
-
-    def __init__(self, path: str, **values: torch.Tensor):
-        self.path, self.values = path, values
-
-    def names(self) -> list[str]:
-        return list(self.values)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.values[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.values[name].dtype
-
-    def read(self, name: str) -> torch.Tensor:
-        return self.values[name]
-
-
-def test_tensors_that_differ_are_named_with_how_much() -> None:
-    """Bit for bit: a zero with a sign is another one, and NaN is as NaN."""
-    nan = torch.tensor([float("nan")])
-    one: Any = _Held("A", same=nan, zero=torch.zeros(1), w=torch.tensor([3.0, 4.0]), form=torch.ones(2), a=nan)
-    other: Any = _Held("B", same=nan, zero=-torch.zeros(1), w=torch.tensor([3.0, 4.5]), form=torch.ones(2, 1), b=nan)
-    assert list(differences(one, other)) == [
-        "zero: largest difference 0.000e+00, norm of the difference 0.000e+00 of the norm",
-        "w: largest difference 5.000e-01, norm of the difference 1.000e-01 of the norm",
-        "form: [2] float32 and [2, 1] float32",
-        "a: only in A",
-        "b: only in B",
-    ]
-
-
-def test_weights_are_listed_before_the_optimizers_state() -> None:
-    made: Any = object.__new__(Tensors)
-    made._entries = dict.fromkeys(("optimizer.state.exp_avg.a", "z.weight", "b.weight", "optimizer.state.exp_avg"))
-    assert made.names() == ["b.weight", "z.weight", "optimizer.state.exp_avg", "optimizer.state.exp_avg.a"]
