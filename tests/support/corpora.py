@@ -1,8 +1,6 @@
 """Small corpora, as preprocessing leaves them."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
