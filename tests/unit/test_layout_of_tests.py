@@ -21,9 +21,9 @@ def counterparts(folder: Path, root: Path = ROOT) -> set[str]:
     """Names of the modules and pages that tests in `tests/unit/<folder>` may be about.
 
     A folder of tests is named after a folder of megatron_ext, of the repository (tools, benchmarks, docs, examples) or
-    of tests (support). What tools/ starts is a module of cli/, whose tests are in cli/.
+    of tests (support). What a script of tools/ starts is a module of cli/: its tests may be in cli/, too.
     """
-    places = [root / "megatron_ext" / folder]
+    places = [root / "megatron_ext" / folder, *([root / "tools"] if folder == Path("cli") else [])]
     if folder.parts:
         places += [root / folder, root / "tests" / folder]
     else:

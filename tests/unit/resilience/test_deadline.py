@@ -96,7 +96,7 @@ def seen_by_the_watch(ago: float, seconds: float, signalled: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ago", "seconds", "signalled", "code"), [(100.0, 60.0, False, 75), (100.0, 60.0, True, 75), (1.0, 60.0, False, 0)]
+    ("ago", "seconds", "signalled", "code"), [(29.2, 30.0, False, 75), (100.0, 60.0, True, 75), (1.0, 60.0, False, 0)]
 )
 def test_a_signal_that_the_watch_alone_has_seen_counts(
     ago: float, seconds: float, signalled: bool, code: int, begin: Callable[..., Forked]
