@@ -440,9 +440,3 @@ def test_no_room_is_crowded() -> None:
         lines[room_of(path)] += len(source(path).splitlines())
     crowded = {room: f"{held / lines.total():.1%}" for room, held in lines.items() if held > 0.15 * lines.total()}
     assert not crowded, f"move what these rooms hold besides their one subject: {crowded}"
-
-
-def test_no_two_test_files_share_a_name() -> None:
-    """Ranks import a test's module by its name alone, and would get the other one."""
-    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")]
-    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
