@@ -92,7 +92,9 @@ def _score_in_two_parts(folder: str, sequences: list[tuple[list[int], int]]) -> 
     from megatron_ext.inference.scoring import Scorable, score
     from megatron_ext.train.trained_model import load_trained
 
-    model = load_trained(["--load", f"{folder}/model", "--device", "cpu", "--tensor-model-parallel-size", "2"])
+    layout = ["--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "16"]
+    model = load_trained(["--load", f"{folder}/model", "--device", "cpu", *layout])
+    assert model.config.model.padded_vocab_size == 288, "a half has 144"
     scores = score(model, [Scorable(*sequence) for sequence in sequences], 4)
     return [(one.log_likelihood, one.greedy) for one in scores]
 
