@@ -1,11 +1,20 @@
 """What several files of unit tests ask for by name."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.crashes import Disk
+
+
+@pytest.fixture(autouse=True)
+def _own_streams() -> Iterator[None]:
+    """The program puts its own streams in the place of Python's; the next test has its own."""
+    streams = sys.stdout, sys.stderr
+    yield
+    sys.stdout, sys.stderr = streams
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ CODES = {
     "NumericError": 70,
     "MemoryExhaustedError": 71,
     "StorageError": 74,
+    "FolderRemovedError": 74,
     "StoppedBySignal": 75,
     "StoppedBefore": 75,
     "PeerLostError": 76,

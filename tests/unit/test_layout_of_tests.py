@@ -12,7 +12,6 @@ OF_ALL_SOURCES = {
     "test_docstrings.py",
     "test_layout_of_tests.py",
     "test_test_suite.py",
-    "test_wheel.py",
 }
 """Tests that look at every file of the repository, or at all that is installed."""
 
@@ -32,7 +31,7 @@ def counterparts(folder: Path, root: Path = ROOT) -> set[str]:
         file.stem.lower().replace(".", "_")
         for place in places
         for file in place.glob("*.*")
-        if file.suffix in (".py", ".md", ".sh")
+        if file.suffix in (".py", ".md", ".sh", ".toml")
     }
     packages = {package.parent.name for place in places if folder.parts for package in place.glob("*/__init__.py")}
     packages |= {example.name for example in (root / "examples").glob("*/") if folder == Path("examples")}

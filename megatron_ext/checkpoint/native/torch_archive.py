@@ -224,7 +224,7 @@ def _wide_numbers(extra: bytes) -> Iterator[int]:
     while extra:
         kind, size = struct.unpack_from("<2H", extra)
         if kind == 1:
-            yield from struct.unpack_from(f"<{size // 8}Q", extra, 4)
+            yield from (number for (number,) in struct.iter_unpack("<Q", extra[4 : 4 + size // 8 * 8]))
         extra = extra[4 + size :]
     raise _no_archive()
 

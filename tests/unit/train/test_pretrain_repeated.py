@@ -266,7 +266,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[TrainingError], str]] = {
     "the optimizer's class": (
         {"optimizer": torch.optim.SGD},
         ConfigurationError,
-        "optimizer= is type: give OptimizerTraits (megatron_ext.config.derived.optimizers)",
+        "optimizer= is type: give OptimizerTraits (config/derived/optimizers.py)",
     ),
     "an optimizer that is not there": (
         {"optimizer": OptimizerTraits("own", "Own", "torch.optim:Own", {}, (), frozenset(), "adam")},

@@ -22,7 +22,8 @@ from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
 from megatron_ext.checkpoint.native import manifest, torch_dist
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.families import family_of
+from megatron_ext.families import ParameterMapping, RowRange, family_of
+from megatron_ext.parts.parameter import Parameter
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from tests.support.small_models import LLAMA as LLAMA_FLAGS
 from tests.support.small_models import small_config
@@ -166,11 +167,9 @@ def test_files_are_filled_to_the_last_byte(tmp_path: Path) -> None:
 
 
 def _mapping(spans: list[tuple[str, int, int, int]], *, transposed: bool = False) -> Any:
-    ranges = [
-        SimpleNamespace(tensor=tensor, start=start, count=count, tensor_start=place)
-        for tensor, start, count, place in spans
-    ]
-    return SimpleNamespace(ranges=ranges, transposed=transposed)
+    ranges = tuple(RowRange(tensor, place, start, count) for tensor, start, count, place in spans)
+    parameter = Parameter("weight", (1, 1), 0, "zeros")  # its sizes are those of the ranges
+    return ParameterMapping(parameter, ranges, transposed)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
