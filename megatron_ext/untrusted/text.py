@@ -42,18 +42,13 @@ def read_file(path: str | os.PathLike[str], most: int, *, pipes: bool = False) -
         ExcessiveError: the file has more bytes, or is no regular file.
         OSError: the file cannot be read.
     """
-    if is_named_pipe(path) if pipes else not stat.S_ISREG(os.stat(path).st_mode):
+    if _is_named_pipe(path) if pipes else not stat.S_ISREG(os.stat(path).st_mode):
         raise ExcessiveError("it is no regular file")
     with open(path, "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise ExcessiveError(f"it has more than {most:,} bytes")
     return content
-
-
-def is_named_pipe(path: str | os.PathLike[str]) -> bool:
-    """Return whether a pipe lies there. One of `<(...)` is none: it leads to /proc/N/fd/pipe:[N], which is no path."""
-    return Path(os.path.realpath(path)).is_fifo()
 
 
 def load_json(content: bytes) -> Any:
@@ -74,6 +69,11 @@ def load_json(content: bytes) -> Any:
         raise
     except ValueError as error:  # UnicodeError is one
         raise TextError(str(error)) from None
+
+
+def _is_named_pipe(path: str | os.PathLike[str]) -> bool:
+    """Return whether a pipe lies there. One of `<(...)` is none: it leads to /proc/N/fd/pipe:[N], which is no path."""
+    return Path(os.path.realpath(path)).is_fifo()
 
 
 def _check_brackets(text: str) -> None:

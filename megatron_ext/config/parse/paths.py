@@ -12,7 +12,6 @@ from typing import Any, Literal
 from megatron_ext.config.parse.blend import DATA_PATH_NAMES, is_url, read_blend
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.errors import StorageError
-from megatron_ext.untrusted.text import is_named_pipe
 
 Use = Literal["read", "folder", "written"]
 """What a path is for: a file or folder that is read, a folder that is written in, or a file that is written."""
@@ -77,7 +76,8 @@ def path_problem(flag: str, path: str, use: Use) -> str | None:
     what = "a folder" if stat.S_ISDIR(kind) else "no file, but a pipe, a socket or a device"
     if use == "written" and not (stat.S_ISREG(kind) or stat.S_ISCHR(kind)):
         return f"{named} is {what}, and a file is to be written there; remove it, or give another path"
-    if use == "read" and (stat.S_ISSOCK(kind) or is_named_pipe(path)):
+    if use == "read" and (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
+        # Not even `<(...)`: what a flag names is read more than once, and a pipe is empty the second time.
         return f"{named} is {what}, and a file is to be read there; give another path"
     if use == "folder" and flag != "--save" and not stat.S_ISDIR(kind):  # --save says it with its lock
         return f"{named} is no folder, and files are to be written in it; remove it, or give another path"

@@ -1,6 +1,5 @@
 """A pipe or a folder in the place of a file that a tool writes is neither waited for nor a fault of the program."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -11,8 +10,10 @@ import pytest
 
 from megatron_ext.plan.timeline import Pass
 from megatron_ext.telemetry import schedule_record
+from megatron_ext.telemetry.jsonl import MetricsFile
 from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep
 from tests.support.corpora import write_documents
+from tests.support.samples import step
 
 ROOT = Path(__file__).parents[3]
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
@@ -42,13 +43,13 @@ OUTPUTS = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with what the lines name."""
     monkeypatch.chdir(tmp_path)
-    row = {"iteration": 1, "lm_loss": 2.0, "elapsed_ms": 100.0, "global_batch_size": 4, "world_size": 1}
-    Path("metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with MetricsFile("metrics.jsonl", 0) as file:
+        file.write(step())
     Path("texts.jsonl").write_text('{"text": "a text"}\n')
     Path("pairs").mkdir()
     write_documents(Path("pairs/a"), [[1, 2, 3]])
-    step = RecordedStep(1, 0.0, 1.0, (Pass(True, 0, 0, 0.0, 0.5), Pass(False, 0, 0, 0.5, 1.0)), (), ())
-    schedule_record.write(Path(schedule_record.FOLDER), RankRecord(Place(0, 1, 0, 1, 1, 1), (step,)))
+    recorded = RecordedStep(1, 0.0, 1.0, (Pass(True, 0, 0, 0.0, 0.5), Pass(False, 0, 0, 0.5, 1.0)), (), ())
+    schedule_record.write(Path(schedule_record.FOLDER), RankRecord(Place(0, 1, 0, 1, 1, 1), (recorded,)))
     return tmp_path
 
 
