@@ -36,10 +36,10 @@ def path_problems(values: Mapping[str, Any]) -> list[str]:
 
 
 def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Use]]:
-    for name in (*_READ, *_FOLDERS, *_FILES):
-        path = values.get(name)
-        if isinstance(path, str) and not is_url(path):
-            yield flag_of(name), path, "written" if name in _FILES else "folder" if name in _FOLDERS else "read"
+    uses: tuple[tuple[tuple[str, ...], Use], ...] = ((_READ, "read"), (_FOLDERS, "folder"), (_FILES, "written"))
+    for names, use in uses:
+        paths = ((name, values.get(name)) for name in names)
+        yield from ((flag_of(name), path, use) for name, path in paths if isinstance(path, str) and not is_url(path))
     for word in values.get("skip_samples") or ():
         if not re.fullmatch(r"[\d-]+", word):  # a number or a range
             yield "--skip-samples", word, "read"

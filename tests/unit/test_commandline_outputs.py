@@ -15,7 +15,7 @@ from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedSt
 from tests.support.corpora import write_documents
 from tests.support.samples import step
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 MODEL += " --vocab-size 100 --micro-batch-size 1 --global-batch-size 4"
 
