@@ -38,8 +38,10 @@ def path_problems(values: Mapping[str, Any]) -> list[str]:
 def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Use]]:
     uses: tuple[tuple[tuple[str, ...], Use], ...] = ((_READ, "read"), (_FOLDERS, "folder"), (_FILES, "written"))
     for names, use in uses:
-        paths = ((name, values.get(name)) for name in names)
-        yield from ((flag_of(name), path, use) for name, path in paths if isinstance(path, str) and not is_url(path))
+        for name in names:
+            path = values.get(name)
+            if isinstance(path, str) and not is_url(path):
+                yield flag_of(name), path, use
     for word in values.get("skip_samples") or ():
         if not re.fullmatch(r"[\d-]+", word):  # a number or a range
             yield "--skip-samples", word, "read"
@@ -48,9 +50,12 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Use]]:
             prefixes = read_blend(values.get(name) or ()).prefixes
         except ValueError:
             continue  # the rules say what is wrong with it
-        yield from ((flag_of(name), f"{prefix}.bin", "read") for prefix in prefixes if not is_url(prefix))
+        for prefix in prefixes:
+            if not is_url(prefix):
+                yield flag_of(name), f"{prefix}.bin", "read"
     if isinstance(save := values.get("save"), str) and os.path.isdir(save):
-        yield from (("--save", str(Path(save, name)), "written") for name in _IN_SAVE)
+        for name in _IN_SAVE:
+            yield "--save", str(Path(save, name)), "written"
 
 
 def path_problem(flag: str, path: str, use: Use) -> str | None:
