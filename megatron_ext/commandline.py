@@ -9,9 +9,11 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Container
+from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_ext.errors import ConfigurationError, TrainingError
+from megatron_ext.durable import only_files
+from megatron_ext.errors import ConfigurationError, StorageError, TrainingError
 from megatron_ext.terminal import note
 
 
@@ -99,6 +101,19 @@ def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
         return argv, []
     place = argv.index("--")
     return argv[:place], argv[place + 1 :]
+
+
+def write_output(flag: str, path: str | Path, text: str) -> None:
+    """Write the file that a tool's flag names, in UTF-8.
+
+    Raises:
+        StorageError: it cannot be written, or a folder or a pipe is in its place.
+    """
+    try:
+        with open(path, "w", encoding="utf-8", opener=only_files) as file:
+            file.write(text)
+    except OSError as error:
+        raise StorageError(f"{flag} {path} cannot be written: {error.strerror}; give another path") from error
 
 
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:

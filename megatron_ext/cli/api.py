@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import megatron_ext
-from megatron_ext.commandline import ToolParser
+from megatron_ext.commandline import ToolParser, write_output
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import say
 
@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "README.md").write_text(index(), encoding="utf-8")
+        write_output("--output", options.output / "README.md", index())
         for room in rooms():
-            (options.output / f"{room}.md").write_text(page(room), encoding="utf-8")
+            write_output("--output", options.output / f"{room}.md", page(room))
         say(f"wrote {len(rooms()) + 1} files to {options.output}")
     else:
         say(index() if options.room is None else page(options.room), end="")

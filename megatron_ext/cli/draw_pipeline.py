@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from megatron_ext.checkpoint.native.resume import look
-from megatron_ext.commandline import ToolParser, split_at_dashes
+from megatron_ext.commandline import ToolParser, split_at_dashes, write_output
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import resolve
 from megatron_ext.errors import ConfigurationError
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         timeline = schedule_record.timeline(records, options.step, options.pipeline)
         remarks = slow_stages(timeline.lanes)
         if options.trace is not None:
-            options.trace.write_text(schedule_record.merged(records))
+            write_output("--trace", options.trace, schedule_record.merged(records))
     else:
         timeline = _simulated(training, options.world_size, options.device, options.gpus_per_node, options.microbatches)
     if options.trace is not None and options.run is None:
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     lines = as_text(timeline, width, colour=sys.stdout.isatty())
     say("\n".join([*lines, *(["", *remarks] if remarks else [])]), colours=COLOURS)
     if options.html is not None:
-        options.html.write_text(as_page(timeline, remarks), encoding="utf-8")
+        write_output("--html", options.html, as_page(timeline, remarks))
     return 0
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.native.resume import look
-from megatron_ext.commandline import ToolParser, split_at_dashes
+from megatron_ext.commandline import ToolParser, split_at_dashes, write_output
 from megatron_ext.config.parse.arguments import Typed, parse
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.errors import ConfigurationError
@@ -177,7 +177,7 @@ def _write_json(options: argparse.Namespace, found: dict[str, Any]) -> None:
     if _is_stdout(options):
         say(text, end="")
     else:
-        Path(options.json).write_text(text)
+        write_output("--json", options.json, text)
 
 
 def _is_stdout(options: argparse.Namespace) -> bool:

@@ -9,7 +9,7 @@ pipeline (--record-schedule), its page draws a step of it, too.
 
 from pathlib import Path
 
-from megatron_ext.commandline import ToolParser
+from megatron_ext.commandline import ToolParser, write_output
 from megatron_ext.plan.timeline import Timeline
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.curve import RunHistory, loss_chart, read_history, summary
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         say()
         say("\n".join(summary(history)))
     if options.html is not None:
-        options.html.write_text(_page(runs), encoding="utf-8")
+        write_output("--html", options.html, _page(runs))
         say(f"page             {options.html}")
     return 0
 

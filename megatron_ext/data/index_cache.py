@@ -20,6 +20,10 @@ from megatron_ext.config.parse.blend import is_url
 from megatron_ext.data.integrity import open_index
 from megatron_ext.data.stored import cache_root, open_bin
 from megatron_ext.durable import replacing
+from megatron_ext.untrusted.text import read_file
+
+_LARGEST = 1 << 24
+"""Most bytes of a description."""
 
 
 class CachedGPTDataset(GPTDataset):
@@ -127,7 +131,7 @@ def load_or_build(
     paths = [folder / f"{stem}-{name}.npy" for name in names]
     description_path = folder / f"{stem}-description.txt"
     try:
-        if description_path.read_text(encoding="utf-8") == description:
+        if read_file(description_path, _LARGEST) == description.encode():
             return _mapped(paths)
     except (FileNotFoundError, NotADirectoryError, ValueError, EOFError):
         pass  # not there, or not whole: a machine that went down may leave a file without its content

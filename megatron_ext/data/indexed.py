@@ -21,7 +21,7 @@ import numpy as np
 from megatron_ext.data.mask import HEADER as MASK_HEADER
 from megatron_ext.data.mask import header as mask_header
 from megatron_ext.data.mask import mask_path
-from megatron_ext.durable import sync, sync_file
+from megatron_ext.durable import only_files, sync, sync_file
 from megatron_ext.errors import ConfigurationError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -157,7 +157,7 @@ class IndexedWriter:
     def finish(self) -> None:
         """Write the index, put everything on the disk, and give both files their names."""
         self.commit()
-        with open(_partial(self._idx_path), "wb") as idx:
+        with open(_partial(self._idx_path), "wb", opener=only_files) as idx:
             self._write_index(idx)
             sync_file(idx)
         self._idx_path.unlink(missing_ok=True)
@@ -214,7 +214,7 @@ class IndexedWriter:
 
 def _open_locked(path: Path, size: int) -> BinaryIO:
     """Open a file for appending behind its first `size` bytes, for this process alone."""
-    file = open(path, "ab")  # noqa: SIM115 (closed by the writer)
+    file = open(path, "ab", opener=only_files)  # noqa: SIM115 (closed by the writer)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -19,7 +19,8 @@ from typing import Protocol
 from megatron_ext.config.parse.blend import is_url
 from megatron_ext.data.remote import RemoteFile
 from megatron_ext.data.threads import DaemonThreads
-from megatron_ext.durable import replacing
+from megatron_ext.durable import only_files, replacing
+from megatron_ext.errors import StorageError
 
 _COPIED = 1 << 23  # bytes fetched at a time
 _THREADS = 16
@@ -62,14 +63,20 @@ def _copied(url: str) -> Path:
     path = folder / name
     if path.exists():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another rank may be copying it
-        if not path.exists():
-            with replacing(path) as out:
-                for offset in range(0, file.size, _COPIED):
-                    out.write(file.read(offset, _COPIED))
-                file.check_unchanged()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w", opener=only_files) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another rank may be copying it
+            if not path.exists():
+                with replacing(path) as out:
+                    for offset in range(0, file.size, _COPIED):
+                        out.write(file.read(offset, _COPIED))
+                    file.check_unchanged()
+    except OSError as error:
+        raise StorageError(
+            f"{url} cannot be copied to {folder}: {error.strerror} ({error.filename}). Free space or fix what is wrong "
+            "there, or name another folder in XDG_CACHE_HOME."
+        ) from error
     return path
 
 

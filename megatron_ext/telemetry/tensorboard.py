@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.durable import keep
+from megatron_ext.durable import keep, only_files
 from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.metrics import Metrics, Sample, SampleMetrics
 from megatron_ext.telemetry.scalars import scalars, scalars_against_samples
@@ -124,7 +124,7 @@ def _kept(path: Path, iteration: int, samples: int) -> Iterator[tuple[int, int]]
 def _records(path: Path) -> Iterator[tuple[int, int, bytes]]:
     """Yield begin, end and content of each whole record: its length and that's checksum, content, checksum."""
     begin, size = 0, path.stat().st_size
-    with path.open("rb") as file:
+    with open(path, "rb", opener=only_files) as file:
         while begin + _HEAD.size <= size:
             (length,) = _HEAD.unpack(file.read(_HEAD.size))
             end = begin + _HEAD.size + length + _CHECKSUM

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
 
+from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError
 
 TRAINABLE_TYPES = ("hf-bpe", "sentencepiece-bpe", "sentencepiece-unigram")
@@ -46,7 +47,8 @@ def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> 
     if found < vocab_size:
         raise ConfigurationError(f"--vocab-size {vocab_size}: the text has merges for {found} entries; use {found}")
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    with replacing(folder / "tokenizer.json") as file:
+        file.write(tokenizer.to_str(pretty=True).encode())
     settings = {
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
@@ -54,7 +56,8 @@ def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> 
         "model_max_length": 10**30,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    with replacing(folder / "tokenizer_config.json") as file:
+        file.write(json.dumps(settings, indent=2).encode() + b"\n")
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, folder: Path, model_type: str) -> None:
@@ -84,4 +87,5 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, folder: Path, mod
     except RuntimeError as error:
         raise ConfigurationError(f"--vocab-size {vocab_size} --type sentencepiece-{model_type}: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    with replacing(folder / "tokenizer.model") as file:
+        file.write(model.getvalue())

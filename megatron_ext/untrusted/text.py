@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+from pathlib import Path
 from typing import Any
 
 DEPTH = 32
@@ -35,12 +36,13 @@ def read_file(path: str | os.PathLike[str], most: int, *, pipes: bool = False) -
     """Return the content of a file of at most so many bytes.
 
     Args:
-        pipes: whether it may be something else than a regular file, which may be waited for without end.
+        pipes: whether it may be something else than a regular file, as the shell's `<(...)`; but not a pipe that has a
+            name, to which perhaps nobody ever writes.
     Raises:
         ExcessiveError: the file has more bytes, or is no regular file.
         OSError: the file cannot be read.
     """
-    if not pipes and not stat.S_ISREG(os.stat(path).st_mode):
+    if _is_named_pipe(path) if pipes else not stat.S_ISREG(os.stat(path).st_mode):
         raise ExcessiveError("it is no regular file")
     with open(path, "rb") as file:
         content = file.read(most + 1)
@@ -67,6 +69,11 @@ def load_json(content: bytes) -> Any:
         raise
     except ValueError as error:  # UnicodeError is one
         raise TextError(str(error)) from None
+
+
+def _is_named_pipe(path: str | os.PathLike[str]) -> bool:
+    """Return whether a pipe lies there. One of `<(...)` is none: it leads to /proc/N/fd/pipe:[N], which is no path."""
+    return Path(os.path.realpath(path)).is_fifo()
 
 
 def _check_brackets(text: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_ext.durable import only_files
+
 _PIECE = 1 << 26  # bytes
 
 
@@ -80,7 +82,7 @@ def _opened(temporary: Path, files: contextlib.ExitStack) -> tuple[Any, str | No
     """Open a file to receive into; where that fails, return what failed. The pieces come all the same."""
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
-        return files.enter_context(temporary.open("wb", buffering=0)), None
+        return files.enter_context(open(temporary, "wb", buffering=0, opener=only_files)), None
     except OSError as error:
         return None, f"{error.strerror}: {error.filename}"
 

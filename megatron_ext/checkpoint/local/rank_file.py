@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import torch
 
+from megatron_ext.durable import only_files
 from megatron_ext.errors import DataError
 from megatron_ext.untrusted.text import load_json
 
@@ -56,7 +57,7 @@ def write(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tens
     header += b" " * (_aligned(16 + len(header)) - 16 - len(header))
     temporary = path.with_name(f"{path.name}.partial")
     try:
-        with temporary.open("wb", buffering=0) as file:
+        with open(temporary, "wb", buffering=0, opener=only_files) as file:
             crc = _write_counted(file.write, (_MAGIC + _LENGTH.pack(len(header)) + header, *_pieces(tensors)))
             _write_all(file.write, _CRC.pack(crc))
         os.replace(temporary, path)

@@ -130,6 +130,7 @@ def parse(argv: Sequence[str]) -> Typed:
 
     Raises:
         ConfigurationError: with every unknown flag, missing or ill-typed value and refused Megatron flag.
+        StorageError: as `read`.
     """
     typed = read(argv)
     if typed.problems:
@@ -138,7 +139,11 @@ def parse(argv: Sequence[str]) -> Typed:
 
 
 def read(argv: Sequence[str]) -> Typed:
-    """Return what `parse` returns, with the problems in it instead of raised."""
+    """Return what `parse` returns, with the problems in it instead of raised.
+
+    Raises:
+        StorageError: this process may not read a file that gives further values.
+    """
     command_line = _Reading()
     for flag, inline, words in _flags(argv, command_line.problems):
         _read_flag(command_line, flag, inline, words)
@@ -344,8 +349,11 @@ def _similarity(name: str, other: str) -> float:
 
 def _read_file(reading: _Reading, path: str) -> None:
     from megatron_ext.config.parse.files import read_yaml
+    from megatron_ext.config.parse.paths import path_problem
 
     try:
+        if (problem := path_problem("--config", path, "read")) is not None:
+            raise ConfigurationError(problem)
         content = read_yaml(path)
     except ConfigurationError as error:
         reading.problems += error.problems

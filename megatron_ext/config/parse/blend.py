@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.config.parse.data_lists import LIST_NAMES
 from megatron_ext.config.parse.options import flag_of
 
+LIST_NAMES = ("data_args_path", "per_split_data_args_path")
 DATA_PATH_NAMES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 

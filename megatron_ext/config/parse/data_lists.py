@@ -8,10 +8,11 @@ names the data itself.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_ext.config.parse.blend import LIST_NAMES
 from megatron_ext.config.parse.options import flag_of
+from megatron_ext.config.parse.paths import path_problem
 from megatron_ext.untrusted.text import TextError, load_json, read_file
 
-LIST_NAMES = ("data_args_path", "per_split_data_args_path")
 _MOST_BYTES = 2**24
 _PARTS = ("train", "valid", "test")
 _WORDS = "a list of prefixes, or of weights and prefixes in turn"
@@ -21,6 +22,9 @@ def with_listed_data(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     """Return the typed values with the data that the listing files name in the place of these files, and the problems.
 
     A file that does not exist stays as it is: the rules name it with all others, and --dry-run believes in it.
+
+    Raises:
+        StorageError: this process may not read one of them.
     """
     listed = dict(values)
     problems = []
@@ -28,13 +32,16 @@ def with_listed_data(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         path = values.get(name)
         if path is None:
             continue
+        found: dict[str, tuple[str, ...]] = {}
         try:
-            found = dict(_read(name, path))
+            if (problem := path_problem(flag_of(name), path, "read")) is not None:
+                problems.append(problem)
+            else:
+                found = dict(_read(name, path))
         except FileNotFoundError:
             continue
         except (OSError, TextError, UnicodeDecodeError) as error:
             problems.append(f"{flag_of(name)} {path} cannot be read: {getattr(error, 'strerror', None) or error}")
-            found = {}
         del listed[name]
         problems += [
             f"{flag_of(name)} {path} and {flag_of(field)} name the same data; keep one of them"

@@ -3,14 +3,18 @@ for which its reader or writer would wait without end."""
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_ext.config.parse.blend import DATA_PATH_NAMES, is_url, read_blend
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.errors import StorageError
+
+Use = Literal["read", "folder", "written"]
+"""What a path is for: a file or folder that is read, a folder that is written in, or a file that is written."""
 
 _READ = (
     *("load", "load_hf", "data_args_path", "per_split_data_args_path", "tokenizer_model", "vocab_file", "merge_file"),
@@ -28,31 +32,43 @@ def path_problems(values: Mapping[str, Any]) -> list[str]:
     Raises:
         StorageError: the machine does not let this process look at one of them.
     """
-    return [problem for flag, path, is_file in _paths(values) if (problem := _problem(flag, path, is_file=is_file))]
+    return [problem for flag, path, use in _paths(values) if (problem := path_problem(flag, path, use))]
 
 
-def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
-    """Yield flag, path, and whether a file is written there."""
-    for name in (*_READ, *_FOLDERS, *_FILES):
-        path = values.get(name)
-        if isinstance(path, str) and not is_url(path):
-            yield flag_of(name), path, name in _FILES
+def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Use]]:
+    uses: tuple[tuple[tuple[str, ...], Use], ...] = ((_READ, "read"), (_FOLDERS, "folder"), (_FILES, "written"))
+    for names, use in uses:
+        for name in names:
+            path = values.get(name)
+            if isinstance(path, str) and not is_url(path):
+                yield flag_of(name), path, use
+    for word in values.get("skip_samples") or ():
+        if not re.fullmatch(r"[\d-]+", word):  # a number or a range
+            yield "--skip-samples", word, "read"
     for name in DATA_PATH_NAMES:
         try:
             prefixes = read_blend(values.get(name) or ()).prefixes
         except ValueError:
             continue  # the rules say what is wrong with it
-        yield from ((flag_of(name), f"{prefix}.bin", False) for prefix in prefixes if not is_url(prefix))
+        for prefix in prefixes:
+            if not is_url(prefix):
+                yield flag_of(name), f"{prefix}.bin", "read"
     if isinstance(save := values.get("save"), str) and os.path.isdir(save):
-        yield from (("--save", str(Path(save, name)), True) for name in _IN_SAVE)
+        for name in _IN_SAVE:
+            yield "--save", str(Path(save, name)), "written"
 
 
-def _problem(flag: str, path: str, *, is_file: bool) -> str | None:
+def path_problem(flag: str, path: str, use: Use) -> str | None:
+    """Return what is wrong with a path, with its flag; None where nothing is, or where nothing is there.
+
+    Raises:
+        StorageError: this process may not look at it, or not read what it is to read.
+    """
     named = f"{flag} {ascii(path)[1:-1][:200]}"
     try:
         kind = os.stat(path).st_mode
-        if flag == "--load" and stat.S_ISDIR(kind):
-            os.scandir(path).close()
+        if use == "read" and not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except PermissionError as error:
         raise StorageError(f"{named}: {error.strerror}. Fix the permission, or give another path.") from error
     except OSError as error:
@@ -62,7 +78,12 @@ def _problem(flag: str, path: str, *, is_file: bool) -> str | None:
         return f"{named}: {error.strerror}; give another path"
     except ValueError as error:  # a NUL, which YAML can hold
         return f"{named}: {error}; give another path"
-    if is_file and not (stat.S_ISREG(kind) or stat.S_ISCHR(kind)):
-        what = "a folder" if stat.S_ISDIR(kind) else "no file, but a pipe, a socket or a device"
+    what = "a folder" if stat.S_ISDIR(kind) else "no file, but a pipe, a socket or a device"
+    if use == "written" and not (stat.S_ISREG(kind) or stat.S_ISCHR(kind)):
         return f"{named} is {what}, and a file is to be written there; remove it, or give another path"
+    if use == "read" and (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
+        # Not even `<(...)`: what a flag names is read more than once, and a pipe is empty the second time.
+        return f"{named} is {what}, and a file is to be read there; give another path"
+    if use == "folder" and flag != "--save" and not stat.S_ISDIR(kind):  # --save says it with its lock
+        return f"{named} is no folder, and files are to be written in it; remove it, or give another path"
     return None

@@ -14,7 +14,7 @@ from megatron_ext.data.integrity import IndexArrays, check_indexed_files, open_i
 from megatron_ext.data.manifest import MadeWith, made_with, read_manifest
 from megatron_ext.data.mask import Mask, copy_flags, mask_path
 from megatron_ext.data.prepare.journal import write_manifest
-from megatron_ext.durable import sync, sync_file
+from megatron_ext.durable import only_files, sync, sync_file
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.record import describe_tokenizer, same_tokenizer
 
@@ -78,19 +78,19 @@ def merge_indexed_files(prefixes: Sequence[str], output: str, *, accept_other_to
     bin_partial, idx_partial = Path(f"{output}.bin.partial"), Path(f"{output}.idx.partial")
     mask_partial = Path(f"{output}.mask.partial")
     try:
-        with open(bin_partial, "wb") as out:
+        with open(bin_partial, "wb", opener=only_files) as out:
             for prefix in prefixes:
                 with open(f"{prefix}.bin", "rb") as source:
                     shutil.copyfileobj(source, out, 1 << 22)
             token_bytes = out.tell()
             sync_file(out)
-        with open(idx_partial, "wb") as out:
+        with open(idx_partial, "wb", opener=only_files) as out:
             out.write(HEADER.pack(MAGIC, VERSION, parts[0].code, sequences, documents + 1))
             for block in _index_blocks(parts):
                 out.write(block.data)
             sync_file(out)
         if packed_to is not None:
-            with open(mask_partial, "wb") as out:
+            with open(mask_partial, "wb", opener=only_files) as out:
                 copy_flags(prefixes, packed_to, out)
                 sync_file(out)
         Path(f"{output}.idx").unlink(missing_ok=True)

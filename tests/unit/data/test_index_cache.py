@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,12 @@ def test_a_cache_that_is_not_whole_is_built_again(tmp_path: Path, name: str, dam
     else:
         path.write_bytes(path.read_bytes()[: 0 if damage == "empty" else -3])
     assert [array.tolist() for array in load(tmp_path)] == [array.tolist() for array in ARRAYS]
+    load(tmp_path, build=never)
+
+
+def test_a_pipe_in_the_place_of_the_description_is_replaced(tmp_path: Path):
+    os.mkfifo(tmp_path / "stem-description.txt")
+    load(tmp_path)
     load(tmp_path, build=never)
 
 

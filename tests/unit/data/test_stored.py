@@ -2,6 +2,7 @@
 ahead."""
 
 import fcntl
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.manifest import made_with
 from megatron_ext.data.mask import BEGINS, COUNTS
 from megatron_ext.data.read_ahead import STEPS, ReadAhead
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.tokenizer.null import NullTokenizer
 
 FAR = "memory://bucket/corpus"
@@ -228,6 +229,18 @@ def test_one_process_of_a_machine_copies_and_the_others_wait(pair: str, fetched:
     waits.join(20)
     assert found == [path]
     assert fetched == ["/bucket/corpus.mask"]
+
+
+@pytest.mark.usefixtures("pair")
+def test_a_pipe_or_a_folder_in_the_place_of_the_lock_is_not_waited_for() -> None:
+    lock = stored.local_file(FAR, ".idx").with_name("lock")
+    for make in (os.mkfifo, os.mkdir):
+        stored._copied.cache_clear()
+        lock.with_name("corpus.idx").unlink(missing_ok=True)
+        lock.unlink()
+        make(lock)
+        with pytest.raises(StorageError, match=rf"{FAR}\.idx cannot be copied to {lock.parent}: .*{lock}"):
+            stored.local_file(FAR, ".idx")
 
 
 def test_a_file_that_changes_while_it_is_copied_is_no_copy(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:

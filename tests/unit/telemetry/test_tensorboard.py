@@ -1,5 +1,6 @@
 """TensorBoard's event files, read back by TensorBoard."""
 
+import os
 import resource
 import threading
 from pathlib import Path
@@ -131,6 +132,12 @@ def test_records_of_more_than_a_block_are_copied_whole(tmp_path: Path, monkeypat
     assert points(read(tmp_path), "lm loss") == [(1, 1.0), (2, 2.0)]
     assert points(read(tmp_path), "lm loss vs samples") == [(16, 1.0), (32, 2.0), (48, 3.0)]
     assert 0 < path.stat().st_size < len(before)
+
+
+def test_a_pipe_among_the_files_of_a_resumed_run_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.out.tfevents.1.host")
+    with pytest.raises(StorageError, match=r"it is no file"):
+        TensorBoardWriter(tmp_path, 2, 32)
 
 
 def test_samples_are_text_of_their_iteration(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -29,6 +30,14 @@ def test_bytelevel_bpe(tmp_path: Path, train: Callable[[list[str]], int]):
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert tokenizer.encode("<|endoftext|>") == [0]
     assert tokenizer.identity() == build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "b")).identity()
+
+
+def test_a_pipe_in_the_place_of_what_is_written_is_replaced(tmp_path: Path, train: Callable[[list[str]], int]):
+    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
+        os.mkfifo(tmp_path / name)
+    arguments = ["--input", INPUT, "--output-dir", str(tmp_path), "--vocab-size"]
+    assert train([*arguments, "600"]) == train([*arguments, "900", "--type", "sentencepiece-bpe"]) == 0
+    assert all(path.is_file() for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

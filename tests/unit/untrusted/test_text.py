@@ -171,6 +171,9 @@ def test_a_file_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(ExcessiveError, match="no regular file"):
         read_file(f"/proc/self/fd/{reader}", 9)
     os.close(reader)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ExcessiveError, match="no regular file"):
+        read_file(tmp_path / "pipe", 9, pipes=True)
 
 
 def test_brackets_in_texts_are_texts() -> None:

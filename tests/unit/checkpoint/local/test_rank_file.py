@@ -108,6 +108,9 @@ def test_a_pipe_in_the_place_of_a_snapshot_is_not_waited_for(tmp_path: Path) -> 
     os.mkfifo(path)
     assert rank_file.read_header(path) is None
     assert not rank_file.is_intact(path)
+    os.mkfifo(tmp_path / "rank_00000.partial")
+    with pytest.raises(OSError, match="it is no file"):
+        rank_file.write(path, {}, tensors())
 
 
 def test_a_file_that_cannot_be_named_leaves_nothing(tmp_path: Path) -> None:

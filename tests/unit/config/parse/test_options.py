@@ -141,7 +141,12 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
         ("--local-rank", None, ["--local-rank needs a value"], set()),
         ("--use-rotary-position-embeddings 1", None, 1, set()),
         ("--per-split-data-args-path /proc/self/nowhere/x", None, 0, set()),
-        ("--data-args-path /dev/null/x", None, ["--data-args-path /dev/null/x cannot be read: Not a directory"], set()),
+        (
+            "--data-args-path /dev/null/x",
+            None,
+            ["--data-args-path /dev/null/x: Not a directory; give another path"],
+            set(),
+        ),
     ],
 )
 def test_what_is_wrong_is_said_once(
