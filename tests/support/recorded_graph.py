@@ -100,6 +100,8 @@ class _Recorder(TorchDispatchMode):
 
     def collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if self._silent:  # gloo makes one collective of others, on copies
+                return original(group, *args, **kwargs)
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             for tensor in given:
                 self._see(tensor)
