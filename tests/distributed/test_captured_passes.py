@@ -109,6 +109,8 @@ def _held_by_nobody(run: Any, tensors: dict[int, Any]) -> list[Any]:
     for chunk in run.chunks:
         held += [getattr(module, "inv_freq", None) for module in chunk.modules()]
         held += [*run.sharding.held_weights(chunk), *run.sharding.held_gradients(chunk)]
+        buffers = getattr(chunk, "buffers", None)  # of megatron-core's DDP, which gradients are reduced in
+        held += [buffer.grad_data for buffer in buffers] if isinstance(buffers, list) else []
     held += [value for fields in StaticBufferLoader.static_buffers["training"] for value in fields.values()]
     held += [value for part in run.optimizer.chained_optimizers for value in vars(part).values()]
     places = {one.untyped_storage().data_ptr() for one in held if isinstance(one, torch.Tensor)}

@@ -1,6 +1,8 @@
 """Small corpora, as preprocessing leaves them."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,3 +33,11 @@ def corpus_of(folder: Path, *lengths: int) -> str:
             writer.add_tokens(tokens[at : at + length].tobytes(), [length])
             at += length
     return str(folder / "text")
+
+
+def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: Any = np.uint16) -> str:
+    """Documents of these tokens; return the name of the pair."""
+    with IndexedWriter(prefix, dtype) as writer:
+        lengths = np.array([len(document) for document in documents])
+        writer.add_tokens(np.array([token for document in documents for token in document], dtype).tobytes(), lengths)
+    return str(prefix)
