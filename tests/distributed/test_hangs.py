@@ -189,10 +189,10 @@ def test_the_flight_recorders_say_the_same(ended: dict[str, Ended]) -> None:
 
 
 def test_a_pause_of_the_whole_job_is_no_hang(ended: dict[str, Ended]) -> None:
-    """Longer than the timeout, and the 5 s that the collectives have besides."""
+    """Longer than the timeout, but not by the 5 s that gloo's collectives have besides: these it would not survive."""
     case = ended["paused"]
     assert (case.codes, case.words, case.record["code"]) == ([0, 0], [], 0)
-    assert min(rank.ended for rank in case.ranks) - case.fault_at > PAUSE > TIMEOUT + 5.0
+    assert min(rank.ended for rank in case.ranks) - case.fault_at > PAUSE > TIMEOUT
 
 
 @pytest.mark.slow  # the cases above stop ranks; test_restarts.py has the launcher

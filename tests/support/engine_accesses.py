@@ -18,7 +18,7 @@ from typing import Any
 from tests.support.syntax import nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
-_FOLDERS = ("megatron_ext", "tools", "benchmarks", "tests/support/losses")
+_FOLDERS = ("megatron_ext", "tools", "benchmarks")
 _TABLE = "megatron_ext/seams/"
 _ENGINE = ("torch", "megatron")
 _OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}

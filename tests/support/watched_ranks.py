@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 SECONDS = 60.0
-PAUSE = 12.5
+PAUSE = 7.5
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from tests.support import planner_numbers
 from tests.support.golden_text import section
 from tools.plan import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
     "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --bf16"
