@@ -135,7 +135,7 @@ def die_in_load(mark: Path) -> None:
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    SafeReader.read_data = dying
+    SafeReader.read_data = dying  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def hang_in_save(mark: Path) -> None:
