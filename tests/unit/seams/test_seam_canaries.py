@@ -137,7 +137,7 @@ def _wrapped_on_the_class() -> None:
     try:
         dist.all_reduce(torch.ones(1))
     finally:
-        dist.ProcessGroup.allreduce = held
+        dist.ProcessGroup.allreduce = held  # pyright: ignore[reportAttributeAccessIssue]
     assert called == [1]
 
 

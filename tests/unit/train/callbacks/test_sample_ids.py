@@ -24,5 +24,7 @@ def test_ids_are_those_of_the_samples_of_the_step(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_opened_is_named_by_its_own_flag(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match=r"^--log-sample-ids .*/file/ids\.jsonl: Not a directory; give another path$"):
+    with pytest.raises(
+        ConfigurationError, match=r"^--log-sample-ids .*/file/ids\.jsonl: Not a directory; give another path$"
+    ):
         pretrain([*MODEL, "--log-sample-ids", str(tmp_path / "file" / "ids.jsonl")])
