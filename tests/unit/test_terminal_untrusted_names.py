@@ -191,6 +191,7 @@ def test_a_full_disk_at_the_lock_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(StorageError, match=r"\.lock cannot be written: .*[Ss]pace.*another folder"):
         lock.hold_until_exit(tmp_path)
     lock._held.clear()
+    lock._open.remove(full)
     full.detach()
 
 
