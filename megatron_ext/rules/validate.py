@@ -12,6 +12,7 @@ from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.rules import (
     context,
+    curves,
     fp8,
     inference,
     model,
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     *pipeline.RULES,
     *sharding.RULES,
     *training.RULES,
+    *curves.RULES,
     *operations.RULES,
     *fp8.RULES,
     *profiling.RULES,

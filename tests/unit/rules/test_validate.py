@@ -23,6 +23,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.device import hardware_queues
 from megatron_ext.rules import (
     context,
+    curves,
     fp8,
     inference,
     model,
@@ -347,7 +348,21 @@ def test_what_was_not_read_is_neither_missing_nor_judged() -> None:
 
 def test_each_rule_of_a_room_is_asked() -> None:
     """A rule that no list holds would never speak."""
-    for room in (context, fp8, inference, model, moe, operations, pipeline, profiling, ranks, run, sharding, training):
+    for room in (
+        context,
+        fp8,
+        inference,
+        model,
+        moe,
+        operations,
+        pipeline,
+        profiling,
+        ranks,
+        run,
+        sharding,
+        training,
+        curves,
+    ):
         rules = {
             name
             for name, value in vars(room).items()
