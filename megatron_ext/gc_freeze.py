@@ -31,6 +31,18 @@ def kept_from_the_collector() -> Iterator[None]:
         atexit.register(gc.unfreeze)
 
 
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Collect nothing meanwhile; afterwards Python collects by itself if it did before."""
+    collected_by_itself = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected_by_itself:
+            gc.enable()
+
+
 def end_at_once() -> None:
     """Have this process, and none that it forks, end with code 0 once all exit handlers registered after this are done.
 

@@ -12,7 +12,6 @@ estimates, whose error docs/planner.md shows; --calibrate corrects them by a run
 """
 
 import argparse
-import gc
 import json
 import shlex
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from megatron_ext.config.parse.arguments import Typed, parse
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families.hf_config import read_hf_config
+from megatron_ext.gc_freeze import nothing_collected
 from megatron_ext.plan import evaluation, limits
 from megatron_ext.plan import presentation as report
 from megatron_ext.plan.calibrate import corrected, read_metrics, saved_values
@@ -44,7 +44,11 @@ _MOST_RANKS = 16  # times as many, in search of what would fit
 
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
-    gc.disable()  # a search makes some million small objects, and no circles of them
+    with nothing_collected():  # a search makes some million small objects, and no circles of them
+        return _answer(argv)
+
+
+def _answer(argv: list[str]) -> int:
     own, training = split_at_dashes(argv)
     parser = _parser()
     options = parser.parse_args(own)

@@ -106,8 +106,3 @@ def broken_rule(config: Config, facts: Facts, rules: Sequence[Rule] = RULES) -> 
     """Return a rule that the configuration breaks, or None; once one is found no other is asked. Those about layouts,
     which a search breaks most, come first."""
     return next((rule for rule in reversed(rules) if any(rule(config, facts))), None)
-
-
-def is_legal(config: Config, facts: Facts) -> bool:
-    """Return whether no rule is broken."""
-    return broken_rule(config, facts) is None

@@ -64,7 +64,6 @@ def test_a_server_of_imports_takes_nothing_down_and_its_forks_end_as_they_do() -
 def test_what_fails_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name == "megatron.core"]:
         monkeypatch.delitem(sys.modules, name)
-    gc.enable()  # the planner, which other tests of this process call, has switched it off
     before = gc.get_freeze_count()
     with pytest.raises(ImportError), kept_from_the_collector():
         raise ImportError

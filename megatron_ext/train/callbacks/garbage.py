@@ -25,8 +25,10 @@ class GarbageCollection(Callback):
     def __init__(self, interval: int, evaluation_interval: int):
         self.interval = interval
         self.evaluation_interval = evaluation_interval
+        self._collected_by_itself = gc.isenabled()
 
     def on_start(self, trainer: Trainer) -> None:
+        self._collected_by_itself = gc.isenabled()
         gc.disable()
         gc.collect()
         gc.freeze()
@@ -49,4 +51,5 @@ class GarbageCollection(Callback):
     def on_end(self, trainer: Trainer) -> None:
         """Leave the process as it was, for what comes after the training."""
         gc.unfreeze()
-        gc.enable()
+        if self._collected_by_itself:
+            gc.enable()

@@ -17,23 +17,16 @@ from megatron_ext.data.integrity import (
     share_of,
 )
 from megatron_ext.errors import ConfigurationError, DataError
+from tests.support.corpora import write_documents
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10]]
-
-
-LENGTHS = np.array([len(document) for document in DOCUMENTS])
-
 
 TOKENS = [token for document in DOCUMENTS for token in document]
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> str:
-    prefix = str(tmp_path / "data")
-    with IndexedWriter(prefix, np.uint16) as writer:
-        writer.add_tokens(np.array(TOKENS[:3], np.uint16).tobytes(), LENGTHS[:2])
-        writer.add_tokens(np.array(TOKENS[3:], np.uint16).tobytes(), LENGTHS[2:])
-    return prefix
+    return write_documents(tmp_path / "data", DOCUMENTS)
 
 
 def test_megatron_core_reads_the_pair(pair: str):

@@ -55,3 +55,12 @@ def _collected(flags: str) -> tuple[list[int], list[int]]:
 def test_garbage_is_collected_at_the_steps_that_are_asked_for(flags: str, whole: list[int], young: list[int]) -> None:
     """On all ranks at once: at an interval, before an evaluation, and the youngest after it."""
     assert _collected(flags) == (whole, young)
+
+
+def test_a_process_that_collects_nothing_by_itself_does_so_afterwards() -> None:
+    gc.disable()
+    try:
+        pretrain([*MODEL, "--train-iters", "1", "--manual-gc"])
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
