@@ -34,7 +34,8 @@ class Family:
 
     names: Mapping[str, tuple[str, ...]]
     """Module of ours (in a layer, without the layer's prefix) -> modules there whose rows it holds, in this order.
-    One name for the fused QKV: queries, keys and values lie one above the other there."""
+    One name for the fused QKV: queries, keys and values lie one above the other there. `{}` in the names of experts is
+    the expert's index. A family whose layers may have experts or none names the modules of both."""
 
     flags: Mapping[str, Any]
     """Values of our flags that every model of the family has. A kind of part (a flag of the model with a closed set of
@@ -72,9 +73,6 @@ class Family:
     added: Mapping[str, float] = field(default_factory=dict)
     """Modules of ours -> what their weight has more than theirs: 1.0 for a norm whose file holds what it differs from
     1."""
-
-    experts: bool = False
-    """Whether each layer's MLP is a mixture of experts. `{}` in the names of their modules is the expert's index."""
 
     @property
     def fixed(self) -> dict[str, Any]:

@@ -8,20 +8,21 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
+    SWITCHED_WINDOWS,
+    WINDOWS,
     decoder_json,
     decoder_values,
-    refuse_chosen_windows,
+    switched_window_json,
+    switched_window_values,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading)
-    refuse_chosen_windows(reading)
-    return values
+    return {**decoder_values(reading), **switched_window_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), "use_sliding_window": False}
+    return {**decoder_json(config), **switched_window_json(config)}
 
 
 QWEN2 = Family(
@@ -31,5 +32,6 @@ QWEN2 = Family(
     {**DECODER_FLAGS, "qk_layernorm": False, "add_qkv_bias": True, "disable_bias_linear": True},
     _read,
     _write,
-    {"num_key_value_heads": 32},
+    {"num_key_value_heads": 32, **SWITCHED_WINDOWS},
+    free=WINDOWS,
 )

@@ -8,14 +8,17 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     EXPERT_FLAGS,
+    KINDS,
     decoder_json,
     decoder_values,
     expert_json,
     expert_names,
     expert_values,
+    layer_numbers,
     refuse_attention_bias,
-    refuse_chosen_windows,
     refuse_others,
+    window_json,
+    window_values,
 )
 
 _NAMES = expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj")
@@ -23,9 +26,11 @@ _DENSE = "some layers without experts, which is not supported"
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading)
+    values = {**decoder_values(reading), **window_values(reading, switch="use_sliding_window")}
+    reading.understand("max_window_layers")  # all layers have the window
+    kinds = [KINDS[values["window_size"] is not None] for _ in layer_numbers(reading)]
+    reading.refuse_unless("layer_types", kinds, kinds, f"but all {len(kinds)} layers are {kinds[0]}")
     refuse_attention_bias(reading)
-    refuse_chosen_windows(reading)
     experts, width = reading.integer("num_experts"), reading.integer("moe_intermediate_size")
     reading.refuse_unless("decoder_sparse_step", 1, 1, _DENSE)
     if reading.get("mlp_only_layers"):
@@ -40,7 +45,8 @@ def _write(config: Config) -> dict[str, Any]:
     return {
         **decoder_json(config),
         "attention_bias": not model.disable_bias_linear,
-        "use_sliding_window": False,
+        "use_sliding_window": model.window_size is not None,
+        **window_json(config),
         **expert_json(config),
         "num_experts": model.num_experts,
         "moe_intermediate_size": model.expert_ffn_hidden_size,
@@ -69,9 +75,10 @@ QWEN3_MOE = Family(
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
+        "sliding_window": 4096,
         "max_position_embeddings": 32768,
     },
     # transformers 5 writes the name that Mixtral has.
     aliases={"num_experts": "num_local_experts"},
-    experts=True,
+    free=frozenset({"window_size"}),
 )

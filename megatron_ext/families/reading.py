@@ -54,13 +54,13 @@ class Reading:
             self.problems.append(f"{key} is {json.dumps(value)}, and neither true nor false")
         return value is True
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Return the value of a key that must be a positive integer."""
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return the value of a key that must be a positive integer, or one of at least 0."""
         value = self.get(key, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        self.problems.append(f"{key} is {json.dumps(value)}, and not a positive integer")
-        return 1
+        self.problems.append(f"{key} is {json.dumps(value)}, and not {'a positive' if least else 'a natural'} integer")
+        return least
 
     def number(self, key: str, default: float) -> float:
         """Return the value of a key that must be a positive, finite number."""

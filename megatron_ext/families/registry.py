@@ -23,7 +23,7 @@ def _found() -> dict[str, Family]:
     return {family.model_type: family for family in families}
 
 
-# In the order in which a configuration that fits several is given one.
+# In the order in which a configuration that fits several is given one, of those which can say the fewest other things.
 FAMILIES = _found()
 
 
@@ -35,8 +35,8 @@ def family_of(config: Config) -> Family:
             one.
     """
     found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
-    mixture = any(layer.experts is not None for layer, _ in stack(config).kinds)
-    nearest = min(found, key=lambda model_type: (FAMILIES[model_type].experts != mixture, len(found[model_type])))
+    mlps = {name: bool(_lacking(config, family)) for name, family in FAMILIES.items()}
+    nearest = min(found, key=lambda name: (mlps[name], len(found[name]), -len(FAMILIES[name].fixed)))
     if found[nearest]:
         raise ConfigurationError(
             f"no Hugging Face family has this model's shape; the nearest is {nearest}, which has "
@@ -54,11 +54,16 @@ def obstacles(config: Config, family: Family) -> list[str]:
         for name, value in wanted.items()
         if getattr(model, name) != value
     ]
-    if model.load_balancing == "sinkhorn" and family.experts:
+    if model.load_balancing == "sinkhorn" and any(layer.experts is not None for layer, _ in stack(config).kinds):
         found.append("no --moe-router-load-balancing-type sinkhorn")
-    if any(family.experts != (layer.experts is not None) for layer, _ in stack(config).kinds):
-        found.append("--num-experts" if family.experts else "no --num-experts")
-    return found
+    return [*found, *_lacking(config, family)]
+
+
+def _lacking(config: Config, family: Family) -> list[str]:
+    """Return what the MLP of some layer is not, each as a flag: experts, or an MLP without."""
+    mixtures = {layer.experts is not None for layer, _ in stack(config).kinds}
+    modules = {True: ("mlp.router", "no --num-experts"), False: ("mlp.linear_fc1", "--num-experts")}
+    return [flag for mixture, (module, flag) in modules.items() if mixture in mixtures and module not in family.names]
 
 
 def _normalized(model: ModelConfig) -> ModelConfig:

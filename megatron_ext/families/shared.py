@@ -1,11 +1,13 @@
 """Holds what several families have in common: names, flags, and parts of `config.json` in both directions."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_ext.config.schema import Config
+from megatron_ext.config.parse.options import options_by_name
+from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.reading import Reading
+from megatron_ext.parts.stack import layers
 
 QKV = "self_attention.linear_qkv"
 
@@ -29,6 +31,9 @@ DECODER_FLAGS = {
     "swiglu": True,
     "normalization": "RMSNorm",
 }
+PARTIAL_FLAGS = {name: value for name, value in DECODER_FLAGS.items() if name != "rotary_percent"}
+"""Those of decoders of which a share of the channels is rotated (`decoder_values(partial=True)`)."""
+
 EXPERT_FLAGS = {"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"}
 
 
@@ -46,9 +51,16 @@ def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple
     }
 
 
-def decoder_values(reading: Reading) -> dict[str, Any]:
-    """Return the values of our flags that every decoder with rotary positions, SwiGLU and RMSNorm has in
-    `config.json`."""
+def decoder_values(
+    reading: Reading, *, epsilon: str = "rms_norm_eps", activation: str = "silu", partial: bool = False
+) -> dict[str, Any]:
+    """Return the values of our flags that every decoder with rotary positions has in `config.json`.
+
+    Args:
+        epsilon: key of the norms' epsilon.
+        activation: the usual one; a form of GELU may be another one.
+        partial: whether a share of each head's channels may be rotated (`partial_rotary_factor`).
+    """
     hidden, heads = reading.integer("hidden_size"), reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", heads)
     values: dict[str, Any] = {
@@ -59,21 +71,25 @@ def decoder_values(reading: Reading) -> dict[str, Any]:
         "kv_channels": reading.integer("head_dim", max(hidden // heads, 1)),
         "group_query_attention": groups != heads,
         "num_query_groups": groups,
-        "norm_epsilon": reading.number("rms_norm_eps", 1e-6),
+        "norm_epsilon": reading.number(epsilon, 1e-6),
         "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", False),
         "vocab_size": reading.integer("vocab_size"),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
-        **_rotary_values(reading),
+        **_rotary_values(reading, partial),
     }
     if heads % groups:
         reading.problems.append(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
-    reading.refuse_unless("hidden_act", "silu", "silu", "but the MLP here is SwiGLU: silu")
+    if activation in _GELUS:
+        values |= gelu_values(reading, "hidden_act", activation)
+    else:
+        mlp = "SwiGLU" if activation == "silu" else "squared ReLU"
+        reading.refuse_unless("hidden_act", activation, activation, f"but the MLP here is {mlp}: {activation}")
     refuse_others(reading, {"activation": "swiglu", "rope_interleaved": False, "use_mrope": False})
     return values
 
 
-def decoder_json(config: Config) -> dict[str, Any]:
-    """Return the content of `config.json` that every decoder with rotary positions, SwiGLU and RMSNorm has."""
+def decoder_json(config: Config, epsilon: str = "rms_norm_eps") -> dict[str, Any]:
+    """Return the content of `config.json` that every decoder with rotary positions has."""
     model = config.model
     content: dict[str, Any] = {
         "hidden_size": model.hidden_size,
@@ -82,8 +98,8 @@ def decoder_json(config: Config) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_key_value_heads,
         "head_dim": model.kv_channels,
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_epsilon,
+        "hidden_act": _activation(model),
+        epsilon: model.norm_epsilon,
         "max_position_embeddings": model.max_position_embeddings,
         "rope_theta": model.rotary_base,
         "rope_scaling": None,
@@ -132,27 +148,112 @@ def expert_json(config: Config) -> dict[str, Any]:
     }
 
 
-_NO_WINDOW = (
-    "a sliding window, which is not supported. Where no sequence is longer than the window it has no effect: "
-    "set it to null in a copy of config.json"
-)
+_GELUS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}  # -> --openai-gelu
 
 
-def refuse_window(reading: Reading) -> None:
-    """Refuse `sliding_window`, in families that have a window where it is not null."""
-    if reading.get("sliding_window") is not None:
-        reading.problems.append(f"sliding_window is {reading.get('sliding_window')}: {_NO_WINDOW}")
+def _activation(model: ModelConfig) -> str:
+    if model.swiglu:
+        return "silu"
+    return "relu2" if model.squared_relu else "gelu_pytorch_tanh" if model.openai_gelu else "gelu"
 
 
-def refuse_chosen_windows(reading: Reading) -> None:
-    """Refuse the windows of families that switch them on (`use_sliding_window`) and choose layers for them."""
-    reading.refuse_unless("use_sliding_window", False, False, _NO_WINDOW)
-    reading.understand("sliding_window", "max_window_layers")  # read with use_sliding_window alone
-    kinds = reading.get("layer_types") or []
-    if "sliding_attention" in kinds:
-        reading.problems.append(f"layer_types names sliding_attention: {_NO_WINDOW}")
-    elif kinds and kinds != ["full_attention"] * len(kinds):
-        reading.problems.append(f"layer_types is {json.dumps(kinds)}, only full_attention is supported")
+def gelu_values(reading: Reading, key: str, usual: str) -> dict[str, Any]:
+    """Return the flag of the form of GELU; `usual`: where the key is missing or null."""
+    activation = reading.get(key, usual)
+    if activation not in _GELUS:
+        reading.problems.append(f"{key} is {json.dumps(activation)}; supported are {', '.join(_GELUS)}")
+    return {"openai_gelu": _GELUS.get(activation, False)}
+
+
+def heads_fill_width(model: ModelConfig) -> dict[str, Any]:
+    """Return the size of a head in families that have no key for it (`Family.dependent_flags`)."""
+    return {"kv_channels": model.hidden_size // model.num_attention_heads}
+
+
+def bias_values(reading: Reading) -> dict[str, Any]:
+    """Return the flag of biases in all matrices (`attention_bias` and `mlp_bias`) or in none."""
+    biases = reading.boolean("attention_bias", False)
+    reading.refuse_unless(
+        "mlp_bias", biases, False, f"but attention_bias is {json.dumps(biases)}: biases are in all layers or none"
+    )
+    return {"disable_bias_linear": not biases}
+
+
+def bias_json(config: Config) -> dict[str, Any]:
+    """Return the keys of `bias_values`."""
+    biases = not config.model.disable_bias_linear
+    return {"attention_bias": biases, "mlp_bias": biases}
+
+
+def layer_numbers(reading: Reading) -> range:
+    """Return the indices of the layers; of more than there may be, which is refused, the first of them."""
+    return range(min(reading.integer("num_hidden_layers"), options_by_name()["num_layers"].at_most or 1))
+
+
+WINDOWS = frozenset({"window_size", "window_attn_skip_freq"})
+"""Flags of windows, which differ from layer to layer."""
+
+
+def window_values(
+    reading: Reading, usual: Sequence[bool] | None = None, *, switch: str | None = None
+) -> dict[str, Any]:
+    """Return the flags of `sliding_window`.
+
+    Args:
+        usual: whether each layer has a window, where `layer_types` does not say so; None in a family without
+            `layer_types`, all of whose layers have it.
+        switch: key without which there are no windows.
+    """
+    reading.understand("sliding_window")
+    number, kinds = len(layer_numbers(reading)), None if usual is None else reading.get("layer_types")
+    window = reading.get("sliding_window") if switch is None or reading.boolean(switch, False) else None
+    has_window = [window is not None and one for one in usual or [True] * number]
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != number or not {*map(str, kinds)} <= {*KINDS}:
+            reading.problems.append(
+                f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of {number} times {' or '.join(KINDS)}"
+            )
+            return dict.fromkeys(WINDOWS)
+        has_window = [kind == KINDS[1] for kind in kinds]
+        if any(has_window) and window is None:
+            reading.problems.append(f"layer_types names {KINDS[1]}, but there is no {switch or 'sliding_window'}")
+    if not any(has_window) or window is None:
+        return dict.fromkeys(WINDOWS)
+    return {
+        "window_size": f"{reading.integer('sliding_window') - 1},0",  # Megatron does not count the query's own position
+        "window_attn_skip_freq": None if all(has_window) else f"[{','.join(str(int(one)) for one in has_window)}]",
+    }
+
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+def switched_window_values(reading: Reading) -> dict[str, Any]:
+    """Return the flags of windows that `use_sliding_window` switches on, from layer `max_window_layers` on."""
+    first = reading.integer("max_window_layers", least=0)
+    return window_values(reading, [number >= first for number in layer_numbers(reading)], switch="use_sliding_window")
+
+
+SWITCHED_WINDOWS: dict[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}
+"""Their defaults."""
+
+
+def switched_window_json(config: Config) -> dict[str, Any]:
+    """Return the same keys."""
+    content = typed_window_json(config)
+    return {**content, "use_sliding_window": content["sliding_window"] is not None}
+
+
+def window_json(config: Config) -> dict[str, Any]:
+    """Return `sliding_window`: the window of the layers that have one."""
+    windows = {layer.attention.window for layer in layers(config)} - {None}
+    return {"sliding_window": next(iter(windows), None)}
+
+
+def typed_window_json(config: Config) -> dict[str, Any]:
+    """Return the same with `layer_types`."""
+    has_window = [layer.attention.window is not None for layer in layers(config)]
+    return {**window_json(config), "layer_types": [KINDS[window] for window in has_window]}
 
 
 def refuse_others(reading: Reading, usual: Mapping[str, Any]) -> None:
@@ -166,7 +267,7 @@ def refuse_attention_bias(reading: Reading) -> None:
     reading.refuse_unless("attention_bias", False, False, "which has no flag; only false is supported")
 
 
-def _rotary_values(reading: Reading) -> dict[str, Any]:
+def _rotary_values(reading: Reading, partial: bool) -> dict[str, Any]:
     """Return the values of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
     A file may have all three, for `rope_scaling` is what model cards tell people to add. As transformers 5 does
@@ -179,14 +280,18 @@ def _rotary_values(reading: Reading) -> dict[str, Any]:
             reading.problems.append(f"{key} differ between layers, which is not supported")
             return {}
     name, taken = ("rope_scaling", added) if added else ("rope_parameters", written)
-    beside = {"rope_theta": reading.number("rope_theta", 10000.0), "partial_rotary_factor": 1.0}
-    reading.refuse_unless("partial_rotary_factor", 1.0, 1.0, "only 1 is supported")
+    beside = {"rope_theta": reading.number("rope_theta", 10000.0)}
     rotary = Reading(taken, beside, {"rope_type": "type"})
-    rotary.refuse_unless("partial_rotary_factor", 1.0, 1.0, "only 1 is supported")
+    if partial:
+        beside["partial_rotary_factor"] = reading.number("partial_rotary_factor", 1.0)
+    else:
+        for place in (reading, rotary):
+            place.refuse_unless("partial_rotary_factor", 1.0, 1.0, "only 1 is supported")
     kind = rotary.get("rope_type", "default")
     values: dict[str, Any] = {
         "rotary_base": rotary.number("rope_theta", 10000.0),
         "use_rope_scaling": kind == "llama3",
+        **({"rotary_percent": rotary.number("partial_rotary_factor", 1.0)} if partial else {}),
     }
     if kind == "llama3":
         values |= {
@@ -200,14 +305,14 @@ def _rotary_values(reading: Reading) -> dict[str, Any]:
     else:
         rotary.problems.append(f"rope_type is {json.dumps(kind)}; only default and llama3 are supported")
     reading.problems += [f"{name}: {problem}" for problem in dict.fromkeys(rotary.problems)]
-    reading.problems += _contradictions(reading, name, {**beside, **taken, "rope_type": kind})
+    reading.problems += _contradictions(reading, name, beside, {**beside, **taken, "rope_type": kind})
     return values
 
 
-def _contradictions(reading: Reading, name: str, taken: Mapping[str, Any]) -> Iterator[str]:
+def _contradictions(reading: Reading, name: str, beside: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:
     """Yield where another place says something else than what is taken from `name`; that nothing is scaled is said by
-    no more than a default."""
-    places = {"": {"rope_theta": reading.content.get("rope_theta")}}
+    no more than a default. `beside`: keys that may stand next to it."""
+    places = {"": {key: reading.content.get(key) for key in beside}}
     if name == "rope_scaling":
         places["rope_parameters: "] = reading.get("rope_parameters") or {}
     for place, content in places.items():

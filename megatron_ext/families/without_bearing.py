@@ -24,7 +24,10 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
         "attention_dropout",
         "attn_pdrop",
         "embd_pdrop",
+        "embedding_dropout",
+        "hidden_dropout",
         "resid_pdrop",
+        "residual_dropout",
         "router_aux_loss_coef",
     ),
     "say how the same is computed, and what transformers returns next to it": (

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from megatron_ext.inference.model import Model
 
 # What a run needs besides the model, and what inference takes no part in.
-_OF_A_RUN = ("--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--eval-interval", "0")
+_OF_A_RUN = (
+    *("--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--eval-interval", "0"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+)
 _WEIGHTS_ALONE = ("--use-checkpoint-args", "--finetune", "--no-load-optim", "--no-load-rng")
 _LONGEST = 2048
 """Positions that a Hugging Face model is given at once, where it can take more and --seq-length does not say."""

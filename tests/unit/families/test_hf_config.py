@@ -31,12 +31,17 @@ _SMALL = {
     "sliding_window": None,
     "rope_theta": 5000.0,
 }
+_SWITCHED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 _OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 96, "pad_token_id": 3}
 BASES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(FAMILIES, _SMALL),
     "mixtral": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {**_SMALL, **_OF_EXPERTS, "num_experts": 4, "norm_topk_prob": False},
+    "qwen2": {**_SMALL, **_SWITCHED},
+    "qwen3": {**_SMALL, **_SWITCHED},
+    "ministral": {**_SMALL, "sliding_window": 7},  # without one, transformers' model cannot be run
+    "olmoe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
+    "qwen3_moe": {**_SMALL, **_OF_EXPERTS, "num_experts": 4, "norm_topk_prob": False, **_SWITCHED},
     "gpt2": _GPT2,
 }
 _OTHER = {
@@ -51,8 +56,8 @@ _OTHER = {
 }
 """Values of keys that no rule makes of the usual one."""
 
-_WITHOUT_A_WINDOW = {"sliding_window", "max_window_layers"}
-"""Keys of the Qwens that are read with `use_sliding_window` alone."""
+_OF_OTHER_SETTINGS = {"qwen3_moe": {"max_window_layers"}, "phi3": {"original_max_position_embeddings"}}
+"""Keys that a family has and does not read, or not with the settings here."""
 
 
 def _classes() -> dict[str, Any]:
@@ -125,7 +130,7 @@ def test_no_key_is_ignored(family: str, tmp_path: Path) -> None:
             logits, _ = _logits({**base, key: value}, weights)
             assert torch.equal(logits, expected), f"{key} {value} changes the model, and is ignored"
     without_bearing = {key for keys in WITHOUT_BEARING.values() for key in keys}
-    assert set(silent) <= without_bearing | (_WITHOUT_A_WINDOW if "qwen" in family else set())
+    assert set(silent) <= without_bearing | _OF_OTHER_SETTINGS.get(family, set())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -209,5 +214,5 @@ def test_what_a_file_says_twice_or_in_another_form_is_not_guessed(
 )
 def test_keys_of_published_files_are_known(family: str, content: dict[str, Any], tmp_path: Path) -> None:
     """SmolLM2, Falcon 3, Vicuna, Qwen2.5, Qwen3-Coder, GPT-2 and its smaller copies have them."""
-    base = {"model_type": family, **BASES[family]}
+    base = {"model_type": family, **BASES[family]} | ({"use_sliding_window": False} if "qwen" in family else {})
     assert _read(tmp_path, {**base, **content}) == _read(tmp_path, base)

@@ -186,10 +186,6 @@ def test_forms_in_which_the_same_is_said(content: dict[str, Any], expected: dict
     assert {name: found[name] for name in expected} == expected
 
 
-WINDOW = (
-    "a sliding window, which is not supported. Where no sequence is longer than the window it has no effect: set it "
-    "to null in a copy of config.json"
-)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, only 1 is supported"),
     (
@@ -220,17 +216,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"mlp_bias": True}, "mlp_bias is true, but attention_bias is false: biases are in all layers or none"),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0, and not a positive integer"),
-    ({"model_type": "mixtral", "sliding_window": 16}, f"sliding_window is 16: {WINDOW}"),
-    *(
-        ({"model_type": family, "use_sliding_window": True}, f"use_sliding_window is true, {WINDOW}")
-        for family in ("qwen2", "qwen3", "qwen3_moe")
-    ),
     *(
         (
-            {"model_type": family, "layer_types": ["full_attention", "sliding_attention"]},
-            f"layer_types names sliding_attention: {WINDOW}",
+            {"model_type": family, "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+            "layer_types names sliding_attention, but there is no use_sliding_window",
         )
-        for family in ("qwen2", "qwen3", "qwen3_moe")
+        for family in ("qwen2", "qwen3")
     ),
     *(
         (
@@ -278,6 +269,23 @@ def test_every_value_of_gpt_2_is_read(changes: dict[str, Any], expected: dict[st
         **{"window_size": None, "window_attn_skip_freq": None},
         **expected,
     }
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "[0,1,1]"),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, None),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 2}, None),
+        ({"model_type": "mixtral"}, None),
+        ({"model_type": "ministral"}, None),
+        ({"model_type": "ministral", "layer_types": ["sliding_attention", *["full_attention"] * 2]}, "[1,0,0]"),
+    ],
+)
+def test_which_layers_have_a_window(content: dict[str, Any], pattern: str | None, tmp_path: Path) -> None:
+    experts = {"num_experts_per_tok": 2} if content["model_type"] in ("qwen3_moe", "mixtral") else {}
+    found = read_config(tmp_path, {**WRITTEN, **experts, "sliding_window": 16, **content})
+    assert (found["window_size"], found["window_attn_skip_freq"]) == ("15,0", pattern)
 
 
 def test_mistrals_window_counts_the_querys_own_position(tmp_path: Path) -> None:
