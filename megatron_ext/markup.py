@@ -5,7 +5,7 @@ or a flag says is text on every page.
 
 Writes tables and code in Markdown, whatever the texts in them are.
 
-table(["flag", "meaning"], [[code("--a"), "one | other"]])     # | flag | meaning |, |---|---|, ...
+    table(["flag", "meaning"], [[code("--a"), "one | other"]])     # | flag | meaning |, |---|---|, ...
 """
 
 import html

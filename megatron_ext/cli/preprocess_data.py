@@ -9,9 +9,9 @@ Exit codes: 0 done, 64 the flags cannot work, 65 a document cannot be read (file
 
 Takes flags of Megatron-LM's preprocess_data.py that have no bearing here, or refuses them by name.
 
-add_old_flags(parser)
-options = parser.parse_args(argv)
-for warning in old_flags(options): ...
+    add_old_flags(parser)
+    options = parser.parse_args(argv)
+    for warning in old_flags(options): ...
 """
 
 import argparse

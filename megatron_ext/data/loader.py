@@ -6,9 +6,9 @@ step computes, background threads load the batch that will follow if the sizes s
 
 Samples that will be needed are read ahead, many at the same time: a store answers late, but to many at once.
 
-dataset = ReadAhead(dataset)
-dataset.will_need([17, 4, 99])      # returns at once
-dataset[17]                         # waits for what is missing of it, if anything is
+    dataset = ReadAhead(dataset)
+    dataset.will_need([17, 4, 99])      # returns at once
+    dataset[17]                         # waits for what is missing of it, if anything is
 
 Which samples a step uses: pure functions of how many samples were consumed before it.
 

@@ -4,7 +4,7 @@ Writes the log line and the validation lines to standard output.
 
 Writes the short lines that a person reads in a terminal: step, loss, rate, remaining time.
 
-step     60/100   loss 6.8123    1,234 tokens/s   0:43 left
+    step     60/100   loss 6.8123    1,234 tokens/s   0:43 left
 """
 
 import math
