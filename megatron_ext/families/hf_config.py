@@ -17,8 +17,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families import FAMILIES, Family
 from megatron_ext.families.protocol import PIECES
-from megatron_ext.families.reading import Reading
-from megatron_ext.families.without_bearing import WITHOUT_BEARING
+from megatron_ext.families.reading import WITHOUT_BEARING, Reading
 from megatron_ext.parts.stack import layers
 from megatron_ext.untrusted.text import load_json, read_file
 

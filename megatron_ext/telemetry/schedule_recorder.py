@@ -1,10 +1,10 @@
 """--record-schedule: when this rank runs which pass of the pipeline, and when it waits for others.
 
-recorder = ScheduleRecorder(device, pipeline_group, chunks)
-recorder.begin_step()
-schedule(forward_step_func=recorder.watched(forward_step), ...)   # with recorder.timers as the engine's timers
-recorder.end_step(iteration)
-recorder.steps                                                    # what was recorded
+    recorder = ScheduleRecorder(device, pipeline_group, chunks)
+    recorder.begin_step()
+    schedule(forward_step_func=recorder.watched(forward_step), ...)   # with recorder.timers as the engine's timers
+    recorder.end_step(iteration)
+    recorder.steps                                                    # what was recorded
 
 The engine says when a pass begins and ends by its own timers (`forward-compute`, `backward-compute`), which it asks
 for in its configuration. Which microbatch and chunk a pass is of, the passes say themselves: the forward step counts

@@ -21,10 +21,9 @@ from megatron_ext.gc_freeze import kept_from_the_collector
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.parts.own_parameters import OwnParameters
 from megatron_ext.resilience import elastic, exit_record, launch
-from megatron_ext.resilience.deadline import StopDeadline
 from megatron_ext.resilience.peer_processes import end_stopped_ranks
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
+from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher, StopDeadline
 from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.terminal import say, warn
 from megatron_ext.train.configure import Configured, configure, configure_for
@@ -139,7 +138,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions,
         from megatron_ext.parts.attention import choice as attention_kernel
         from megatron_ext.sharding.choose import sharding_of
         from megatron_ext.train import cpu_gemm
-        from megatron_ext.train.callbacks import memory_history
+        from megatron_ext.train.callbacks import profiling
         from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
         from megatron_ext.train.watching import begin_watch
     ends.callback(
@@ -147,7 +146,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions,
         torch.are_deterministic_algorithms_enabled(),
         warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    memory_history.begin(config, status.rank, here)
+    profiling.begin(config, status.rank, here)
     if configured.search is None:  # before the ranks meet, where it can be known
         _require_checkpoint(config.checkpoint, configured.resume)
     # The group of all ranks follows from typed flags alone, which no checkpoint changes.

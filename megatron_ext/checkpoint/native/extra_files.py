@@ -1,8 +1,8 @@
 """Writes what lies in a checkpoint next to the tensors, so that it is of use where nothing else of the run is. This
 needs no torch.
 
-iter_0000010/tokenizer/        the tokenizer's files, under Hugging Face's names where there are such
-iter_0000010/versions.json     of the software that wrote it
+    iter_0000010/tokenizer/        the tokenizer's files, under Hugging Face's names where there are such
+    iter_0000010/versions.json     of the software that wrote it
 """
 
 import json

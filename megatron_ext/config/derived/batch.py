@@ -1,4 +1,7 @@
-"""Computes how large the global batch is, as a function of the samples consumed so far, and how long the run."""
+"""Computes how large the global batch is, as a function of the samples consumed so far, and how long the run.
+
+It also says how many tokens at a time --linear-cross-entropy takes, by device.
+"""
 
 import math
 import re
@@ -164,3 +167,10 @@ def _first_of(share: float, number: int) -> int:
 def training_steps(config: Config) -> int:
     """Return the optimizer steps of the whole run."""
     return sum(phase.steps for phase in batch_phases(config))
+
+
+LOSS_CHUNKS = {"cpu": 128, "cuda": 4096}
+"""Every chunk reads and writes the fp32 gradient of the whole output layer once: on a GPU that must be little compared
+with its products. On a CPU the logits of 128 tokens, for a vocabulary of 50,000, are a block that the allocator keeps
+(`device.kept_memory`): of 256 tokens the system hands out every chunk's memory anew, page by page; of 64 the gradient
+is read and written too often (benchmarks/operations.py --heads)."""

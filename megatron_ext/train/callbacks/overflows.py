@@ -9,8 +9,7 @@ from megatron_ext.config.derived.batch import training_steps
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import NumericError
 from megatron_ext.optim.loss_scale import loss_scale_of
-from megatron_ext.train.run import Run
-from megatron_ext.train.state import Position
+from megatron_ext.train.run import Position, Run
 from megatron_ext.train.step import StepResult, compute_gradients
 from megatron_ext.train.trainer import Callback, Trainer
 
