@@ -13,12 +13,14 @@ from megatron_ext.families.shared import (
     decoder_values,
     layer_numbers,
     typed_window_json,
+    typed_windows,
     window_values,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    return {**decoder_values(reading), **window_values(reading, [True for _ in layer_numbers(reading)])}
+    has_window = typed_windows(reading, [True] * len(layer_numbers(reading)))
+    return {**decoder_values(reading), **window_values(reading, has_window)}
 
 
 def _write(config: Config) -> dict[str, Any]:

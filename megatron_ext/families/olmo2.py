@@ -7,18 +7,11 @@ from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
-    DECODER_NAMES,
+    NAMES_WITH_NORMS_AFTER,
     decoder_json,
     decoder_values,
     refuse_attention_bias,
 )
-
-_BEFORE = ("input_layernorm", "pre_mlp_layernorm")
-_NAMES: dict[str, tuple[str, ...]] = {
-    **{name: theirs for name, theirs in DECODER_NAMES.items() if name not in _BEFORE},
-    "post_self_attn_layernorm": ("post_attention_layernorm",),
-    "post_mlp_layernorm": ("post_feedforward_layernorm",),
-}
 
 
 def _read(reading: Reading) -> dict[str, Any]:
@@ -34,7 +27,7 @@ def _write(config: Config) -> dict[str, Any]:
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
-    _NAMES,
+    NAMES_WITH_NORMS_AFTER,
     {
         **DECODER_FLAGS,
         "norm_position": "after",

@@ -14,7 +14,7 @@ def _no_flags(_model: ModelConfig) -> dict[str, Any]:
     return {}
 
 
-PIECES: Mapping[str, Any] = {"window_size": None, "window_attn_skip_freq": None}
+PIECES: Mapping[str, Any] = {"window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None}
 """Flags of pieces of a layer, without weights, with their values in a family that does not have the piece."""
 
 

@@ -26,7 +26,7 @@ _DENSE = "some layers without experts, which is not supported"
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = {**decoder_values(reading), **window_values(reading, switch="use_sliding_window")}
+    values = {**decoder_values(reading), **window_values(reading, [reading.boolean("use_sliding_window", False)])}
     reading.understand("max_window_layers")  # all layers have the window
     kinds = [KINDS[values["window_size"] is not None] for _ in layer_numbers(reading)]
     reading.refuse_unless("layer_types", kinds, kinds, f"but all {len(kinds)} layers are {kinds[0]}")

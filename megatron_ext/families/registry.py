@@ -6,10 +6,12 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families.protocol import Family
+from megatron_ext.families.shared import pattern
 from megatron_ext.parts.stack import stack
 
 
@@ -68,8 +70,11 @@ def _lacking(config: Config, family: Family) -> list[str]:
 
 def _normalized(model: ModelConfig) -> ModelConfig:
     """Return the values with switches that change nothing next to others put to one form."""
+    window, fixed = model.window_size, model.no_rope_freq
     return dataclasses.replace(
         model,
+        window_size=None if window is None or read_window(window) is None else window,
+        no_rope_freq=None if fixed is None else pattern(read_pattern(fixed, model.num_layers, last=True)),
         add_qkv_bias=model.add_qkv_bias and model.disable_bias_linear,
         group_query_attention=model.num_key_value_heads != model.num_attention_heads,
     )

@@ -24,6 +24,11 @@ DECODER_NAMES: dict[str, tuple[str, ...]] = {
     "decoder.final_layernorm": ("model.norm",),
     "output_layer": ("lm_head",),
 }
+NAMES_WITH_NORMS_AFTER: dict[str, tuple[str, ...]] = {
+    **{name: theirs for name, theirs in DECODER_NAMES.items() if name not in ("input_layernorm", "pre_mlp_layernorm")},
+    "post_self_attn_layernorm": ("post_attention_layernorm",),
+    "post_mlp_layernorm": ("post_feedforward_layernorm",),
+}
 DECODER_FLAGS = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
@@ -185,44 +190,55 @@ def bias_json(config: Config) -> dict[str, Any]:
     return {"attention_bias": biases, "mlp_bias": biases}
 
 
+WINDOWS = frozenset({"window_size", "window_attn_skip_freq"})
+"""Flags of windows, which differ from layer to layer."""
+PATTERNS = WINDOWS | {"no_rope_freq"}
+"""The same, with which layers rotate."""
+
+
 def layer_numbers(reading: Reading) -> range:
     """Return the indices of the layers; of more than there may be, which is refused, the first of them."""
     return range(min(reading.integer("num_hidden_layers"), options_by_name()["num_layers"].at_most or 1))
 
 
-WINDOWS = frozenset({"window_size", "window_attn_skip_freq"})
-"""Flags of windows, which differ from layer to layer."""
-
-
-def window_values(
-    reading: Reading, usual: Sequence[bool] | None = None, *, switch: str | None = None
-) -> dict[str, Any]:
-    """Return the flags of `sliding_window`.
-
-    Args:
-        usual: whether each layer has a window, where `layer_types` does not say so; None in a family without
-            `layer_types`, all of whose layers have it.
-        switch: key without which there are no windows.
-    """
+def window_values(reading: Reading, has_window: Sequence[bool] | None = None) -> dict[str, Any]:
+    """Return the flags of `sliding_window`, in the layers that have it; default all."""
     reading.understand("sliding_window")
-    number, kinds = len(layer_numbers(reading)), None if usual is None else reading.get("layer_types")
-    window = reading.get("sliding_window") if switch is None or reading.boolean(switch, False) else None
-    has_window = [window is not None and one for one in usual or [True] * number]
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != number or not {*map(str, kinds)} <= {*KINDS}:
-            reading.problems.append(
-                f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of {number} times {' or '.join(KINDS)}"
-            )
-            return dict.fromkeys(WINDOWS)
-        has_window = [kind == KINDS[1] for kind in kinds]
-        if any(has_window) and window is None:
-            reading.problems.append(f"layer_types names {KINDS[1]}, but there is no {switch or 'sliding_window'}")
-    if not any(has_window) or window is None:
+    if has_window is None:
+        has_window = [reading.get("sliding_window") is not None]
+    if not any(has_window) or reading.get("sliding_window") is None:
         return dict.fromkeys(WINDOWS)
     return {
         "window_size": f"{reading.integer('sliding_window') - 1},0",  # Megatron does not count the query's own position
-        "window_attn_skip_freq": None if all(has_window) else f"[{','.join(str(int(one)) for one in has_window)}]",
+        "window_attn_skip_freq": None if all(has_window) else pattern(has_window),
     }
+
+
+def pattern(layers_with_it: Sequence[bool]) -> str:
+    """Return a pattern over the layers, as flags take it."""
+    return f"[{','.join(str(int(one)) for one in layers_with_it)}]"
+
+
+def typed_windows(reading: Reading, usual: Sequence[bool], *, switch: str | None = None) -> Sequence[bool]:
+    """Return which layers have the window by `layer_types`.
+
+    Args:
+        usual: the answer where the key is missing and there is a window.
+        switch: key without which there are no windows.
+    """
+    kinds, number = reading.get("layer_types"), len(usual)
+    has_any = (switch is None or reading.boolean(switch, False)) and reading.get("sliding_window") is not None
+    reading.understand("sliding_window")
+    if kinds is None:
+        return usual if has_any else [False] * number
+    if not isinstance(kinds, list) or len(kinds) != number or not {*map(str, kinds)} <= {*KINDS}:
+        reading.problems.append(
+            f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of {number} times {' or '.join(KINDS)}"
+        )
+        return usual
+    if KINDS[1] in kinds and not has_any:
+        reading.problems.append(f"layer_types names {KINDS[1]}, but there is no {switch or 'sliding_window'}")
+    return [kind == KINDS[1] for kind in kinds]
 
 
 KINDS = ("full_attention", "sliding_attention")
@@ -231,7 +247,8 @@ KINDS = ("full_attention", "sliding_attention")
 def switched_window_values(reading: Reading) -> dict[str, Any]:
     """Return the flags of windows that `use_sliding_window` switches on, from layer `max_window_layers` on."""
     first = reading.integer("max_window_layers", least=0)
-    return window_values(reading, [number >= first for number in layer_numbers(reading)], switch="use_sliding_window")
+    usual = [number >= first for number in layer_numbers(reading)]
+    return window_values(reading, typed_windows(reading, usual, switch="use_sliding_window"))
 
 
 SWITCHED_WINDOWS: dict[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}

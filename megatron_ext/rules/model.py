@@ -133,6 +133,31 @@ def windows_are_well_formed(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a pattern which can be read, of layers that would be rotated otherwise."""
+    model, pattern = config.model, config.model.no_rope_freq
+    if pattern is None:
+        return
+    try:
+        if positive(model.num_layers):
+            read_pattern(pattern, min(model.num_layers, 100_000), last=True)
+    except ValueError:
+        yield (
+            f"--no-rope-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 or 1 "
+            f"(--num-layers); use --no-rope-freq 4, or [0]*{model.num_layers}"
+        )
+    if model.position_embedding_type != "rope":
+        yield (
+            f"--no-rope-freq {pattern} says which layers rotate nothing, but with --position-embedding-type "
+            f"{model.position_embedding_type} none does; use --position-embedding-type rope, or leave it out"
+        )
+    if model.transformer_impl != "local":
+        yield (
+            f"--no-rope-freq {pattern} needs layers of this program's own, but --transformer-impl is "
+            f"{model.transformer_impl}; use --transformer-impl local"
+        )
+
+
 def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require factors of rotary scaling that are in order."""
     model = config.model
@@ -197,6 +222,7 @@ RULES = (
     one_activation,
     positions_cover_the_sequence,
     windows_are_well_formed,
+    layers_without_rotation_are_named,
     rope_scaling_has_a_range,
     no_position_embedding_has_rope,
     vocabulary_fits_its_padding,

@@ -41,6 +41,9 @@ MODELS = {
         f"--num-layers 4 {_LLAMA} {_UNTIED} --window-size 15,0 --window-attn-skip-freq [1,1,0,1] --reset-position-ids "
         "--reset-attention-mask"
     ),
+    "interleaved half rotation, none in layer 2": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --rotary-percent 0.5 --rotary-interleaved --no-rope-freq [0,1,0,0]"
+    ),
     "query and key norm, QKV bias": f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --add-qkv-bias",
     "OLMo-2": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --norm-position after --qk-layernorm --qk-layernorm-over projection"
@@ -272,6 +275,12 @@ _WINDOWS = {
 }
 _QUICK_WINDOWS = {"CP2 all_gather, windows", "CP2 all_gather, windows, packed"}
 
+# Pieces that no other model has, each in layouts that might take it for the usual one.
+_PIECES = {
+    "TP2 SP PP2 VPP2, interleaved half rotation, none in layer 2": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 p2p, interleaved half rotation, none in layer 2": (2, f"{_CP2} p2p"),
+}
+
 RECOMPUTE = {
     "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",
     "full uniform by twos": f"{_RECOMPUTE} 2 --recompute-method uniform",
@@ -333,6 +342,9 @@ def _cases() -> list[Case]:
         model = "windows, packed" if name.endswith("packed") else "windows"
         slow = name not in _QUICK_WINDOWS
         cases.append(Case(name, model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
+    for name, (world_size, flags) in _PIECES.items():
+        model = name.partition(", ")[2]
+        cases.append(Case(name, model, world_size, tuple(flags.split()), "PP2" not in name, slow_in_bf16=True))
     for mode, flags in RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
     return cases

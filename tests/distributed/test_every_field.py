@@ -92,6 +92,7 @@ CHANGES: dict[str, tuple[str, str]] = {
         "scaled rope", "--rope-scaling-original-max-position-embeddings 64"),
     "window_size": ("plain", "--window-size 3,0"),
     "window_attn_skip_freq": ("plain", "--window-size 3,0 --window-attn-skip-freq [0,1]"),
+    "no_rope_freq": ("rope", "--no-rope-freq 2"),
     "swiglu": ("plain", "--swiglu"),
     "squared_relu": ("plain", "--squared-relu"),
     "openai_gelu": ("plain", "--openai-gelu"),

@@ -96,6 +96,18 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "ministral", **_DECODER, "num_hidden_layers": 4, "sliding_window": 6},
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
     },
+    "EXAONE 4.0": {
+        **{"model_type": "exaone4", **_DECODER, "head_dim": 8, "num_hidden_layers": 4, "sliding_window": 6},
+        "sliding_window_pattern": 2,
+    },
+    "EXAONE 4.0 without windows": {
+        **{"model_type": "exaone4", **_DECODER, "head_dim": 8, "sliding_window": None, "num_key_value_heads": 6},
+        "layer_types": ["full_attention"] * 2,
+    },
+    "SmolLM3": {
+        **{"model_type": "smollm3", **_DECODER, "num_hidden_layers": 4, "pad_token_id": None},
+        **{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 6},
+    },
     "ERNIE 4.5": {
         "model_type": "ernie4_5",
         **_DECODER,

@@ -389,6 +389,12 @@ WRONG = [
     ("--window-size 7,1 --attention-dropout 0", "--window-size 7,1 is no pair of the positions before a query"),
     ("--window-attn-skip-freq 2", "add --window-size 4095,0"),
     ("--window-size 7,0 --attention-dropout 0 --window-attn-skip-freq [1,0]", "a list of 8 times 0 or 1"),
+    ("--position-embedding-type rope --no-rope-freq [1,0]", "is neither a number of layers nor a list of 8 times"),
+    ("--no-rope-freq 4", "says which layers rotate nothing, but with --position-embedding-type learned_absolute none"),
+    (
+        "--position-embedding-type rope --no-rope-freq 4 --transformer-impl transformer_engine",
+        "--no-rope-freq 4 needs layers of this program's own, but --transformer-impl is transformer_engine",
+    ),
     ("--window-size 7,0", "block by block, whose kernels have no dropout, but --attention-dropout is 0.1"),
     (
         "--window-size 7,0 --attention-dropout 0 --world-size 2 --context-parallel-size 2 --cp-comm-type p2p",

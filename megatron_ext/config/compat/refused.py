@@ -127,7 +127,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """
         --rotary-seq-len-interpolation-factor N =1, --rope-type N =rope,
         --yarn-original-max-position-embeddings N, --yarn-beta-fast N, --yarn-beta-slow N,
-        --yarn-correction-range-round-to-int, --no-yarn-correction-range-round-to-int, --no-rope-freq N,
+        --yarn-correction-range-round-to-int, --no-yarn-correction-range-round-to-int,
         --mrope-section N...
         """,
     ),

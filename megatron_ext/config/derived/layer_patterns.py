@@ -20,11 +20,11 @@ def read_window(text: str) -> int | None:
     return None if left == -1 else left + 1
 
 
-def read_pattern(text: str, layers: int) -> tuple[bool, ...]:
+def read_pattern(text: str, layers: int, *, last: bool = False) -> tuple[bool, ...]:
     """Return in which of the layers a pattern has a 1.
 
-    A number N stands for N - 1 layers with it and one without, in turn; a list, `[1,1,0]*4` or `([1]*3+[0])*2`, for
-    itself.
+    A number N stands for N - 1 layers with it and one without, in turn, or with `last` the other way round; a list,
+    `[1,1,0]*4` or `([1]*3+[0])*2`, for itself.
 
     Raises:
         ValueError: it is neither, or has another number of layers.
@@ -34,7 +34,7 @@ def read_pattern(text: str, layers: int) -> tuple[bool, ...]:
     except (SyntaxError, RecursionError, MemoryError):
         value = None
     if isinstance(value, int) and value > 0:
-        return tuple((number + 1) % value != 0 for number in range(layers))
+        return tuple(((number + 1) % value == 0) == last for number in range(layers))
     if isinstance(value, list) and len(value) == layers and set(value) <= {0, 1}:
         return tuple(bool(one) for one in value)
     raise ValueError(text)

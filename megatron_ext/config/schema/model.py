@@ -70,6 +70,13 @@ class ModelConfig:
         resume="function",
         metavar="N|LIST",
     )
+    no_rope_freq: str | None = option(
+        None,
+        "Which layers rotate nothing, with --position-embedding-type rope; default none. N: every N-th layer; a list "
+        "such as [0,0,0,1]*6: those with a 1.",
+        resume="function",
+        metavar="N|LIST",
+    )
     use_rope_scaling: bool = option(
         False,
         "Stretch the rotary frequencies as Llama 3.1 does.",

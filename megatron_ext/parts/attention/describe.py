@@ -238,7 +238,7 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         head_size=model.kv_channels,
         value_head_size=model.kv_channels,
         window=_window(model, number),
-        rotary=_rotary(model),
+        rotary=None if _is_dealt(model.no_rope_freq, model, number, last=True) else _rotary(model),
         qk_norm=model.qk_layernorm_over if model.qk_layernorm else None,  # pyright: ignore[reportArgumentType]
         norm=norm,
         qkv_bias=model.has_qkv_bias,
@@ -250,12 +250,19 @@ def _window(model: ModelConfig, number: int) -> int | None:
     """Return the window of layer `number`; none where the flags cannot be read, which a rule says."""
     if model.window_size is None:
         return None
+    pattern = model.window_attn_skip_freq
     try:
-        pattern = model.window_attn_skip_freq
-        has_window = pattern is None or read_pattern(pattern, model.num_layers)[number]
-        return read_window(model.window_size) if has_window else None
+        return read_window(model.window_size) if pattern is None or _is_dealt(pattern, model, number) else None
     except ValueError:
         return None
+
+
+def _is_dealt(pattern: str | None, model: ModelConfig, number: int, *, last: bool = False) -> bool:
+    """Return whether a pattern deals something to layer `number`; nothing, where it cannot be read."""
+    try:
+        return pattern is not None and read_pattern(pattern, model.num_layers, last=last)[number]
+    except ValueError:
+        return False
 
 
 def _rotary(model: ModelConfig) -> Rotary | None:

@@ -27,6 +27,7 @@ from tests.support.small_models import LLAMA, OLMO2, small_config
 QWEN3 = {**LLAMA, "qk_layernorm": True}
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "moe_ffn_hidden_size": 24}
 MIXTRAL, QWEN3_MOE = {**LLAMA, **EXPERTS}, {**QWEN3, **EXPERTS, "moe_router_pre_softmax": True}
+WINDOWS = {"window_size": "7,0", "window_attn_skip_freq": "2"}
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -71,6 +72,11 @@ def test_a_family_is_a_file() -> None:
         ({**LLAMA, "window_size": "7,0"}, "mistral"),
         ({**LLAMA, "window_size": "7,0", "window_attn_skip_freq": "2"}, "ministral"),
         ({**LLAMA, "rotary_interleaved": True}, "ernie4_5"),
+        ({**LLAMA, "no_rope_freq": "4"}, "smollm3"),
+        ({**LLAMA, "no_rope_freq": "[1,0,0,0]", **WINDOWS}, "smollm3"),
+        ({**QWEN3, "norm_position": "after"}, "exaone4"),
+        ({**QWEN3, "norm_position": "after", **WINDOWS, "no_rope_freq": "2"}, "exaone4"),
+        ({**LLAMA, "window_size": "-1,0"}, "llama"),
         ({**LLAMA, "rotary_interleaved": True, "rotary_percent": 0.5}, "glm"),
         ({**LLAMA, "rotary_percent": 0.5}, "phi3"),
         ({**LLAMA, "normalization": "LayerNorm"}, "stablelm"),
@@ -99,6 +105,7 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
         ({"squared_relu": True}, "is gpt2, which has no --squared-relu"),
         ({"kv_channels": 20}, r"--kv-channels 16 \(not 20\)"),
         ({**QWEN3, "add_qkv_bias": True}, "is qwen2, which has no --qk-layernorm"),
+        ({**QWEN3, "norm_position": "after", **WINDOWS}, r"exaone4, which has --no-rope-freq \[0,1,0,1\]"),
         ({**QWEN3_MOE, "swiglu": False}, "is qwen3_moe, which has --swiglu"),
         ({**OLMO2, "norm_position": "before"}, r"is olmo2, which has --norm-position after \(not before\)"),
         ({**LLAMA, "norm_position": "after"}, r"is llama, which has --norm-position before \(not after\)"),
@@ -132,7 +139,13 @@ def test_ranges_cover_every_row_once(model: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [{"openai_gelu": True}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE, OLMO2]
+    "model",
+    [
+        *({"openai_gelu": True}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE, OLMO2),
+        *({**LLAMA, "rotary_percent": 0.5}, {**LLAMA, "no_rope_freq": "[0,0,0,1]"}),
+        {**LLAMA, "window_size": "7,0", "window_attn_skip_freq": "[1,1,0,1]"},
+        {**LLAMA, "normalization": "LayerNorm", "swiglu": False, "squared_relu": True, "rotary_percent": 0.25},
+    ],
 )
 def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Path) -> None:
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 16.0} if model else {}

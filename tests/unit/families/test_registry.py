@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.families.protocol import PIECES
 from tests.support.family_configs import GPT2_WRITTEN, SCALING, WRITTEN, read_config
 
+_LAST = "[1,1,1,0]", "[0,0,0,1]"
 READ: dict[str, Any] = {
     "num_layers": 3,
     "hidden_size": 48,
@@ -90,8 +92,7 @@ def _problems(folder: Path, content: dict[str, Any]) -> list[str]:
 def test_every_value_of_a_decoder_is_read(family: str, tmp_path: Path) -> None:
     more, flags = FAMILIES_OF_DECODERS[family]
     found = read_config(tmp_path, {**WRITTEN, "model_type": family.split()[0], **more})
-    windows = {"window_size": None, "window_attn_skip_freq": None}
-    assert found == {**READ, **windows, **flags}
+    assert found == {**READ, **PIECES, **flags}
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -266,7 +267,7 @@ def test_every_value_of_gpt_2_is_read(changes: dict[str, Any], expected: dict[st
         **{"position_embedding_type": "learned_absolute", "swiglu": False, "squared_relu": False},
         **{"normalization": "LayerNorm", "norm_position": "before", "disable_bias_linear": False},
         **{"group_query_attention": False, "qk_layernorm": False, "qk_layernorm_over": "head"},
-        **{"window_size": None, "window_attn_skip_freq": None},
+        **PIECES,
         **expected,
     }
 
@@ -286,6 +287,23 @@ def test_which_layers_have_a_window(content: dict[str, Any], pattern: str | None
     experts = {"num_experts_per_tok": 2} if content["model_type"] in ("qwen3_moe", "mixtral") else {}
     found = read_config(tmp_path, {**WRITTEN, **experts, "sliding_window": 16, **content})
     assert (found["window_size"], found["window_attn_skip_freq"]) == ("15,0", pattern)
+
+
+@pytest.mark.parametrize(
+    ("content", "fixed", "windows"),
+    [
+        ({"model_type": "smollm3"}, "[0,0,0,1]", None),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 2}, "[0,1,0,1]", None),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 1]}, None, None),
+        ({"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 1], "use_sliding_window": True}, *["[1,0,0,0]"] * 2),
+        ({"model_type": "exaone4"}, "[0,0,0,1]", "[1,1,1,0]"),
+        ({"model_type": "exaone4", "layer_types": [*["full_attention"] * 3, "sliding_attention"]}, *_LAST),
+        ({"model_type": "exaone4", "layer_types": ["full_attention"] * 4, "sliding_window": None}, None, None),
+    ],
+)
+def test_which_layers_rotate(content: dict[str, Any], fixed: str | None, windows: str | None, tmp_path: Path) -> None:
+    found = read_config(tmp_path, {**WRITTEN, "num_hidden_layers": 4, "sliding_window": 16, **content})
+    assert (found["no_rope_freq"], found["window_attn_skip_freq"]) == (fixed, windows)
 
 
 def test_mistrals_window_counts_the_querys_own_position(tmp_path: Path) -> None:
