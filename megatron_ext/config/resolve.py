@@ -108,14 +108,14 @@ def positive(*values: Any) -> bool:
     return all(value is not None and value > 0 for value in values)
 
 
-def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
-    """Return 4 x hidden size; with SwiGLU, which has three matrices for two, 2/3 of it, rounded down to a multiple of
-    64.
+def default_ffn_hidden_size(hidden_size: int, gated: bool) -> int:
+    """Return 4 x hidden size; with a gate, which makes it three matrices for two, 2/3 of it, rounded down to a multiple
+    of 64.
 
     Source: Megatron-LM's default; the 2/3 is from Shazeer 2020 (arXiv:2002.05202), section 3.1. A width below 24
     would round to 0, so that at least 64 is given.
     """
-    return max(int(4 * hidden_size * 2 / 3 / 64) * 64, 64) if swiglu else 4 * hidden_size
+    return max(int(4 * hidden_size * 2 / 3 / 64) * 64, 64) if gated else 4 * hidden_size
 
 
 def default_metrics_file(save: str) -> str:
@@ -188,7 +188,8 @@ def _resolve_exchange(values: dict[str, Any]) -> None:
 def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
     hidden, heads = values.get("hidden_size", 0), values.get("num_attention_heads", 0)
     if positive(hidden):
-        _fill(values, "ffn_hidden_size", default_ffn_hidden_size(hidden, values.get("swiglu", False)))
+        gated = bool(values.get("swiglu") or values.get("geglu"))
+        _fill(values, "ffn_hidden_size", default_ffn_hidden_size(hidden, gated))
     if positive(hidden, heads) and hidden % heads == 0:
         _fill(values, "kv_channels", hidden // heads)
     _fill(

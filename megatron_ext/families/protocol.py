@@ -14,7 +14,11 @@ def _no_flags(_model: ModelConfig) -> dict[str, Any]:
     return {}
 
 
-PIECES: Mapping[str, Any] = {"window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None}
+PIECES: Mapping[str, Any] = {
+    **dict.fromkeys(("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale")),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_multiplier"), 1.0),
+    "geglu": False,
+}
 """Flags of pieces of a layer, without weights, with their values in a family that does not have the piece."""
 
 

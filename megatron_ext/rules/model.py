@@ -91,11 +91,22 @@ def one_activation(config: Config, facts: Facts) -> Iterator[str]:
     switches = [
         ("--swiglu", model.swiglu),
         ("--squared-relu", model.squared_relu),
-        ("--openai-gelu", model.openai_gelu),
+        ("--geglu", model.geglu),
+        ("--openai-gelu", model.openai_gelu and not model.geglu),
     ]
     given = [flag for flag, on in switches if on]
     if len(given) > 1:
         yield f"{' and '.join(given)} name different activations; keep one of them"
+
+
+def branches_are_multiplied_as_they_are(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse a factor of branches whose norm would take it out again."""
+    model = config.model
+    if model.residual_multiplier != 1.0 and model.norm_position != "before":
+        yield (
+            f"--residual-multiplier {model.residual_multiplier:g} multiplies what --norm-position "
+            f"{model.norm_position} normalizes afterwards; use --residual-multiplier 1"
+        )
 
 
 def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:
@@ -220,6 +231,7 @@ RULES = (
     rotary_channels_are_even,
     mlp_divides_by_tensor_size,
     one_activation,
+    branches_are_multiplied_as_they_are,
     positions_cover_the_sequence,
     windows_are_well_formed,
     layers_without_rotation_are_named,

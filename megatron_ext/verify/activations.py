@@ -122,8 +122,8 @@ def _whole(config: Config, name: str, parts: dict[tuple[int, int, int, int], np.
     inner = name.split(".", 3)[3] if name.count(".") > 2 else ""
     divides_width = name.startswith("decoder.layers.") and _IN_A_LAYER[inner]
     divides_sequence = config.layout.sequence_parallel and not divides_width and name != LOSS
-    # SwiGLU's first matrix holds a part of the gate and a part of the other half on each rank.
-    stride = 2 if inner == "mlp.linear_fc1" and config.model.swiglu else 1
+    # A gated MLP's first matrix holds a part of the gate and a part of the other half on each rank.
+    stride = 2 if inner == "mlp.linear_fc1" and config.model.gated_linear_unit else 1
 
     def over_context(microbatch: int, dp: int, tensor_ranks: Sequence[int]) -> np.ndarray:
         pieces = []

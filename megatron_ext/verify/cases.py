@@ -44,6 +44,10 @@ MODELS = {
     "interleaved half rotation, none in layer 2": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --rotary-percent 0.5 --rotary-interleaved --no-rope-freq [0,1,0,0]"
     ),
+    "GeGLU and multipliers": (
+        f"--num-layers 4 {_LLAMA.replace('--swiglu', '--geglu --openai-gelu')} --embedding-multiplier 8 "
+        "--residual-multiplier 0.7 --logits-multiplier 0.3 --softmax-scale 0.4"
+    ),
     "query and key norm, QKV bias": f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --add-qkv-bias",
     "OLMo-2": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --norm-position after --qk-layernorm --qk-layernorm-over projection"
@@ -275,18 +279,21 @@ _WINDOWS = {
 }
 _QUICK_WINDOWS = {"CP2 all_gather, windows", "CP2 all_gather, windows, packed"}
 
-# Pieces that no other model has, each in layouts that might take it for the usual one.
-_PIECES = {
-    "TP2 SP PP2 VPP2, interleaved half rotation, none in layer 2": (4, f"{_TP2_SP} {_PP2_VPP2}"),
-    "CP2 p2p, interleaved half rotation, none in layer 2": (2, f"{_CP2} p2p"),
-}
-
 RECOMPUTE = {
     "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",
     "full uniform by twos": f"{_RECOMPUTE} 2 --recompute-method uniform",
     "full block": f"{_RECOMPUTE} 1 --recompute-method block",
     "selective": "--recompute-granularity selective",
     "selective, all parts": "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+}
+
+# Pieces that no other model has, each in layouts that might take it for the usual one.
+_PIECES = {
+    "TP2 SP PP2 VPP2, interleaved half rotation, none in layer 2": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 p2p, interleaved half rotation, none in layer 2": (2, f"{_CP2} p2p"),
+    "TP2 SP PP2 VPP2, GeGLU and multipliers": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 p2p, GeGLU and multipliers": (2, f"{_CP2} p2p"),
+    "one process, recompute selective, GeGLU and multipliers": (1, RECOMPUTE["selective, all parts"]),
 }
 
 
@@ -343,7 +350,7 @@ def _cases() -> list[Case]:
         slow = name not in _QUICK_WINDOWS
         cases.append(Case(name, model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
     for name, (world_size, flags) in _PIECES.items():
-        model = name.partition(", ")[2]
+        model = next(model for model in MODELS if name.endswith(f", {model}"))
         cases.append(Case(name, model, world_size, tuple(flags.split()), "PP2" not in name, slow_in_bf16=True))
     for mode, flags in RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))

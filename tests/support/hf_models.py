@@ -108,6 +108,12 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "smollm3", **_DECODER, "num_hidden_layers": 4, "pad_token_id": None},
         **{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 6},
     },
+    "Gemma": {"model_type": "gemma", **_DECODER, "num_key_value_heads": 1, "pad_token_id": None},
+    "Granite": {
+        **{"model_type": "granite", **_DECODER, "head_dim": 8, "embedding_multiplier": 2.5, "logits_scaling": 3.0},
+        **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "tie_word_embeddings": True},
+        **{"attention_bias": True, "mlp_bias": True},
+    },
     "ERNIE 4.5": {
         "model_type": "ernie4_5",
         **_DECODER,

@@ -390,6 +390,9 @@ WRONG = [
     ("--window-attn-skip-freq 2", "add --window-size 4095,0"),
     ("--window-size 7,0 --attention-dropout 0 --window-attn-skip-freq [1,0]", "a list of 8 times 0 or 1"),
     ("--position-embedding-type rope --no-rope-freq [1,0]", "is neither a number of layers nor a list of 8 times"),
+    ("--residual-multiplier 0.5 --norm-position after", "use --residual-multiplier 1"),
+    ("--softmax-scale 0", "--softmax-scale 0 is not above 0"),
+    ("--swiglu --geglu", "--swiglu and --geglu name different activations"),
     ("--no-rope-freq 4", "says which layers rotate nothing, but with --position-embedding-type learned_absolute none"),
     (
         "--position-embedding-type rope --no-rope-freq 4 --transformer-impl transformer_engine",

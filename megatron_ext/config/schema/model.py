@@ -15,7 +15,7 @@ class ModelConfig:
     hidden_size: int = option(None, "Width of the residual stream.", resume="shape", required="768", at_least=1)
     ffn_hidden_size: int = option(
         None,
-        "Width inside the MLP; default 4 x hidden size, or 2/3 of that rounded to 64 with --swiglu.",
+        "Width inside the MLP; default 4 x hidden size, or 2/3 of that rounded to 64 with a gate.",
         resume="shape",
         at_least=1,
     )
@@ -96,6 +96,9 @@ class ModelConfig:
         8192, "Context length that the model had before the stretch.", resume="function", at_least=1
     )
     swiglu: bool = option(False, "SwiGLU activation in the MLP (gate x SiLU).", resume="shape")
+    geglu: bool = option(
+        False, "GeGLU activation in the MLP (gate x GELU), with --openai-gelu in its tanh form.", resume="shape"
+    )
     squared_relu: bool = option(False, "Squared ReLU activation in the MLP.", resume="function")
     openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.", resume="function")
     normalization: str = option("LayerNorm", "Kind of norm.", resume="shape", choices=("LayerNorm", "RMSNorm"))
@@ -107,6 +110,19 @@ class ModelConfig:
         needs={"after": [Need("transformer_impl", "local", "layers of this program's own")]},
     )
     norm_epsilon: float = option(1e-5, "Epsilon inside the norms.", resume="function", positive=True)
+    embedding_multiplier: float = option(
+        1.0, "Factor of the word embeddings that enter the layers.", resume="function", positive=True
+    )
+    residual_multiplier: float = option(
+        1.0, "Factor of what attention and MLP add to the residual stream.", resume="function", positive=True
+    )
+    logits_multiplier: float = option(1.0, "Factor of the logits.", resume="function", positive=True)
+    softmax_scale: float | None = option(
+        None,
+        "Factor of the products of queries and keys; default 1 / the square root of the head size.",
+        resume="function",
+        positive=True,
+    )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
     )
@@ -209,6 +225,11 @@ class ModelConfig:
     def num_key_value_heads(self) -> int:
         """Number of key/value heads: the query groups with grouped-query attention, else one per attention head."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def gated_linear_unit(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.swiglu or self.geglu
 
     @property
     def expert_ffn_hidden_size(self) -> int:
