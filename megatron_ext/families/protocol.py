@@ -15,7 +15,7 @@ def _no_flags(_model: ModelConfig) -> dict[str, Any]:
 
 
 PIECES: Mapping[str, Any] = {
-    **dict.fromkeys(("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale")),
+    **dict.fromkeys(("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "softmax_scale")),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_multiplier"), 1.0),
     "geglu": False,
 }
@@ -77,6 +77,11 @@ class Family:
     added: Mapping[str, float] = field(default_factory=dict)
     """Modules of ours -> what their weight has more than theirs: 1.0 for a norm whose file holds what it differs from
     1."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers have experts: all, unless `moe_layer_freq` is free."""
+        return "mlp.router" in self.names
 
     @property
     def fixed(self) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def family_of(config: Config) -> Family:
             one.
     """
     found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
-    mlps = {name: bool(_lacking(config, family)) for name, family in FAMILIES.items()}
-    nearest = min(found, key=lambda name: (mlps[name], len(found[name]), -len(FAMILIES[name].fixed)))
+    others = {name: family.has_experts != _has_experts(config) for name, family in FAMILIES.items()}
+    nearest = min(found, key=lambda name: (others[name], len(found[name]), -len(FAMILIES[name].fixed)))
     if found[nearest]:
         raise ConfigurationError(
             f"no Hugging Face family has this model's shape; the nearest is {nearest}, which has "
@@ -49,32 +49,33 @@ def family_of(config: Config) -> Family:
 
 def obstacles(config: Config, family: Family) -> list[str]:
     """Return what the family has and the configuration does not have, each as a flag."""
-    model = _normalized(config.model)
+    model = _normalized(config)
     wanted = {**family.fixed, **family.dependent_flags(model)}
     found = [
         _difference(name, value, getattr(model, name))
         for name, value in wanted.items()
         if getattr(model, name) != value
     ]
-    if model.load_balancing == "sinkhorn" and any(layer.experts is not None for layer, _ in stack(config).kinds):
+    if model.load_balancing == "sinkhorn" and _has_experts(config):
         found.append("no --moe-router-load-balancing-type sinkhorn")
-    return [*found, *_lacking(config, family)]
+    if family.has_experts != _has_experts(config):
+        found.append("--num-experts" if family.has_experts else "no --num-experts")
+    return found
 
 
-def _lacking(config: Config, family: Family) -> list[str]:
-    """Return what the MLP of some layer is not, each as a flag: experts, or an MLP without."""
-    mixtures = {layer.experts is not None for layer, _ in stack(config).kinds}
-    modules = {True: ("mlp.router", "no --num-experts"), False: ("mlp.linear_fc1", "--num-experts")}
-    return [flag for mixture, (module, flag) in modules.items() if mixture in mixtures and module not in family.names]
+def _has_experts(config: Config) -> bool:
+    return any(layer.experts is not None for layer, _ in stack(config).kinds)
 
 
-def _normalized(model: ModelConfig) -> ModelConfig:
-    """Return the values with switches that change nothing next to others put to one form."""
-    window, fixed = model.window_size, model.no_rope_freq
+def _normalized(config: Config) -> ModelConfig:
+    """Return the model's values with switches that change nothing next to others put to one form."""
+    model = config.model
+    window, fixed, mixtures = model.window_size, model.no_rope_freq, model.moe_layer_freq
     return dataclasses.replace(
         model,
         window_size=None if window is None or read_window(window) is None else window,
-        no_rope_freq=None if fixed is None else pattern(read_pattern(fixed, model.num_layers, last=True)),
+        moe_layer_freq=mixtures if stack(config).has_mixed_parameters else None,
+        no_rope_freq=None if fixed is None else pattern(read_pattern(fixed, model.num_layers, "the last")),
         add_qkv_bias=model.add_qkv_bias and model.disable_bias_linear,
         group_query_attention=model.num_key_value_heads != model.num_attention_heads,
     )

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_ext.config.derived.pipeline import core_layout, is_uneven, layer_counts
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.mlp.describe import Activation
-from megatron_ext.parts.stack import layers
+from megatron_ext.parts.stack import layers, stack
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -118,11 +118,13 @@ def _kernels_of_transformer_engine(config: Config) -> dict[str, Any]:
 
 def _mixture(config: Config) -> dict[str, Any]:
     """Return the settings of a mixture of experts; none for a dense model."""
-    model, layout = config.model, config.layout
+    model, layout, held = config.model, config.layout, stack(config)
     if model.num_experts is None:
         return {}
     return {
         "num_moe_experts": model.num_experts,
+        # By which it knows how layers are saved.
+        "moe_layer_freq": [int(layer.experts is not None) for layer in held] if held.has_mixed_parameters else 1,
         "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
         "moe_router_topk": model.moe_router_topk,
         "moe_router_score_function": model.moe_router_score_function,

@@ -298,9 +298,11 @@ def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
 
 
 def _multiplied(factor: float, _module: torch.nn.Module, _inputs: object, output: Any) -> Any:
-    if isinstance(output, tuple):  # with the bias that is still to be added
-        return tuple(None if one is None else factor * one for one in output)
-    return factor * output
+    if isinstance(output, torch.Tensor):
+        return factor * output
+    # A multiple of the bias would have no gradient where the MLP is computed anew (`--recompute-modules mlp`).
+    branch, bias = output
+    return factor * (branch if bias is None else branch + bias), None
 
 
 def _mask_vocabulary_padding(gpt: GPT, config: Config, tp_group: torch.distributed.ProcessGroup) -> None:

@@ -151,7 +151,7 @@ def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[
         return
     try:
         if positive(model.num_layers):
-            read_pattern(pattern, min(model.num_layers, 100_000), last=True)
+            read_pattern(pattern, min(model.num_layers, 100_000), "the last")
     except ValueError:
         yield (
             f"--no-rope-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 or 1 "

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_ext.config.derived.layer_patterns import read_pattern
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
@@ -36,6 +37,7 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         return
     given = [
         ("--expert-model-parallel-size", layout.expert_model_parallel_size > 1),
+        ("--moe-layer-freq", model.moe_layer_freq not in (None, "1", "-1")),
         ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size is not None),
         ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size is not None),
         ("--moe-aux-loss-coeff", model.load_balancing_coefficient != 0.0),
@@ -50,6 +52,23 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
             f"{', '.join(flags)} without --num-experts: there are no experts; add {experts}{biases}, or leave "
             f"{'it' if len(flags) == 1 else 'them'} out"
         )
+
+
+def layers_with_experts_are_named(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a pattern of the layers with experts which can be read, and names some."""
+    model, pattern = config.model, config.model.moe_layer_freq
+    if pattern in (None, "-1") or not positive(model.num_layers):  # -1 is MindSpeed's word for all
+        return
+    try:
+        named = any(read_pattern(pattern, min(model.num_layers, 100_000), "the first"))
+    except ValueError:
+        yield (
+            f"--moe-layer-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 or 1 "
+            f"(--num-layers); use --moe-layer-freq 1, or [0]+[1]*{model.num_layers - 1}"
+        )
+    else:
+        if model.num_experts is not None and not named:
+            yield f"--moe-layer-freq {pattern} gives no layer its --num-experts {model.num_experts}; leave both out"
 
 
 def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
@@ -143,6 +162,7 @@ def stages_between_data_parallel_ranks_have_their_experts(config: Config, facts:
 
 RULES = (
     auxiliary_losses_are_losses,
+    layers_with_experts_are_named,
     expert_flags_need_experts,
     experts_divide_over_ranks,
     a_token_has_enough_experts,

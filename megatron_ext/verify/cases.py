@@ -48,6 +48,10 @@ MODELS = {
         f"--num-layers 4 {_LLAMA.replace('--swiglu', '--geglu --openai-gelu')} --embedding-multiplier 8 "
         "--residual-multiplier 0.7 --logits-multiplier 0.3 --softmax-scale 0.4"
     ),
+    "experts in two layers": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
+        "--moe-layer-freq [0,1,0,1]"
+    ),
     "query and key norm, QKV bias": f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --add-qkv-bias",
     "OLMo-2": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --norm-position after --qk-layernorm --qk-layernorm-over projection"
@@ -291,6 +295,11 @@ RECOMPUTE = {
 _PIECES = {
     "TP2 SP PP2 VPP2, interleaved half rotation, none in layer 2": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 p2p, interleaved half rotation, none in layer 2": (2, f"{_CP2} p2p"),
+    "TP2 SP PP2 EP2, experts in two layers": (4, f"{_TP2_SP} --pipeline-model-parallel-size 2 {_EP2} {_ALLTOALL}"),
+    "PP2, 1 and 3 layers, experts in two layers": (
+        2,
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+    ),
     "TP2 SP PP2 VPP2, GeGLU and multipliers": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 p2p, GeGLU and multipliers": (2, f"{_CP2} p2p"),
     "one process, recompute selective, GeGLU and multipliers": (1, RECOMPUTE["selective, all parts"]),

@@ -110,6 +110,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "qk_layernorm": ("plain", "--qk-layernorm"),
     "qk_layernorm_over": ("rmsnorm", "--qk-layernorm-over projection"),
     "num_experts": ("experts", "--num-experts 8"),
+    "moe_layer_freq": ("experts", "--moe-layer-freq 2"),
     "moe_ffn_hidden_size": ("experts", "--moe-ffn-hidden-size 64"),
     "moe_router_topk": ("experts", "--moe-router-topk 3"),
     "moe_router_pre_softmax": ("experts", "--moe-router-pre-softmax"),

@@ -88,6 +88,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
     },
+    "Qwen3-MoE with dense layers": {
+        **{"model_type": "qwen3_moe", **_DECODER, "num_hidden_layers": 4, "moe_intermediate_size": 32},
+        **{"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [0, 3]},
+        "tie_word_embeddings": False,
+    },
     "Qwen2 with windows": {
         **{"model_type": "qwen2", **_DECODER, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 7},
         **{"max_window_layers": 1, "tie_word_embeddings": False},

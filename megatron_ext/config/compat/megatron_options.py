@@ -8,7 +8,6 @@ What earlier releases and forks had besides (`earlier_options.py`) is taken with
 """
 
 import functools
-import re
 from dataclasses import dataclass
 
 from megatron_ext.config.compat.megatron_accepted import ACCEPTED
@@ -38,20 +37,8 @@ class MegatronOption:
         """Return whether these values ask for nothing (`--context-parallel-size 1`), so that the flag may pass
         silently."""
         given = " ".join(values)
-        if self.flag in _NEUTRAL_FORMS:
-            return _NEUTRAL_FORMS[self.flag](given)
         return self.neutral is not None and any(_same(given, one) for one in self.neutral.split(";"))
 
-
-def _experts_in_every_layer(text: str) -> bool:
-    """Return whether a value of --moe-layer-freq says so: `1` (MindSpeed's `-1` too), or a list of ones, such as
-    `([1]*48)`."""
-    term = r"\[\s*1\s*(,\s*1\s*)*,?\s*\]\s*(\*\s*\d+\s*)?"
-    return re.fullmatch(rf"-?1|\(?\s*{term}(\+\s*{term})*\)?", text.strip()) is not None
-
-
-_NEUTRAL_FORMS = {"--moe-layer-freq": _experts_in_every_layer}
-"""Flags whose values ask for nothing in more than one form."""
 
 _REFUSED_VALUES = {
     ("--dataloader-type", "external"): (

@@ -145,6 +145,13 @@ class ModelConfig:
     num_experts: int | None = option(
         None, "Replace each layer's MLP by a mixture of this many experts.", resume="shape", at_least=1, at_most=65_536
     )
+    moe_layer_freq: str | None = option(
+        None,
+        "Which layers have experts, the others an MLP; default all. N: one of N layers, the first; a list such as "
+        "[0]*3+[1]*58: those with a 1.",
+        resume="shape",
+        metavar="N|LIST",
+    )
     moe_ffn_hidden_size: int | None = option(
         None, "Width inside each expert; default the width of the MLP that they replace.", resume="shape", at_least=1
     )

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
+from megatron_ext.config.derived.layer_patterns import is_dealt, read_window
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.attention.ways import Asked, refusals
 from megatron_ext.parts.norm.describe import Norm
@@ -238,7 +238,7 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         head_size=model.kv_channels,
         value_head_size=model.kv_channels,
         window=_window(model, number),
-        rotary=None if _is_dealt(model.no_rope_freq, model, number, last=True) else _rotary(model),
+        rotary=None if is_dealt(model.no_rope_freq, model.num_layers, number, "the last") else _rotary(model),
         qk_norm=model.qk_layernorm_over if model.qk_layernorm else None,  # pyright: ignore[reportArgumentType]
         norm=norm,
         qkv_bias=model.has_qkv_bias,
@@ -248,21 +248,13 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
 
 def _window(model: ModelConfig, number: int) -> int | None:
     """Return the window of layer `number`; none where the flags cannot be read, which a rule says."""
-    if model.window_size is None:
-        return None
     pattern = model.window_attn_skip_freq
+    if model.window_size is None or not is_dealt(pattern, model.num_layers, number, otherwise=True):
+        return None
     try:
-        return read_window(model.window_size) if pattern is None or _is_dealt(pattern, model, number) else None
+        return read_window(model.window_size)
     except ValueError:
         return None
-
-
-def _is_dealt(pattern: str | None, model: ModelConfig, number: int, *, last: bool = False) -> bool:
-    """Return whether a pattern deals something to layer `number`; nothing, where it cannot be read."""
-    try:
-        return pattern is not None and read_pattern(pattern, model.num_layers, last=last)[number]
-    except ValueError:
-        return False
 
 
 def _rotary(model: ModelConfig) -> Rotary | None:

@@ -32,7 +32,7 @@ _SMALL = {
     "rope_theta": 5000.0,
 }
 _SWITCHED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
-_OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False}
 _GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 96, "pad_token_id": 3}
 BASES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(FAMILIES, _SMALL),
@@ -44,7 +44,7 @@ BASES: dict[str, dict[str, Any]] = {
     "granite": {**_SMALL, "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
     "ministral": {**_SMALL, "sliding_window": 7},  # without one, transformers' model cannot be run
     "olmoe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
-    "qwen3_moe": {**_SMALL, **_OF_EXPERTS, "num_experts": 4, "norm_topk_prob": False, **_SWITCHED},
+    "qwen3_moe": {**_SMALL, **_OF_EXPERTS, **_SWITCHED, "num_hidden_layers": 3, "num_experts": 4},
     "gpt2": _GPT2,
 }
 _OTHER = {
@@ -102,6 +102,7 @@ def _logits(content: dict[str, Any], weights: dict[str, torch.Tensor] | None = N
 
     content = copy.deepcopy(content)
     content.pop("return_dict", None)  # about the form of the answer, which is asked for below
+    content.pop("dtype", None)  # about the weights, which are given; Gemma would keep a factor that is rounded to it
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(content.pop("model_type"), **content)).float().eval()
     if weights is not None:

@@ -18,7 +18,7 @@ from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.families import FAMILIES, family_of, state_dict_mapping
+from megatron_ext.families import FAMILIES, family_of, obstacles, state_dict_mapping
 from megatron_ext.families.hf_config import hf_config, read_hf_config
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.train.configure import configure
@@ -89,6 +89,8 @@ def test_a_family_is_a_file() -> None:
         (MIXTRAL, "mixtral"),
         (QWEN3_MOE, "qwen3_moe"),
         ({**QWEN3, **EXPERTS}, "qwen3_moe"),
+        ({**QWEN3_MOE, "moe_layer_freq": "[0,1,1,0]"}, "qwen3_moe"),
+        ({**MIXTRAL, "moe_layer_freq": "1"}, "mixtral"),
         ({"openai_gelu": True}, "gpt2"),
         ({"group_query_attention": True, "num_query_groups": 4}, "gpt2"),
     ],
@@ -105,7 +107,6 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
         ({"squared_relu": True}, "is gpt2, which has no --squared-relu"),
         ({"kv_channels": 20}, r"--kv-channels 16 \(not 20\)"),
         ({**QWEN3, "add_qkv_bias": True}, "is qwen2, which has no --qk-layernorm"),
-        ({**QWEN3, "norm_position": "after", **WINDOWS}, r"exaone4, which has --no-rope-freq \[0,1,0,1\]"),
         ({**QWEN3_MOE, "swiglu": False}, "is qwen3_moe, which has --swiglu"),
         ({**OLMO2, "norm_position": "before"}, r"is olmo2, which has --norm-position after \(not before\)"),
         ({**LLAMA, "norm_position": "after"}, r"is llama, which has --norm-position before \(not after\)"),
@@ -118,12 +119,20 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
             {**QWEN3_MOE, "moe_router_score_function": "sigmoid"},
             r"is qwen3_moe, which has --moe-router-score-function softmax \(not sigmoid\)",
         ),
+        ({**MIXTRAL, "moe_layer_freq": "[0,1,1,1]"}, "is qwen3_moe, which has --qk-layernorm"),
         ({"openai_gelu": True, **EXPERTS}, "is mixtral, which has --position-embedding-type rope"),
     ],
 )
 def test_without_a_family_the_flag_in_the_way_is_named(model: dict[str, Any], obstacle: str) -> None:
     with pytest.raises(ConfigurationError, match=obstacle):
         family_of(small_config(model))
+
+
+def test_what_some_layers_have_and_others_have_not() -> None:
+    mixed = small_config({**MIXTRAL, "moe_layer_freq": "[0,1,1,1]"})
+    assert obstacles(mixed, FAMILIES["mixtral"]) == ["no --moe-layer-freq"]
+    windows = small_config({**QWEN3, "norm_position": "after", **WINDOWS})
+    assert obstacles(windows, FAMILIES["exaone4"]) == ["--no-rope-freq [0,1,0,1] (not None)"]
 
 
 @pytest.mark.parametrize("model", [{}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE, OLMO2])
@@ -142,7 +151,8 @@ def test_ranges_cover_every_row_once(model: dict[str, Any]) -> None:
     "model",
     [
         *({"openai_gelu": True}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE, OLMO2),
-        *({**LLAMA, "rotary_percent": 0.5}, {**LLAMA, "no_rope_freq": "[0,0,0,1]"}),
+        *({**LLAMA, "rotary_percent": 0.5, "rotary_interleaved": True}, {**LLAMA, "no_rope_freq": "[0,0,0,1]"}),
+        {**QWEN3_MOE, "moe_layer_freq": "[0,1,1,0]"},
         {**LLAMA, "window_size": "7,0", "window_attn_skip_freq": "[1,1,0,1]"},
         {**LLAMA, "normalization": "LayerNorm", "swiglu": False, "squared_relu": True, "rotary_percent": 0.25},
     ],
@@ -172,11 +182,12 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, '"bert" is not supported; use one of arcee, ernie4_5, glm, gpt2, llama'),
+        ({"model_type": "bert"}, '"bert" is not supported; use one of arcee, ernie4_5, exaone4, '),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], some layers without experts"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2, some layers"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers \[0\] leave no layer with experts"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2 and mlp_only_layers"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers is 1, and no list of layers"),
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "but there is no use_sliding_window"),
         ({"model_type": "ministral", "layer_types": ["full_attention"] * 2}, "supported is a list of 1 times full_att"),
         ({"model_type": "ministral", "layer_types": ["chunked_attention"]}, r'layer_types is \["chunked_attention"\]'),
