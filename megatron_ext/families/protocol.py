@@ -18,6 +18,7 @@ PIECES: Mapping[str, Any] = {
     **dict.fromkeys(("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "softmax_scale")),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_multiplier"), 1.0),
     "geglu": False,
+    "qk_layernorm_place": "before",
 }
 """Flags of pieces of a layer, without weights, with their values in a family that does not have the piece."""
 

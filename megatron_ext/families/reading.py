@@ -131,7 +131,7 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
         "torchscript",
         "use_cache",
     ),
-    "name tokens, which the tokenizer does": ("bos_token_id", "eos_token_id", "pad_token_id"),
+    "name tokens, which the tokenizer does": ("bos_token_id", "eod_token_id", "eos_token_id", "pad_token_id"),
     "are of generation, whose settings tasks/generate.py takes as flags": (
         "do_sample",
         "max_length",

@@ -57,7 +57,12 @@ def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple
 
 
 def decoder_values(
-    reading: Reading, *, epsilon: str = "rms_norm_eps", activation: str = "silu", partial: bool = False
+    reading: Reading,
+    *,
+    epsilon: str = "rms_norm_eps",
+    activation: str = "silu",
+    partial: bool = False,
+    alpha: bool = False,
 ) -> dict[str, Any]:
     """Return the values of our flags that every decoder with rotary positions has in `config.json`.
 
@@ -65,6 +70,7 @@ def decoder_values(
         epsilon: key of the norms' epsilon.
         activation: the usual one; a form of GELU may be another one.
         partial: whether a share of each head's channels may be rotated (`partial_rotary_factor`).
+        alpha: whether `rope_type` dynamic may have an `alpha`, with which it is a larger base.
     """
     hidden, heads = reading.integer("hidden_size"), reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", heads)
@@ -80,8 +86,8 @@ def decoder_values(
         "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", False),
         "vocab_size": reading.integer("vocab_size"),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
-        **_rotary_values(reading, partial),
     }
+    values |= _rotary_values(reading, partial, values["kv_channels"] if alpha else None)
     if heads % groups:
         reading.problems.append(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
     if activation in _GELUS:
@@ -284,7 +290,7 @@ def refuse_attention_bias(reading: Reading) -> None:
     reading.refuse_unless("attention_bias", False, False, "which has no flag; only false is supported")
 
 
-def _rotary_values(reading: Reading, partial: bool) -> dict[str, Any]:
+def _rotary_values(reading: Reading, partial: bool, head: int | None) -> dict[str, Any]:
     """Return the values of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
     A file may have all three, for `rope_scaling` is what model cards tell people to add. As transformers 5 does
@@ -292,6 +298,8 @@ def _rotary_values(reading: Reading, partial: bool) -> dict[str, Any]:
     what neither says is taken from next to them. Where they say different things, that is refused.
     """
     written, added = (reading.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    if isinstance(written, dict) and written.keys() == {*KINDS} and written[KINDS[0]] == written[KINDS[1]]:
+        written = written[KINDS[0]]  # of layers without a window and with one alike
     for key, place in (("rope_parameters", written), ("rope_scaling", added)):
         if not isinstance(place, dict) or any(isinstance(value, dict) for value in place.values()):
             reading.problems.append(f"{key} differ between layers, which is not supported")
@@ -310,6 +318,11 @@ def _rotary_values(reading: Reading, partial: bool) -> dict[str, Any]:
         "use_rope_scaling": kind == "llama3",
         **({"rotary_percent": rotary.number("partial_rotary_factor", 1.0)} if partial else {}),
     }
+    if head is not None and kind == "dynamic" and rotary.get("alpha") is not None:
+        # NTK-aware interpolation by a fixed factor: HunYuanDenseV1RotaryEmbedding.compute_ntk_alpha_rope_parameters.
+        values["rotary_base"] *= rotary.number("alpha", 1.0) ** (head / max(head - 2, 1))
+        rotary.understand("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which that does not read
+        kind = "default"
     if kind == "llama3":
         values |= {
             "rope_scaling_factor": rotary.number("factor", 8.0),

@@ -52,6 +52,9 @@ MODELS = {
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
         "--moe-layer-freq [0,1,0,1]"
     ),
+    "query and key norm after rotation": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --qk-layernorm-place after"
+    ),
     "query and key norm, QKV bias": f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --add-qkv-bias",
     "OLMo-2": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --norm-position after --qk-layernorm --qk-layernorm-over projection"
@@ -300,6 +303,8 @@ _PIECES = {
         2,
         "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
     ),
+    "TP4 SP, query and key norm after rotation": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+    "CP2 a2a, query and key norm after rotation": (2, f"{_CP2} a2a"),
     "TP2 SP PP2 VPP2, GeGLU and multipliers": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 p2p, GeGLU and multipliers": (2, f"{_CP2} p2p"),
     "one process, recompute selective, GeGLU and multipliers": (1, RECOMPUTE["selective, all parts"]),

@@ -108,6 +108,8 @@ CHANGES: dict[str, tuple[str, str]] = {
     "disable_bias_linear": ("plain", "--disable-bias-linear"),
     "add_qkv_bias": ("queries in groups", "--add-qkv-bias"),
     "qk_layernorm": ("plain", "--qk-layernorm"),
+    "qk_layernorm_place": (
+        "rmsnorm", f"{ROPE} --qk-layernorm-place after"),
     "qk_layernorm_over": ("rmsnorm", "--qk-layernorm-over projection"),
     "num_experts": ("experts", "--num-experts 8"),
     "moe_layer_freq": ("experts", "--moe-layer-freq 2"),

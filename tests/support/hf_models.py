@@ -119,6 +119,16 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "tie_word_embeddings": True},
         **{"attention_bias": True, "mlp_bias": True},
     },
+    "Hunyuan": {
+        **{"model_type": "hunyuan_v1_dense", **_DECODER, "pad_token_id": None},
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0},
+    },
+    "OLMo-3": {
+        **{"model_type": "olmo3", **_DECODER, "num_hidden_layers": 4, "sliding_window": 6, "pad_token_id": None},
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1000.0} for kind in ("full_attention", "sliding_attention")
+        },
+    },
     "ERNIE 4.5": {
         "model_type": "ernie4_5",
         **_DECODER,

@@ -142,6 +142,20 @@ class ModelConfig:
             ]
         },
     )
+    qk_layernorm_place: str = option(
+        "before",
+        "Whether --qk-layernorm normalizes queries and keys before they are rotated, or after it, as Hunyuan does.",
+        resume="function",
+        choices=("before", "after"),
+        needs={
+            "after": [
+                Need("qk_layernorm", True, "norms of queries and keys"),
+                Need("qk_layernorm_over", "head", "norms of single heads"),
+                Need("position_embedding_type", "rope", "rotary positions"),
+                Need("transformer_impl", "local", "layers of this program's own"),
+            ]
+        },
+    )
     num_experts: int | None = option(
         None, "Replace each layer's MLP by a mixture of this many experts.", resume="shape", at_least=1, at_most=65_536
     )

@@ -83,6 +83,9 @@ class Attention(Part):
     qk_norm: Literal["head", "projection"] | None
     """Whether queries and keys are normalized, head by head or all heads of a token at once."""
 
+    qk_norm_after_rotation: bool
+    """Whether that is done to rotated queries and keys."""
+
     norm: Norm
     """What these norms are."""
 
@@ -240,6 +243,7 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         window=_window(model, number),
         rotary=None if is_dealt(model.no_rope_freq, model.num_layers, number, "the last") else _rotary(model),
         qk_norm=model.qk_layernorm_over if model.qk_layernorm else None,  # pyright: ignore[reportArgumentType]
+        qk_norm_after_rotation=model.qk_layernorm_place == "after",
         norm=norm,
         qkv_bias=model.has_qkv_bias,
         output_bias=not model.disable_bias_linear,

@@ -71,6 +71,26 @@ class LayerNorm(torch.nn.Module):
         return norm_of_sum(x, residual, self.weight, self.bias, self.eps)
 
 
+class _AfterRotation:
+    """Leaves queries or keys alone where megatron-core normalizes them, which is before they are rotated."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def of_rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized x."""
+        norm: Any = super()
+        return norm.forward(x)
+
+
+class RMSNormAfterRotation(_AfterRotation, RMSNorm):
+    """RMSNorm of rotated queries or keys."""
+
+
+class LayerNormAfterRotation(_AfterRotation, LayerNorm):
+    """LayerNorm of rotated queries or keys."""
+
+
 class ProjectionNorm(torch.nn.Module):
     """RMSNorm of all heads of a token at once, which tensor-parallel ranks have divided (OLMo 2, arXiv:2501.00656).
 
@@ -153,6 +173,9 @@ def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormB
     """
     if attention.qk_norm is None:
         return None, None
+    if attention.qk_norm_after_rotation:
+        late = {"RMSNorm": RMSNormAfterRotation, "LayerNorm": LayerNormAfterRotation}[attention.norm.kind]
+        return late, late
     if attention.qk_norm == "head":
         return norm_class(attention.norm.kind), norm_class(attention.norm.kind)
     assert attention.norm.kind == "RMSNorm", f"no {attention.norm.kind} here is over the whole projection"

@@ -42,6 +42,7 @@ BASES: dict[str, dict[str, Any]] = {
     "exaone4": {**_SMALL, "sliding_window": 7, "sliding_window_pattern": 2},
     "smollm3": {**_SMALL, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
     "granite": {**_SMALL, "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
+    "olmo3": {**_SMALL, "sliding_window": 7, "rope_theta": 500000.0},
     "ministral": {**_SMALL, "sliding_window": 7},  # without one, transformers' model cannot be run
     "olmoe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
     "qwen3_moe": {**_SMALL, **_OF_EXPERTS, **_SWITCHED, "num_hidden_layers": 3, "num_experts": 4},

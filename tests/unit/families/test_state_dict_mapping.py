@@ -203,6 +203,7 @@ def test_rows_of_heads_whose_values_have_a_size_of_their_own(fused: bool) -> Non
             "window": None,
             "rotary": None,
             "qk_norm": None,
+            "qk_norm_after_rotation": False,
             "qkv_bias": False,
             "output_bias": False,
             "norm": Norm("RMSNorm", 1e-5),
