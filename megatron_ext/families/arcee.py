@@ -6,10 +6,12 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
+    BIASES,
     DECODER_FLAGS,
     DECODER_NAMES,
     bias_json,
     bias_values,
+    biases_of_attention,
     decoder_json,
     decoder_values,
 )
@@ -27,8 +29,10 @@ ARCEE = Family(
     "arcee",
     "ArceeForCausalLM",
     {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.up_proj",)},
-    {**DECODER_FLAGS, "swiglu": False, "squared_relu": True, "qk_layernorm": False, "add_qkv_bias": False},
+    {**DECODER_FLAGS, "swiglu": False, "squared_relu": True, "qk_layernorm": False},
     _read,
     _write,
     {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    dependent_flags=biases_of_attention,
+    free=BIASES,
 )

@@ -8,27 +8,29 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
+    bias_json,
+    bias_values,
+    biases_of_attention,
     decoder_json,
     decoder_values,
-    refuse_attention_bias,
     refuse_others,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     values = decoder_values(reading, activation="gelu_pytorch_tanh")
-    refuse_attention_bias(reading)
     refuse_others(reading, {"use_bidirectional_attention": None})
     # The released files say gelu, and mean its tanh form: so does transformers take it.
-    return {**values, "openai_gelu": True, "embedding_multiplier": values["hidden_size"] ** 0.5}
+    values |= {**bias_values(reading, mlp=False), "openai_gelu": True}
+    return {**values, "embedding_multiplier": values["hidden_size"] ** 0.5}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), "attention_bias": False}
+    return {**decoder_json(config), **bias_json(config, mlp=False)}
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
-    return {"embedding_multiplier": model.hidden_size**0.5}
+    return {**biases_of_attention(model), "embedding_multiplier": model.hidden_size**0.5}
 
 
 GEMMA = Family(
@@ -37,12 +39,12 @@ GEMMA = Family(
     DECODER_NAMES,
     {
         **{**DECODER_FLAGS, "swiglu": False, "geglu": True, "openai_gelu": True, "qk_layernorm": False},
-        **{"add_qkv_bias": False, "disable_bias_linear": True},
+        "disable_bias_linear": True,
     },
     _read,
     _write,
     {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192},
     dependent_flags=_dependent_flags,
-    free=frozenset({"embedding_multiplier", "geglu"}),
+    free=frozenset({"embedding_multiplier", "geglu", "add_output_bias"}),
     added={"input_layernorm": 1.0, "pre_mlp_layernorm": 1.0, "decoder.final_layernorm": 1.0},
 )

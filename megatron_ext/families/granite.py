@@ -6,10 +6,12 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
+    BIASES,
     DECODER_FLAGS,
     DECODER_NAMES,
     bias_json,
     bias_values,
+    biases_of_attention,
     decoder_json,
     decoder_values,
 )
@@ -42,8 +44,9 @@ GRANITE = Family(
     "granite",
     "GraniteForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": False, "add_qkv_bias": False},
+    {**DECODER_FLAGS, "qk_layernorm": False},
     _read,
     _write,
-    free=frozenset({"embedding_multiplier", "residual_multiplier", "logits_multiplier", "softmax_scale"}),
+    dependent_flags=biases_of_attention,
+    free=BIASES | {"embedding_multiplier", "residual_multiplier", "logits_multiplier", "softmax_scale"},
 )

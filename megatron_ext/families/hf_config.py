@@ -80,7 +80,8 @@ def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
     given["group_query_attention"] = config.model.num_key_value_heads != config.model.num_attention_heads
     given["num_query_groups"] = config.model.num_key_value_heads
     if not config.model.disable_bias_linear:
-        given["add_qkv_bias"] = False  # it adds nothing to the biases that are there
+        # They add nothing to the biases that are there.
+        given |= dict.fromkeys(("add_qkv_bias", "add_output_bias", "add_mlp_bias"), False)
     if config.model.position_embedding_type == "rope":
         given.pop("max_position_embeddings")  # a promise about lengths, with no parameter behind it
     if _same_pieces(config, values):

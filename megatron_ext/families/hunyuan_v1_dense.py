@@ -8,9 +8,11 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
+    bias_json,
+    bias_values,
+    biases_of_attention,
     decoder_json,
     decoder_values,
-    refuse_attention_bias,
 )
 
 _NAMES = {
@@ -21,12 +23,11 @@ _NAMES = {
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    refuse_attention_bias(reading)
-    return decoder_values(reading, alpha=True)
+    return {**decoder_values(reading, alpha=True), **bias_values(reading, mlp=False)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), "attention_bias": False}
+    return {**decoder_json(config), **bias_json(config, mlp=False)}
 
 
 HUNYUAN = Family(
@@ -35,9 +36,11 @@ HUNYUAN = Family(
     _NAMES,
     {
         **{**DECODER_FLAGS, "qk_layernorm": True, "qk_layernorm_place": "after"},
-        **{"add_qkv_bias": False, "disable_bias_linear": True},
+        "disable_bias_linear": True,
     },
     _read,
     _write,
     {"rms_norm_eps": 1e-5},
+    dependent_flags=biases_of_attention,
+    free=frozenset({"add_output_bias"}),
 )

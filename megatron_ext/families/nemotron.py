@@ -6,10 +6,12 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
+    BIASES,
     DECODER_NAMES,
     PARTIAL_FLAGS,
     bias_json,
     bias_values,
+    biases_of_attention,
     decoder_json,
     decoder_values,
 )
@@ -30,10 +32,12 @@ NEMOTRON = Family(
     {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.up_proj",)},
     {
         **{**PARTIAL_FLAGS, "swiglu": False, "squared_relu": True, "normalization": "LayerNorm"},
-        **{"qk_layernorm": False, "add_qkv_bias": False},
+        "qk_layernorm": False,
     },
     _read,
     _write,
     {"norm_eps": 1e-5, "partial_rotary_factor": 0.5, "max_position_embeddings": 4096},
+    dependent_flags=biases_of_attention,
+    free=BIASES,
     added={"input_layernorm": 1.0, "pre_mlp_layernorm": 1.0, "decoder.final_layernorm": 1.0},
 )

@@ -8,20 +8,20 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     NAMES_WITH_NORMS_AFTER,
+    bias_json,
+    bias_values,
+    biases_of_attention,
     decoder_json,
     decoder_values,
-    refuse_attention_bias,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading)
-    refuse_attention_bias(reading)
-    return values
+    return {**decoder_values(reading), **bias_values(reading, mlp=False)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), "attention_bias": not config.model.disable_bias_linear}
+    return {**decoder_json(config), **bias_json(config, mlp=False)}
 
 
 OLMO2 = Family(
@@ -33,10 +33,11 @@ OLMO2 = Family(
         "norm_position": "after",
         "qk_layernorm": True,
         "qk_layernorm_over": "projection",
-        "add_qkv_bias": False,
         "disable_bias_linear": True,
     },
     _read,
     _write,
     {"rms_norm_eps": 1e-5},
+    dependent_flags=biases_of_attention,
+    free=frozenset({"add_output_bias"}),
 )

@@ -9,9 +9,10 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     KINDS,
     WINDOWS,
+    bias_values,
+    biases_of_attention,
     decoder_values,
     layer_numbers,
-    refuse_attention_bias,
     refuse_others,
     typed_window_json,
     typed_windows,
@@ -20,11 +21,11 @@ from megatron_ext.families.shared import (
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    refuse_attention_bias(reading)
     # What stands next to `rope_parameters` is of layers without a window alone.
     refuse_others(reading, {"rope_scaling": None, "rope_theta": 500000.0})
     usual = [(number + 1) % 4 != 0 for number in layer_numbers(reading)]
-    return {**decoder_values(reading), **window_values(reading, typed_windows(reading, usual))}
+    values = {**decoder_values(reading), **bias_values(reading, mlp=False)}
+    return {**values, **window_values(reading, typed_windows(reading, usual))}
 
 
 def _write(config: Config) -> dict[str, Any]:
@@ -41,5 +42,6 @@ OLMO3 = Family(
     _read,
     _write,
     {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
-    free=WINDOWS,
+    dependent_flags=biases_of_attention,
+    free=WINDOWS | {"add_output_bias"},
 )

@@ -8,20 +8,21 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     EXPERT_FLAGS,
+    bias_json,
+    bias_values,
+    biases_of_attention,
     decoder_json,
     decoder_values,
     expert_json,
     expert_names,
     expert_values,
     heads_fill_width,
-    refuse_attention_bias,
     refuse_others,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading)
-    refuse_attention_bias(reading)
+    values = {**decoder_values(reading), **bias_values(reading, mlp=False)}
     refuse_others(reading, {"clip_qkv": None})
     experts, width = reading.integer("num_experts"), reading.integer("intermediate_size")
     normalized = reading.boolean("norm_topk_prob", False)
@@ -33,7 +34,7 @@ def _write(config: Config) -> dict[str, Any]:
     return {
         **decoder_json(config),
         **expert_json(config),
-        "attention_bias": False,
+        **bias_json(config, mlp=False),
         "clip_qkv": None,
         "intermediate_size": model.expert_ffn_hidden_size,
         "num_experts": model.num_experts,
@@ -47,11 +48,12 @@ OLMOE = Family(
     expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     {
         **{**DECODER_FLAGS, **EXPERT_FLAGS, "qk_layernorm": True, "qk_layernorm_over": "projection"},
-        **{"add_qkv_bias": False, "disable_bias_linear": True},
+        "disable_bias_linear": True,
     },
     _read,
     _write,
     {"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     aliases={"num_experts": "num_local_experts"},
-    dependent_flags=heads_fill_width,
+    dependent_flags=lambda model: {**heads_fill_width(model), **biases_of_attention(model)},
+    free=frozenset({"add_output_bias"}),
 )

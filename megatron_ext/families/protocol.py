@@ -17,7 +17,7 @@ def _no_flags(_model: ModelConfig) -> dict[str, Any]:
 PIECES: Mapping[str, Any] = {
     **dict.fromkeys(("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "softmax_scale")),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_multiplier"), 1.0),
-    "geglu": False,
+    **dict.fromkeys(("geglu", "add_output_bias", "add_mlp_bias"), False),
     "qk_layernorm_place": "before",
 }
 """Flags of pieces of a layer, without weights, with their values in a family that does not have the piece."""
@@ -71,6 +71,9 @@ class Family:
 
     free: frozenset[str] = frozenset()
     """Flags of pieces that not every family has (`PIECES`) which this one's `config.json` says."""
+
+    is_common: bool = False
+    """Whether a model that fits several families is exported as one of this."""
 
     transposed: frozenset[str] = frozenset()
     """Modules of ours whose weight lies transposed there."""

@@ -34,4 +34,5 @@ QWEN2 = Family(
     _write,
     {"num_key_value_heads": 32, **SWITCHED_WINDOWS},
     free=WINDOWS,
+    is_common=True,
 )

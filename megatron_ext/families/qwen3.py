@@ -10,30 +10,32 @@ from megatron_ext.families.shared import (
     DECODER_NAMES,
     SWITCHED_WINDOWS,
     WINDOWS,
+    bias_json,
+    bias_values,
+    biases_of_attention,
     decoder_json,
     decoder_values,
-    refuse_attention_bias,
     switched_window_json,
     switched_window_values,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    refuse_attention_bias(reading)
-    return {**decoder_values(reading), **switched_window_values(reading)}
+    return {**decoder_values(reading), **bias_values(reading, mlp=False), **switched_window_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), "attention_bias": False, **switched_window_json(config)}
+    return {**decoder_json(config), **bias_json(config, mlp=False), **switched_window_json(config)}
 
 
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": True, "add_qkv_bias": False, "disable_bias_linear": True},
+    {**DECODER_FLAGS, "qk_layernorm": True, "disable_bias_linear": True},
     _read,
     _write,
     {"num_key_value_heads": 32, "head_dim": 128, **SWITCHED_WINDOWS},
-    free=WINDOWS,
+    dependent_flags=biases_of_attention,
+    free=WINDOWS | {"add_output_bias"},
 )

@@ -17,7 +17,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     numbers = shared.layer_numbers(reading)
     kinds = [shared.KINDS[values["window_size"] is not None] for _ in numbers]
     reading.refuse_unless("layer_types", kinds, kinds, f"but all {len(kinds)} layers are {kinds[0]}")
-    shared.refuse_attention_bias(reading)
+    values |= shared.bias_values(reading, mlp=False)
     shared.refuse_others(reading, {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0})
     step, dense = reading.integer("decoder_sparse_step", 1), reading.get("mlp_only_layers", [])
     if not isinstance(dense, list):
@@ -35,7 +35,7 @@ def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
         **{**shared.decoder_json(config), **shared.window_json(config), **shared.expert_json(config)},
-        "attention_bias": False,
+        **shared.bias_json(config, mlp=False),
         "use_sliding_window": model.window_size is not None,
         "num_experts": model.num_experts,
         "moe_intermediate_size": model.expert_ffn_hidden_size,
@@ -51,7 +51,7 @@ QWEN3_MOE = Family(
     {**shared.DECODER_NAMES, **shared.expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj")},
     {
         **{**shared.DECODER_FLAGS, **shared.EXPERT_FLAGS, "qk_layernorm": True},
-        **{"add_qkv_bias": False, "disable_bias_linear": True},
+        "disable_bias_linear": True,
     },
     _read,
     _write,
@@ -61,5 +61,6 @@ QWEN3_MOE = Family(
     },
     # transformers 5 writes the name that Mixtral has.
     aliases={"num_experts": "num_local_experts"},
-    free=frozenset({"window_size", "moe_layer_freq"}),
+    dependent_flags=shared.biases_of_attention,
+    free=frozenset({"window_size", "moe_layer_freq", "add_output_bias"}),
 )

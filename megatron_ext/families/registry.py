@@ -25,7 +25,7 @@ def _found() -> dict[str, Family]:
     return {family.model_type: family for family in families}
 
 
-# In the order in which a configuration that fits several is given one, of those which can say the fewest other things.
+# In the order in which a configuration that fits several is given one, after those that are common.
 FAMILIES = _found()
 
 
@@ -38,7 +38,7 @@ def family_of(config: Config) -> Family:
     """
     found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
     others = {name: family.has_experts != _has_experts(config) for name, family in FAMILIES.items()}
-    nearest = min(found, key=lambda name: (others[name], len(found[name]), -len(FAMILIES[name].fixed)))
+    nearest = min(found, key=lambda name: (others[name], len(found[name]), not FAMILIES[name].is_common))
     if found[nearest]:
         raise ConfigurationError(
             f"no Hugging Face family has this model's shape; the nearest is {nearest}, which has "
@@ -71,12 +71,17 @@ def _normalized(config: Config) -> ModelConfig:
     """Return the model's values with switches that change nothing next to others put to one form."""
     model = config.model
     window, fixed, mixtures = model.window_size, model.no_rope_freq, model.moe_layer_freq
+    biases = model.has_qkv_bias, model.has_output_bias, model.has_mlp_bias
+    everywhere = all(biases) or not model.disable_bias_linear
     return dataclasses.replace(
         model,
+        disable_bias_linear=not everywhere,
+        add_output_bias=model.add_output_bias and not everywhere,
+        add_mlp_bias=model.add_mlp_bias and not everywhere,
         window_size=None if window is None or read_window(window) is None else window,
         moe_layer_freq=mixtures if stack(config).has_mixed_parameters else None,
         no_rope_freq=None if fixed is None else pattern(read_pattern(fixed, model.num_layers, "the last")),
-        add_qkv_bias=model.add_qkv_bias and model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias and not everywhere,
         group_query_attention=model.num_key_value_heads != model.num_attention_heads,
     )
 

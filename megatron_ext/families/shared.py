@@ -181,19 +181,32 @@ def heads_fill_width(model: ModelConfig) -> dict[str, Any]:
     return {"kv_channels": model.hidden_size // model.num_attention_heads}
 
 
-def bias_values(reading: Reading) -> dict[str, Any]:
-    """Return the flag of biases in all matrices (`attention_bias` and `mlp_bias`) or in none."""
-    biases = reading.boolean("attention_bias", False)
-    reading.refuse_unless(
-        "mlp_bias", biases, False, f"but attention_bias is {json.dumps(biases)}: biases are in all layers or none"
-    )
-    return {"disable_bias_linear": not biases}
+BIASES = frozenset({"add_output_bias", "add_mlp_bias"})
 
 
-def bias_json(config: Config) -> dict[str, Any]:
+def bias_flags(queries: bool, output: bool, mlp: bool) -> dict[str, bool]:
+    """Return the flags of biases of queries, keys and values, of attention's output projection, and of the MLP."""
+    everywhere = queries and output and mlp
+    added = {"add_qkv_bias": queries, "add_output_bias": output, "add_mlp_bias": mlp}
+    return {"disable_bias_linear": not everywhere, **{name: one and not everywhere for name, one in added.items()}}
+
+
+def bias_values(reading: Reading, *, mlp: bool = True) -> dict[str, bool]:
+    """Return the same of `attention_bias`, which is of all matrices of attention, and of `mlp_bias`, in families whose
+    `mlp` may have one."""
+    attention = reading.boolean("attention_bias", False)
+    return bias_flags(attention, attention, mlp and reading.boolean("mlp_bias", False))
+
+
+def bias_json(config: Config, *, mlp: bool = True) -> dict[str, bool]:
     """Return the keys of `bias_values`."""
-    biases = not config.model.disable_bias_linear
-    return {"attention_bias": biases, "mlp_bias": biases}
+    model = config.model
+    return {"attention_bias": model.has_qkv_bias, **({"mlp_bias": model.has_mlp_bias} if mlp else {})}
+
+
+def biases_of_attention(model: ModelConfig) -> dict[str, Any]:
+    """Return that all matrices of attention have biases, or none has (`Family.dependent_flags`)."""
+    return {"add_output_bias": model.add_qkv_bias}
 
 
 WINDOWS = frozenset({"window_size", "window_attn_skip_freq"})
@@ -283,11 +296,6 @@ def refuse_others(reading: Reading, usual: Mapping[str, Any]) -> None:
     """Refuse what only some files have, and what our model has in one form alone: key -> its one value."""
     for key, value in usual.items():
         reading.refuse_unless(key, value, value, f"only {json.dumps(value)} is supported")
-
-
-def refuse_attention_bias(reading: Reading) -> None:
-    """Refuse biases of the attention's matrices without biases of the MLP's."""
-    reading.refuse_unless("attention_bias", False, False, "which has no flag; only false is supported")
 
 
 def _rotary_values(reading: Reading, partial: bool, head: int | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama some of whose layers rotate nothing, with windows there or nowhere."""
+"""SmolLM3: Llama, some of whose layers rotate nothing, with windows there or nowhere."""
 
 import json
 from typing import Any
@@ -7,11 +7,13 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
+    BIASES,
     DECODER_FLAGS,
     DECODER_NAMES,
     PATTERNS,
     bias_json,
     bias_values,
+    biases_of_attention,
     decoder_json,
     decoder_values,
     layer_numbers,
@@ -46,9 +48,10 @@ SMOLLM3 = Family(
     "smollm3",
     "SmolLM3ForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": False, "add_qkv_bias": False},
+    {**DECODER_FLAGS, "qk_layernorm": False},
     _read,
     _write,
     {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True, "max_position_embeddings": 32768},
-    free=PATTERNS,
+    dependent_flags=biases_of_attention,
+    free=PATTERNS | BIASES,
 )

@@ -22,7 +22,7 @@ from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttenti
 from megatron_ext.parts.attention.describe import Attention, Rotary
 from megatron_ext.parts.experts.compute import mixture_of_experts
 from megatron_ext.parts.layer import layer_class
-from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
+from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import FeedForward
 from megatron_ext.parts.norm.compute import norm_class, query_key_norms
 from megatron_ext.parts.stack import Layer, Stack, final_norm, rotary_tables
@@ -84,7 +84,7 @@ def layer_spec(
             self_attention=_MIXERS[type(layer.mixer)](layer, tp_group, tables),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=before,
-            mlp=_dense_mlp() if layer.experts is None else mixture_of_experts(),
+            mlp=_dense_mlp(layer) if layer.experts is None else mixture_of_experts(),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
@@ -112,7 +112,7 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotar
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
             core_attention=partial(SDPAttention, window=attention.window),  # pyright: ignore[reportArgumentType]
-            linear_proj=RowLinear,
+            linear_proj=BiasedRowLinear if attention.output_bias else RowLinear,
             q_layernorm=query_norm,
             k_layernorm=key_norm,
         ),
@@ -131,6 +131,9 @@ def _transformer_engine_spec(layer: Layer) -> ModuleSpec:
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=layer.attention.qk_norm == "head")
 
 
-def _dense_mlp() -> Any:
-    matrices = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+def _dense_mlp(layer: Layer) -> Any:
+    if layer.inner is not None and layer.inner.bias:
+        matrices = MLPSubmodules(linear_fc1=BiasedColumnLinear, linear_fc2=BiasedRowLinear)
+    else:
+        matrices = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     return partial(FeedForward.as_mlp_submodule, submodules=matrices)

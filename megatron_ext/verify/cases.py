@@ -55,6 +55,7 @@ MODELS = {
     "query and key norm after rotation": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --qk-layernorm-place after"
     ),
+    "some biases": f"--num-layers 4 {_LLAMA} {_UNTIED} --add-output-bias --add-mlp-bias",
     "query and key norm, QKV bias": f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --add-qkv-bias",
     "OLMo-2": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --norm-position after --qk-layernorm --qk-layernorm-over projection"
@@ -305,6 +306,8 @@ _PIECES = {
     ),
     "TP4 SP, query and key norm after rotation": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "CP2 a2a, query and key norm after rotation": (2, f"{_CP2} a2a"),
+    "TP2 SP PP2 VPP2, some biases": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "one process, recompute selective, some biases": (1, RECOMPUTE["selective, all parts"]),
     "TP2 SP PP2 VPP2, GeGLU and multipliers": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 p2p, GeGLU and multipliers": (2, f"{_CP2} p2p"),
     "one process, recompute selective, GeGLU and multipliers": (1, RECOMPUTE["selective, all parts"]),

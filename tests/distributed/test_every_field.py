@@ -107,6 +107,8 @@ CHANGES: dict[str, tuple[str, str]] = {
     "untie_embeddings_and_output_weights": ("plain", "--untie-embeddings-and-output-weights"),
     "disable_bias_linear": ("plain", "--disable-bias-linear"),
     "add_qkv_bias": ("queries in groups", "--add-qkv-bias"),
+    "add_output_bias": ("queries in groups", "--add-output-bias"),
+    "add_mlp_bias": ("queries in groups", "--add-mlp-bias"),
     "qk_layernorm": ("plain", "--qk-layernorm"),
     "qk_layernorm_place": (
         "rmsnorm", f"{ROPE} --qk-layernorm-place after"),

@@ -65,6 +65,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "tie_word_embeddings": False,
     },
+    "Llama with biases of attention": {
+        **{"model_type": "llama", **_DECODER, "attention_bias": True, "mlp_bias": False},
+    },
+    "Llama with biases of the MLP": {
+        **{"model_type": "llama", **_DECODER, "attention_bias": False, "mlp_bias": True, "num_key_value_heads": 1},
+    },
+    "Seed-OSS with another bias": {
+        **{"model_type": "seed_oss", **_DECODER, "attention_bias": False, "attention_out_bias": True},
+        "pad_token_id": None,
+    },
+    "Qwen3-MoE with biases": {
+        **{"model_type": "qwen3_moe", **_DECODER, "moe_intermediate_size": 32, "num_experts": 6},
+        **{"num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True},
+    },
     "Mistral": {"model_type": "mistral", **_DECODER, "sliding_window": None, "tie_word_embeddings": False},
     "Mistral with a window": {
         **{"model_type": "mistral", **_DECODER, "sliding_window": 5, "tie_word_embeddings": False}

@@ -393,6 +393,8 @@ WRONG = [
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [1,0]", "--moe-layer-freq [1,0] is neither a number of layers nor"),
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [0]*8", "gives no layer its --num-experts"),
     ("--moe-layer-freq [0]+[1]*7", "--moe-layer-freq without --num-experts"),
+    (f"{_EXPERTS} --num-experts 8 --add-mlp-bias", "experts have no biases; leave --add-mlp-bias out"),
+    ("--add-output-bias --transformer-impl transformer_engine", "layers of this program's own"),
     ("--residual-multiplier 0.5 --norm-position after", "use --residual-multiplier 1"),
     ("--softmax-scale 0", "--softmax-scale 0 is not above 0"),
     ("--swiglu --geglu", "--swiglu and --geglu name different activations"),

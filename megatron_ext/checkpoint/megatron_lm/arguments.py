@@ -56,7 +56,19 @@ def model_flags(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of the model under our names, where they are given and had an effect."""
     was = {name: args.get(_ARGUMENT_NAMES.get(name, name)) for name in args.keys() | _ARGUMENT_NAMES.keys()}
     was["disable_bias_linear"] = not args["add_bias_linear"] if "add_bias_linear" in args else None
+    for name in ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
+        if was.get(name) is not None:
+            was[name] = _as_typed(name, was[name])
     return was
+
+
+def _as_typed(name: str, value: object) -> str | None:
+    """Return a pattern over the layers, or a window, as flags take it; None for experts in every layer."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    text = ",".join(map(str, numbers))
+    if name == "moe_layer_freq" and {*numbers} == {1}:
+        return None
+    return f"[{text}]" if isinstance(value, list) and name != "window_size" else text
 
 
 def saved_model(args: Mapping[str, Any]) -> dict[str, Any]:

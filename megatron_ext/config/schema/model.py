@@ -128,6 +128,18 @@ class ModelConfig:
     )
     disable_bias_linear: bool = option(False, "No biases in the linear layers.", resume="shape")
     add_qkv_bias: bool = option(False, "A bias in the QKV projection even with --disable-bias-linear.", resume="shape")
+    add_output_bias: bool = option(
+        False,
+        "A bias in attention's output projection even with --disable-bias-linear.",
+        resume="shape",
+        needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
+    )
+    add_mlp_bias: bool = option(
+        False,
+        "Biases in the MLP even with --disable-bias-linear.",
+        resume="shape",
+        needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
+    )
     qk_layernorm: bool = option(False, "Normalize queries and keys.", resume="shape")
     qk_layernorm_over: str = option(
         "head",
@@ -272,3 +284,13 @@ class ModelConfig:
     def has_qkv_bias(self) -> bool:
         """Whether the projection of queries, keys and values has a bias."""
         return self.add_qkv_bias or not self.disable_bias_linear
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.add_output_bias or not self.disable_bias_linear
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether both matrices of the MLP have a bias."""
+        return self.add_mlp_bias or not self.disable_bias_linear

@@ -246,7 +246,7 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         qk_norm_after_rotation=model.qk_layernorm_place == "after",
         norm=norm,
         qkv_bias=model.has_qkv_bias,
-        output_bias=not model.disable_bias_linear,
+        output_bias=model.has_output_bias,
     )
 
 

@@ -60,7 +60,7 @@ class Mlp(Part):
 
 def mlp_of(model: ModelConfig, width: int) -> Mlp:
     """Return the model's MLP of this width."""
-    return Mlp(model.gated_linear_unit, _activation(model), width, bias=not model.disable_bias_linear)
+    return Mlp(model.gated_linear_unit, _activation(model), width, bias=model.has_mlp_bias)
 
 
 def _activation(model: ModelConfig) -> Activation:

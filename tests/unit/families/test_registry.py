@@ -215,7 +215,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"quantization_config": {}},
         "quantization_config: quantized weights are not supported; use the unquantized model",
     ),
-    ({"mlp_bias": True}, "mlp_bias is true, but attention_bias is false: biases are in all layers or none"),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0, and not a positive integer"),
     *(
         (
@@ -223,13 +222,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "layer_types names sliding_attention, but there is no use_sliding_window",
         )
         for family in ("qwen2", "qwen3")
-    ),
-    *(
-        (
-            {"model_type": family, "attention_bias": True},
-            "attention_bias is true, which has no flag; only false is supported",
-        )
-        for family in ("olmo2", "qwen3", "qwen3_moe")
     ),
     (
         {"model_type": "qwen3_moe", "norm_topk_prob": True, "num_experts_per_tok": 1},
