@@ -59,7 +59,7 @@ def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple
 def decoder_values(
     reading: Reading,
     *,
-    epsilon: str = "rms_norm_eps",
+    epsilon: str | None = "rms_norm_eps",
     activation: str = "silu",
     partial: bool = False,
     alpha: bool = False,
@@ -67,7 +67,7 @@ def decoder_values(
     """Return the values of our flags that every decoder with rotary positions has in `config.json`.
 
     Args:
-        epsilon: key of the norms' epsilon.
+        epsilon: key of the norms' epsilon, where there is one.
         activation: the usual one; a form of GELU may be another one.
         partial: whether a share of each head's channels may be rotated (`partial_rotary_factor`).
         alpha: whether `rope_type` dynamic may have an `alpha`, with which it is a larger base.
@@ -82,7 +82,7 @@ def decoder_values(
         "kv_channels": reading.integer("head_dim", max(hidden // heads, 1)),
         "group_query_attention": groups != heads,
         "num_query_groups": groups,
-        "norm_epsilon": reading.number(epsilon, 1e-6),
+        **({} if epsilon is None else {"norm_epsilon": reading.number(epsilon, 1e-6)}),
         "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", False),
         "vocab_size": reading.integer("vocab_size"),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
@@ -99,7 +99,7 @@ def decoder_values(
     return values
 
 
-def decoder_json(config: Config, epsilon: str = "rms_norm_eps") -> dict[str, Any]:
+def decoder_json(config: Config, epsilon: str | None = "rms_norm_eps") -> dict[str, Any]:
     """Return the content of `config.json` that every decoder with rotary positions has."""
     model = config.model
     content: dict[str, Any] = {
@@ -110,7 +110,7 @@ def decoder_json(config: Config, epsilon: str = "rms_norm_eps") -> dict[str, Any
         "num_key_value_heads": model.num_key_value_heads,
         "head_dim": model.kv_channels,
         "hidden_act": _activation(model),
-        epsilon: model.norm_epsilon,
+        **({} if epsilon is None else {epsilon: model.norm_epsilon}),
         "max_position_embeddings": model.max_position_embeddings,
         "rope_theta": model.rotary_base,
         "rope_scaling": None,

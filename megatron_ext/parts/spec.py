@@ -24,7 +24,7 @@ from megatron_ext.parts.experts.compute import mixture_of_experts
 from megatron_ext.parts.layer import layer_class
 from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import FeedForward
-from megatron_ext.parts.norm.compute import norm_class, query_key_norms
+from megatron_ext.parts.norm.compute import norm_builder, query_key_norms
 from megatron_ext.parts.stack import Layer, Stack, final_norm, rotary_tables
 
 OwnSpec = Callable[[ModuleSpec, Layer], ModuleSpec]
@@ -49,7 +49,7 @@ def block_spec(
     else:
         tables = rotary_tables(config)
         specs = {kind: layer_spec(kind, tp_group, tables) for kind, _ in held.kinds}
-        final = norm_class(final_norm(config.model).kind)
+        final = norm_builder(final_norm(config.model))
     chosen = [specs[layer] if own is None else _checked(own(specs[layer], layer), layer) for layer in held]
     return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=final)
 
@@ -76,7 +76,7 @@ def layer_spec(
     Args:
         tables: where each table of angles lies in the tensor of them all, where there are several.
     """
-    before = norm_class(layer.norm.kind) if layer.norms_before else IdentityOp
+    before = norm_builder(layer.norm) if layer.norms_before else IdentityOp
     return ModuleSpec(
         module=layer_class(layer.norm_places),
         submodules=TransformerLayerSubmodules(

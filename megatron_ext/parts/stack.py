@@ -205,7 +205,7 @@ def _layer(model: ModelConfig, number: int) -> Layer:
 
 def final_norm(model: ModelConfig) -> Norm:
     """Return the norm after the last layer, and of the layers themselves."""
-    return Norm(model.normalization, model.norm_epsilon)  # pyright: ignore[reportArgumentType]
+    return Norm(model.normalization, model.norm_epsilon, model.norm_parameters)  # pyright: ignore[reportArgumentType]
 
 
 def rotary_tables(config: Config) -> dict[tuple[Rotary, int], slice]:

@@ -55,6 +55,9 @@ MODELS = {
     "query and key norm after rotation": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --qk-layernorm-place after"
     ),
+    "LayerNorm without bias": (
+        f"--num-layers 4 {_LLAMA.replace('RMSNorm', 'LayerNorm')} {_UNTIED} --norm-parameters weight --qk-layernorm"
+    ),
     "some biases": f"--num-layers 4 {_LLAMA} {_UNTIED} --add-output-bias --add-mlp-bias",
     "query and key norm, QKV bias": f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --add-qkv-bias",
     "OLMo-2": (
@@ -306,6 +309,7 @@ _PIECES = {
     ),
     "TP4 SP, query and key norm after rotation": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "CP2 a2a, query and key norm after rotation": (2, f"{_CP2} a2a"),
+    "TP2 SP PP2 VPP2, LayerNorm without bias": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "TP2 SP PP2 VPP2, some biases": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "one process, recompute selective, some biases": (1, RECOMPUTE["selective, all parts"]),
     "TP2 SP PP2 VPP2, GeGLU and multipliers": (4, f"{_TP2_SP} {_PP2_VPP2}"),

@@ -102,6 +102,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "squared_relu": ("plain", "--squared-relu"),
     "openai_gelu": ("plain", "--openai-gelu"),
     "normalization": ("plain", "--normalization RMSNorm"),
+    "norm_parameters": ("plain", "--norm-parameters weight"),
     "norm_position": ("plain", "--norm-position after"),
     "norm_epsilon": ("plain", "--norm-epsilon 1e-2"),
     "untie_embeddings_and_output_weights": ("plain", "--untie-embeddings-and-output-weights"),

@@ -137,6 +137,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "hunyuan_v1_dense", **_DECODER, "pad_token_id": None},
         "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0},
     },
+    "OLMo": {"model_type": "olmo", **_DECODER, "head_dim": 8, "pad_token_id": None, "attention_bias": True},
     "OLMo-3": {
         **{"model_type": "olmo3", **_DECODER, "num_hidden_layers": 4, "sliding_window": 6, "pad_token_id": None},
         "rope_parameters": {

@@ -102,6 +102,20 @@ class ModelConfig:
     squared_relu: bool = option(False, "Squared ReLU activation in the MLP.", resume="function")
     openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.", resume="function")
     normalization: str = option("LayerNorm", "Kind of norm.", resume="shape", choices=("LayerNorm", "RMSNorm"))
+    norm_parameters: str = option(
+        "all",
+        "What norms have of their own: a weight and, in LayerNorm, a bias (all); a weight alone; or nothing.",
+        resume="shape",
+        choices=("all", "weight", "none"),
+        needs={
+            fewer: [
+                Need("normalization", "LayerNorm", "LayerNorm"),
+                Need("norm_position", "before", "norms before attention and MLP"),
+                Need("transformer_impl", "local", "layers of this program's own"),
+            ]
+            for fewer in ("weight", "none")
+        },
+    )
     norm_position: str = option(
         "before",
         "Whether norms stand before attention and MLP, or after them, on what they add to the residual stream.",
@@ -162,6 +176,7 @@ class ModelConfig:
         needs={
             "after": [
                 Need("qk_layernorm", True, "norms of queries and keys"),
+                Need("norm_parameters", "all", "norms with all of their parameters"),
                 Need("qk_layernorm_over", "head", "norms of single heads"),
                 Need("position_embedding_type", "rope", "rotary positions"),
                 Need("transformer_impl", "local", "layers of this program's own"),

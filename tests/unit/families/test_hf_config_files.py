@@ -82,6 +82,7 @@ def test_a_family_is_a_file() -> None:
         ({**QWEN3, "norm_position": "after"}, "exaone4"),
         ({**QWEN3, "qk_layernorm_place": "after"}, "hunyuan_v1_dense"),
         ({**OLMO2, **WINDOWS}, "olmo3"),
+        ({**LLAMA, "normalization": "LayerNorm", "norm_parameters": "none"}, "olmo"),
         ({**LLAMA, "swiglu": False, "geglu": True, "openai_gelu": True, "embedding_multiplier": 8.0}, "gemma"),
         ({**LLAMA, "residual_multiplier": 0.5}, "granite"),
         ({**QWEN3, "norm_position": "after", **WINDOWS, "no_rope_freq": "2"}, "exaone4"),
