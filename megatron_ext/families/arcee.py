@@ -6,7 +6,6 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
-    BIASES,
     DECODER_FLAGS,
     DECODER_NAMES,
     bias_json,
@@ -34,5 +33,4 @@ ARCEE = Family(
     _write,
     {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     dependent_flags=biases_of_attention,
-    free=BIASES,
 )

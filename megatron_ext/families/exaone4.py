@@ -10,14 +10,13 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     NAMES_WITH_NORMS_AFTER,
-    PATTERNS,
     decoder_json,
     decoder_values,
     layer_numbers,
+    layer_window_values,
     pattern,
     typed_window_json,
     typed_windows,
-    window_values,
 )
 
 
@@ -28,7 +27,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     fixed = None
     if reading.get("sliding_window") is not None and not all(has_window):
         fixed = pattern([not one for one in has_window])
-    return {**decoder_values(reading), **window_values(reading, has_window), "no_rope_freq": fixed}
+    return {**decoder_values(reading), **layer_window_values(reading, has_window), "no_rope_freq": fixed}
 
 
 def _write(config: Config) -> dict[str, Any]:
@@ -54,5 +53,4 @@ EXAONE4 = Family(
     _write,
     {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     dependent_flags=_dependent_flags,
-    free=PATTERNS,
 )

@@ -45,6 +45,5 @@ GEMMA = Family(
     _write,
     {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192},
     dependent_flags=_dependent_flags,
-    free=frozenset({"embedding_multiplier", "geglu", "add_output_bias"}),
     added={"input_layernorm": 1.0, "pre_mlp_layernorm": 1.0, "decoder.final_layernorm": 1.0},
 )

@@ -6,7 +6,6 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
-    BIASES,
     DECODER_FLAGS,
     DECODER_NAMES,
     bias_json,
@@ -48,5 +47,4 @@ GRANITE = Family(
     _read,
     _write,
     dependent_flags=biases_of_attention,
-    free=BIASES | {"embedding_multiplier", "residual_multiplier", "logits_multiplier", "softmax_scale"},
 )

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config.derived import layer_patterns
 from megatron_ext.config.parse.options import check_size, flag_of, options_by_name
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families import FAMILIES, Family
-from megatron_ext.families.protocol import PIECES
 from megatron_ext.families.reading import WITHOUT_BEARING, Reading
 from megatron_ext.parts.stack import layers
 from megatron_ext.untrusted.text import load_json, read_file
@@ -84,8 +84,8 @@ def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
         given |= dict.fromkeys(("add_qkv_bias", "add_output_bias", "add_mlp_bias"), False)
     if config.model.position_embedding_type == "rope":
         given.pop("max_position_embeddings")  # a promise about lengths, with no parameter behind it
-    if _same_pieces(config, values):
-        given = {name: value for name, value in given.items() if name not in PIECES}
+    if _same_layers(config, values):
+        given = {name: value for name, value in given.items() if name not in layer_patterns.FIELDS}
     return [
         f"{flag_of(name)} is {_shown(given[name])} and there {_shown(value)}"
         for name, value in values.items()
@@ -93,12 +93,12 @@ def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _same_pieces(config: Config, values: Mapping[str, Any]) -> bool:
+def _same_layers(config: Config, values: Mapping[str, Any]) -> bool:
     """Return whether the layers are the same by the patterns of `values`, which may be written in another way."""
     if values.get("num_layers") != config.model.num_layers:
         return False
-    pieces = {name: value for name, value in values.items() if name in PIECES}
-    there = dataclasses.replace(config, model=dataclasses.replace(config.model, **pieces))
+    patterns = {name: value for name, value in values.items() if name in layer_patterns.FIELDS}
+    there = dataclasses.replace(config, model=dataclasses.replace(config.model, **patterns))
     return layers(there) == layers(config)
 
 

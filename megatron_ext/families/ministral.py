@@ -8,19 +8,18 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
-    WINDOWS,
     decoder_json,
     decoder_values,
     layer_numbers,
+    layer_window_values,
     typed_window_json,
     typed_windows,
-    window_values,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     has_window = typed_windows(reading, [True] * len(layer_numbers(reading)))
-    return {**decoder_values(reading), **window_values(reading, has_window)}
+    return {**decoder_values(reading), **layer_window_values(reading, has_window)}
 
 
 def _write(config: Config) -> dict[str, Any]:
@@ -35,5 +34,4 @@ MINISTRAL = Family(
     _read,
     _write,
     {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-    free=WINDOWS,
 )

@@ -31,6 +31,5 @@ MISTRAL = Family(
     _read,
     _write,
     {"num_key_value_heads": 8, "sliding_window": 4096},
-    free=frozenset({"window_size"}),
     is_common=True,
 )

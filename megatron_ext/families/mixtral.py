@@ -63,5 +63,4 @@ MIXTRAL = Family(
         "max_position_embeddings": 131072,
     },
     aliases={"num_local_experts": "num_experts"},
-    free=frozenset({"window_size"}),
 )

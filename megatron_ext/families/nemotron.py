@@ -6,7 +6,6 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
-    BIASES,
     DECODER_NAMES,
     PARTIAL_FLAGS,
     bias_json,
@@ -38,6 +37,5 @@ NEMOTRON = Family(
     _write,
     {"norm_eps": 1e-5, "partial_rotary_factor": 0.5, "max_position_embeddings": 4096},
     dependent_flags=biases_of_attention,
-    free=BIASES,
     added={"input_layernorm": 1.0, "pre_mlp_layernorm": 1.0, "decoder.final_layernorm": 1.0},
 )

@@ -37,5 +37,4 @@ OLMO = Family(
     _read,
     _write,
     dependent_flags=biases_of_attention,
-    free=frozenset({"add_output_bias"}),
 )

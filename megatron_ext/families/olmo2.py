@@ -39,5 +39,4 @@ OLMO2 = Family(
     _write,
     {"rms_norm_eps": 1e-5},
     dependent_flags=biases_of_attention,
-    free=frozenset({"add_output_bias"}),
 )

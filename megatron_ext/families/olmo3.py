@@ -8,15 +8,14 @@ from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     KINDS,
-    WINDOWS,
     bias_values,
     biases_of_attention,
     decoder_values,
     layer_numbers,
+    layer_window_values,
     refuse_others,
     typed_window_json,
     typed_windows,
-    window_values,
 )
 
 
@@ -25,7 +24,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     refuse_others(reading, {"rope_scaling": None, "rope_theta": 500000.0})
     usual = [(number + 1) % 4 != 0 for number in layer_numbers(reading)]
     values = {**decoder_values(reading), **bias_values(reading, mlp=False)}
-    return {**values, **window_values(reading, typed_windows(reading, usual))}
+    return {**values, **layer_window_values(reading, typed_windows(reading, usual))}
 
 
 def _write(config: Config) -> dict[str, Any]:
@@ -43,5 +42,4 @@ OLMO3 = Family(
     _write,
     {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
     dependent_flags=biases_of_attention,
-    free=WINDOWS | {"add_output_bias"},
 )

@@ -55,5 +55,4 @@ OLMOE = Family(
     {"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     aliases={"num_experts": "num_local_experts"},
     dependent_flags=lambda model: {**heads_fill_width(model), **biases_of_attention(model)},
-    free=frozenset({"add_output_bias"}),
 )

@@ -45,5 +45,4 @@ PHI3 = Family(
     _read,
     _write,
     {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    free=frozenset({"window_size"}),
 )

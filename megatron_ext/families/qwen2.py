@@ -9,7 +9,6 @@ from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
     SWITCHED_WINDOWS,
-    WINDOWS,
     decoder_json,
     decoder_values,
     switched_window_json,
@@ -33,6 +32,5 @@ QWEN2 = Family(
     _read,
     _write,
     {"num_key_value_heads": 32, **SWITCHED_WINDOWS},
-    free=WINDOWS,
     is_common=True,
 )

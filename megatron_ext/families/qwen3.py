@@ -9,7 +9,6 @@ from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
     SWITCHED_WINDOWS,
-    WINDOWS,
     bias_json,
     bias_values,
     biases_of_attention,
@@ -37,5 +36,4 @@ QWEN3 = Family(
     _write,
     {"num_key_value_heads": 32, "head_dim": 128, **SWITCHED_WINDOWS},
     dependent_flags=biases_of_attention,
-    free=WINDOWS | {"add_output_bias"},
 )

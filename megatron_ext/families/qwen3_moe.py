@@ -12,7 +12,9 @@ from megatron_ext.parts.stack import layers
 
 def _read(reading: Reading) -> dict[str, Any]:
     values = shared.decoder_values(reading)
-    values |= shared.window_values(reading, [reading.boolean("use_sliding_window", False)])
+    reading.understand("sliding_window")
+    used = reading.boolean("use_sliding_window", False)
+    values |= shared.window_values(reading) if used else {"window_size": None}
     reading.understand("max_window_layers")  # all layers have the window
     numbers = shared.layer_numbers(reading)
     kinds = [shared.KINDS[values["window_size"] is not None] for _ in numbers]
@@ -62,5 +64,4 @@ QWEN3_MOE = Family(
     # transformers 5 writes the name that Mixtral has.
     aliases={"num_experts": "num_local_experts"},
     dependent_flags=shared.biases_of_attention,
-    free=frozenset({"window_size", "moe_layer_freq", "add_output_bias"}),
 )

@@ -10,7 +10,7 @@ from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.families.protocol import Family
+from megatron_ext.families.protocol import Family, usual_values
 from megatron_ext.families.shared import pattern
 from megatron_ext.parts.stack import stack
 
@@ -58,8 +58,8 @@ def obstacles(config: Config, family: Family) -> list[str]:
     ]
     if model.load_balancing == "sinkhorn" and _has_experts(config):
         found.append("no --moe-router-load-balancing-type sinkhorn")
-    if family.has_experts != _has_experts(config):
-        found.append("--num-experts" if family.has_experts else "no --num-experts")
+    if family.has_experts and not _has_experts(config):
+        found.append("--num-experts")
     return found
 
 
@@ -70,6 +70,10 @@ def _has_experts(config: Config) -> bool:
 def _normalized(config: Config) -> ModelConfig:
     """Return the model's values with switches that change nothing next to others put to one form."""
     model = config.model
+    without = ("rotary_", "use_rope", "no_rope") if model.position_embedding_type != "rope" else ()
+    without += ("moe_",) if model.num_experts is None else ()
+    usual = {name: value for name, value in usual_values().items() if name.startswith(without)}
+    model = dataclasses.replace(model, **usual)
     window, fixed, mixtures = model.window_size, model.no_rope_freq, model.moe_layer_freq
     biases = model.has_qkv_bias, model.has_output_bias, model.has_mlp_bias
     everywhere = all(biases) or not model.disable_bias_linear

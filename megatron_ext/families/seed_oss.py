@@ -5,7 +5,7 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import BIASES, DECODER_FLAGS, DECODER_NAMES, bias_flags, decoder_json, decoder_values
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, bias_flags, decoder_json, decoder_values
 
 
 def _read(reading: Reading) -> dict[str, Any]:
@@ -27,5 +27,4 @@ SEED_OSS = Family(
     _read,
     _write,
     {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288},
-    free=BIASES,
 )

@@ -181,9 +181,6 @@ def heads_fill_width(model: ModelConfig) -> dict[str, Any]:
     return {"kv_channels": model.hidden_size // model.num_attention_heads}
 
 
-BIASES = frozenset({"add_output_bias", "add_mlp_bias"})
-
-
 def bias_flags(queries: bool, output: bool, mlp: bool) -> dict[str, bool]:
     """Return the flags of biases of queries, keys and values, of attention's output projection, and of the MLP."""
     everywhere = queries and output and mlp
@@ -209,28 +206,24 @@ def biases_of_attention(model: ModelConfig) -> dict[str, Any]:
     return {"add_output_bias": model.add_qkv_bias}
 
 
-WINDOWS = frozenset({"window_size", "window_attn_skip_freq"})
-"""Flags of windows, which differ from layer to layer."""
-PATTERNS = WINDOWS | {"no_rope_freq"}
-"""The same, with which layers rotate."""
-
-
 def layer_numbers(reading: Reading) -> range:
     """Return the indices of the layers; of more than there may be, which is refused, the first of them."""
     return range(min(reading.integer("num_hidden_layers"), options_by_name()["num_layers"].at_most or 1))
 
 
-def window_values(reading: Reading, has_window: Sequence[bool] | None = None) -> dict[str, Any]:
-    """Return the flags of `sliding_window`, in the layers that have it; default all."""
-    reading.understand("sliding_window")
-    if has_window is None:
-        has_window = [reading.get("sliding_window") is not None]
-    if not any(has_window) or reading.get("sliding_window") is None:
-        return dict.fromkeys(WINDOWS)
-    return {
-        "window_size": f"{reading.integer('sliding_window') - 1},0",  # Megatron does not count the query's own position
-        "window_attn_skip_freq": None if all(has_window) else pattern(has_window),
-    }
+def window_values(reading: Reading) -> dict[str, Any]:
+    """Return the flag of `sliding_window` in families all of whose layers have it."""
+    if reading.get("sliding_window") is None:
+        return {"window_size": None}
+    # Megatron does not count the query's own position.
+    return {"window_size": f"{reading.integer('sliding_window') - 1},0"}
+
+
+def layer_window_values(reading: Reading, has_window: Sequence[bool]) -> dict[str, Any]:
+    """Return the flags of `sliding_window` in the layers that have it."""
+    skips = None if all(has_window) or not any(has_window) else pattern(has_window)
+    values = window_values(reading) if any(has_window) else {"window_size": None}
+    return {**values, "window_attn_skip_freq": None if values["window_size"] is None else skips}
 
 
 def pattern(layers_with_it: Sequence[bool]) -> str:
@@ -267,7 +260,7 @@ def switched_window_values(reading: Reading) -> dict[str, Any]:
     """Return the flags of windows that `use_sliding_window` switches on, from layer `max_window_layers` on."""
     first = reading.integer("max_window_layers", least=0)
     usual = [number >= first for number in layer_numbers(reading)]
-    return window_values(reading, typed_windows(reading, usual, switch="use_sliding_window"))
+    return layer_window_values(reading, typed_windows(reading, usual, switch="use_sliding_window"))
 
 
 SWITCHED_WINDOWS: dict[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}

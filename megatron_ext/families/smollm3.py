@@ -7,20 +7,18 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
-    BIASES,
     DECODER_FLAGS,
     DECODER_NAMES,
-    PATTERNS,
     bias_json,
     bias_values,
     biases_of_attention,
     decoder_json,
     decoder_values,
     layer_numbers,
+    layer_window_values,
     pattern,
     switched_window_json,
     typed_windows,
-    window_values,
 )
 from megatron_ext.parts.stack import layers
 
@@ -34,7 +32,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     elif named is not None:
         reading.problems.append(f"no_rope_layers is {json.dumps(named)[:80]}; it needs {len(rotates)} times 0 or 1")
     fixed = [not one for one in rotates]
-    windows = window_values(reading, typed_windows(reading, fixed, switch="use_sliding_window"))
+    windows = layer_window_values(reading, typed_windows(reading, fixed, switch="use_sliding_window"))
     values = {**decoder_values(reading), **bias_values(reading), **windows}
     return {**values, "no_rope_freq": pattern(fixed) if any(fixed) else None}
 
@@ -53,5 +51,4 @@ SMOLLM3 = Family(
     _write,
     {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True, "max_position_embeddings": 32768},
     dependent_flags=biases_of_attention,
-    free=PATTERNS | BIASES,
 )

@@ -46,5 +46,4 @@ STARCODER2 = Family(
         "tie_word_embeddings": True,
         "max_position_embeddings": 4096,
     },
-    free=frozenset({"window_size"}),
 )

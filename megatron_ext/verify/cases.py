@@ -302,7 +302,10 @@ RECOMPUTE = {
 _PIECES = {
     "TP2 SP PP2 VPP2, interleaved half rotation, none in layer 2": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 p2p, interleaved half rotation, none in layer 2": (2, f"{_CP2} p2p"),
-    "TP2 SP PP2 EP2, experts in two layers": (4, f"{_TP2_SP} --pipeline-model-parallel-size 2 {_EP2} {_ALLTOALL}"),
+    "TP2 SP PP2 EP2, experts in two layers": (
+        4,
+        f"{_TP2_SP} --pipeline-model-parallel-size 2 {_EP2} {_ALLTOALL} --expert-tensor-parallel-size 1",
+    ),
     "PP2, 1 and 3 layers, experts in two layers": (
         2,
         "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",

@@ -25,6 +25,7 @@ _DECODER: dict[str, Any] = {
     "max_position_embeddings": 128,
     "head_dim": 12,
 }
+_UNTIED = {"tie_word_embeddings": False}
 _SCALING: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -127,9 +128,9 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "smollm3", **_DECODER, "num_hidden_layers": 4, "pad_token_id": None},
         **{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 6},
     },
-    "Gemma": {"model_type": "gemma", **_DECODER, "num_key_value_heads": 1, "pad_token_id": None},
+    "Gemma": {"model_type": "gemma", **_DECODER, "num_key_value_heads": 1, "pad_token_id": None, **_UNTIED},
     "Granite": {
-        **{"model_type": "granite", **_DECODER, "head_dim": 8, "embedding_multiplier": 2.5, "logits_scaling": 3.0},
+        **{"model_type": "granite", **_DECODER, "head_dim": 8, "embedding_multiplier": 0.3, "logits_scaling": 3.0},
         **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "tie_word_embeddings": True},
         **{"attention_bias": True, "mlp_bias": True},
     },

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.native import torch_dist
+from megatron_ext.config.derived import layer_patterns
 from megatron_ext.config.parse.options import options_by_name, read_yaml_value
 from megatron_ext.config.parse.saved import shapes_and_function
 from megatron_ext.untrusted import inert_pickle
@@ -56,7 +57,7 @@ def model_flags(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of the model under our names, where they are given and had an effect."""
     was = {name: args.get(_ARGUMENT_NAMES.get(name, name)) for name in args.keys() | _ARGUMENT_NAMES.keys()}
     was["disable_bias_linear"] = not args["add_bias_linear"] if "add_bias_linear" in args else None
-    for name in ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
+    for name in layer_patterns.FIELDS:
         if was.get(name) is not None:
             was[name] = _as_typed(name, was[name])
     return was

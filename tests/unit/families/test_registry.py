@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.families.protocol import PIECES
+from megatron_ext.families.protocol import usual_values
 from tests.support.family_configs import GPT2_WRITTEN, SCALING, WRITTEN, read_config
 
 _LAST = "[1,1,1,0]", "[0,0,0,1]"
@@ -92,7 +92,7 @@ def _problems(folder: Path, content: dict[str, Any]) -> list[str]:
 def test_every_value_of_a_decoder_is_read(family: str, tmp_path: Path) -> None:
     more, flags = FAMILIES_OF_DECODERS[family]
     found = read_config(tmp_path, {**WRITTEN, "model_type": family.split()[0], **more})
-    assert found == {**READ, **PIECES, **flags}
+    assert found == {**usual_values(), **READ, **flags}
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -253,13 +253,13 @@ def test_what_our_model_cannot_be_is_refused_by_name(changes: dict[str, Any], pr
 def test_every_value_of_gpt_2_is_read(changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     found = read_config(tmp_path, {**GPT2_WRITTEN, **changes})
     assert found == {
+        **usual_values(),
         **{"num_layers": 3, "hidden_size": 48, "ffn_hidden_size": 50, "num_attention_heads": 6, "kv_channels": 8},
         **{"num_query_groups": 6, "openai_gelu": False, "norm_epsilon": 3e-5, "vocab_size": 77},
         **{"untie_embeddings_and_output_weights": True, "max_position_embeddings": 99},
         **{"position_embedding_type": "learned_absolute", "swiglu": False, "squared_relu": False},
         **{"normalization": "LayerNorm", "norm_position": "before", "disable_bias_linear": False},
         **{"group_query_attention": False, "qk_layernorm": False, "qk_layernorm_over": "head"},
-        **PIECES,
         **expected,
     }
 
