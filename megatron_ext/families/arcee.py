@@ -28,7 +28,7 @@ ARCEE = Family(
     "arcee",
     "ArceeForCausalLM",
     {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.up_proj",)},
-    {**DECODER_FLAGS, "swiglu": False, "squared_relu": True, "qk_layernorm": False},
+    {**DECODER_FLAGS, "swiglu": False, "squared_relu": True},
     _read,
     _write,
     {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},

@@ -20,7 +20,7 @@ ERNIE4_5 = Family(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "rotary_interleaved": True, "qk_layernorm": False, "add_qkv_bias": False},
+    {**DECODER_FLAGS, "rotary_interleaved": True},
     _read,
     _write,
     {

@@ -45,10 +45,7 @@ EXAONE4 = Family(
     "exaone4",
     "Exaone4ForCausalLM",
     NAMES_WITH_NORMS_AFTER,
-    {
-        **{**DECODER_FLAGS, "norm_position": "after", "qk_layernorm": True},
-        **{"add_qkv_bias": False, "disable_bias_linear": True},
-    },
+    {**DECODER_FLAGS, "norm_position": "after", "qk_layernorm": True, "disable_bias_linear": True},
     _read,
     _write,
     {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},

@@ -37,10 +37,7 @@ GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
     DECODER_NAMES,
-    {
-        **{**DECODER_FLAGS, "swiglu": False, "geglu": True, "openai_gelu": True, "qk_layernorm": False},
-        "disable_bias_linear": True,
-    },
+    {**DECODER_FLAGS, "swiglu": False, "geglu": True, "openai_gelu": True, "disable_bias_linear": True},
     _read,
     _write,
     {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192},

@@ -5,7 +5,7 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_NAMES, PARTIAL_FLAGS, decoder_json, decoder_values
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, decoder_json, decoder_values
 
 _NAMES = {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.gate_up_proj",)}
 
@@ -24,7 +24,7 @@ GLM = Family(
     "glm",
     "GlmForCausalLM",
     _NAMES,
-    {**PARTIAL_FLAGS, "rotary_interleaved": True, "qk_layernorm": False, "disable_bias_linear": True},
+    {**DECODER_FLAGS, "rotary_interleaved": True, "disable_bias_linear": True},
     _read,
     _write,
     {

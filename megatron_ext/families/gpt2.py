@@ -19,15 +19,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "decoder.final_layernorm": ("transformer.ln_f",),
     "output_layer": ("lm_head",),
 }
-_FLAGS = {
-    "position_embedding_type": "learned_absolute",
-    "swiglu": False,
-    "squared_relu": False,
-    "normalization": "LayerNorm",
-    "disable_bias_linear": False,
-    "group_query_attention": False,
-    "qk_layernorm": False,
-}
 
 
 def _read(reading: Reading) -> dict[str, Any]:
@@ -74,7 +65,7 @@ GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     _NAMES,
-    _FLAGS,
+    {},
     _read,
     _write,
     aliases={

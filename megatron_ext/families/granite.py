@@ -43,7 +43,7 @@ GRANITE = Family(
     "granite",
     "GraniteForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": False},
+    DECODER_FLAGS,
     _read,
     _write,
     dependent_flags=biases_of_attention,

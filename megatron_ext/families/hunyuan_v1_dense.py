@@ -34,10 +34,7 @@ HUNYUAN = Family(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",
     _NAMES,
-    {
-        **{**DECODER_FLAGS, "qk_layernorm": True, "qk_layernorm_place": "after"},
-        "disable_bias_linear": True,
-    },
+    {**DECODER_FLAGS, "qk_layernorm": True, "qk_layernorm_place": "after", "disable_bias_linear": True},
     _read,
     _write,
     {"rms_norm_eps": 1e-5},

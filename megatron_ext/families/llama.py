@@ -28,7 +28,7 @@ LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": False},
+    DECODER_FLAGS,
     _read,
     _write,
     dependent_flags=biases_of_attention,

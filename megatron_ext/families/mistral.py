@@ -27,7 +27,7 @@ MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": False, "add_qkv_bias": False, "disable_bias_linear": True},
+    {**DECODER_FLAGS, "disable_bias_linear": True},
     _read,
     _write,
     {"num_key_value_heads": 8, "sliding_window": 4096},

@@ -7,7 +7,6 @@ from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
-    EXPERT_FLAGS,
     decoder_json,
     decoder_values,
     expert_json,
@@ -43,14 +42,7 @@ MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     _NAMES,
-    {
-        **DECODER_FLAGS,
-        **EXPERT_FLAGS,
-        "qk_layernorm": False,
-        "add_qkv_bias": False,
-        "disable_bias_linear": True,
-        "moe_router_pre_softmax": False,
-    },
+    {**DECODER_FLAGS, "disable_bias_linear": True, "moe_router_pre_softmax": False},
     _read,
     _write,
     {

@@ -6,8 +6,8 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
+    DECODER_FLAGS,
     DECODER_NAMES,
-    PARTIAL_FLAGS,
     bias_json,
     bias_values,
     biases_of_attention,
@@ -29,10 +29,7 @@ NEMOTRON = Family(
     "nemotron",
     "NemotronForCausalLM",
     {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.up_proj",)},
-    {
-        **{**PARTIAL_FLAGS, "swiglu": False, "squared_relu": True, "normalization": "LayerNorm"},
-        "qk_layernorm": False,
-    },
+    {**DECODER_FLAGS, "swiglu": False, "squared_relu": True, "normalization": "LayerNorm"},
     _read,
     _write,
     {"norm_eps": 1e-5, "partial_rotary_factor": 0.5, "max_position_embeddings": 4096},

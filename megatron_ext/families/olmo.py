@@ -32,7 +32,7 @@ OLMO = Family(
     {name: theirs for name, theirs in DECODER_NAMES.items() if "layernorm" not in name},
     {
         **{**DECODER_FLAGS, "normalization": "LayerNorm", "norm_parameters": "none", "norm_epsilon": 1e-5},
-        **{"qk_layernorm": False, "disable_bias_linear": True},
+        "disable_bias_linear": True,
     },
     _read,
     _write,

@@ -7,7 +7,6 @@ from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
-    EXPERT_FLAGS,
     bias_json,
     bias_values,
     biases_of_attention,
@@ -47,7 +46,7 @@ OLMOE = Family(
     "OlmoeForCausalLM",
     expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     {
-        **{**DECODER_FLAGS, **EXPERT_FLAGS, "qk_layernorm": True, "qk_layernorm_over": "projection"},
+        **{**DECODER_FLAGS, "qk_layernorm": True, "qk_layernorm_over": "projection"},
         "disable_bias_linear": True,
     },
     _read,

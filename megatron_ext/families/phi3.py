@@ -6,8 +6,8 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
+    DECODER_FLAGS,
     DECODER_NAMES,
-    PARTIAL_FLAGS,
     QKV,
     decoder_json,
     decoder_values,
@@ -35,13 +35,7 @@ PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
     _NAMES,
-    {
-        **PARTIAL_FLAGS,
-        "qk_layernorm": False,
-        "add_qkv_bias": False,
-        "disable_bias_linear": True,
-        "use_rope_scaling": False,
-    },
+    {**DECODER_FLAGS, "disable_bias_linear": True, "use_rope_scaling": False},
     _read,
     _write,
     {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},

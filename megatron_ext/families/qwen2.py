@@ -28,7 +28,7 @@ QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": False, "add_qkv_bias": True, "disable_bias_linear": True},
+    {**DECODER_FLAGS, "add_qkv_bias": True, "disable_bias_linear": True},
     _read,
     _write,
     {"num_key_value_heads": 32, **SWITCHED_WINDOWS},

@@ -51,10 +51,7 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     {**shared.DECODER_NAMES, **shared.expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj")},
-    {
-        **{**shared.DECODER_FLAGS, **shared.EXPERT_FLAGS, "qk_layernorm": True},
-        "disable_bias_linear": True,
-    },
+    {**shared.DECODER_FLAGS, "qk_layernorm": True, "disable_bias_linear": True},
     _read,
     _write,
     {

@@ -23,7 +23,7 @@ SEED_OSS = Family(
     "seed_oss",
     "SeedOssForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": False},
+    DECODER_FLAGS,
     _read,
     _write,
     {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288},

@@ -29,17 +29,7 @@ NAMES_WITH_NORMS_AFTER: dict[str, tuple[str, ...]] = {
     "post_self_attn_layernorm": ("post_attention_layernorm",),
     "post_mlp_layernorm": ("post_feedforward_layernorm",),
 }
-DECODER_FLAGS = {
-    "position_embedding_type": "rope",
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-}
-PARTIAL_FLAGS = {name: value for name, value in DECODER_FLAGS.items() if name != "rotary_percent"}
-"""Those of decoders of which a share of the channels is rotated (`decoder_values(partial=True)`)."""
-
-EXPERT_FLAGS = {"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"}
+DECODER_FLAGS: dict[str, Any] = {"position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm"}
 
 
 def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:

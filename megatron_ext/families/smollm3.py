@@ -46,7 +46,7 @@ SMOLLM3 = Family(
     "smollm3",
     "SmolLM3ForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": False},
+    DECODER_FLAGS,
     _read,
     _write,
     {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True, "max_position_embeddings": 32768},

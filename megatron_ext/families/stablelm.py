@@ -6,8 +6,8 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
+    DECODER_FLAGS,
     DECODER_NAMES,
-    PARTIAL_FLAGS,
     decoder_json,
     decoder_values,
     heads_fill_width,
@@ -36,12 +36,7 @@ STABLELM = Family(
     "stablelm",
     "StableLmForCausalLM",
     DECODER_NAMES,
-    {
-        **PARTIAL_FLAGS,
-        "normalization": "LayerNorm",
-        "qk_layernorm": False,
-        "disable_bias_linear": True,
-    },
+    {**DECODER_FLAGS, "normalization": "LayerNorm", "disable_bias_linear": True},
     _read,
     _write,
     {"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "max_position_embeddings": 4096},

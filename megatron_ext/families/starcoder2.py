@@ -34,10 +34,7 @@ STARCODER2 = Family(
     "starcoder2",
     "Starcoder2ForCausalLM",
     _NAMES,
-    {
-        **{**DECODER_FLAGS, "swiglu": False, "squared_relu": False, "normalization": "LayerNorm"},
-        **{"qk_layernorm": False, "add_qkv_bias": False},
-    },
+    {**DECODER_FLAGS, "swiglu": False, "normalization": "LayerNorm"},
     _read,
     _write,
     {
