@@ -67,8 +67,9 @@ def layers_with_experts_are_named(config: Config, facts: Facts) -> Iterator[str]
             f"(--num-layers); use --moe-layer-freq 1, or [0]+[1]*{model.num_layers - 1}"
         )
     else:
-        if model.num_experts is not None and not named:
-            yield f"--moe-layer-freq {pattern} gives no layer its --num-experts {model.num_experts}; leave both out"
+        experts = model.num_experts
+        if experts is not None and not named:
+            yield f"--moe-layer-freq {pattern} gives no layer its --num-experts {experts}; use --moe-layer-freq 1"
 
 
 def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:

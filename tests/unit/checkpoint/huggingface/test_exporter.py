@@ -228,7 +228,7 @@ def test_pieces_of_a_parameter_are_found_in_stacked_chunks(tmp_path: Path, monke
     chunk = Chunk((2, 0, 4, 6), (2, 3, 5, 7), "shard", 0, 0)
     other = Chunk((0, 0, 4, 6), (2, 3, 5, 7), "shard", 0, 0)
     made: Any = object.__new__(SavedModel)
-    made.path = tmp_path
+    made.path, made.config = tmp_path, small_config({**LLAMA_FLAGS, "num_experts": 3})
     (tmp_path / "shard").touch()
     made.tensors = {"decoder.layers.mlp.experts.experts.w": Tensor("BF16", (4, 3, 9, 13), (other, chunk))}
     made._elements = lambda path, key, chunk, dtype: (1000, None)

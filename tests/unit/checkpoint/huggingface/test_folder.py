@@ -32,7 +32,7 @@ def test_a_dtype_that_holds_all_weights(codes: str, all_held_by: str) -> None:
 def test_a_tied_head_may_be_there_twice_and_not_differ(tmp_path: Path) -> None:
     """In the last row alone, in the dtype alone, or in the shape."""
     made: Any = object.__new__(HFFolder)
-    made.family = SimpleNamespace(names={"embedding.word_embeddings": ("table",)})
+    made.family = SimpleNamespace(names={"embedding.word_embeddings": ("table",), "output_layer": ("lm_head",)})
     values = np.arange(12, dtype=np.float32).reshape(4, 3)
     for number, (other, differs) in enumerate((
         (values, False), (values + (np.arange(4) == 3)[:, None], True), (values[:3], True),

@@ -64,8 +64,11 @@ def another(option: Option, value: Any) -> Any:
     return value * 2 if isinstance(value, float) else value + 1
 
 
-TEXTS = {"window_size": "7,0", "window_attn_skip_freq": "3"}
-"""Other values of fields that are texts with a meaning."""
+TEXTS = {
+    **{"window_size": "7,0", "window_attn_skip_freq": "3", "no_rope_freq": "3", "moe_layer_freq": "3"},
+    "softmax_scale": 0.5,
+}
+"""Other values of fields that are texts with a meaning, or none."""
 
 
 def test_each_field_has_one_of_the_roles():
