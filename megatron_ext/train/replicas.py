@@ -20,10 +20,11 @@ from megatron_ext.train.run import Run
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 
 
-def check_data_parallel_replicas(run: Run, last_good: int) -> None:
+def check_data_parallel_replicas(run: Run, iteration: int, last_good: int) -> None:
     """Compare all weights within the data-parallel groups (expert-data-parallel for experts). Collective.
 
     Args:
+        iteration: the step before whose update it is.
         last_good: the iteration at which the last check passed.
     Raises:
         NumericError: replicas differ, on every rank; it names the ranks in the minority and the parameters.
@@ -33,10 +34,10 @@ def check_data_parallel_replicas(run: Run, last_good: int) -> None:
     experts = [(name, parameter) for name, parameter in parameters if _is_expert(parameter)]
     what = "data-parallel replicas"
     found = _differences(dense, run.groups.dp_cp, what) + _differences(experts, run.groups.expt_dp, what)
-    _raise_together(run, found, last_good)
+    _raise_together(run, found, iteration, last_good)
 
 
-def check_model_parallel_copies(run: Run, last_good: int) -> None:
+def check_model_parallel_copies(run: Run, iteration: int, last_good: int) -> None:
     """Compare the weights that tensor-parallel ranks hold whole, and the tied embeddings of the first and last stage.
 
     The function is collective; arguments and errors are those of `check_data_parallel_replicas`.
@@ -51,7 +52,7 @@ def check_model_parallel_copies(run: Run, last_good: int) -> None:
     if ends is not None and not run.config.model.untie_embeddings_and_output_weights:
         tied = [named for named in parameters if named[0] == WORD_EMBEDDINGS]
         found += _differences(tied, ends, "tied embeddings of the first and last stage")
-    _raise_together(run, found, last_good)
+    _raise_together(run, found, iteration, last_good)
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:
@@ -93,7 +94,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _raise_together(run: Run, found: list[str], last_good: int) -> None:
+def _raise_together(run: Run, found: list[str], iteration: int, last_good: int) -> None:
     """Let every rank know what one of them found, and raise it on all."""
     anything = torch.tensor(len(found), device=run.device.torch_device)
     torch.distributed.all_reduce(anything, op=torch.distributed.ReduceOp.MAX)
@@ -105,7 +106,7 @@ def _raise_together(run: Run, found: list[str], last_good: int) -> None:
     more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
     raise NumericError(
         f"weights that must be equal are not: {'; '.join(texts[:3])}{more}; found at iteration "
-        f"{run.state.iteration + 1}, before its update. At iteration {last_good} they were equal. Next: resume from a "
+        f"{iteration}, before its update. At iteration {last_good} they were equal. Next: resume from a "
         f"checkpoint of iteration {last_good} or earlier (--ckpt-step); if the same rank is named again, take its "
         f"machine out."
     )

@@ -17,7 +17,7 @@ class Profiling(Callback):
         self._step: AbstractContextManager[object] | None = None
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        iteration = trainer.run.state.iteration + 1
+        iteration = trainer.position.iteration + 1
         self._profiler.before_step(iteration)
         if self._open_range is not None:
             self._step = self._open_range(f"step {iteration}")

@@ -33,8 +33,8 @@ class ReplicaCheck(Callback):
         self._last_good = [trainer.run.state.iteration] * len(self._checks)
 
     def before_update(self, trainer: Trainer) -> None:
-        iteration = trainer.run.state.iteration + 1
+        iteration = trainer.position.iteration + 1
         for index, (interval, check) in enumerate(self._checks):
             if iteration % interval == 0:
-                check(trainer.run, self._last_good[index])
+                check(trainer.run, iteration, self._last_good[index])
                 self._last_good[index] = iteration - 1

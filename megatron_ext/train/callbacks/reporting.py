@@ -65,7 +65,7 @@ class Reporting(Callback):
         self._under_way += 1
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        return trainer.run.config.logging.log_params_norm and any(self._wanted(trainer))
+        return trainer.run.config.logging.log_params_norm and any(self._wanted(trainer.position.iteration))
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         state, config = trainer.run.state, trainer.run.config
@@ -75,7 +75,7 @@ class Reporting(Callback):
         self._interval_seconds += seconds
         self._interval_tokens += result.global_batch_size * config.model.seq_length
         self._interval_steps += 1
-        to_steps, to_log = self._wanted(trainer)
+        to_steps, to_log = self._wanted(state.iteration)
         if not (to_steps or to_log):
             return
         norm = parameters_norm(trainer.run) if config.logging.log_params_norm else None
@@ -111,9 +111,8 @@ class Reporting(Callback):
         for sink in sinks:
             sink.close()
 
-    def _wanted(self, trainer: Trainer) -> tuple[bool, bool]:
+    def _wanted(self, iteration: int) -> tuple[bool, bool]:
         """Return whether the step is for the sinks of steps, and whether it is for those of the log."""
-        iteration = trainer.run.state.iteration
         return iteration % self.step_interval == 0, iteration == 1 or iteration % self.log_interval == 0
 
     def _metrics(self, trainer: Trainer, result: StepResult, norm: float | None) -> StepMetrics:

@@ -28,7 +28,7 @@ class Schedule(Callback):
 
     def on_step_begin(self, trainer: Trainer) -> None:
         run = trainer.run
-        if run.state.iteration + 1 not in self._steps:
+        if trainer.position.iteration + 1 not in self._steps:
             return
         self._recorder.begin_step()
         self._timers = run.transformer_config.timers

@@ -27,14 +27,16 @@ class Snapshots(Callback):
         self._writer.remove_later()
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        step = trainer.run.state.iteration
-        return step % self._interval == 0 and not (self._save_interval and step % self._save_interval == 0)
+        return self._is_due(trainer.position.iteration)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if not self.ends_before_next(trainer):
+        if not self._is_due(trainer.run.state.iteration):
             return
         self._report(trainer)
         self._stopped = self._writer.take()
+
+    def _is_due(self, step: int) -> bool:
+        return step % self._interval == 0 and not (self._save_interval and step % self._save_interval == 0)
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         """Let the last one be written, which the restart finds; not for long, since the peer of a copy may be gone."""

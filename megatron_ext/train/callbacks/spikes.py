@@ -74,14 +74,14 @@ class SpikeCheck(Callback):
 
 def _hardware(run: Run, what: str, verdict: Verdict) -> NumericError:
     """Return the error that names who is wrong. Collective."""
-    names = who(run)
+    names, last_good = who(run), run.state.iteration
     place = verdict.differing[0]
     told = ", ".join(f"{one.loss:.6g} on {names[one.replica]}" for one in verdict.results[place])
     weights = ""
     try:  # weights that differ explain it, and name the parameter
         if run.config.training.check_weight_hash_across_dp_replicas_interval:  # which is where there are replicas
-            check_data_parallel_replicas(run, run.state.iteration)
-        check_model_parallel_copies(run, run.state.iteration)
+            check_data_parallel_replicas(run, last_good + 1, last_good)
+        check_model_parallel_copies(run, last_good + 1, last_good)
     except NumericError as error:
         weights = f" Their weights differ: {str(error).partition('; found at')[0]}."
     return NumericError(

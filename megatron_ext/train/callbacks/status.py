@@ -11,9 +11,9 @@ class Status(Callback):
         self._status = status
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        self._status.iteration = trainer.run.state.iteration + 1
+        self._status.iteration = trainer.position.iteration + 1
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         # The next step was begun already where numbers are read late.
-        begun, after = self._status.iteration, trainer.run.state.iteration + 1
+        begun, after = self._status.iteration, trainer.position.iteration + 1
         self._status.iteration = after if begun is None else min(begun, after)
