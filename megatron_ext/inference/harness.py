@@ -40,7 +40,7 @@ class HarnessModel(LM):
                 "lm-evaluation-harness needs the model's tokenizer; name it with --tokenizer-type and --tokenizer-model"
             )
         self._leader, self._rows, self._tokenizer = leader, rows, model.tokenizer
-        self._length = max(model.config.model.seq_length, model.config.model.max_position_embeddings or 0)
+        self._length = max(model.config.model.seq_length, model.config.model.max_position_embeddings)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return log-likelihood, and whether it is the most likely text, of each (context, text)."""

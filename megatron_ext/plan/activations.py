@@ -190,7 +190,7 @@ class Activations:
             # The softmax overwrites the fp32 logits; next to it lie the labels of this rank's part and their mask.
             logits = self.tokens * model.padded_vocab_size / self.tensor
             return norm + _FP32 * logits + (_INT64 + 1) * self.tokens, copy * logits
-        logits = self.tokens * (self.config.data.vocab_size or model.padded_vocab_size)
+        logits = self.tokens * self.config.data.vocab_size
         held = norm + _FP32 * logits + _INT64 * self.tokens + _FP32  # log-softmax, labels, their total weight
         return held, (_FP32 + copy) * logits
 

@@ -58,7 +58,7 @@ def _formula(config: Config) -> list[str]:
 
 
 def _model(config: Config) -> list[str]:
-    padding = config.model.padded_vocab_size - (config.data.vocab_size or config.model.padded_vocab_size)
+    padding = config.model.padded_vocab_size - config.data.vocab_size
     total = count(config) - padding * config.model.hidden_size * _vocabulary_matrices(config)
     return [
         *_experts(config),

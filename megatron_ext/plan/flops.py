@@ -23,7 +23,6 @@ def flops_per_token(config: Config) -> int:
     formula agrees in the matrices, but counts padded rows.
     """
     model, vocabulary = config.model, config.data.vocab_size
-    assert vocabulary is not None, "the vocabulary's size is known once the configuration is resolved"
     matrices = vocabulary * model.hidden_size
     matrices += sum(
         n * p.size for p, n in active_kinds_of_parameters(config) if isinstance(p.stage, int) and len(p.shape) > 1

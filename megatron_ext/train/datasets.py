@@ -5,7 +5,13 @@ import os
 import torch
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.derived.batch import evaluation_batch, global_batch_size, samples_at_iteration, training_steps
+from megatron_ext.config.derived.batch import (
+    evaluation_batch,
+    global_batch_size,
+    samples_at_iteration,
+    training_samples,
+    training_steps,
+)
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.manifest import Judged, judge, made_with
@@ -27,12 +33,9 @@ def samples_of_run(config: Config) -> Splits[int]:
     """Return the samples that the planned length of the run reads, and the samples of one evaluation, 0 where there is
     none."""
     training = config.training
-    train = training.train_samples
-    if train is None:
-        train = samples_at_iteration(config, training.train_iters or 0)
     evaluates = training.eval_interval > 0 and (training.eval_iters > 0 or training.full_validation)
     held_out = max(training.eval_iters, 1) * evaluation_batch(config)[0] if evaluates else 0
-    return Splits(train, held_out, held_out)
+    return Splits(training_samples(config), held_out, held_out)
 
 
 def samples_of_step(config: Config, step: int) -> range:
@@ -63,7 +66,7 @@ def samples_of_order(config: Config, resume: Resume | None) -> int:
 def tokenizer_of_run(config: Config) -> Tokenizer:
     """Return the tokenizer named by the flags; for synthetic data without one, a tokenizer that only knows ids."""
     data = config.data
-    return tokenizer_from_flags(data) if data.tokenizer_type else NullTokenizer(data.vocab_size or 0)
+    return tokenizer_from_flags(data) if data.tokenizer_type else NullTokenizer(data.vocab_size)
 
 
 def datasets_of_run(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.config.derived.batch import global_batch_size
+from megatron_ext.config.derived.batch import global_batch_size, training_steps
 from megatron_ext.errors import ConfigurationError, StoppedBySignal
 from megatron_ext.optim.curves import LearningRateCurve, Schedule, WeightDecayCurve, learning_rate, weight_decay
 from megatron_ext.optim.settings import set_rates
@@ -41,6 +41,7 @@ class Trainer:
         self.learning_rate_curve = LearningRateCurve.from_config(run.config)
         self.decoupled_curve = LearningRateCurve.decoupled(run.config)
         self.weight_decay_curve = WeightDecayCurve.from_config(run.config)
+        self._steps = training_steps(run.config)
         self.stop_reason: str | None = None
         self.stopped_by_signal = False
         self.stop_votes: StopVotes | None = None
@@ -63,7 +64,7 @@ class Trainer:
         if training.train_samples is not None:
             # A last step that would need more samples than are left is not taken.
             return position.consumed_samples + self.next_batch_size > training.train_samples
-        return position.iteration >= (training.train_iters or 0)
+        return position.iteration >= self._steps
 
     @property
     def next_batch_size(self) -> int:

@@ -122,7 +122,6 @@ def _tokens(config: Config) -> torch.Tensor:
     """Return tokens [1, sequence]: a text, where the tokenizer is at hand, else token ids from all over the
     vocabulary."""
     data = config.data
-    assert data.vocab_size is not None
     length = _LENGTH
     if config.model.position_embedding_type == "learned_absolute":
         length = min(length, config.model.max_position_embeddings)

@@ -164,3 +164,9 @@ def _first_of(share: float, number: int) -> int:
 def training_steps(config: Config) -> int:
     """Return the optimizer steps of the whole run."""
     return sum(phase.steps for phase in batch_phases(config))
+
+
+def training_samples(config: Config) -> int:
+    """Return the samples of the whole run: --train-samples, or those of --train-iters."""
+    samples, steps = config.training.train_samples, config.training.train_iters
+    return samples_at_iteration(config, steps or 0) if samples is None else samples
