@@ -31,7 +31,7 @@ import numpy as np
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.indexed import HEADER, MAGIC, VERSION
-from megatron_ext.tokenizer.null import NullTokenizer
+from megatron_ext.tokenizer.simple import NullTokenizer
 
 BATCH = 8
 VOCAB_SIZE = 32000

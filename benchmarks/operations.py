@@ -51,7 +51,7 @@ def peak_bytes(pair: Measured, which: str, tokens: int) -> int:
     """Return how far the resident memory of this process rises at most in one call."""
     _found(pair).call(which, 16)()  # what is loaded or made at the first call
     call = _found(pair).call(which, tokens)
-    ctypes.CDLL(None).malloc_trim(0)  # what that call has left is not there already (device/malloc_settings.py)
+    ctypes.CDLL(None).malloc_trim(0)  # what that call has left is not there already (device/cpu.py)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
     before = _status("VmRSS")
     call()
@@ -115,7 +115,7 @@ def _names(pair: Measured) -> list[str]:
 def _least_bytes(tokens: int, width: int, chunks: tuple[int, ...]) -> dict[str, int]:
     """Return the least memory of each fused contestant."""
     from benchmarks.operation_pairs import chunked_name, head_bytes
-    from megatron_ext.config.derived.loss_chunks import LOSS_CHUNKS
+    from megatron_ext.config.derived.batch import LOSS_CHUNKS
 
     sizes = {"fused": LOSS_CHUNKS["cpu"], **{chunked_name(chunk): chunk for chunk in chunks}}
     return {which: head_bytes(tokens, width, chunk) for which, chunk in sizes.items()}

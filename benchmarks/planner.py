@@ -2,7 +2,7 @@
 
     python benchmarks/planner.py             the table
     python benchmarks/planner.py --write     the same, with the cross-validation, into docs/planner.md
-    python benchmarks/planner.py --fit       the constants of plan/constants.py and plan/hardware.py computed again
+    python benchmarks/planner.py --fit       the constants of plan/hardware.py and plan/hardware.py computed again
 
 The runs (tests/golden/published_runs.jsonl) are facts: source, GPUs, device, flags, and seconds of a step. The fit
 is least squares of log(estimate / published), Gauss-Newton, with a prior for each constant; runs far off weigh less.
@@ -29,10 +29,9 @@ from megatron_ext.config.parse.arguments import parse  # noqa: E402
 from megatron_ext.config.resolve import Facts, resolve  # noqa: E402
 from megatron_ext.config.schema import Config  # noqa: E402
 from megatron_ext.plan.calibrate import believed  # noqa: E402
-from megatron_ext.plan.constants import PROGRAMS_DIFFER, RUNS_DIFFER, Constants  # noqa: E402
 from megatron_ext.plan.estimate import step_time, time_of  # noqa: E402
 from megatron_ext.plan.evaluation import evaluate_config  # noqa: E402
-from megatron_ext.plan.hardware import TABLE, Machine, hardware  # noqa: E402
+from megatron_ext.plan.hardware import PROGRAMS_DIFFER, RUNS_DIFFER, TABLE, Constants, Machine, hardware  # noqa: E402  # noqa: E402
 from megatron_ext.plan.question import placeholders  # noqa: E402
 from megatron_ext.plan.shapes import Shapes  # noqa: E402
 from megatron_ext.plan.workload import Workload  # noqa: E402

@@ -1,7 +1,7 @@
 """Trains small layouts on CPU ranks and predicts those of 8 processes from one of 2 (tools/plan.py --calibrate).
 
     python benchmarks/planner_cpu.py [--json FILE] [--steps N]
-    python benchmarks/planner_cpu.py --calls    the calls of plan/constants.py: a model too small to compute much
+    python benchmarks/planner_cpu.py --calls    the calls of plan/hardware.py: a model too small to compute much
 
 The 2-process run gives the correction; the others are estimated with it and then compared with what they took. All
 processes share the cores of this machine (--processor-cores). Two figures of each layout are given: the median seconds

@@ -26,14 +26,14 @@ from benchmarks.recording import heading, keep, sentence  # noqa: E402
 from megatron_ext.config.parse.arguments import parse  # noqa: E402
 from megatron_ext.config.resolve import Facts  # noqa: E402
 from megatron_ext.config.schema import Config  # noqa: E402
+from megatron_ext.plan.dry_run import USABLE  # noqa: E402
 from megatron_ext.plan.evaluation import Evaluation, evaluate  # noqa: E402
 from megatron_ext.plan.hardware import Machine, hardware  # noqa: E402
 from megatron_ext.plan.presentation import name  # noqa: E402
 from megatron_ext.plan.question import question  # noqa: E402
 from megatron_ext.plan.search import Candidate, Question, search  # noqa: E402
-from megatron_ext.plan.short_gradients import with_short_gradients  # noqa: E402
+from megatron_ext.plan.sensitivity import with_short_gradients  # noqa: E402
 from megatron_ext.plan.state_bytes import sharding  # noqa: E402
-from megatron_ext.plan.verdict import USABLE  # noqa: E402
 
 PAGE = ROOT / "docs/planner.md"
 _BEGIN, _END = "<!-- benchmarks/planner_searches.py --write -->", "<!-- end of searches -->"

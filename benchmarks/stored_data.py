@@ -31,7 +31,7 @@ from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.loader import BatchLoader
-from megatron_ext.tokenizer.null import NullTokenizer
+from megatron_ext.tokenizer.simple import NullTokenizer
 
 PREFIX = "memory://bench/corpus"
 SHARES = (0.25, 0.5, 0.8, 1.25)

@@ -63,9 +63,9 @@ def seconds_of_a_collective() -> dict[str, float]:
     from torch.distributed import Work
 
     from megatron_ext.device.cpu import CpuDevice
-    from megatron_ext.resilience.operation_marks import OperationMarks
     from megatron_ext.resilience.progress import Progress
     from megatron_ext.telemetry.communication import CommunicationClock
+    from megatron_ext.train.watching import OperationMarks
 
     work = Work()
     torch.distributed.init_process_group("gloo")
@@ -190,10 +190,10 @@ def snapshots(folder: str) -> dict[str, float]:
     """Return how long steps of a real run stop for a snapshot, and how long plain copies of its tensors take."""
     from statistics import median
 
-    from megatron_ext.checkpoint.local import rank_state
+    from megatron_ext.checkpoint.local import writer
     from megatron_ext.checkpoint.local.writer import SnapshotWriter
     from megatron_ext.resilience.process_end import RunStatus
-    from megatron_ext.train.callbacks.snapshots import Snapshots
+    from megatron_ext.train.callbacks.checkpointing import Snapshots
 
     seconds: dict[str, list[float]] = {}
     take = _timed("take", SnapshotWriter.take, seconds, clock=time.perf_counter)
@@ -209,7 +209,7 @@ def snapshots(folder: str) -> dict[str, float]:
         stopped = take(self)
         self.join()  # or the copy would share the memory's bandwidth with the writing
         with self.run.gathered_parameters():
-            copy(rank_state.tensors_of(self.run))
+            copy(writer.tensors_of(self.run))
         return stopped
 
     def whole(self: Snapshots, *args: Any) -> None:

@@ -31,10 +31,10 @@ def calls(length: int) -> dict[str, Callable[[], None]]:
     from megatron_ext.parts.attention.packed import attend_window
 
     torch.set_num_threads(1)
-    made = [torch.randn(1, HEADS, length, CHANNELS, requires_grad=True) for _ in range(3)]
+    query, key, value = (torch.randn(1, HEADS, length, CHANNELS, requires_grad=True) for _ in range(3))
     return {
-        "all keys": lambda: F.scaled_dot_product_attention(*made, is_causal=True).sum().backward(),
-        "window": lambda: attend_window(*made, CHANNELS**-0.5, WINDOW).sum().backward(),
+        "all keys": lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward(),
+        "window": lambda: attend_window(query, key, value, CHANNELS**-0.5, WINDOW).sum().backward(),
     }
 
 

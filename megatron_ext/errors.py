@@ -4,6 +4,8 @@ An error's text is the last line that our processes print: it names what is wron
 `assert` is for our own mistakes; everything a user can cause is raised as one of these.
 """
 
+from collections.abc import Iterable
+
 
 class TrainingError(Exception):
     """Base of all errors that end a run on purpose; `exit_code` is what the process returns."""
@@ -63,3 +65,9 @@ class PeerLostError(TrainingError):
     """Raised when another rank died or stopped answering."""
 
     exit_code = 76
+
+
+def listed(values: Iterable[object]) -> str:
+    """Return the values as text: `1, 2 or 4`."""
+    words = [str(value) for value in values]
+    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

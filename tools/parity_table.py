@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext import device
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.markdown import table
+from megatron_ext.markup import table
 from megatron_ext.verify.cases import CASES, MODELS, RECIPE, Case
 from megatron_ext.verify.parity import (
     BF16_FACTOR,
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
     if unknown:
         parser.error(f"--cases {unknown[0]!r} is not one of: {'; '.join(CASES)}")
     device.install("cpu")
-    from megatron_ext.verify.corpus import write_corpus
+    from megatron_ext.verify.parity import write_corpus
 
     tables: dict[str, list[list[str]]] = {"fp32": [], "bf16": []}
     all_agree = True

@@ -21,9 +21,8 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
 from megatron_ext.plan.preview import equal_stages, preview
 from megatron_ext.plan.question import question
-from megatron_ext.plan.timeline import Timeline, slow_stages
+from megatron_ext.plan.timeline import COLOURS, Timeline, as_text, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
-from megatron_ext.plan.timeline_text import COLOURS, as_text
 from megatron_ext.rules.validate import problems
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.terminal import say

@@ -147,7 +147,7 @@ def _prompts(options: Any) -> list[str]:
 
 def _answer_streaming(leader: "Leader", prompt: str, encode: "Encoder", sampling: "Sampling") -> "Generated":
     """Write the answer to the only prompt token by token, and return it. The model has a tokenizer."""
-    from megatron_ext.inference.streaming import Stream
+    from megatron_ext.inference.generation import Stream
 
     ids, tokenizer = encode(prompt), leader.model.tokenizer
     assert tokenizer is not None

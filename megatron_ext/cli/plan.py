@@ -30,12 +30,11 @@ from megatron_ext.plan import evaluation, limits
 from megatron_ext.plan import presentation as report
 from megatron_ext.plan.calibrate import corrected, read_metrics, saved_values
 from megatron_ext.plan.choices import flags
+from megatron_ext.plan.dry_run import USABLE
 from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
 from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import Candidate, Question, fewest_ranks, search, simpler_layouts, with_offloads
-from megatron_ext.plan.sensitivity import alternatives, hinges
-from megatron_ext.plan.short_gradients import with_short_gradients
-from megatron_ext.plan.verdict import USABLE
+from megatron_ext.plan.sensitivity import alternatives, hinges, with_short_gradients
 from megatron_ext.terminal import say
 from megatron_ext.train.configure import gather_facts
 

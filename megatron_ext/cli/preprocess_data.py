@@ -1,24 +1,80 @@
 """Turns text into the .bin/.idx files that training reads.
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod --workers 8 \\
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod --workers 8 \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
 
 writes data/corpus_text_document.bin and .idx, which training takes as --data-path data/corpus_text_document, and
 data/corpus_manifest.json, which says what they were made from. A run that was killed goes on when it is started again.
 Exit codes: 0 done, 64 the flags cannot work, 65 a document cannot be read (file:line), 74 reading or writing failed.
+
+Takes flags of Megatron-LM's preprocess_data.py that have no bearing here, or refuses them by name.
+
+add_old_flags(parser)
+options = parser.parse_args(argv)
+for warning in old_flags(options): ...
 """
 
+import argparse
 import gc
 import time
+from collections.abc import Iterator
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.data.prepare.conversations import DATA_FORMATS
 from megatron_ext.data.prepare.journal import Progress
-from megatron_ext.data.prepare.old_flags import add_old_flags, old_flags
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import note, warn
 from megatron_ext.tokenizer.chat_templates import TEMPLATES
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
+
+_ORDER = "documents are written in the order of the input, whatever encodes them"
+_SENTENCES = "documents are not split into sentences"
+
+_TAKEN: dict[str, tuple[str | None, str]] = {
+    "--partitions": ("N", "the output is one pair of files, and --workers says how many processes encode"),
+    "--keep-sequential-samples": (None, _ORDER),
+    "--keep-newlines": (None, _SENTENCES),
+    "--lang": ("LANGUAGE", _SENTENCES),
+    "--dataset-impl": ("KIND", "there is one format, .bin and .idx, which training reads"),
+    "--chunk-size": ("N", "documents are handed to the processes by size"),
+}
+"""Flag -> the placeholder of its value (None for a switch), and what happens instead of what it says."""
+
+_REFUSED: dict[str, tuple[str | None, str]] = {
+    "--split-sentences": (None, f"{_SENTENCES}, which a GPT does not take; leave it out"),
+    "--find-optimal-num-workers": (None, "no number of processes is searched for; use --workers"),
+    "--workers-to-check": ("N ...", "no number of processes is searched for; use --workers"),
+    "--max-documents": ("N", "no number of processes is searched for; use --workers"),
+}
+
+
+def add_old_flags(parser: argparse.ArgumentParser) -> None:
+    """Add these flags to a parser, whose help does not show them."""
+    for flag, (value, _) in (_TAKEN | _REFUSED).items():
+        if value is None:
+            parser.add_argument(flag, action="store_true", default=None, help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(flag, nargs="+" if "..." in value else None, help=argparse.SUPPRESS)
+
+
+def old_flags(options: argparse.Namespace) -> Iterator[str]:
+    """Yield a warning for each of these flags that is given.
+
+    Raises:
+        ConfigurationError: one is given that asks for other documents than are written.
+    """
+    refused = [f"{flag} is not supported: {why}" for flag, (_, why) in _REFUSED.items() if _is_given(options, flag)]
+    if refused:
+        raise ConfigurationError(refused)
+    for flag, (_, instead) in _TAKEN.items():
+        if _is_given(options, flag):
+            yield f"{flag} changes nothing here: {instead}"
+
+
+def _is_given(options: argparse.Namespace, flag: str) -> bool:
+    return getattr(options, flag.removeprefix("--").replace("-", "_")) is not None
+
 
 _INPUTS = (
     "files, folders or patterns of .jsonl (also .json), .txt, .parquet and .arrow; the first two also .gz, .zst, .xz "

@@ -63,8 +63,7 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
 def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, Any]) -> int:
     """Print what --dry-run does, of a user's own optimizer and layers too, and return the exit code."""
     from megatron_ext.parts.own_parameters import in_every_layer
-    from megatron_ext.plan.dry_run import describe
-    from megatron_ext.plan.verdict import verdict
+    from megatron_ext.plan.dry_run import describe, verdict
 
     typed, config = configured.typed, configured.config
     if own:
@@ -143,7 +142,7 @@ def start(argv: Sequence[str], **own: Any) -> NoReturn:
     environment.take_ranks_of_mpi()
     if not _ANSWERED.isdisjoint(argv):
         read(argv)
-    from megatron_ext.resilience.launcher_watch import watch_launcher
+    from megatron_ext.resilience.launch import watch_launcher
     from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
 
     status = RunStatus(rank=environment.rank())

@@ -57,8 +57,7 @@ def install(
     leave_out(kernels)
     if kind == "cpu":
         from megatron_ext.device.adaptation import adapt
-        from megatron_ext.device.cpu import CpuDevice
-        from megatron_ext.device.malloc_settings import keep_freed_memory
+        from megatron_ext.device.cpu import CpuDevice, keep_freed_memory
 
         keep_freed_memory()
         adapt()

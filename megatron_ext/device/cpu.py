@@ -1,18 +1,59 @@
-"""The device of CPU processes, which communicate over gloo."""
+"""The device of CPU processes, which communicate over gloo.
 
+How much memory this machine, or the container that the process is in, lets its processes use. No torch here.
+
+Has glibc keep the memory that a CPU process frees, for what it allocates next.
+
+A training step frees in its backward pass what its forward pass has allocated, and the next step allocates it again.
+glibc gives large blocks back to the system meanwhile, which hands them out zeroed, page by page, each at the price of
+a fault: on a CPU that is several percent of a small model's step (docs/decisions.md).
+"""
+
+import ctypes
 import math
 import os
 import platform
 import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch
 
-from megatron_ext.device.host_memory import host_memory
 from megatron_ext.device.protocol import DeviceMemory
+
+_CGROUP = Path("/sys/fs/cgroup")
+_LIMIT, _USED = ("memory.max", "memory/memory.limit_in_bytes"), ("memory.current", "memory/memory.usage_in_bytes")
+
+
+def host_memory(cgroup: Path = _CGROUP) -> tuple[int, int]:
+    """Return the bytes of memory in all, and those that are free now.
+
+    The limit of a control group, as containers and schedulers set it, counts where it is lower: what exceeds it is
+    killed without a word.
+    """
+    memory = psutil.virtual_memory()
+    limit, used = _number(cgroup, _LIMIT), _number(cgroup, _USED)
+    if limit is None or limit >= memory.total:
+        return memory.total, memory.available
+    return limit, max(0, min(memory.available, limit - (used or 0)))
+
+
+def host_swap() -> int:
+    """Return the bytes that can be swapped out: with them more is kept, if slowly."""
+    return psutil.swap_memory().total
+
+
+def _number(folder: Path, names: tuple[str, ...]) -> int | None:
+    """Return the first that can be read; None where there is none, or no limit ("max")."""
+    for name in names:
+        try:
+            return int((folder / name).read_text())
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 class CopiesAtOnce:
@@ -129,3 +170,23 @@ class CpuDevice:
 
     def write_memory_history(self, path: str) -> None:
         raise NotImplementedError("a CPU has no allocator that remembers")
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Numbers of `mallopt`'s settings (malloc.h)."""
+
+_KEPT = 1 << 30
+"""Bytes that stay with the process although nothing uses them."""
+
+_ON_THE_HEAP = 32 << 20
+"""Bytes of the largest block that is kept; glibc takes no higher value on 64 bits."""
+
+_OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory() -> bool:
+    """Set glibc's allocator so, unless the environment sets it; return whether that was done."""
+    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _OF_THE_USER):
+        return False
+    libc = ctypes.CDLL(None)
+    return bool(libc.mallopt(_TRIM_THRESHOLD, _KEPT) and libc.mallopt(_MMAP_THRESHOLD, _ON_THE_HEAP))

@@ -18,8 +18,7 @@ from megatron_ext.config.parse.options import check_size, flag_of, options_by_na
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families import FAMILIES, Family
-from megatron_ext.families.reading import Reading
-from megatron_ext.families.without_bearing import WITHOUT_BEARING
+from megatron_ext.families.reading import WITHOUT_BEARING, Reading
 from megatron_ext.untrusted.text import load_json, read_file
 
 _LARGEST = 1 << 24  # bytes; one has some 1,000

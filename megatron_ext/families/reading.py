@@ -1,4 +1,10 @@
-"""Reads values of a `config.json`, checked one by one, with every problem noted by the name of its key."""
+"""Reads values of a `config.json`, checked one by one, with every problem noted by the name of its key.
+
+Lists the keys of a `config.json` that have no bearing on what the model computes, by the reason.
+
+Every other key must be understood by its family, or it is refused by name: a model that trains as
+something slightly else is worse than none.
+"""
 
 import json
 import sys
@@ -80,3 +86,70 @@ class Reading:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:50]}..."
+
+
+WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
+    "say where the files come from; code that they name is never run, and weights are checked by name and shape": (
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "is_llama_config",
+        "model_type",
+        "name_or_path",
+        "transformers.js_config",
+        "transformers_version",
+        "trust_remote_code",
+        "unsloth_fixed",
+        "unsloth_version",
+    ),
+    "each file of weights says its dtype, and flags that of the run": ("dtype", "torch_dtype", "use_bfloat16"),
+    "weights are read, not drawn": ("initializer_range",),
+    "are about training, which flags describe: --attention-dropout, --hidden-dropout, --moe-aux-loss-coeff": (
+        "attention_dropout",
+        "attn_pdrop",
+        "embd_pdrop",
+        "resid_pdrop",
+        "router_aux_loss_coef",
+    ),
+    "say how the same is computed, and what transformers returns next to it": (
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "gradient_checkpointing",
+        "output_attentions",
+        "output_hidden_states",
+        "output_past",
+        "output_router_logits",
+        "pretraining_tp",
+        "reorder_and_upcast_attn",
+        "return_dict",
+        "tie_last_hidden_states",
+        "torchscript",
+        "use_cache",
+    ),
+    "name tokens, which the tokenizer does": ("bos_token_id", "eos_token_id", "pad_token_id"),
+    "are of generation, whose settings tasks/generate.py takes as flags": (
+        "do_sample",
+        "max_length",
+        "max_sequence_length",
+        "repetition_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+    ),
+    "are of heads for other tasks, which are not trained here": (
+        "_num_labels",
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+    ),
+}

@@ -1,4 +1,16 @@
-"""Translates Axolotl's YAML file."""
+"""Translates Axolotl's YAML file.
+
+The data of an Axolotl file: which preprocess_data.py commands make it, and which flags train on it.
+
+datasets:                         tools/preprocess_data.py --input 'hf://datasets/tatsu-lab/alpaca/**/train-*'
+  - path: tatsu-lab/alpaca   ->       --data-format alpaca --on-error skip --seq-length 4096 ...
+    type: alpaca                  --data-path data/train_alpaca_document --assistant-only-loss
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_ext.foreign import fsdp
 from megatron_ext.foreign.key_meanings import (
@@ -102,3 +114,101 @@ IMPLIED = {"base_model": "the folder must be there: download the model into it f
 # transformers' Trainer takes the steps where both are given.
 SHADOWED = {"warmup_ratio": "warmup_steps"}
 DEFAULT_ACCUMULATION = 1
+
+
+FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "completion"}
+"""Our --data-format by the part of Axolotl's `type` before a dot or colon."""
+_TEMPLATES = {
+    "tokenizer_default": "tokenizer",
+    "alpaca": "alpaca",
+    "chatml": "chatml",
+    "llama3": "llama3",
+    "zephyr": "zephyr",
+}
+_COLUMNS = {"messages": ("field_messages", "messages"), "completion": ("field", "text")}
+_FOLDER = "data"
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What becomes of the keys of the data."""
+
+    commands: tuple[str, ...] = ()
+    """Command lines that make the .bin/.idx files."""
+    flags: str = ""
+    """Flags that train on them."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Key -> what is said of it; those that are not here mean what the table says."""
+    unread: frozenset[str] = frozenset()
+    """Keys of `reasons` that nothing here does."""
+
+
+def prepare(content: Mapping[str, Any]) -> PreparedData:
+    """Return the commands and flags for `datasets:`; nothing where a file has none, or none that can be read."""
+    datasets = content.get("datasets")
+    if not isinstance(datasets, list) or not all(isinstance(one, Mapping) for one in datasets):
+        return PreparedData()
+    commands, prefixes, reasons, unread = [], [], {}, set()
+    for number, one in enumerate(datasets):
+        form = FORMATS.get(str(one.get("type", "")).replace(":", ".").split(".")[0])
+        key = f"datasets.{number}"
+        for name in one:
+            reasons[f"{key}.{name}"] = "see the commands below" if name in _READ else "leave it out, or change the data"
+        unread |= {f"{key}.{name}" for name in one if name not in _READ}
+        if form is None or "path" not in one:
+            reasons[f"{key}.type"] = f"the formats are {', '.join(FORMATS)}: write the records as messages"
+            unread |= {name for name in reasons if name.startswith(f"{key}.")}
+            continue
+        name = "train" if len(datasets) == 1 else f"train-{number}"
+        commands.append(_command(one, form, name, content))
+        prefixes.append(f"{_FOLDER}/{name}_{form}_document")
+    if not commands:
+        return PreparedData(reasons=reasons, unread=frozenset(unread))
+    for name in ("chat_template", "train_on_inputs"):
+        if name in content:
+            reasons[name] = "see the commands below"
+    flags = f"--data-path {' '.join(prefixes)}" + ("" if content.get("train_on_inputs") else " --assistant-only-loss")
+    share = content.get("val_set_size")
+    if isinstance(share, (int, float)) and 0 <= share < 1:
+        reasons["val_set_size"] = "see --split"
+        held_out = round(100 * share, 6)
+        flags += f" --split {100 - held_out:g},{held_out:g},0"
+    return PreparedData(tuple(commands), flags, reasons, frozenset(unread))
+
+
+_READ = ("path", "type", "split", "data_files", "field_messages", "field", "chat_template", "ds_type", "name")
+
+
+def _command(one: Mapping[str, Any], form: str, name: str, content: Mapping[str, Any]) -> str:
+    words = ["tools/preprocess_data.py", "--input", *_inputs(one), "--output-prefix", f"{_FOLDER}/{name}"]
+    words += ["--data-format", form]
+    column, default = _COLUMNS.get(form, ("", ""))
+    if one.get(column, default) != default:
+        words += ["--json-keys", str(one[column])]
+    template = one.get("chat_template", content.get("chat_template"))
+    # The type `alpaca` has one prompt, whatever the template; alpaca_chat and the others go through it.
+    if form in ("messages", "sharegpt") and template is not None:
+        words += ["--chat-template", _TEMPLATES.get(str(template), str(template))]
+    if form == "completion":
+        words.append("--append-eod")
+    if content.get("sample_packing") and content.get("sequence_len"):
+        words += ["--seq-length", str(content["sequence_len"]), "--on-error", "skip"]
+    if content.get("train_on_inputs"):
+        words.append("--train-on-inputs")
+    if content.get("base_model"):
+        words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(content["base_model"])]
+    return shlex.join(["python", *words])
+
+
+def _inputs(one: Mapping[str, Any]) -> list[str]:
+    """Return --input: files and folders as they are, a repository's as URLs."""
+    path = str(one["path"])
+    files = one.get("data_files")
+    names = [str(file) for file in (files if isinstance(files, list) else [files] if files else [])]
+    if path in ("json", "parquet", "arrow", "text") and names:
+        return names
+    if "://" in path or path.startswith((".", "/", "~")) or path.count("/") != 1 or "." in path.rsplit("/", 1)[-1]:
+        return [path]
+    if names:
+        return [f"hf://datasets/{path}/{file}" for file in names]
+    return [f"hf://datasets/{path}/**/{one.get('split', 'train')}*"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
-from megatron_ext.config.parse.words import listed
+from megatron_ext.errors import listed
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import flag_of, options_by_name
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.foreign import accelerate, axolotl, axolotl_data, deepspeed
+from megatron_ext.foreign import accelerate, axolotl, deepspeed
 from megatron_ext.foreign.key_meanings import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart, OfOptimizer
 from megatron_ext.foreign.parallel_sizes import Layout, solve
 from megatron_ext.untrusted.text import load_json, read_file
@@ -122,7 +122,7 @@ def translate(
     present = {key.name for key in found if key.became == "flags"}
     found = [_shadow(key, module.SHADOWED, present) for key in found]
     layout = solve(facts, world_size, module.DEFAULT_ACCUMULATION)
-    data = axolotl_data.prepare(content) if module is axolotl else axolotl_data.PreparedData()
+    data = axolotl.prepare(content) if module is axolotl else axolotl.PreparedData()
     found = [_of_data(key, data) for key in found]
     command: dict[str, str] = {}
     for index, key in enumerate(found):
@@ -251,7 +251,7 @@ def _contained(key: Key, flag: str, reason: str) -> Key:
     return Key(key.name, key.value, "default", reason=reason) if key.flags.split()[:1] == [flag] else key
 
 
-def _of_data(key: Key, data: axolotl_data.PreparedData) -> Key:
+def _of_data(key: Key, data: axolotl.PreparedData) -> Key:
     if key.name not in data.reasons:
         return key
     return Key(key.name, key.value, "none" if key.name in data.unread else "data", reason=data.reasons[key.name])

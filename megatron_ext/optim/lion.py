@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.optim.by_tensor import ByTensor
+from megatron_ext.optim.torch_optimizer import ByTensor
 
 
 class Lion(ByTensor):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.optim.by_tensor import ByTensor
+from megatron_ext.optim.torch_optimizer import ByTensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -6,7 +6,7 @@ far that carries.
 
 A run also differs from its estimate by what is its own and no other layout's. Of the logarithm r of measured over
 estimated time so much is believed as programs differ from each other, and not runs of one program: r t^2 / (t^2 + s^2),
-with the standard deviations t and s of plan/constants.py. That is the mean of what is known after the run where both
+with the standard deviations t and s of plan/hardware.py. That is the mean of what is known after the run where both
 are normal. Where r is larger than the two explain, t is what explains it (t^2 = r^2 - s^2, empirical Bayes), so that a
 machine of half the speed is believed to be one.
 """
@@ -21,9 +21,8 @@ from typing import Any
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan.constants import ASSUMED_PROGRAMS_DIFFER, PROGRAMS_DIFFER, RUNS_DIFFER
 from megatron_ext.plan.estimate import step_time
-from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.hardware import ASSUMED_PROGRAMS_DIFFER, PROGRAMS_DIFFER, RUNS_DIFFER, Machine
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.rules.validate import problems
 from megatron_ext.untrusted.metrics_rows import read_rows

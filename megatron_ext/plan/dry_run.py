@@ -1,4 +1,12 @@
-"""Makes the text that `--dry-run` prints: the layout rank by rank, and the sizes of model, batch and run."""
+"""Makes the text that `--dry-run` prints: the layout rank by rank, and the sizes of model, batch and run.
+
+Says whether a layout fits in a device's memory: what `--dry-run` prints last.
+
+    lines, fits = verdict(config, device_memory_gb=80)
+
+The bytes are those of plan/memory.py: formulas, which leave out the CUDA context, NCCL's buffers and what the allocator
+loses between blocks; 8% of the memory are left for these.
+"""
 
 from collections import Counter
 
@@ -12,6 +20,7 @@ from megatron_ext.config.derived.ranks import (
     rank_of,
 )
 from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import count, count_per_rank
 from megatron_ext.parts.experts.describe import Experts
 from megatron_ext.parts.linear.describe import layers_in_fp8
@@ -21,6 +30,9 @@ from megatron_ext.plan.flops import (
     flops_per_token,
     parameters_without_embeddings,
 )
+from megatron_ext.plan.hardware import TABLE
+from megatron_ext.plan.memory import worst_stage
+from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 
 _MOST_RANKS_LISTED = 64
@@ -173,3 +185,40 @@ def _bytes(count: float) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count / 1e3:.2f} kB"
+
+
+USABLE = 0.92
+"""Share of a device's memory that a layout may fill, as by default in tools/plan.py."""
+
+
+def verdict(
+    config: Config, *, device_memory_gb: float | None = None, device_name: str | None = None
+) -> tuple[list[str], bool]:
+    """Return lines about the memory of the rank that needs most, and whether it fits; True where no memory is given.
+
+    Args:
+        config: a resolved and validated configuration.
+        device_memory_gb: memory of one device in GB (1e9 bytes); wins over that of the name.
+        device_name: a row of `plan.hardware.TABLE`.
+    Raises:
+        ConfigurationError: there is no device of that name.
+    """
+    if device_name is not None and device_name not in TABLE:
+        raise ConfigurationError(
+            f"--device-name {device_name} is not one of {', '.join(TABLE)}; use --device-memory-gb for another device"
+        )
+    stage, needed = worst_stage(config, Shapes(config), fused=config.layout.device != "cpu")
+    parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in needed.parts.items())
+    lines = [f"memory of a rank     {needed.total / 1e9:.2f} GB on stage {stage}, estimated: {parts}"]
+    memory = device_memory_gb or (TABLE[device_name].memory_gb if device_name is not None else None)
+    if memory is None:
+        lines.append("                     (--device-memory-gb 80 or --device-name h100 says whether it fits)")
+        return lines, True
+    usable = memory * USABLE
+    fits = needed.total / 1e9 <= usable
+    what = device_name if device_name is not None and device_memory_gb is None else f"{memory:g} GB"
+    answer = "fits" if fits else f"does not fit, {needed.largest} being the largest part"
+    lines.append(f"on {what:<18}{answer}: {needed.total / 1e9:.2f} of {usable:.1f} GB ({USABLE:.0%} of {memory:g})")
+    if not fits:
+        lines.append("                     tools/plan.py searches for a layout that fits")
+    return lines, fits

@@ -16,7 +16,7 @@ measurement.
 
 Traffic that runs next to computation slows it down: a share of it counts. CPU ranks that share cores (the flag
 --processor-cores) have their share of computation, memory and links, and no bubble as long as others have work. Every
-constant and its source stands in plan/constants.py; docs/planner.md compares the sum with published runs. Input data,
+constant and its source stands in plan/hardware.py; docs/planner.md compares the sum with published runs. Input data,
 logging and the unevenness of experts are not in it.
 """
 

@@ -9,8 +9,7 @@ from megatron_ext.parts.stack import stack
 from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.memory import MemoryEstimate, memory
-from megatron_ext.plan.memory_savings import host_bytes
+from megatron_ext.plan.memory import MemoryEstimate, host_bytes, memory
 from megatron_ext.plan.presentation import correction, on_host
 from megatron_ext.plan.search import Candidate, Question, resolved
 from megatron_ext.plan.shapes import Shapes

@@ -11,8 +11,8 @@ ranks the program's own calls come on top, which a GPU does not wait for.
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.protocol import Part, Product
 from megatron_ext.parts.stack import Layer
+from megatron_ext.plan.flops import Products
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.products import Products
 from megatron_ext.plan.shapes import Shapes
 
 Passes = tuple[float, float]

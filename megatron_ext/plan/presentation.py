@@ -11,7 +11,7 @@ from megatron_ext.parts.catalogue import count
 from megatron_ext.plan.choices import Choice, flags
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.memory_savings import host_bytes
+from megatron_ext.plan.memory import host_bytes
 from megatron_ext.plan.search import Answer, Candidate, Question
 
 _GIGA = 1e9

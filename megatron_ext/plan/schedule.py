@@ -3,10 +3,19 @@
 Without interleaving (1F1B) stage s runs p - s - 1 forward passes ahead and then one forward and one backward pass in
 turn. With v chunks, microbatches pass in groups of N (by default p): a group passes chunk after chunk, and stage s runs
 2 (p - s - 1) + (v - 1) N forward passes of chunks ahead (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+Puts all passes of a pipeline into an order in which each stands behind what it waits for.
+
+A pass has a place in that order, from 2 on: 0 is the beginning of the step, 1 what need not be waited for. With the
+places of what a stage does before, and of what it waits for, a simulation is one loop over the passes. The same order
+serves all pipelines with as many stages, chunks and microbatches, however long their passes take.
 """
 
 import functools
+import math
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -141,3 +150,165 @@ def few_microbatches(stages: int, chunks: int, microbatches: int, group: int) ->
     if microbatches <= enough:
         return microbatches
     return enough // period * period + microbatches % period
+
+
+_BEGINNING, _NOTHING = 0, 1
+
+
+def _numbers() -> "array[int]":
+    return array("I")
+
+
+@dataclass
+class _Part:
+    """Some passes, in order."""
+
+    before: "array[int]" = field(default_factory=_numbers)
+    """Places of the passes that the same stage works before."""
+
+    needs: "array[int]" = field(default_factory=_numbers)
+    """Places of the passes of other stages whose results are sent to this one."""
+
+    kinds: "array[int]" = field(default_factory=_numbers)
+    """Which of all stages' times each pass takes."""
+
+    def run(self, done: list[float], seconds: Sequence[float], delay: float) -> None:
+        """Append to `done` when each pass ends."""
+        append = done.append
+        for before, need, kind in zip(self.before, self.needs, self.kinds, strict=True):
+            free, arrived = done[before], done[need] + delay
+            append((arrived if arrived > free else free) + seconds[kind])
+
+
+@dataclass
+class _State:
+    """How far the stages have come."""
+
+    added: list[int]
+    """Passes of each stage that have a place."""
+
+    last: list[int]
+    """Place of the last of them."""
+
+    place: list[int]
+    """Place of each pass of each stage; the beginning where it has none yet."""
+
+    free: int = 2
+    """Place of the next one."""
+
+    def copy(self) -> "_State":
+        return _State(self.added.copy(), self.last.copy(), self.place.copy(), self.free)
+
+
+class _Walk:
+    """The passes of a step, and of another one that is shorter; those that come out the same in both are there once."""
+
+    def __init__(self, stages: int, chunks: int, microbatches: int, group: int, shorter_by: int):
+        self.stages, self.chunks, self.width, self.group = stages, chunks, microbatches, group
+        self.common, self.whole, self.shorter = _Part(), _Part(), _Part()
+        self.size = 2 * chunks * microbatches
+        """Passes of a stage."""
+        self._needed = [self._needs(stage) for stage in range(stages)]
+        # Behind all of them, as the last of the list, what need not be waited for.
+        state = _State([0] * stages, [_BEGINNING] * stages, [_BEGINNING] * (self.size * stages) + [_NOTHING])
+        whole, self.last_of_shorter = self._works(microbatches), []
+        if shorter_by:
+            same = (microbatches - shorter_by) // shorter_by * shorter_by * chunks
+            alike = [works[: self._before(stage, same)] for stage, works in enumerate(whole)]
+            self._add(self.common, alike, state)
+            other = state.copy()
+            self._add(self.shorter, self._works(microbatches - shorter_by), other)
+            self.last_of_shorter = other.last
+        self._add(self.whole, whole, state)
+        self.last = state.last
+
+    def ends(self, seconds: Sequence[float], delay: float) -> tuple[float, float]:
+        """Return when the step ends, and when the shorter one does (0 where there is none).
+
+        Args:
+            seconds: of each stage's backward passes, by chunk, and then of its forward passes, stage by stage.
+            delay: seconds of one send.
+        """
+        done = [0.0, -math.inf]
+        self.common.run(done, seconds, delay)
+        other = done.copy()
+        self.whole.run(done, seconds, delay)
+        self.shorter.run(other, seconds, delay)
+        return max(done[at] for at in self.last), max((other[at] for at in self.last_of_shorter), default=0.0)
+
+    def _works(self, microbatches: int) -> list[list[int]]:
+        """Return what each stage does, as numbers: backward passes are before forward passes, then chunk by chunk."""
+        table = table_of_passes(self.chunks, microbatches, self.group)
+        forward = [(self.chunks + chunk) * self.width + microbatch for chunk, microbatch in table]
+        backward = [(self.chunks - 1 - chunk) * self.width + microbatch for chunk, microbatch in table]
+        return [in_turn(forward, backward, self._ahead(stage)) for stage in range(self.stages)]
+
+    def _ahead(self, stage: int) -> int:
+        return ahead(stage, self.stages, self.chunks, self.group)
+
+    def _before(self, stage: int, forward: int) -> int:
+        """Return how many passes a stage works before the forward pass of this index."""
+        return forward + max(forward - self._ahead(stage), 0)
+
+    def _add(self, part: _Part, works: list[list[int]], state: _State) -> None:
+        """Give a place to every pass, up to those that wait for one which is not among them."""
+        place, free = state.place, state.free
+        before_all: list[int] = []
+        needs: list[int] = []
+        kinds: list[int] = []
+        # Of each stage what is left, with what it waits for, its own index and its kind.
+        left = [iter(self._steps(stage, works[stage][state.added[stage] :])) for stage in range(self.stages)]
+        waiting: dict[int, tuple[int, tuple[int, int, int]]] = {}
+        ready: list[tuple[int, tuple[int, int, int] | None]] = [(stage, None) for stage in range(self.stages)]
+        while ready:
+            stage, step = ready.pop()
+            before, steps = state.last[stage], left[stage]
+            added = len(kinds)
+            if step is None:
+                step = next(steps, None)
+            while step is not None:
+                need, own, kind = step
+                found = place[need]
+                if found == _BEGINNING:
+                    waiting[need] = stage, step
+                    break
+                before_all.append(before)
+                needs.append(found)
+                kinds.append(kind)
+                before = place[own] = free
+                free += 1
+                if own in waiting:
+                    ready.append(waiting.pop(own))
+                step = next(steps, None)
+            state.last[stage] = before
+            state.added[stage] += len(kinds) - added
+        state.free = free
+        part.before.extend(before_all)
+        part.needs.extend(needs)
+        part.kinds.extend(kinds)
+
+    def _steps(self, stage: int, works: list[int]) -> "zip[tuple[int, int, int]]":
+        """Return for some passes of a stage what each waits for, its own place in the list of places, and its kind."""
+        own, kind, width, needed = stage * self.size, stage * 2 * self.chunks, self.width, self._needed[stage]
+        return zip(
+            [needed[work] for work in works],
+            [own + work for work in works],
+            [kind + work // width for work in works],
+            strict=True,
+        )
+
+    def _needs(self, stage: int) -> list[int]:
+        """Return for each pass of a stage the one of another stage that it waits for, as an index of places."""
+        half, last = self.size // 2, self.stages - 1
+        if stage < last:
+            backward = [(stage + 1) * self.size + work for work in range(half)]
+        else:
+            # The gradient of a chunk comes from the first stage, that of the model from its own forward pass.
+            backward = [*range(self.width, half), *[-1] * self.width]
+        if stage > 0:
+            return backward + [(stage - 1) * self.size + work for work in range(half, self.size)]
+        before = last * self.size
+        return [*backward, *[-1] * self.width, *range(before + half, before + self.size - self.width)]
+
+
+walk = functools.lru_cache(maxsize=64)(_Walk)

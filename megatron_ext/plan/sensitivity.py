@@ -1,5 +1,12 @@
 """What hangs on an assumption: whether another layout wins where the machine is a little faster or slower than taken
-to be; and which other batches and world sizes there are where few layouts are legal."""
+to be; and which other batches and world sizes there are where few layouts are legal.
+
+What 2-byte gradients would make possible: `--grad-reduce-in-bf16` halves their memory and their traffic, and sums
+them less exactly, so that the search never chooses it by itself.
+
+NVIDIA's own benchmarks are run so (NeMo-Framework-Launcher, examples/training/llama/h100/llama3_8b_bf16.sh:
+`optim.grad_sync_dtype=bf16`), and some of their layouts do not fit with gradients of 4 bytes.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,7 +15,7 @@ from megatron_ext.plan.choices import layouts
 from megatron_ext.plan.estimate import time_of
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.presentation import name
-from megatron_ext.plan.search import Answer, Candidate, Question, timed
+from megatron_ext.plan.search import Answer, Candidate, Question, timed, tried_again
 
 _LEAST_GAIN = 0.005
 _MOST = 1.2  # the largest change of a part of the machine
@@ -105,3 +112,22 @@ def _fewer_devices(question: Question, batch: int) -> int | None:
         if sizes and 2 * sum(batch % size == 0 for size in sizes) >= len(sizes):
             return world_size
     return None
+
+
+_LEAST_GAIN_OF_SHORT_GRADIENTS = 0.01
+
+
+def with_short_gradients(question: Question, answer: Answer, number: int = 3) -> list[Candidate]:
+    """Return up to `number` layouts that are faster by 1% or more with 2-byte gradients than the best without, fastest
+    first; none where nothing fits, or what was given says how gradients are kept."""
+    values = question.values
+    said = any(values.get(name) for name in ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"))
+    if not answer.best or said or not values.get("bf16") or values.get("main_grads_dtype"):
+        return []
+    limit = answer.best[0].seconds / (1 + _LEAST_GAIN_OF_SHORT_GRADIENTS)
+    short = {"grad_reduce_in_bf16": True}
+    resolved = {**short, "accumulate_allreduce_grads_in_fp32": False}
+    # What host memory had to take before is part of the flags of the best.
+    moved = {name: True for name in ("optimizer_cpu_offload",) if answer.best[0].choice.get(name)}
+    found = tried_again(question, answer.tight, resolved, limit, number)
+    return [replace(each, choice={**each.choice, **moved, **short}) for each in found]

@@ -3,15 +3,14 @@
 A pass begins when its stage is free and what it needs has arrived: the activations of the stage before, or the gradient
 of the stage after. Sends take `delay` and do not keep a stage from working.
 
-Which pass waits for which does not depend on times: `plan/pass_order.py` puts them into an order in which each stands
+Which pass waits for which does not depend on times: `plan/schedule.py` puts them into an order in which each stands
 behind what it waits for, once for all pipelines with as many stages, chunks and microbatches.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.plan.pass_order import walk
-from megatron_ext.plan.schedule import few_microbatches
+from megatron_ext.plan.schedule import few_microbatches, walk
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.derived.batch import num_microbatches
-from megatron_ext.config.derived.loss_chunks import LOSS_CHUNKS
+from megatron_ext.config.derived.batch import LOSS_CHUNKS, num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.protocol import Part, Share
 from megatron_ext.parts.stack import Layer

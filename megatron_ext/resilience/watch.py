@@ -36,9 +36,8 @@ from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, e
 from megatron_ext.resilience.process_end import RunStatus, end_from_thread
 from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Wait
 from megatron_ext.resilience.stacks import within, write_stacks
-from megatron_ext.resilience.verdict import RankReport, hang_text
+from megatron_ext.resilience.verdict import THE_END, RankReport, hang_text, last_words, place, silence_text
 from megatron_ext.resilience.wake_up import WakeUp
-from megatron_ext.resilience.watch_words import THE_END, last_words, place, silence_text
 
 # Seconds.
 _BETWEEN_LOOKS, _SHORTEST_PAUSE = 0.5, 0.02

@@ -1,10 +1,55 @@
-"""Writes the log line of Megatron-LM, byte for byte: users' log parsers read it."""
+"""Writes the log line of Megatron-LM, byte for byte: users' log parsers read it.
+
+Writes the log line and the validation lines to standard output.
+
+Writes the short lines that a person reads in a terminal: step, loss, rate, remaining time.
+
+step     60/100   loss 6.8123    1,234 tokens/s   0:43 left
+"""
 
 import math
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 
-from megatron_ext.telemetry.metrics import Evaluated, SampleMetrics, StepMetrics, TaskMetrics, TestMetrics
+from megatron_ext.telemetry.metrics import Evaluated, Metrics, SampleMetrics, StepMetrics, TaskMetrics, TestMetrics
+from megatron_ext.terminal import say
+
+
+def short_line(metrics: Metrics) -> str:
+    """Return one line, without a newline, for a logged step or an evaluation."""
+    if isinstance(metrics, StepMetrics):
+        return _step(metrics)
+    if isinstance(metrics, TaskMetrics | SampleMetrics):
+        return evaluation_lines(metrics).lstrip()
+    test = isinstance(metrics, TestMetrics)
+    kind, loss = ("test", metrics.test_loss) if test else ("validation", metrics.validation_loss)
+    return f"{kind} after step {metrics.iteration}   loss {loss:.4f}   perplexity {perplexity(loss):,.2f}"
+
+
+def remaining(seconds: float) -> str:
+    """Return a time as people write it: 0:43, 12:05, 3:20:00, or 2 days 3:20:00."""
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours}:{minutes:02}:{whole:02}" if hours or days else f"{minutes}:{whole:02}"
+    return f"{days} day{'s' * (days > 1)} {clock}" if days else clock
+
+
+def _step(metrics: StepMetrics) -> str:
+    width = len(str(metrics.train_iters))
+    left = (metrics.train_iters - metrics.iteration) * metrics.elapsed_ms / 1000.0
+    fields = [
+        f"step {metrics.iteration:>{width}}/{metrics.train_iters}",
+        f"loss {metrics.lm_loss:.4f}",
+        f"{metrics.tokens_per_second:>9,.0f} tokens/s",
+        f"{remaining(left)} left" if metrics.iteration < metrics.train_iters else "done",
+    ]
+    if metrics.skipped_iterations:
+        fields.append(f"{metrics.skipped_iterations} skipped")
+    if metrics.nan_iterations:
+        fields.append(f"{metrics.nan_iterations} NaN")
+    return "   ".join(fields)
 
 
 def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) -> str:
@@ -79,3 +124,28 @@ def perplexity(loss: float) -> float:
 def scientific(value: float) -> str:
     """Return `9.845123E+00`; but `nan` and `inf`, which the E format would print in capitals."""
     return f"{value:.6E}" if math.isfinite(value) else str(value)
+
+
+class Console:
+    """Prints what is logged.
+
+    Args:
+        throughput: whether Megatron's line has the TFLOP/s per GPU.
+        form: `megatron`; `short`, for people; or `auto`, which is short where the output is a terminal.
+    """
+
+    def __init__(self, *, throughput: bool, form: str = "auto"):
+        self._throughput = throughput
+        self._short = sys.stdout.isatty() if form == "auto" else form == "short"
+
+    def write(self, metrics: Metrics) -> None:
+        """Print the line of a step or of an evaluation."""
+        if self._short:
+            say(short_line(metrics))
+        elif isinstance(metrics, StepMetrics):
+            say(step_line(metrics, datetime.now(), throughput=self._throughput))
+        else:
+            say(evaluation_lines(metrics))
+
+    def close(self) -> None:
+        """Do nothing: no file is held open."""

@@ -96,17 +96,17 @@ def build_tokenizer(
         },
     )
     if type == "ByteTokenizer":
-        from megatron_ext.tokenizer.byte import ByteTokenizer
+        from megatron_ext.tokenizer.simple import ByteTokenizer
 
         return ByteTokenizer()
     if type == "NullTokenizer":
-        from megatron_ext.tokenizer.null import NullTokenizer
+        from megatron_ext.tokenizer.simple import NullTokenizer
 
         if vocab_size is None or vocab_size < 1:
             raise ConfigurationError("--tokenizer-type NullTokenizer needs --vocab-size, the number of token ids")
         return NullTokenizer(vocab_size)
     if type == "SentencePieceTokenizer":
-        from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
+        from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer
 
         return SentencePieceTokenizer(_existing(type, model, "a SentencePiece .model file", folder=False))
     if type == "HuggingFaceTokenizer":
@@ -115,7 +115,7 @@ def build_tokenizer(
         folder = _existing(type, model, "a local folder with tokenizer.json", folder=True)
         return HuggingFaceTokenizer(folder, special_tokens or ())
     if type == "GPT2BPETokenizer":
-        from megatron_ext.tokenizer.gpt2 import GPT2BPETokenizer
+        from megatron_ext.tokenizer.library import GPT2BPETokenizer
 
         if vocab_file is None or merge_file is None:
             raise ConfigurationError(

@@ -15,12 +15,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_ext.tokenizer.byte import ByteTokenizer
-from megatron_ext.tokenizer.from_sentencepiece import from_sentencepiece, merges
+from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer, from_sentencepiece, merges
 from megatron_ext.tokenizer.library import LibraryTokenizer
-from megatron_ext.tokenizer.null import NullTokenizer
 from megatron_ext.tokenizer.protocol import Tokenizer as Protocol
-from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
+from megatron_ext.tokenizer.simple import ByteTokenizer, NullTokenizer
 from megatron_ext.tokenizer.tiktoken import PATTERNS, TikTokenizer
 from megatron_ext.tokenizer.training import END_OF_TEXT
 

@@ -1,4 +1,7 @@
-"""Defines what every tokenizer offers."""
+"""Defines what every tokenizer offers.
+
+A text is a string, or, where it is long, its UTF-8: Python takes four bytes a character for a text with an emoji.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -6,7 +9,59 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:  # --help and --dry-run do without numpy
     import numpy as np
 
-    from megatron_ext.tokenizer.text import Text
+
+import codecs
+import re
+from collections.abc import Iterator
+
+Text = str | bytes
+LONG = 1 << 22  # bytes from which on a text is UTF-8
+_PIECE = 1 << 20  # characters or bytes looked at in one go
+
+
+def as_string(text: Text) -> str:
+    """Return a text as a Python string."""
+    return text if isinstance(text, str) else text.decode("utf-8")
+
+
+def beginning(text: Text, characters: int) -> str:
+    """Return the first characters of a text."""
+    if isinstance(text, str):
+        return text[:characters]
+    # What is cut in two at the end is left out.
+    return text[: 4 * characters].decode("utf-8", errors="ignore")[:characters]
+
+
+def in_pieces(text: Text) -> Iterator[str]:
+    """Yield the text as strings of about a million characters, cut anywhere."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for first in range(0, len(text), _PIECE):
+        piece = text[first : first + _PIECE]
+        yield piece if isinstance(piece, str) else decoder.decode(piece)
+
+
+# Behind a letter and before a space with a letter, ASCII all.
+_BETWEEN_WORDS = re.compile(r"[a-zA-Z](?= [a-zA-Z])")
+
+
+def between_words(text: Text, size: int | None = None) -> Iterator[str]:
+    """Yield the text in pieces of about `size` (default a million) characters, or longer, that begin before a word.
+
+    Byte-level BPE gives the ids of the whole if it gives those of the pieces one after another: GPT-2's pattern and
+    similar ones end a match at such a place and begin the next one there, without looking back.
+    """
+    size = size or _PIECE
+    rest = ""
+    for piece in in_pieces(text):
+        rest += piece
+        begin, cut = 0, None
+        while len(rest) - begin > size and (cut := _BETWEEN_WORDS.search(rest, begin + size // 2)) is not None:
+            yield rest[begin : cut.end()]
+            begin = cut.end()
+        rest = rest[begin:]
+    if rest:
+        yield rest
+
 
 # Texts -> the ids of all, one after another, and the number of ids of each.
 # Raises ValueError or TypeError for a text that cannot be encoded.

@@ -5,8 +5,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ext.tokenizer.null import NullTokenizer
 from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.simple import NullTokenizer
 
 _PROSE = (
     "The quick brown fox jumps over the lazy dog, and nobody knows why it was not stopped before the 2nd of March.",

@@ -1,13 +1,18 @@
-"""Which data files a rank compares with the checksums of their manifests, and when (--verify-data)."""
+"""Which data files a rank compares with the checksums of their manifests, and when (--verify-data).
+
+--verify-data background compares the data with the checksums of its manifest while the run trains on it.
+"""
 
 import torch
 
 from megatron_ext import environment
 from megatron_ext.config.schema import Config
-from megatron_ext.data.checksums import REMEDY, Block, first_damage, known_blocks, some_blocks
+from megatron_ext.data.checksums import REMEDY, BackgroundCheck, Block, first_damage, known_blocks, some_blocks
 from megatron_ext.data.splits import SPLITS, split_files
 from megatron_ext.errors import DataError
 from megatron_ext.terminal import warn
+from megatron_ext.train.step import StepResult
+from megatron_ext.train.trainer import Callback, Trainer
 
 
 def check_before_the_first_step(config: Config) -> None:
@@ -43,3 +48,26 @@ def blocks_of_run(config: Config) -> tuple[list[Block], list[str]]:
 def share(blocks: list[Block]) -> list[Block]:
     """Return this rank's part of what the ranks of one machine compare together."""
     return blocks[environment.local_rank() :: environment.local_world_size()]
+
+
+class DataCheck(Callback):
+    """Ends the run, with exit code 65, at the end of the step in which a damaged block was found.
+
+    Args:
+        blocks: what this rank compares: its share of what the ranks of its machine read.
+    """
+
+    def __init__(self, blocks: list[Block]):
+        self._check = BackgroundCheck(blocks, processes=environment.local_world_size())
+
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return False
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        self._check.check()
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        self._check.close()
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._check.close()

@@ -13,8 +13,8 @@ from megatron_ext.config.derived.batch import (
     training_steps,
 )
 from megatron_ext.config.schema import Config
+from megatron_ext.data.checksums import Judged, judge, made_with
 from megatron_ext.data.corpus import Splits, build_datasets
-from megatron_ext.data.manifest import Judged, judge, made_with
 from megatron_ext.data.record import data_record, differences
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
@@ -22,8 +22,8 @@ from megatron_ext.data.stored import exists
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.terminal import say, warn
 from megatron_ext.tokenizer.build import tokenizer_from_flags
-from megatron_ext.tokenizer.null import NullTokenizer
 from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.simple import NullTokenizer
 from megatron_ext.train.data_check import check_before_the_first_step
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.run import Run

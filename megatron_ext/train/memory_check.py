@@ -12,10 +12,10 @@ import torch
 
 from megatron_ext import environment
 from megatron_ext.config.schema import Config
-from megatron_ext.device.host_memory import host_memory, host_swap
+from megatron_ext.device.cpu import host_memory, host_swap
 from megatron_ext.device.protocol import Device
 from megatron_ext.errors import ConfigurationError, MemoryExhaustedError, TrainingError
-from megatron_ext.plan.memory_savings import described, estimate, gigabytes, helpful_flags, host_bytes, kept_at_least
+from megatron_ext.plan.memory import described, estimate, gigabytes, helpful_flags, host_bytes, kept_at_least
 from megatron_ext.terminal import warn
 
 _NEAR = 0.9  # of the memory: what is left is for libraries and buffers

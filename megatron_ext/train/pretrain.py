@@ -21,10 +21,9 @@ from megatron_ext.gc_freeze import kept_from_the_collector
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.parts.own_parameters import OwnParameters
 from megatron_ext.resilience import elastic, exit_record, launch
-from megatron_ext.resilience.deadline import StopDeadline
 from megatron_ext.resilience.peer_processes import end_stopped_ranks
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
+from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher, StopDeadline
 from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.terminal import say, warn
 from megatron_ext.train.configure import Configured, configure, configure_for
@@ -175,7 +174,7 @@ def _meet(configured: Configured, here: "Device", status: RunStatus, ends: ExitS
 
     from megatron_ext.parallel import groups
     from megatron_ext.sharding.choose import sharding_of
-    from megatron_ext.train.callbacks import memory_history
+    from megatron_ext.train.callbacks import profiling
     from megatron_ext.train.watching import begin_watch
 
     config = configured.config
@@ -184,7 +183,7 @@ def _meet(configured: Configured, here: "Device", status: RunStatus, ends: ExitS
         torch.are_deterministic_algorithms_enabled(),
         warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    memory_history.begin(config, status.rank, here)
+    profiling.begin(config, status.rank, here)
     if configured.search is None:  # before the ranks meet, where it can be known
         _require_checkpoint(config.checkpoint, configured.resume)
     try:

@@ -1,9 +1,12 @@
-"""Holds the parts of one run, wired once by `build` and handed to whoever needs them."""
+"""Holds the parts of one run, wired once by `build` and handed to whoever needs them.
+
+Holds what changes while a run trains, besides weights and optimizer state. All of it is saved and restored.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
@@ -23,7 +26,58 @@ from megatron_ext.telemetry.schedule_recorder import ScheduleRecorder
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.gradient_watch import GradientWatch
-from megatron_ext.train.state import TrainState
+
+
+class Position(NamedTuple):
+    """The part of the progress that does not depend on what a step computes."""
+
+    iteration: int
+    consumed_samples: int
+    scheduled_samples: int
+
+    def after(self, batch: int, *, updated: bool) -> "Position":
+        """Return the position after a step of `batch` samples."""
+        scheduled = self.scheduled_samples + (batch if updated else 0)
+        return Position(self.iteration + 1, self.consumed_samples + batch, scheduled)
+
+
+@dataclass
+class TrainState:
+    """The progress of a run; equal on every rank."""
+
+    iteration: int = 0
+    """Number of optimizer steps done, skipped ones included."""
+
+    consumed_samples: int = 0
+    """Number of training samples read: the position in the data."""
+
+    consumed_tokens: int = 0
+    """Number of tokens that counted in the loss."""
+
+    scheduled_samples: int = 0
+    """Number of samples of the steps that updated the weights: the position on the learning-rate curve. Steps skipped
+    by the fp16 loss scale do not move it, as in Megatron-LM."""
+
+    interval_loss: float = 0.0
+    """Sum of the losses since the last log line, over `interval_losses` steps."""
+
+    interval_losses: int = 0
+    interval_skipped: int = 0
+    interval_nan: int = 0
+
+    @property
+    def position(self) -> Position:
+        """Where the run is."""
+        return Position(self.iteration, self.consumed_samples, self.scheduled_samples)
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.iteration, self.consumed_samples, self.scheduled_samples = position
+
+    def start_interval(self) -> None:
+        """Forget the sums of the interval that was just logged."""
+        self.interval_loss = 0.0
+        self.interval_losses = self.interval_skipped = self.interval_nan = 0
 
 
 @dataclass(frozen=True)

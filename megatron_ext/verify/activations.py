@@ -137,7 +137,7 @@ def _whole(config: Config, name: str, parts: dict[tuple[int, int, int, int], np.
 
     divided = divides_width or divides_sequence
     replicas = [range(tensor)] if divided else [[tp] for tp in range(tensor)]
-    # Microbatch m of data-parallel rank r holds the samples from (m x DP + r) x micro batch on: data/sampler.py.
+    # Microbatch m of data-parallel rank r holds the samples from (m x DP + r) x micro batch on: data/loader.py.
     return [
         np.concatenate(
             [over_context(microbatch, dp, ranks) for microbatch in range(microbatches) for dp in range(data)], axis=1

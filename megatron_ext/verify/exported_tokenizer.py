@@ -17,10 +17,9 @@ from megatron_ext.data.integrity import check_indexed_files, open_index, share_o
 from megatron_ext.data.splits import split_files
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.batch import probe_texts
-from megatron_ext.tokenizer.from_sentencepiece import user_defined_symbols
+from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer, user_defined_symbols
 from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron_ext.tokenizer.protocol import Tokenizer
-from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
 
 _PROBES = 1000
 _DOCUMENTS = 64

@@ -26,19 +26,18 @@ import megatron_ext.checkpoint.native.save  # noqa: E402
 import megatron_ext.data.one_rank_per_node  # noqa: E402
 import megatron_ext.data.shuffled  # noqa: E402
 import megatron_ext.lost_output  # noqa: E402
-import megatron_ext.resilience.launcher_watch  # noqa: E402
-import megatron_ext.resilience.operation_marks  # noqa: E402
+import megatron_ext.resilience.launch  # noqa: E402
 import megatron_ext.resilience.watch  # noqa: E402
-import megatron_ext.telemetry.console  # noqa: E402
+import megatron_ext.telemetry.log_line  # noqa: E402
 import megatron_ext.train.build  # noqa: E402
 import megatron_ext.train.callbacks.checkpointing  # noqa: E402
+import megatron_ext.train.callbacks.evaluation  # noqa: E402
+import megatron_ext.train.callbacks.replicas  # noqa: E402
 import megatron_ext.train.callbacks.standard  # noqa: E402
-import megatron_ext.train.evaluate  # noqa: E402
 import megatron_ext.train.memory_check  # noqa: E402
 import megatron_ext.train.pretrain  # noqa: E402
-import megatron_ext.train.replicas  # noqa: E402
 import megatron_ext.train.trainer  # noqa: E402
-import megatron_ext.train.watching  # noqa: E402
+import megatron_ext.train.watching  # noqa: E402  # noqa: E402
 import megatron_ext.verify.activations  # noqa: E402
 import megatron_ext.verify.gather  # noqa: E402, F401
 

@@ -130,7 +130,7 @@ def _trained(
     )
 
     from megatron_ext.train.build import build_run
-    from megatron_ext.train.evaluate import evaluate
+    from megatron_ext.train.callbacks.evaluation import evaluate
     from megatron_ext.train.trainer import Callback, Trainer
     from megatron_ext.verify import activations, gather
 

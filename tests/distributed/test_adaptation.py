@@ -42,8 +42,8 @@ def _train_without(name: str | None, folder: str, runs: tuple[str, ...] = RUNS) 
     from megatron_ext.checkpoint.native.load import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
+    from megatron_ext.train.callbacks.evaluation import evaluate
     from megatron_ext.train.configure import configure
-    from megatron_ext.train.evaluate import evaluate
     from megatron_ext.train.trainer import Trainer
 
     for number, flags in enumerate(runs):

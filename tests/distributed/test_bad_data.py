@@ -16,7 +16,7 @@ from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.indexed import HEADER, IndexedWriter
 from megatron_ext.errors import DataError
-from megatron_ext.tokenizer.null import NullTokenizer
+from megatron_ext.tokenizer.simple import NullTokenizer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.program import run_program
 

@@ -17,7 +17,7 @@ def read_on_rank(paths: dict[str, Any], cache: str) -> list[list[list[int]] | No
 
     from megatron_ext.config.schema import Config, DataConfig, ModelConfig
     from megatron_ext.data.corpus import Splits, build_datasets
-    from megatron_ext.tokenizer.null import NullTokenizer
+    from megatron_ext.tokenizer.simple import NullTokenizer
 
     torch.distributed.init_process_group("gloo")
     config = Config(model=ModelConfig(seq_length=8), data=DataConfig(split="80,20,0", data_cache_path=cache, **paths))
@@ -69,9 +69,9 @@ def write_cache_on_node(prefix: str, caches: list[str]) -> list[list[int]]:
     import torch
 
     from megatron_ext.config.schema import Config, DataConfig, ModelConfig
-    from megatron_ext.data import corpus, index_cache
+    from megatron_ext.data import corpus, shuffled
     from megatron_ext.data.corpus import Splits, build_datasets
-    from megatron_ext.tokenizer.null import NullTokenizer
+    from megatron_ext.tokenizer.simple import NullTokenizer
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -79,8 +79,8 @@ def write_cache_on_node(prefix: str, caches: list[str]) -> list[list[int]]:
     cache = caches[rank // 2]
     config = Config(model=ModelConfig(seq_length=8), data=DataConfig(train_data_path=(prefix,), data_cache_path=cache))
     built = []
-    build = index_cache._in_memory
-    index_cache._in_memory = lambda *arguments: built.append(rank) or build(*arguments)
+    build = shuffled._in_memory
+    shuffled._in_memory = lambda *arguments: built.append(rank) or build(*arguments)
     digested = []
     digest = corpus.index_digest
     corpus.index_digest = lambda prefix: digested.append(rank) or digest(prefix)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.config.schema import Config
-from megatron_ext.verify.corpus import write_corpus
+from megatron_ext.verify.parity import write_corpus
 from megatron_ext.verify.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

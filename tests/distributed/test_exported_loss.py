@@ -35,8 +35,8 @@ def _train(flags: list[str], save: str) -> tuple[float, float, list[list[list[in
     from megatron_ext import device
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
+    from megatron_ext.train.callbacks.evaluation import evaluate
     from megatron_ext.train.configure import configure
-    from megatron_ext.train.evaluate import evaluate
     from megatron_ext.train.trainer import Trainer
 
     run = build_run(configure(flags).config, device.install("cpu"))

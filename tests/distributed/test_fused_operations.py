@@ -10,8 +10,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 from megatron_ext.train.extensions import Extensions
 from megatron_ext.verify.cases import Case
-from megatron_ext.verify.corpus import write_corpus
-from megatron_ext.verify.parity import Experiment, compare
+from megatron_ext.verify.parity import Experiment, compare, write_corpus
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.small_models import small_config
 

@@ -34,7 +34,7 @@ LAYOUTS = {
 
 def _numbers(flags: list[str]) -> list[str]:
     """Losses and norms of the gradients of four steps, and the loss of an evaluation after them."""
-    from megatron_ext.train.evaluate import evaluate
+    from megatron_ext.train.callbacks.evaluation import evaluate
     from megatron_ext.train.trainer import Trainer
 
     run = build(flags)

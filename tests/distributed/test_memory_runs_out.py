@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from megatron_ext.config.schema import Config
-from megatron_ext.device.host_memory import host_memory
+from megatron_ext.device.cpu import host_memory
 from megatron_ext.errors import ConfigurationError, MemoryExhaustedError
-from megatron_ext.plan.memory_savings import estimate, helpful_flags, host_bytes, kept_at_least
+from megatron_ext.plan.memory import estimate, helpful_flags, host_bytes, kept_at_least
 from megatron_ext.train import memory_check
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks

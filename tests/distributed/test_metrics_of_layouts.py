@@ -103,7 +103,7 @@ class Measured:
 
 
 def _measured(layout: str) -> Measured:
-    from megatron_ext.train.norms import parameters_norm
+    from megatron_ext.train.callbacks.reporting import parameters_norm
     from megatron_ext.train.step import AuxiliaryLosses
     from megatron_ext.train.trainer import Trainer
 
@@ -143,7 +143,7 @@ def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout(alone: Found, di
 
 def _losses_with_dropout(evaluations: str) -> tuple[list[str], list[str]]:
     """The losses of three steps, and those of evaluations in training and between the steps."""
-    from megatron_ext.train.evaluate import evaluate
+    from megatron_ext.train.callbacks.evaluation import evaluate
     from megatron_ext.train.trainer import Trainer
 
     rates = "--attention-dropout 0.3 --hidden-dropout 0.3 --eval-interval 10 --eval-iters 1"

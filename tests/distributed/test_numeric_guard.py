@@ -292,7 +292,7 @@ class Late(NamedTuple):
 def _ended_late(flags: str) -> Late:
     from megatron_ext.errors import NumericError
     from megatron_ext.resilience.process_end import RunStatus
-    from megatron_ext.train.callbacks.status import Status
+    from megatron_ext.train.callbacks.reporting import Status
     from megatron_ext.train.trainer import Callback
     from tests.support.run_state import state_hash
 

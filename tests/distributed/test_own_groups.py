@@ -122,7 +122,7 @@ def test_ranks_are_listed_as_megatron_core_lists_them() -> None:
     device.install("cpu")
     from megatron.core.parallel_state import generate_masked_orthogonal_rank_groups
 
-    from megatron_ext.parallel.own_groups import rank_groups
+    from megatron_ext.parallel.groups import rank_groups
 
     random = np.random.default_rng(0)
     for _ in range(200):

@@ -147,7 +147,7 @@ def _check_the_count_of_zeros(run: Any, trainer: Any) -> None:
 
 
 def _two_steps(run: Any, trainer: Any) -> Trace:
-    from megatron_ext.train.norms import parameters_norm
+    from megatron_ext.train.callbacks.reporting import parameters_norm
 
     hashes, norm = [state_hash(run)], parameters_norm(run)
     results = [trainer.step(), trainer.step()]
@@ -164,7 +164,7 @@ def _to_one_process(flags: list[str], folder: str) -> float:
     """Load what the ranks saved, and save it; returns the norm of the weights."""
     from megatron_ext.checkpoint.native.load import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.norms import parameters_norm
+    from megatron_ext.train.callbacks.reporting import parameters_norm
 
     run = _build(flags)
     assert load_checkpoint(run, f"{folder}/meanwhile") == 2

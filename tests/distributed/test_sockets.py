@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ext.parallel import sockets
+from megatron_ext.parallel import rendezvous
 from tests.support import launched
 
 _FLAGS = shlex.split("""
@@ -54,15 +54,15 @@ def test_ranks_under_torchrun_listen_on_loopback(tmp_path: Path) -> None:
     ],
 )
 def test_one_machine(variables: dict[str, str], expected: bool) -> None:
-    assert sockets.is_one_machine(variables) == expected
-    sockets.keep_to_this_machine(variables)
+    assert rendezvous.is_one_machine(variables) == expected
+    rendezvous.keep_to_this_machine(variables)
     assert ("GLOO_SOCKET_IFNAME" in variables, "NCCL_SOCKET_IFNAME" in variables) == (expected, expected)
-    assert sockets.is_one_machine(variables) == expected
+    assert rendezvous.is_one_machine(variables) == expected
 
 
 def test_an_interface_that_was_named_stays() -> None:
     variables = {"MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "eth7"}
-    sockets.keep_to_this_machine(variables)
+    rendezvous.keep_to_this_machine(variables)
     assert variables["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
@@ -73,12 +73,12 @@ def test_the_store_of_rank_0_listens_on_loopback(monkeypatch: pytest.MonkeyPatch
     for name, value in {**here, "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    store, rank, size = sockets.open_store(timedelta(seconds=10))
+    store, rank, size = rendezvous.open_store(timedelta(seconds=10))
     assert (rank, size) == (0, 2)
     ours = [found for found in psutil.Process().net_connections("inet") if found.laddr[1] == port]
     assert {found.laddr[0] for found in ours if found.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
     monkeypatch.setenv("RANK", "1")
-    other, rank, _ = sockets.open_store(timedelta(seconds=10))
+    other, rank, _ = rendezvous.open_store(timedelta(seconds=10))
     store.set("a", "b")
     assert (other.get("a"), rank) == (b"b", 1)
     with contextlib.suppress(OSError), socket.create_connection((socket.gethostname(), port), 1) as refused:

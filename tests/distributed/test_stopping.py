@@ -110,6 +110,6 @@ def test_a_save_that_does_not_fit_the_deadline_is_given_up(tmp_path: Path) -> No
     assert 75 in codes
     assert codes <= {75, 76}, "76: it lost the one that had said why"
     # The signal comes half a second after the mark; the disk would answer after minutes. How punctual the deadline is,
-    # tests/unit/resilience/test_deadline.py says by a clock that no other work delays.
+    # tests/unit/resilience/test_signals_deadline.py says by a clock that no other work delays.
     assert max(rank.ended for rank in ranks) - (tmp_path / "fault").stat().st_mtime < 0.5 + 4.0 + 10.0
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "3"

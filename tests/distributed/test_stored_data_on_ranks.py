@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.verify.corpus import write_corpus
+from megatron_ext.verify.parity import write_corpus
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.program import run_program
 

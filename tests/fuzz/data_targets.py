@@ -18,8 +18,8 @@ from megatron_ext.data.integrity import check_indexed_files, check_token_ids, op
 from megatron_ext.data.prepare.documents import read_documents
 from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.errors import DataError
+from megatron_ext.plan.timeline import as_text
 from megatron_ext.plan.timeline_svg import as_page
-from megatron_ext.plan.timeline_text import as_text
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.curve import loss_chart, read_history
 from megatron_ext.telemetry.run_page import run_page

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron_ext.verify.corpus import write_corpus
-from megatron_ext.verify.parity import STEPS, Experiment
+from megatron_ext.verify.parity import STEPS, Experiment, write_corpus
 
 
 @pytest.fixture(scope="session")

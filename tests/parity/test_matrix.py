@@ -9,8 +9,7 @@ import dataclasses
 import pytest
 
 from megatron_ext.verify.cases import CASES, RECIPE, Case
-from megatron_ext.verify.corpus import VALIDATION_SAMPLES
-from megatron_ext.verify.parity import BF16_FACTOR, STEPS, Experiment, bf16_distance, compare
+from megatron_ext.verify.parity import BF16_FACTOR, STEPS, VALIDATION_SAMPLES, Experiment, bf16_distance, compare
 from tools.parity_table import fp32_row, row_or_failure
 
 RECOMPUTED = [name for name in CASES if name.startswith("one process, recompute")]

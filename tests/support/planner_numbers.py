@@ -16,12 +16,16 @@ from megatron_ext.parts.stack import stack
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.estimate import at_least, formula_at_least, pass_times, step_time
 from megatron_ext.plan.evaluation import as_text, evaluate_config
-from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_flops, parameters_without_embeddings
+from megatron_ext.plan.flops import (
+    Products,
+    active_parameters,
+    flops_per_token,
+    forward_flops,
+    parameters_without_embeddings,
+)
 from megatron_ext.plan.hardware import Machine, constants_of, hardware
 from megatron_ext.plan.kernels import Kernels
-from megatron_ext.plan.memory import over_time
-from megatron_ext.plan.memory_savings import helpful_flags, host_bytes, kept_at_least
-from megatron_ext.plan.products import Products
+from megatron_ext.plan.memory import helpful_flags, host_bytes, kept_at_least, over_time
 from megatron_ext.plan.question import placeholders
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.state_bytes import state_bytes

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.preview import equal_stages, preview
-from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline
+from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, as_text
 from megatron_ext.plan.timeline_svg import as_section
-from megatron_ext.plan.timeline_text import as_text
 from tests.support import planner_numbers
 from tools.plan import main
 

@@ -6,7 +6,7 @@ import torch
 
 from megatron_ext.device.cpu import CpuDevice
 from megatron_ext.inference.model import Model
-from megatron_ext.tokenizer.byte import ByteTokenizer
+from megatron_ext.tokenizer.simple import ByteTokenizer
 from tests.support.small_models import small_config
 
 EOD, WIDTH = 256, 264

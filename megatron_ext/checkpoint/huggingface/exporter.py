@@ -37,7 +37,7 @@ from megatron_ext.durable import sync
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import Family, ParameterMapping, family_of, state_dict_mapping
 from megatron_ext.families.hf_config import hf_config
-from megatron_ext.markdown import code, table
+from megatron_ext.markup import code, table
 from megatron_ext.parts.catalogue import count
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.protocol import Tokenizer

@@ -8,7 +8,7 @@ from megatron_ext.checkpoint.copying import read_exactly
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
-from megatron_ext.checkpoint.native.saveable import Saveable
+from megatron_ext.checkpoint.native.snapshot import Saveable
 from megatron_ext.errors import DataError
 from megatron_ext.families import ParameterMapping, state_dict_mapping
 from megatron_ext.model.names import by_expert, global_named_parameters

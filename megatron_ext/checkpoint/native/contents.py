@@ -20,9 +20,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from megatron_ext.checkpoint.native import optimizer_state
-from megatron_ext.checkpoint.native.saveable import Saveable
-from megatron_ext.checkpoint.native.saved_rows import joined, pieces
-from megatron_ext.checkpoint.native.snapshot import Copy
+from megatron_ext.checkpoint.native.optimizer_state import joined, pieces
+from megatron_ext.checkpoint.native.snapshot import Copy, Saveable
 from megatron_ext.model.names import unwrapped
 from megatron_ext.model.own_layers import divided
 from megatron_ext.optim.loss_scale import loss_scale_of

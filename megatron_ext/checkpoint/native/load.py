@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.native.agreement import first_whole
 from megatron_ext.checkpoint.native.folder import CONFIG, RELEASE, Found
 from megatron_ext.checkpoint.native.resume import search_in
 from megatron_ext.checkpoint.native.safe_reading import UNREADABLE, SafeReader, no_code_from_files
-from megatron_ext.checkpoint.native.saveable import Saveable
+from megatron_ext.checkpoint.native.snapshot import Saveable
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.errors import ConfigurationError, DataError

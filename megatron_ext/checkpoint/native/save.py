@@ -36,8 +36,7 @@ from megatron_ext.checkpoint.native.folder import (
 )
 from megatron_ext.checkpoint.native.lock import hold_again, is_lost
 from megatron_ext.checkpoint.native.retention import remove_expired
-from megatron_ext.checkpoint.native.saveable import Saveable
-from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, as_it_is
+from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, Saveable, as_it_is
 from megatron_ext.config.parse.files import to_yaml
 from megatron_ext.device.protocol import Device
 from megatron_ext.errors import FolderRemovedError, StorageError, TrainingError

@@ -1,11 +1,21 @@
-"""Copies into host memory what a save writes while the training goes on."""
+"""Copies into host memory what a save writes while the training goes on.
 
-from collections.abc import Callable, Hashable
+Defines what a run must offer to be saved and restored. `train.run.Run` offers it.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
-from megatron_ext.device.protocol import Copies
+from megatron_ext.config.schema import Config
+from megatron_ext.device.protocol import Copies, Device
+from megatron_ext.sharding.protocol import Sharding
 
 Copy = Callable[[Hashable, torch.Tensor], torch.Tensor]
 """Makes what is saved of a tensor, from a name that it has in every save, and the tensor."""
@@ -51,3 +61,28 @@ class HostGroups:
             ranks = torch.distributed.get_process_group_ranks(group)
             self._groups[group] = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)  # pyright: ignore[reportArgumentType]
         return self._groups[group]
+
+
+class Saveable(Protocol):
+    """A run as saving and loading see it."""
+
+    config: Config
+    device: Device
+    groups: ProcessGroupCollection
+    chunks: Sequence[_BaseDataParallel]
+    optimizer: ChainedOptimizer
+    sharding: Sharding
+    state: Any
+    """A dataclass of plain numbers, `iteration` among them."""
+    data_record: Mapping[str, Any] | None
+    """Record of the data, saved next to the tensors, to be compared with the data of the run that goes on; None for
+    synthetic data."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        ...
+
+    def gathered_parameters(self) -> AbstractContextManager[None]:
+        """Return a context in which all parameters are up to date."""
+        ...

@@ -11,8 +11,8 @@ import functools
 import re
 from dataclasses import dataclass
 
-from megatron_ext.config.compat.earlier_options import EARLIER, REFUSED_OF_FORKS
 from megatron_ext.config.compat.megatron_accepted import ACCEPTED
+from megatron_ext.config.compat.old_spellings import EARLIER, REFUSED_OF_FORKS
 from megatron_ext.config.compat.refused import REFUSED
 
 _MANY = 1_000_000

@@ -1,6 +1,13 @@
 """Lists the old spellings of Megatron's flags and of their values, each taken as the new one.
 
 Other names of a flag that takes the same values, such as `--persistent-save-interval`, are aliases in the schema.
+
+Lists options of earlier releases of Megatron-LM, and of its forks, that have no bearing here.
+
+Megatron 0.19 itself does not know these any more, but scripts of other years and places are full of them. Each gets
+one warning line that says what happens instead. The notation is that of `megatron_accepted.py`; `--flag [N]` may take a
+value. The list is from memory of those releases and from launch scripts (tests/golden/other_launches.json): what is not
+in it is an unknown flag, which is refused or, with --allow-unknown-flags, left out.
 """
 
 from typing import Any
@@ -89,3 +96,168 @@ def taken_value(field: str, text: str) -> tuple[str, str | None]:
     and the same tokenizer for both.
     """
     return VALUES.get((field, text)) or VALUES_OF_FORKS.get((field, text), (text, None))
+
+
+EARLIER: tuple[tuple[str, str], ...] = (
+    (
+        "a data set is a pair of .bin and .idx files, which is what mmap reads",
+        """
+        --data-impl N =mmap;infer
+        """,
+    ),
+    (
+        "megatron-core's own data parallelism is always used, with its buffers of gradients",
+        """
+        --DDP-impl N =local, --no-contiguous-buffers-in-local-ddp, --use-contiguous-buffers-in-local-ddp,
+        --use-contiguous-buffers-in-ddp, --use-contiguous-parameters-in-local-ddp
+        """,
+    ),
+    (
+        "communication is scheduled by megatron-core's defaults",
+        """
+        --no-async-tensor-model-parallel-allreduce, --no-scatter-gather-tensors-in-pipeline, --delay-grad-reduce,
+        --no-delay-grad-reduce, --delay-param-gather, --overlap-p2p-communication, --use-mc2, --use-ascend-mc2,
+        --use-cp-send-recv-overlap, --moe-permutation-async-comm, --moe-alltoall-overlap-comm,
+        --moe-allgather-overlap-comm, --moe-fb-overlap, --use-ascend-coc, --coc-fused-kernel,
+        --use-fused-ring-attention-update, --hccl-op-mode N, --disable-gloo-group, --variable-seq-lengths
+        """,
+    ),
+    (
+        "attention computes its softmax in fp32, where scaling by the layer's number before it and back in it cancels",
+        """
+        --no-query-key-layer-scaling
+        """,
+    ),
+    (
+        "attention, norms, activations and rotary embedding run on torch and are fused there where that is exact",
+        """
+        --use-ck-flash-attn, --use-flash-attn-ck, --use-flash-attn-v1, --use-flash-attn-v2, --use-flash-attn-triton,
+        --use-flash-attn-builder, --scaled-upper-triang-masked-softmax-fusion, --scaled-masked-softmax-fusion,
+        --abort-on-unmet-fused-kernel-constraints, --disable-te-fused-rope, --use-fused-rmsnorm [N], --use-fused-swiglu,
+        --use-fused-rotary-pos-emb, --use-fused-sdpa N, --use-fused-sdpa-with-recompute N, --use-fast-softmax [N],
+        --use-fused-moe-token-permute-and-unpermute, --gemm-gradient-accumulation-fusion, --shape-order N,
+        --mla-fa-without-pad, --mla-mm-split, --mla-up-proj-tp-overlap
+        """,
+    ),
+    (
+        "the launcher's variables say which rank a process is, torchrun's, mpirun's or srun's",
+        """
+        --use-mpi
+        """,
+    ),
+    (
+        "layers are compiled by --torch-compile alone",
+        """
+        --use-torch-compile N =0, --use-torch-compiled-autograd N =0, --use-regional-compilation N =0,
+        --allow-unspec-int-on-nn-module N =0, --cache-size-limit N =0, --use-te-custom-op N =0
+        """,
+    ),
+    (
+        "megatron-core's model and its own pipeline schedules are always used",
+        """
+        --use-legacy-models, --schedules-method N, --enable-zbh1-pipeline, --enable-zbh1-exact-semantics
+        """,
+    ),
+    (
+        "attention is causal; --reset-attention-mask keeps documents apart",
+        """
+        --attention-mask-type N =causal
+        """,
+    ),
+    (
+        "what is kept for recomputation stays on the device, as --recompute-granularity says",
+        """
+        --distribute-checkpointed-activations, --partition-activations, --contigious-checkpointing,
+        --checkpoint-in-cpu, --synchronize-each-layer, --profile-backward, --swap-attention,
+        --recompute-activation-function, --recompute-activation-function-num-layers N, --recompute-norm,
+        --recompute-norm-num-layers N, --recompute-in-advance, --enable-recompute-layers-per-pp-rank,
+        --moe-zero-memory N, --moe-zero-memory-num-layers N
+        """,
+    ),
+    (
+        "weights and what the optimizer keeps stay on the device, in fp32; --optimizer-cpu-offload saves that memory",
+        """
+        --swap-optimizer, --swap-optimizer-times N, --reuse-fp32-param
+        """,
+    ),
+    (
+        "data are .bin and .idx files, prepared before training, which ranks need not share",
+        """
+        --handler-name N, --no-shared-storage
+        """,
+    ),
+    (
+        "samples of pretraining are packed to --seq-length",
+        """
+        --max-padding-length N
+        """,
+    ),
+    (
+        "--make-vocab-size-divisible-by pads the vocabulary, with rows that take no probability",
+        """
+        --extra-vocab-size N
+        """,
+    ),
+    (
+        "a file named stop in --save saves and ends the run",
+        """
+        --trigger-path N, --kill-switch-path N
+        """,
+    ),
+    (
+        "the log is rank 0's and the last rank's, and --metrics-file has every logged quantity",
+        """
+        --log-level N, --log-level-replica N, --structured-logs, --structured-logs-dir N, --codecarbon-dir N
+        """,
+    ),
+    (
+        "checkpoints are written by the ranks that hold their parts, and always checked",
+        """
+        --save-distrib-optimizer-method N, --load-distrib-optimizer-method N, --verify-checkpoint,
+        --verify-checkpoint-model-type N
+        """,
+    ),
+    (
+        "validation is read by as many workers as training, --num-workers",
+        """
+        --valid-num-workers N
+        """,
+    ),
+    (
+        "weights that ranks share are equal from the start, and --check-replicated-weights-interval sees to it",
+        """
+        --sync-tp-duplicated-parameters
+        """,
+    ),
+    (
+        "every logged quantity is always written to TensorBoard and to --metrics-file",
+        """
+        --log-batch-size-to-tensorboard, --log-learning-rate-to-tensorboard, --no-log-learning-rate-to-tensorboard,
+        --no-log-learnig-rate-to-tensorboard, --log-optimizer-states-to-tensorboard
+        """,
+    ),
+)
+
+REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
+    (
+        "of a mixture of experts, this part is not in this version; leave it out, docs/parallelism.md has the others",
+        """
+        --first-k-dense-replace N =0;-1, --moe-min-capacity N, --moe-train-capacity-factor N,
+        --moe-eval-capacity-factor N, --moe-capacity-factor N
+        """,
+    ),
+    (
+        "--data-path reads .bin and .idx files, which tools/preprocess_data.py writes; leave it out",
+        """
+        --dataset N =MMAP;mmap
+        """,
+    ),
+    (
+        "conversations are tokenized once, before training: tools/preprocess_data.py --data-format messages, then "
+        "--assistant-only-loss",
+        """
+        --train-mode N =pretrain
+        """,
+    ),
+)
+"""The same notation for what forks have besides, and what would change what is trained; `=value` asks for nothing."""

@@ -1,4 +1,7 @@
-"""Computes how large the global batch is, as a function of the samples consumed so far, and how long the run."""
+"""Computes how large the global batch is, as a function of the samples consumed so far, and how long the run.
+
+It also says how many tokens at a time --linear-cross-entropy takes, by device.
+"""
 
 import math
 import re
@@ -170,3 +173,10 @@ def training_samples(config: Config) -> int:
     """Return the samples of the whole run: --train-samples, or those of --train-iters."""
     samples, steps = config.training.train_samples, config.training.train_iters
     return samples_at_iteration(config, steps or 0) if samples is None else samples
+
+
+LOSS_CHUNKS = {"cpu": 128, "cuda": 4096}
+"""Every chunk reads and writes the fp32 gradient of the whole output layer once: on a GPU that must be little compared
+with its products. On a CPU the logits of 128 tokens, for a vocabulary of 50,000, are a block that the allocator keeps
+(`device.kept_memory`): of 256 tokens the system hands out every chunk's memory anew, page by page; of 64 the gradient
+is read and written too often (benchmarks/operations.py --heads)."""

@@ -17,10 +17,10 @@ from megatron_ext.data.prepare.conversations import ConversationFormat
 from megatron_ext.data.prepare.documents import Block, RawDocument
 from megatron_ext.data.prepare.encode import EncodedBlock, OnError
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.chat import END_OF_TEXT, Rendered
 from megatron_ext.tokenizer.library import LibraryTokenizer
 from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.simple import ByteTokenizer
 
 _Document = tuple[np.ndarray, np.ndarray]  # tokens and flags
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_ext.tokenizer.text import LONG
+from megatron_ext.tokenizer.protocol import LONG
 
 _PIECE = 1 << 20  # bytes of a long text that are decoded in one go
 

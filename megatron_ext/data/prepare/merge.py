@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.data.checksums import checksums
+from megatron_ext.data.checksums import MadeWith, checksums, made_with, read_manifest
 from megatron_ext.data.indexed import HEADER, MAGIC, VERSION
 from megatron_ext.data.integrity import IndexArrays, check_indexed_files, open_index, token_count
-from megatron_ext.data.manifest import MadeWith, made_with, read_manifest
 from megatron_ext.data.mask import Mask, copy_flags, mask_path
 from megatron_ext.data.prepare.journal import write_manifest
 from megatron_ext.durable import only_files, sync, sync_file

@@ -26,9 +26,8 @@ from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.batch import fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.chat import chat_template, missing_tokens
-from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer
+from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer, beginning
 from megatron_ext.tokenizer.record import tokenizer_record
-from megatron_ext.tokenizer.text import beginning
 
 _FIRST_SAMPLE_CHARACTERS = 1 << 16
 _SECOND_SAMPLE_TEXTS = 64

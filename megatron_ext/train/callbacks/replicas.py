@@ -1,7 +1,125 @@
-"""Checks now and then that ranks which must hold the same weights do."""
+"""Checks now and then that ranks which must hold the same weights do.
 
-from megatron_ext.train.replicas import check_data_parallel_replicas, check_model_parallel_copies
+Hashes a tensor's bits where the tensor lies: 8 bytes travel, whatever its size.
+
+The bytes are read as 64-bit words w_i. The hash is the sum of mix(w_i) x m_i modulo 2^64: the m_i are odd and
+scattered (multiply-shift hashing: Dietzfelbinger et al. 1997, J. Algorithms 25, section 2), and mix lets the upper half
+of a word act on the lower, since a product's top bits alone would cancel in pairs. Mixing is one to one and the m_i
+are odd, so that no change within one word, such as a flipped bit, leaves the sum as it was. Changes of several words
+do so by accident alone.
+
+Checks whether the ranks that should hold the same weights do, bit for bit.
+
+There are three kinds of copies: data-parallel replicas hold the same shard of the model; tensor-parallel ranks hold the
+same norms, biases after a row-parallel layer, learned positions and routers; the first and the last pipeline stage hold
+the same tied embeddings. Experts are replicated within groups of their own. Rounding is no excuse for a difference:
+every copy began equal and was given the same updates.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_ext.errors import NumericError
+from megatron_ext.model.names import global_named_parameters
+from megatron_ext.parallel.rows import local_part
+from megatron_ext.parts.catalogue import WORD_EMBEDDINGS
+from megatron_ext.train.run import Run
 from megatron_ext.train.trainer import Callback, Trainer
+
+NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+def check_data_parallel_replicas(run: Run, iteration: int, last_good: int) -> None:
+    """Compare all weights within the data-parallel groups (expert-data-parallel for experts). Collective.
+
+    Args:
+        iteration: the step before whose update it is.
+        last_good: the iteration at which the last check passed.
+    Raises:
+        NumericError: replicas differ, on every rank; it names the ranks in the minority and the parameters.
+    """
+    parameters = list(global_named_parameters(run.chunks))
+    dense = [(name, parameter) for name, parameter in parameters if not _is_expert(parameter)]
+    experts = [(name, parameter) for name, parameter in parameters if _is_expert(parameter)]
+    what = "data-parallel replicas"
+    found = _differences(dense, run.groups.dp_cp, what) + _differences(experts, run.groups.expt_dp, what)
+    _raise_together(run, found, iteration, last_good)
+
+
+def check_model_parallel_copies(run: Run, iteration: int, last_good: int) -> None:
+    """Compare the weights that tensor-parallel ranks hold whole, and the tied embeddings of the first and last stage.
+
+    The function is collective; arguments and errors are those of `check_data_parallel_replicas`.
+    """
+    parameters = list(global_named_parameters(run.chunks))
+    copies = [named for named in parameters if not getattr(named[1], "tensor_model_parallel", False)]
+    dense = [(name, parameter) for name, parameter in copies if not _is_expert(parameter)]
+    experts = [(name, parameter) for name, parameter in copies if _is_expert(parameter)]
+    what = "tensor-parallel copies"
+    found = _differences(dense, run.groups.tp, what) + _differences(experts, run.groups.expt_tp, what)
+    ends = run.groups.embd  # none on the stages between
+    if ends is not None and not run.config.model.untie_embeddings_and_output_weights:
+        tied = [named for named in parameters if named[0] == WORD_EMBEDDINGS]
+        found += _differences(tied, ends, "tied embeddings of the first and last stage")
+    _raise_together(run, found, iteration, last_good)
+
+
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
+    """Return megatron-core's mark of a parameter whose gradient is not reduced over the whole data-parallel group."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _differences(named: NamedParameters, group: torch.distributed.ProcessGroup, what: str) -> list[str]:
+    """Return what differs between the ranks of `group`, in words: one text per parameter."""
+    if group.size() == 1 or not named:
+        return []
+    own = torch.stack([weight_hash(local_part(parameter)) for _, parameter in named])
+    gathered = own.new_empty(group.size() * len(own))
+    torch.distributed.all_gather_into_tensor(gathered, own, group=group)
+    of_ranks = gathered.view(group.size(), len(own))
+    differs = (of_ranks != of_ranks[0]).any(dim=0)
+    if not bool(differs.any()):  # the only wait for the device
+        return []
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return [
+        f"{_who_is_wrong(ranks, of_ranks[:, index].tolist())} {named[index][0]} ({what})"
+        for index in differs.nonzero().flatten().tolist()
+    ]
+
+
+def _who_is_wrong(ranks: Sequence[int], hashes: Sequence[int]) -> str:
+    """Return "rank 2 differs from ranks 0, 1, 3 in": the minority, where more than half of the ranks agree."""
+    agreeing: dict[int, list[int]] = {}
+    for rank, value in zip(ranks, hashes, strict=True):
+        agreeing.setdefault(value, []).append(rank)
+    majority = max(agreeing.values(), key=len)
+    if 2 * len(majority) <= len(ranks):
+        return f"{_listed(ranks)} do not agree, and no majority says who is right, in"
+    minority = [rank for rank in ranks if rank not in majority]
+    return f"{_listed(minority)} differ{'s' if len(minority) == 1 else ''} from {_listed(majority)} in"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _raise_together(run: Run, found: list[str], iteration: int, last_good: int) -> None:
+    """Let every rank know what one of them found, and raise it on all."""
+    anything = torch.tensor(len(found), device=run.device.torch_device)
+    torch.distributed.all_reduce(anything, op=torch.distributed.ReduceOp.MAX)
+    if not int(anything):
+        return
+    of_ranks: list[list[str]] = [[] for _ in range(run.world_size)]
+    torch.distributed.all_gather_object(of_ranks, found)
+    texts = list(dict.fromkeys(text for texts in of_ranks for text in texts))
+    more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
+    raise NumericError(
+        f"weights that must be equal are not: {'; '.join(texts[:3])}{more}; found at iteration "
+        f"{iteration}, before its update. At iteration {last_good} they were equal. Next: resume from a "
+        f"checkpoint of iteration {last_good} or earlier (--ckpt-step); if the same rank is named again, take its "
+        f"machine out."
+    )
 
 
 class ReplicaCheck(Callback):
@@ -38,3 +156,31 @@ class ReplicaCheck(Callback):
             if iteration % interval == 0:
                 check(trainer.run, iteration, self._last_good[index])
                 self._last_good[index] = iteration - 1
+
+
+_WORDS_AT_ONCE = 1 << 18
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio: its multiples scatter (Knuth, vol. 3, 6.4)
+_PART_FACTOR = 0xD1342543DE82EF95 - (1 << 64)  # odd
+
+
+def weight_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the hash of the tensor's bits, a 64-bit integer [] on its device, without waiting for the device.
+
+    It reads the tensor once and needs 8 MB besides. Tensors of equal shape and bits have equal hashes.
+    """
+    data = tensor.detach()
+    if not data.is_contiguous() or data.storage_offset() * data.element_size() % 8:
+        data = data.clone(memory_format=torch.contiguous_format)  # words need a border of 8 bytes
+    data = data.view(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    parts = list(data[:whole].view(torch.int64).split(_WORDS_AT_ONCE))
+    if whole < data.numel():
+        parts.append(torch.nn.functional.pad(data[whole:], (0, whole + 8 - data.numel())).view(torch.int64))
+    multipliers = torch.arange(max(map(len, parts), default=0), dtype=torch.int64, device=data.device)
+    multipliers.mul_(_GOLDEN).bitwise_or_(1)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for part in parts:
+        # Horner's rule over the parts: the factor keeps them in their places.
+        mixed = (part >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(part)
+        total = total * _PART_FACTOR + mixed.mul_(multipliers[: len(part)]).sum()
+    return total

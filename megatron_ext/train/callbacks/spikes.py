@@ -14,13 +14,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_ext.data.sampler import microbatch_sample_ids
+from megatron_ext.data.loader import microbatch_sample_ids
 from megatron_ext.data.samples import describe_sample
 from megatron_ext.durable import replacing
 from megatron_ext.errors import NumericError, StorageError
 from megatron_ext.terminal import warn
+from megatron_ext.train.callbacks.replicas import check_data_parallel_replicas, check_model_parallel_copies
 from megatron_ext.train.datasets import tokenizer_of_run
-from megatron_ext.train.replicas import check_data_parallel_replicas, check_model_parallel_copies
 from megatron_ext.train.run import Run
 from megatron_ext.train.spikes import Place, RandomState, Verdict, judge, random_state, who
 from megatron_ext.train.step import BatchLoss

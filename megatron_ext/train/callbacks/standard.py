@@ -8,32 +8,23 @@ from megatron_ext.config.parse.eval_tasks import read_eval_tasks
 from megatron_ext.config.schema import Config
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
-from megatron_ext.telemetry.comet import CometWriter
 from megatron_ext.telemetry.communication import CommunicationClock
-from megatron_ext.telemetry.console import Console
 from megatron_ext.telemetry.jsonl import MetricsFile
-from megatron_ext.telemetry.mlflow import MlflowWriter
+from megatron_ext.telemetry.log_line import Console
 from megatron_ext.telemetry.profiler import StepProfiler, open_range
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
-from megatron_ext.telemetry.trackio import TrackioWriter
-from megatron_ext.telemetry.wandb import WandbWriter
-from megatron_ext.train.callbacks.communication import Communication
-from megatron_ext.train.callbacks.data_check import DataCheck
+from megatron_ext.telemetry.trackers import CometWriter, MlflowWriter, TrackioWriter, WandbWriter
+from megatron_ext.train.callbacks.communication import Communication, Timing
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.garbage import GarbageCollection
-from megatron_ext.train.callbacks.memory_history import MemoryHistory, is_recorded
 from megatron_ext.train.callbacks.overflows import Overflows
-from megatron_ext.train.callbacks.profiling import Profiling
+from megatron_ext.train.callbacks.profiling import MemoryHistory, Profiling, Schedule, is_recorded
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
-from megatron_ext.train.callbacks.reporting import Reporting, Sink
-from megatron_ext.train.callbacks.sample_ids import SampleIds
-from megatron_ext.train.callbacks.schedule import Schedule
+from megatron_ext.train.callbacks.reporting import Reporting, SampleIds, Sink, Status
 from megatron_ext.train.callbacks.spikes import SpikeCheck
-from megatron_ext.train.callbacks.status import Status
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.callbacks.stragglers import Stragglers
-from megatron_ext.train.callbacks.timing import Timing
-from megatron_ext.train.data_check import blocks_of_run, share
+from megatron_ext.train.data_check import DataCheck, blocks_of_run, share
 from megatron_ext.train.datasets import tokenizer_of_run
 from megatron_ext.train.run import Run
 from megatron_ext.train.trainer import Callback
@@ -104,7 +95,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     snapshot_interval = config.checkpoint.non_persistent_save_interval
     if snapshot_interval is not None:
         from megatron_ext.checkpoint.local.writer import SnapshotWriter
-        from megatron_ext.train.callbacks.snapshots import Snapshots
+        from megatron_ext.train.callbacks.checkpointing import Snapshots
 
         callbacks.append(Snapshots(SnapshotWriter(run), snapshot_interval, config.checkpoint.save_interval))
     if config.checkpoint.save is not None:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planner import HELD_OUT, calibrated, components, foundry, published, ratios, sources, summary
 from megatron_ext.plan.calibrate import believed
-from megatron_ext.plan.constants import ASSUMED_PROGRAMS_DIFFER, PROGRAMS_DIFFER, RUNS_DIFFER
+from megatron_ext.plan.hardware import ASSUMED_PROGRAMS_DIFFER, PROGRAMS_DIFFER, RUNS_DIFFER
 
 RUNS = published()
 

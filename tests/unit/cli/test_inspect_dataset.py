@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.cli import inspect_dataset
-from megatron_ext.data.inspect import Summary, summarize
+from megatron_ext.cli.inspect_dataset import Summary, summarize
 from megatron_ext.errors import ConfigurationError, DataError
 from tests.support.corpora import write_documents
 

@@ -21,10 +21,10 @@ from megatron_ext.data.checksums import (
     damage,
     first_damage,
     known_blocks,
+    made_with,
     some_blocks,
 )
 from megatron_ext.data.indexed import IndexedWriter
-from megatron_ext.data.manifest import made_with
 from megatron_ext.data.prepare.merge import merge_indexed_files
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError

@@ -15,7 +15,7 @@ from megatron_ext.data.samples import describe_sample
 from megatron_ext.data.splits import SPLITS
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
-from megatron_ext.tokenizer.byte import ByteTokenizer
+from megatron_ext.tokenizer.simple import ByteTokenizer
 
 SEQ = 8
 

@@ -19,7 +19,7 @@ from megatron_ext.data.record import data_record, differences
 from megatron_ext.data.samples import BySource
 from megatron_ext.data.shuffled import ShuffledDataset
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer.byte import ByteTokenizer
+from megatron_ext.tokenizer.simple import ByteTokenizer
 
 SEQ = 7
 

@@ -14,15 +14,14 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits, build_datasets
-from megatron_ext.data.formula import FormulaDataset, FormulaSource
+from megatron_ext.data.formula import FormulaDataset, FormulaSource, Mixture
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import share_of
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.mask import BEGINS, COUNTS, Mask, header, mask_path
-from megatron_ext.data.mixture import Mixture
 from megatron_ext.data.splits import split_bounds, split_files
 from megatron_ext.errors import DataError
-from megatron_ext.tokenizer.byte import ByteTokenizer
+from megatron_ext.tokenizer.simple import ByteTokenizer
 
 SEQ = 8
 

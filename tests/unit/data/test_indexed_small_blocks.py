@@ -8,8 +8,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from megatron_ext.cli import inspect_dataset
 from megatron_ext.data import checksums as data_checksums
-from megatron_ext.data import indexed, inspect, integrity, mask
+from megatron_ext.data import indexed, integrity, mask
 from megatron_ext.data.indexed import HEADER, IndexedWriter
 from megatron_ext.data.prepare import merge
 from megatron_ext.errors import DataError
@@ -62,12 +63,12 @@ def test_an_index_is_written_some_documents_at_a_time(
 def test_merged_and_summarized(block: int, tmp_path: Path, blocks_of: Callable[..., None]) -> None:
     prefixes = [_pair(tmp_path / "a", LENGTHS), _pair(tmp_path / "b", LENGTHS[::-1], 300)]
     merge.merge_indexed_files(prefixes, str(tmp_path / "whole"))
-    summary = inspect.summarize(str(tmp_path / "whole"))
-    blocks_of(block, (merge, "_BLOCK"), (mask, "_BLOCK"), (inspect, "_BLOCK"))
+    summary = inspect_dataset.summarize(str(tmp_path / "whole"))
+    blocks_of(block, (merge, "_BLOCK"), (mask, "_BLOCK"), (inspect_dataset, "_BLOCK"))
     merge.merge_indexed_files(prefixes, str(tmp_path / "small"))
     for suffix in (".bin", ".idx", ".mask"):
         assert (tmp_path / f"small{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes(), suffix
-    assert inspect.summarize(str(tmp_path / "small")) == summary
+    assert inspect_dataset.summarize(str(tmp_path / "small")) == summary
     assert (summary.documents, summary.empty_documents, summary.tokens) == (24, 8, 206)
     assert mask.Mask(str(tmp_path / "small"), 206).check() == 2 * 52
 

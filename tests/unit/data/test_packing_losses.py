@@ -11,8 +11,8 @@ from megatron_ext.data.batch import Batch, StageView
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.model.gpt import GPT
-from megatron_ext.tokenizer.byte import ByteTokenizer
-from megatron_ext.verify.corpus import SEQ_LENGTH, write_corpus
+from megatron_ext.tokenizer.simple import ByteTokenizer
+from megatron_ext.verify.parity import SEQ_LENGTH, write_corpus
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 SIZES = {"seq_length": SEQ_LENGTH, "max_position_embeddings": SEQ_LENGTH, "padded_vocab_size": 384}

@@ -12,7 +12,7 @@ import torch
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families import FAMILIES
 from megatron_ext.families.hf_config import read_hf_config
-from megatron_ext.families.without_bearing import WITHOUT_BEARING
+from megatron_ext.families.reading import WITHOUT_BEARING
 from tests.support.family_configs import SCALING, WRITTEN
 from tests.support.hf_models import quiet_transformers
 

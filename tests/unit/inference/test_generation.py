@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.generation import Generated, _Row, _stop_in, check_prompts, generate, text_after
 from megatron_ext.inference.sampling import Sampling
-from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.library import LibraryTokenizer
+from megatron_ext.tokenizer.simple import ByteTokenizer
 from tests.support.scripted_model import EOD, logits_of, scripted_model
 
 YES_NO = (False, True)

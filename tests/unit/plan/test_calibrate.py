@@ -13,9 +13,18 @@ from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import calibrate
 from megatron_ext.plan.calibrate import believed, corrected, read_metrics, saved_values
-from megatron_ext.plan.constants import ASSUMED_RANGE, CALIBRATED_RANGE, CPU, RANGE, Constants
 from megatron_ext.plan.estimate import step_time
-from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
+from megatron_ext.plan.hardware import (
+    ASSUMED_RANGE,
+    CALIBRATED_RANGE,
+    CPU,
+    RANGE,
+    TABLE,
+    Constants,
+    Machine,
+    constants_of,
+    hardware,
+)
 from megatron_ext.plan.shapes import Shapes
 from tests.support import planner_numbers
 from tests.support.planner_numbers import CASES, config_of, machine_of

@@ -8,9 +8,8 @@ import pytest
 from megatron_ext.config.derived.batch import num_microbatches
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.plan import schedule
-from megatron_ext.plan.constants import Constants
 from megatron_ext.plan.estimate import Times, _in_turn, step_time
-from megatron_ext.plan.hardware import Machine, hardware
+from megatron_ext.plan.hardware import Constants, Machine, hardware
 from megatron_ext.plan.links import latency, span, transfer
 from megatron_ext.plan.preview import _shown
 from megatron_ext.plan.schedule import few_microbatches, most_held, order

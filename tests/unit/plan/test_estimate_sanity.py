@@ -8,10 +8,9 @@ import pytest
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
-from megatron_ext.plan.constants import CPU, Constants
 from megatron_ext.plan.estimate import pass_times, step_time
 from megatron_ext.plan.evaluation import Evaluation, evaluate
-from megatron_ext.plan.hardware import TABLE, Machine, hardware
+from megatron_ext.plan.hardware import CPU, TABLE, Constants, Machine, hardware
 from megatron_ext.plan.question import question
 from megatron_ext.plan.shapes import Shapes
 

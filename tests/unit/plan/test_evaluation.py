@@ -13,10 +13,9 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import count_per_rank
 from megatron_ext.plan.calibrate import believed
-from megatron_ext.plan.flops import forward_flops
+from megatron_ext.plan.flops import Products, forward_flops
 from megatron_ext.plan.hardware import TABLE, Machine, hardware
 from megatron_ext.plan.links import latency, transfer
-from megatron_ext.plan.products import Products
 from megatron_ext.plan.question import placeholders
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.traffic import Term, sent

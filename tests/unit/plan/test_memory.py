@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan import verdict as verdicts
+from megatron_ext.plan import dry_run as verdicts
+from megatron_ext.plan.dry_run import verdict
 from megatron_ext.plan.hardware import Machine, hardware
-from megatron_ext.plan.memory import MemoryEstimate
-from megatron_ext.plan.memory_savings import described, helpful_flags, host_bytes, kept_at_least
+from megatron_ext.plan.memory import MemoryEstimate, described, helpful_flags, host_bytes, kept_at_least
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.verdict import verdict
 from tests.support import planner_numbers
 from tests.support.planner_numbers import CASES, Case, config_of
 

@@ -23,9 +23,8 @@ from megatron_ext.plan.memory import stage_memory, worst_stage
 from megatron_ext.plan.presentation import command, simpler, speed
 from megatron_ext.plan.question import question
 from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
-from megatron_ext.plan.sensitivity import alternatives, hinges
+from megatron_ext.plan.sensitivity import alternatives, hinges, with_short_gradients
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.short_gradients import with_short_gradients
 from megatron_ext.plan.workload import Workload
 from megatron_ext.rules.run import nothing_needed_is_missing, values_are_in_range, values_have_what_they_need
 from megatron_ext.rules.validate import RULES, RULES_OF_LAYOUTS, RULES_OF_MICRO_BATCHES, RULES_OF_RECOMPUTATION

@@ -14,10 +14,9 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.choices import flags, layouts
-from megatron_ext.plan.constants import Constants
 from megatron_ext.plan.estimate import step_time
 from megatron_ext.plan.flops import flops_per_token, forward_flops
-from megatron_ext.plan.hardware import Machine, hardware
+from megatron_ext.plan.hardware import Constants, Machine, hardware
 from megatron_ext.plan.memory import memory
 from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import Answer, Question, search, simpler_layouts

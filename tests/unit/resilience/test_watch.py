@@ -23,8 +23,8 @@ from megatron_ext.resilience.board import Board
 from megatron_ext.resilience.peer_processes import ProcessName
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.progress import EVALUATION, FORWARD_BACKWARD, LOADER, UPDATE, Wait
+from megatron_ext.resilience.verdict import THE_END
 from megatron_ext.resilience.watch import Watch
-from megatron_ext.resilience.watch_words import THE_END
 from tests.support.forked import Forked
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: pidfd and /proc")

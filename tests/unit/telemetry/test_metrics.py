@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.telemetry.log_line import step_line
+from megatron_ext.telemetry.log_line import short_line, step_line
 from megatron_ext.telemetry.metrics import (
     Sample,
     SampleMetrics,
@@ -19,7 +19,6 @@ from megatron_ext.telemetry.metrics import (
 )
 from megatron_ext.telemetry.metrics import TestMetrics as LossOfTest
 from megatron_ext.telemetry.scalars import scalars, scalars_against_samples
-from megatron_ext.telemetry.short_line import short_line
 
 ROW: dict[str, Any] = {
     "iteration": 11,

@@ -11,7 +11,7 @@ from megatron_ext.config.schema import CheckpointConfig, Config, LoggingConfig, 
 from megatron_ext.device.cpu import CpuDevice
 from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.profiler import NsightCapture, StepProfiler, TorchTrace, open_range
-from megatron_ext.train.callbacks import memory_history
+from megatron_ext.train.callbacks import profiling
 
 
 class Gpu(CpuDevice):
@@ -134,8 +134,8 @@ def test_nsight_is_told_of_the_range(flag: str, shapes: bool, ranges: bool, tmp_
 
 def test_memory_is_recorded_on_the_ranks_that_are_named(tmp_path: Path):
     config = config_with(tmp_path, record_memory_history=True, profile_ranks=(1,))
-    assert [memory_history.is_recorded(config, rank) for rank in range(3)] == [False, True, False]
-    assert memory_history.MemoryHistory("logs/memory.pickle", 12, 10).path == Path("logs/memory_12.pickle")
+    assert [profiling.is_recorded(config, rank) for rank in range(3)] == [False, True, False]
+    assert profiling.MemoryHistory("logs/memory.pickle", 12, 10).path == Path("logs/memory_12.pickle")
 
 
 @pytest.mark.gpu

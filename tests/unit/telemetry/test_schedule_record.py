@@ -15,14 +15,12 @@ import pytest
 from megatron_ext.cli import draw_pipeline, show_run
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
-from megatron_ext.plan.timeline import COMMUNICATION, Block, Pass, slow_stages
+from megatron_ext.plan.timeline import COMMUNICATION, Block, Pass, as_text, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
-from megatron_ext.plan.timeline_text import as_text
 from megatron_ext.rules.profiling import recorded_steps_are_trained
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep, merged, read, timeline, write
-from megatron_ext.train.callbacks import schedule
-from megatron_ext.train.callbacks.schedule import Schedule
+from megatron_ext.train.callbacks.profiling import Schedule, folder
 from tests.support.pages import HOSTILE, texts
 from tests.support.samples import recorded_rank as record
 from tests.support.small_models import small_config
@@ -314,7 +312,7 @@ def _recording(
 ) -> tuple[Schedule, Any, list[tuple[Path, RankRecord]]]:
     """The callback of rank 5 of 12 with steps 3 and 4 to record, its run, and what it writes."""
     written: list[tuple[Path, RankRecord]] = []
-    monkeypatch.setattr(schedule, "ScheduleRecorder", _Recorder)
+    monkeypatch.setattr("megatron_ext.train.callbacks.profiling.ScheduleRecorder", _Recorder)
     monkeypatch.setattr(schedule_record, "write", lambda folder, record: written.append((folder, record)))
     config = small_config(layout={"microbatch_group_size_per_virtual_pipeline_stage": 7})
     steps = {"profile_step_start": 3, "profile_step_end": 5, "profile_ranks": ranks, **profiling}
@@ -396,7 +394,7 @@ def test_traces_lie_next_to_the_checkpoints(save: str | None, events: str | None
         checkpoint=dataclasses.replace(config.checkpoint, save=save),
         logging=dataclasses.replace(config.logging, tensorboard_dir=events),
     )
-    assert schedule.folder(config) == Path(expected) / schedule_record.FOLDER
+    assert folder(config) == Path(expected) / schedule_record.FOLDER
 
 
 @pytest.mark.parametrize(("trained", "is_refused"), [(0, False), (4, True), (5, False), (6, False), (None, False)])

@@ -13,17 +13,19 @@ from tokenizers import pre_tokenizers
 from megatron_ext.data.prepare import preprocess
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.tokenizer.batch import (
+    Guarded,
     _Gigatoken,
     fast_encoder,
     first_difference,
+    has_unassigned,
+    joined,
     plain_encoder,
     probe_texts,
     special_texts,
 )
 from megatron_ext.tokenizer.build import build_tokenizer
-from megatron_ext.tokenizer.text import Text, as_string
+from megatron_ext.tokenizer.protocol import Text, as_string
 from megatron_ext.tokenizer.training import train_sentencepiece
-from megatron_ext.tokenizer.unassigned_characters import Guarded, has_unassigned, joined
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"
 HF = str(GOLDEN / "hf_bpe")

@@ -10,8 +10,8 @@ import pytest
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.derived.batch import evaluation_batch
 from megatron_ext.config.schema import Config, DataConfig, TrainingConfig
-from megatron_ext.data.accounting import use_of_sources
 from megatron_ext.data.corpus import Splits
+from megatron_ext.data.samples import use_of_sources
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.train import datasets
 from megatron_ext.train.build import _held_out_counts

@@ -24,7 +24,7 @@ from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import ParameterMapping, RowRange, family_of
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.tokenizer.byte import ByteTokenizer
+from megatron_ext.tokenizer.simple import ByteTokenizer
 from tests.support.small_models import LLAMA as LLAMA_FLAGS
 from tests.support.small_models import small_config
 

@@ -24,7 +24,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families import state_dict_mapping
 from megatron_ext.families.hf_config import read_hf_config
-from megatron_ext.tokenizer.byte import ByteTokenizer
+from megatron_ext.tokenizer.simple import ByteTokenizer
 from tests.support.crashes import Disk
 
 _LLAMA = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.local import folder, rank_file, rank_state, writer
+from megatron_ext.checkpoint.local import folder, rank_file, writer
 from megatron_ext.checkpoint.local.writer import SnapshotWriter, restore_snapshot
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native.folder import iteration_folder
@@ -118,7 +118,7 @@ def test_a_snapshot_that_cannot_be_written_is_told_and_leaves_the_older_ones(tmp
 @pytest.mark.parametrize("lacks", [0, 1])
 def test_room_for_exactly_a_snapshot_is_enough(lacks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained_alone(flags(tmp_path), 1)
-    tensors = rank_state.tensors_of(run) | rank_state.random_states(run)
+    tensors = writer.tensors_of(run) | writer.random_states(run)
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - lacks))
     made = SnapshotWriter(run)
@@ -136,7 +136,7 @@ def test_a_snapshot_of_another_run_is_refused_with_a_way_out(tmp_path: Path) -> 
     run = trained_alone(flags(tmp_path), 1)
     made = snapshot_of(run)
     path = folder.file_of(made.folder, 1, 0)
-    rank_file.write(path, {}, rank_state.tensors_of(run) | rank_state.random_states(run))
+    rank_file.write(path, {}, writer.tensors_of(run) | writer.random_states(run))
     with pytest.raises(DataError, match=r"lacks 'numbers'; remove the folder to go on from the checkpoint$"):
         restore_snapshot(run, 1)
     other = trained_alone(flags(tmp_path, "--hidden-size 48"))
@@ -163,7 +163,7 @@ def test_each_byte_of_a_run_is_copied_once(tmp_path: Path) -> None:
     }
     for name, tensor in buffers.items():
         run.chunks[0].register_buffer(name, tensor)
-    found = rank_state.tensors_of(run)
+    found = writer.tensors_of(run)
     own = [name.removeprefix("buffers.0.") for name in found if name.rpartition(".")[2] in buffers]
     assert own == ["whole", "first", "second", "even", "between"]
     storages = {tensor.untyped_storage().data_ptr() for tensor in found.values()}

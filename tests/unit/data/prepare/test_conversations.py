@@ -11,9 +11,9 @@ from megatron_ext.data.prepare.conversations import ConversationFormat
 from megatron_ext.data.prepare.documents import Block, RawDocument, ReadPosition
 from megatron_ext.data.prepare.encode_conversations import ConversationEncoder, _by_offsets, _bytes
 from megatron_ext.errors import DataError
-from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.chat import END_OF_TEXT, ChatTemplate, Rendered
 from megatron_ext.tokenizer.library import LibraryTokenizer
+from megatron_ext.tokenizer.simple import ByteTokenizer
 
 # What is trained on stands between ⟦ and ⟧.
 

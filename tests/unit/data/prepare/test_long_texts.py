@@ -27,11 +27,11 @@ from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.data.prepare.long_texts import split_strings
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError
-from megatron_ext.tokenizer import batch, text
+from megatron_ext.tokenizer import batch, protocol
 from megatron_ext.tokenizer.batch import plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import build_tokenizer
-from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
-from megatron_ext.tokenizer.text import beginning, between_words, in_pieces
+from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer
+from megatron_ext.tokenizer.protocol import beginning, between_words, in_pieces
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "preprocess"
 TOOL = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
@@ -42,7 +42,7 @@ SENTENCE = "A line of text that goes on, and 123 numbers; "
 @pytest.fixture
 def long_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of over 100 bytes are long, and pieces of them have 40."""
-    for module in (long_texts, documents, parquet, batch, text):
+    for module in (long_texts, documents, parquet, batch, protocol):
         if hasattr(module, "LONG"):
             monkeypatch.setattr(module, "LONG", 100)
         if hasattr(module, "_PIECE"):

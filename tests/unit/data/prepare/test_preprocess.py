@@ -19,7 +19,7 @@ from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.batch import fast_encoder, plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import build_tokenizer
-from megatron_ext.tokenizer.byte import ByteTokenizer
+from megatron_ext.tokenizer.simple import ByteTokenizer
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "preprocess"
 TOOL = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
