@@ -83,14 +83,14 @@ def table(best: Sequence[Candidate], machine: Machine) -> list[str]:
     ]
 
 
-def with_short_gradients(found: Sequence[Candidate], machine: Machine) -> list[str]:
+def with_short_gradients(candidates: Sequence[Candidate], machine: Machine) -> list[str]:
     """Return the rows of layouts that 2-byte gradients would make possible, and the flags of the first of them."""
-    if not found:
+    if not candidates:
         return []
     return [
         "faster with --grad-reduce-in-bf16, which keeps and sums gradients in 2 bytes instead of 4, less exactly:",
-        *(f"    {line}" for line in table(found, machine)),
-        f"    flags of 1: {command(found[0].choice)}",
+        *(f"    {line}" for line in table(candidates, machine)),
+        f"    flags of 1: {command(candidates[0].choice)}",
         "",
     ]
 

@@ -93,9 +93,9 @@ def one_activation(config: Config, facts: Facts) -> Iterator[str]:
         ("--squared-relu", model.squared_relu),
         ("--openai-gelu", model.openai_gelu),
     ]
-    given = [flag for flag, on in switches if on]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} name different activations; keep one of them"
+    flags = [flag for flag, on in switches if on]
+    if len(flags) > 1:
+        yield f"{' and '.join(flags)} name different activations; keep one of them"
 
 
 def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:

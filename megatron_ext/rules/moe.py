@@ -34,14 +34,14 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
     model, layout = config.model, config.layout
     if model.num_experts is not None:
         return
-    given = [
+    switches = [
         ("--expert-model-parallel-size", layout.expert_model_parallel_size > 1),
         ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size is not None),
         ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size is not None),
         ("--moe-aux-loss-coeff", model.load_balancing_coefficient != 0.0),
         ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
     ]
-    flags = [flag for flag, there in given if there]
+    flags = [flag for flag, there in switches if there]
     if flags:
         ranks = max(layout.expert_model_parallel_size, 1)
         experts = f"--num-experts {-(-8 // ranks) * ranks}"

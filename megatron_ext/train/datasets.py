@@ -88,19 +88,19 @@ def datasets_of_run(
 
 def _check_tokenizer_made_the_data(config: Config, tokenizer: Tokenizer) -> None:
     """Compare the run's tokenizer with the manifests next to the data. Collective where there is a process group."""
-    found = _judged_tokenizers(config, tokenizer)
-    ranks = [found]
+    verdicts = _judged_tokenizers(config, tokenizer)
+    ranks = [verdicts]
     if torch.distributed.is_initialized():  # not in the tools
-        ranks = [found] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(ranks, found)
-    found = max(ranks, key=lambda judged: (any(one.is_wrong for one in judged), len(judged)))
-    wrong = [one.text for one in found if one.is_wrong]
+        ranks = [verdicts] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, verdicts)
+    verdicts = max(ranks, key=lambda judged: (any(one.is_wrong for one in judged), len(judged)))
+    wrong = [one.text for one in verdicts if one.is_wrong]
     if wrong and not config.data.accept_other_tokenizer:
         raise DataError(
             f"{'; '.join(wrong)}. Give the tokenizer that made the data, preprocess it with the run's, or add "
             "--accept-other-tokenizer to train on these ids as they are"
         )
-    for one in found if os.environ.get("RANK", "0") == "0" else ():
+    for one in verdicts if os.environ.get("RANK", "0") == "0" else ():
         warn(one.text)
 
 
@@ -133,13 +133,13 @@ def check_data_is_that_of_the_checkpoint(run: Run, resume: Resume) -> None:
         DataError: the data differs, on some node; every rank names it. --accept-changed-data makes it a warning.
     """
     saved = resume.data_record
-    found = differences(saved, run.data_record) if saved is not None and run.data_record is not None else []
+    texts = differences(saved, run.data_record) if saved is not None and run.data_record is not None else []
     nodes: list[list[str]] = [[] for _ in range(run.world_size)]
-    torch.distributed.all_gather_object(nodes, found)
-    found = next((node for node in nodes if node), [])
-    if not found:
+    torch.distributed.all_gather_object(nodes, texts)
+    texts = next((node for node in nodes if node), [])
+    if not texts:
         return
-    text = f"the data is not that of the checkpoint {resume.path}: {'; '.join(found)}"
+    text = f"the data is not that of the checkpoint {resume.path}: {'; '.join(texts)}"
     if not run.config.checkpoint.accept_changed_data:
         raise DataError(
             f"{text}. Put back what it was, or add --accept-changed-data to go on: samples may then be repeated or "

@@ -70,14 +70,14 @@ class LateStep:
         run = self._run
         run.progress.phase = UPDATE
         *sums, square = self._read()
-        found = summed(sums)
+        totals = summed(sums)
         try:
-            check_numbers(run, found, self._global_batch, self._evidence)
+            check_numbers(run, totals, self._global_batch, self._evidence)
         except TrainingError:
             self._guard.zero_()
             raise
         norm = square**0.5  # as megatron-core computes it on the host
-        return StepResult(found.loss, found.tokens, self._global_batch, True, norm, 1.0, None), found.votes
+        return StepResult(totals.loss, totals.tokens, self._global_batch, True, norm, 1.0, None), totals.votes
 
 
 class LateSteps:

@@ -307,13 +307,13 @@ def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
     run.progress.phase = "loading what it begins with"
     if resume is not None:
         from megatron_ext.checkpoint.local.writer import restore_snapshot
-        from megatron_ext.checkpoint.native.load import load_found
+        from megatron_ext.checkpoint.native.load import load_saved
         from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
 
         if resume.is_snapshot:
             restore_snapshot(run, resume.iteration)
         else:
-            load_found(run, resume)
+            load_saved(run, resume)
         if not flags.finetune:
             check_data_is_that_of_the_checkpoint(run, resume)
     if flags.load is not None and run.rank == 0:

@@ -172,12 +172,12 @@ def run_microbatches(
     config = run.config
     step = _summed_forward_step if config.training.linear_cross_entropy else _forward_step
     schedule: Any = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))
-    taken = _on_device
+    batches = _on_device
     if run.captured_passes is not None and not forward_only and run.recorder is None:
-        schedule, taken = run.captured_passes, _one_by_one
+        schedule, batches = run.captured_passes, _one_by_one
     reports = schedule(
         forward_step_func=step if run.recorder is None else run.recorder.watched(step),
-        data_iterator=[taken(run, microbatches) for _ in run.chunks],
+        data_iterator=[batches(run, microbatches) for _ in run.chunks],
         model=list(run.chunks),
         num_microbatches=len(microbatches),
         seq_length=config.model.seq_length,

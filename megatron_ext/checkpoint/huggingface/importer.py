@@ -86,33 +86,33 @@ _STACKED = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.*)")
 def stacked_key(name: str) -> tuple[str, tuple[int, ...]]:
     """Return a parameter's key in a checkpoint, and its place there: the layers of a model are one tensor, and so are
     the experts of a layer: [layers, ...] or [layers, experts, ...]."""
-    found = _STACKED.fullmatch(name)
-    if found is None:
+    match = _STACKED.fullmatch(name)
+    if match is None:
         return name, ()
-    layer, expert, rest = found.groups()
+    layer, expert, rest = match.groups()
     if expert is None:
         return f"decoder.layers.{rest}", (int(layer),)
     return f"decoder.layers.mlp.experts.experts.{rest}", (int(layer), int(expert))
 
 
-def stack_sizes(config: Config, place: tuple[int, ...]) -> tuple[int, ...]:
+def stack_sizes(config: Config, indices: tuple[int, ...]) -> tuple[int, ...]:
     """Return how many layers, and experts, the tensor holds in which a parameter has this place."""
-    return (config.model.num_layers, config.model.num_experts or 0)[: len(place)]
+    return (config.model.num_layers, config.model.num_experts or 0)[: len(indices)]
 
 
 def _weights(config: Config, folder: HFFolder) -> Iterator["_Item"]:
     """Yield the chunks of all weights, in the order in which they are written."""
     dtype = folder.dtype()
     for mapping in state_dict_mapping(config, folder.family):
-        key, place = stacked_key(mapping.parameter.name)
+        key, indices = stacked_key(mapping.parameter.name)
         rows, *rest = mapping.parameter.shape
-        size = (*stack_sizes(config, place), rows, *rest)
+        size = (*stack_sizes(config, indices), rows, *rest)
         row_bytes = WIDTH[dtype] * math.prod(rest)
         per_chunk = max(1, _CHUNK_BYTES // row_bytes)
         for start in range(0, rows, per_chunk):
             part = range(start, min(start + per_chunk, rows))
-            offsets = (*place, start, *(0 for _ in rest))
-            sizes = (*(1 for _ in place), len(part), *rest)
+            offsets = (*indices, start, *(0 for _ in rest))
+            sizes = (*(1 for _ in indices), len(part), *rest)
             yield _Item(key, offsets, sizes, size, len(part) * row_bytes, mapping, part)
 
 
@@ -153,7 +153,7 @@ def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> 
     except EOFError as error:
         raise DataError(f"{error}. Download or write it again.") from error
     assert size == position
-    tensors = {key: Tensor(dtype, size, tuple(found)) for (key, size), found in chunks.items()}
+    tensors = {key: Tensor(dtype, size, tuple(of_tensor)) for (key, size), of_tensor in chunks.items()}
     return torch_dist.write(tensors, objects), {path.name: {"bytes": size, "crc32": f"{checksum:08x}"}}
 
 
@@ -169,7 +169,7 @@ def _elements(folder: HFFolder, mapping: ParameterMapping, rows: range, dtype: s
         covered = high
         entry, first = folder.entries[span.tensor], span.tensor_start + low - span.start
         if mapping.is_copied and entry.dtype == dtype:
-            yield FileRange((high - low) * width, files, entry.path, entry.place(first))
+            yield FileRange((high - low) * width, files, entry.path, entry.offset_of(first))
             continue
         step = max(1, BLOCK // width)
         for start in range(first, first + high - low, step):

@@ -43,8 +43,8 @@ def check_data_parallel_replicas(run: Run, iteration: int, last_good: int) -> No
     dense = [(name, parameter) for name, parameter in parameters if not _is_expert(parameter)]
     experts = [(name, parameter) for name, parameter in parameters if _is_expert(parameter)]
     what = "data-parallel replicas"
-    found = _differences(dense, run.groups.dp_cp, what) + _differences(experts, run.groups.expt_dp, what)
-    _raise_together(run, found, iteration, last_good)
+    differing = _differences(dense, run.groups.dp_cp, what) + _differences(experts, run.groups.expt_dp, what)
+    _raise_together(run, differing, iteration, last_good)
 
 
 def check_model_parallel_copies(run: Run, iteration: int, last_good: int) -> None:
@@ -57,12 +57,12 @@ def check_model_parallel_copies(run: Run, iteration: int, last_good: int) -> Non
     dense = [(name, parameter) for name, parameter in copies if not _is_expert(parameter)]
     experts = [(name, parameter) for name, parameter in copies if _is_expert(parameter)]
     what = "tensor-parallel copies"
-    found = _differences(dense, run.groups.tp, what) + _differences(experts, run.groups.expt_tp, what)
+    differing = _differences(dense, run.groups.tp, what) + _differences(experts, run.groups.expt_tp, what)
     ends = run.groups.embd  # none on the stages between
     if ends is not None and not run.config.model.untie_embeddings_and_output_weights:
         tied = [named for named in parameters if named[0] == WORD_EMBEDDINGS]
-        found += _differences(tied, ends, "tied embeddings of the first and last stage")
-    _raise_together(run, found, iteration, last_good)
+        differing += _differences(tied, ends, "tied embeddings of the first and last stage")
+    _raise_together(run, differing, iteration, last_good)
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:
@@ -104,14 +104,14 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _raise_together(run: Run, found: list[str], iteration: int, last_good: int) -> None:
+def _raise_together(run: Run, differing: list[str], iteration: int, last_good: int) -> None:
     """Let every rank know what one of them found, and raise it on all."""
-    anything = torch.tensor(len(found), device=run.device.torch_device)
+    anything = torch.tensor(len(differing), device=run.device.torch_device)
     torch.distributed.all_reduce(anything, op=torch.distributed.ReduceOp.MAX)
     if not int(anything):
         return
     of_ranks: list[list[str]] = [[] for _ in range(run.world_size)]
-    torch.distributed.all_gather_object(of_ranks, found)
+    torch.distributed.all_gather_object(of_ranks, differing)
     texts = list(dict.fromkeys(text for texts in of_ranks for text in texts))
     more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
     raise NumericError(

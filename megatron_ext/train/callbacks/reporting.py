@@ -222,12 +222,12 @@ class SampleIds(Callback):
         samples, end = trainer.run.loaders.samples, trainer.run.state.consumed_samples
         skipped = trainer.run.loaders.skipped
         used = [index for index in range(end - result.global_batch_size, end) if index not in skipped]
-        places = [samples.place(index) for index in used]
+        places = [samples.window_at(index) for index in used]
         self._file.write_row(
             {
                 "iteration": trainer.run.state.iteration,
                 "sources": [source.name for source in samples.sources],
-                "samples": [[place.source, place.number] for place in places],
+                "samples": [[window.source, window.number] for window in places],
             }
         )
 
