@@ -260,33 +260,34 @@ def _fill(values: dict[str, Any], name: str, derived: Any) -> None:
 
 
 def _build(values: Mapping[str, Any]) -> Config:
-    given: dict[str, dict[str, Any]] = {name: {} for name in _groups()}
+    by_group: dict[str, dict[str, Any]] = {name: {} for name in _groups()}
     homes = _homes()
     unknown = values.keys() - homes.keys()
     assert not unknown, f"not in the schema: {unknown}"
     for name, value in values.items():
-        given[homes[name]][name] = value
-    return Config(**{name: _group(name, of_group) for name, of_group in given.items()})
+        by_group[homes[name]][name] = value
+    return Config(**{name: _group(name, of_group) for name, of_group in by_group.items()})
 
 
 _last: dict[str, tuple[dict[str, Any], Any]] = {}
 """By name of a group its values and itself, as they were built the last time."""
 
 
-def _group(name: str, given: dict[str, Any]) -> Any:
+def _group(name: str, values: dict[str, Any]) -> Any:
     """Return the group with these values; the same object as the last time where they are the same, since a search
     resolves thousands of configurations that differ in a few values."""
     before = _last.get(name)
-    if before is not None and len(before[0]) == len(given) and all(map(_same, before[0].items(), given.items())):
+    if before is not None and len(before[0]) == len(values) and all(map(_same, before[0].items(), values.items())):
         return before[1]
-    _last[name] = given, _groups()[name](**given)
+    _last[name] = values, _groups()[name](**values)
     return _last[name][1]
 
 
 def _same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
-    (name, value), (other_name, found) = one, other
+    (name, value), (other_name, other_value) = one, other
     return name == other_name and (
-        value is found or (type(value) is type(found) and type(value) in (int, str) and value == found)
+        value is other_value
+        or (type(value) is type(other_value) and type(value) in (int, str) and value == other_value)
     )
 
 

@@ -65,12 +65,12 @@ def shardings(values: Mapping[str, Any]) -> dict[str, Choice]:
     """Return by name the schemes that contradict nothing that the user gave, the simplest first; what was given, if all
     do."""
     needed = {name: value for name, value in values.items() if name in _DIVIDE}
-    found = {
+    schemes = {
         name: _without(choice, values)
         for name, choice in SHARDINGS.items()
         if all(choice.get(flag, False) == value for flag, value in needed.items())
     }
-    return found or {"as given": {}}
+    return schemes or {"as given": {}}
 
 
 def recomputations(values: Mapping[str, Any]) -> dict[str, Choice]:
@@ -134,14 +134,14 @@ def _splits(values: Mapping[str, Any], layers: int, stages: int) -> list[tuple[C
     both = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     loss = {"account_for_loss_in_pipeline_split": True}
     counted: list[tuple[Choice, int]] = [({}, layers), (both, layers + 2), (loss, layers + 1)]
-    found = [(split, units) for split, units in counted if units % stages == 0 and units // stages > 1]
-    if not found and layers % stages == 0:
+    splits = [(split, units) for split, units in counted if units % stages == 0 and units // stages > 1]
+    if not splits and layers % stages == 0:
         return [({}, layers)]
     most = -(-layers // stages)
     last = layers - most * (stages - 1)
-    if not found and last > 0:
+    if not splits and last > 0:
         return [({"decoder_last_pipeline_num_layers": last}, layers)]
-    return found
+    return splits
 
 
 def _chunks(values: Mapping[str, Any], layers: int, stages: int) -> list[Choice]:

@@ -63,14 +63,14 @@ def _formula(config: Config) -> list[str]:
         lines.append(
             f"experts on them: ETP {experts.etp} x EP {experts.ep} x expert DP {experts.edp} x PP {experts.pp}"
         )
-    given = [name for name, on in switches if on]
-    if given:
-        lines.append("with " + ", ".join(given))
+    active = [name for name, on in switches if on]
+    if active:
+        lines.append("with " + ", ".join(active))
     return lines
 
 
 def _model(config: Config) -> list[str]:
-    padding = config.model.padded_vocab_size - (config.data.vocab_size or config.model.padded_vocab_size)
+    padding = config.model.padded_vocab_size - config.data.vocab_size
     total = count(config) - padding * config.model.hidden_size * _vocabulary_matrices(config)
     return [
         *_experts(config),
@@ -159,8 +159,8 @@ def _ranks(config: Config) -> list[str]:
         experts = config.model.num_experts is not None
         lines = ["rank  (tp, cp, dp, pp)" + ("  (etp, ep, edp, pp)" if experts else "")]
         for rank in range(world):
-            place = f"  {tuple(expert_coordinates(layout, rank))}" if experts else ""
-            lines.append(f"{rank:4d}  {tuple(coordinates(layout, rank))}{place}")
+            of_experts = f"  {tuple(expert_coordinates(layout, rank))}" if experts else ""
+            lines.append(f"{rank:4d}  {tuple(coordinates(layout, rank))}{of_experts}")
         return lines
     lines = ["stage  ranks          rank: (tp, cp, dp, pp)"]
     per_stage = world // layout.pipeline_model_parallel_size

@@ -288,7 +288,7 @@ class _Estimate:
     def _of_model(self, stage: int) -> _OfModel:
         kinds, places = self.shapes.kinds_of_chunks(stage)
         of_kinds = [self._chunk(*kind) for kind in kinds]
-        chunks = [of_kinds[place] for place in places]
+        chunks = [of_kinds[index] for index in places]
         timed = self._timed(self.work.sent_for_model(stage))
         links, hidden = {}, {}
         for axis in _IN_A_MICROBATCH:
@@ -333,17 +333,19 @@ class _Estimate:
 
     def _parts(self, stage: int, part: str) -> float:
         index = ("mixer", "core", "mlp").index(part)
-        return sum(held.total(lambda kind: sum(self.kernels.layer(kind)[index])) for held in self.shapes.stacks[stage])
+        return sum(
+            stack.total(lambda kind: sum(self.kernels.layer(kind)[index])) for stack in self.shapes.stacks[stage]
+        )
 
     def _hidden_share_of_tensor(self, stage: int) -> float:
         """Return the share of tensor parallelism's traffic that megatron-core overlaps: of a block's five gathers and
         scatters (two forward, three backward) the backward pass' gathering of the input and scattering of its gradient;
         of its two sums, without sequence parallelism, the backward one. What recomputation repeats is not."""
         stacks = self.shapes.stacks[stage]
-        blocks = 2 * sum(len(held) for held in stacks)
+        blocks = 2 * sum(len(stack) for stack in stacks)
         if not blocks:
             return 0.0
-        again = [repeated(self.config, held) for held in stacks]
+        again = [repeated(self.config, stack) for stack in stacks]
         repeats = sum(len(parts["mixer"]) + len(parts["mlp"]) for parts in again) / blocks
         if self.config.layout.sequence_parallel:
             return 2 / (5 + 2 * repeats)
@@ -359,27 +361,27 @@ class _Estimate:
             moved += 2 * max(kept - formulas.chunk(whole, first=False, last=False).layers, 0.0)
         return sum(self.layers(whole)) + sum(self.kernels.output()) + moved / self.bandwidth
 
-    def _chunk(self, held: Stack, first: bool, last: bool) -> tuple[_Passes, _Passes]:
+    def _chunk(self, stack: Stack, first: bool, last: bool) -> tuple[_Passes, _Passes]:
         """Return the seconds of `_compute` and `_memory`, the same for chunks with the same contents."""
         return self.work.once_for_portion(
-            ("chunk", id(self.kernels), held.kinds, first, last),
-            lambda: (self._compute(held, last), self._memory(held, first, last)),
+            ("chunk", id(self.kernels), stack.kinds, first, last),
+            lambda: (self._compute(stack, last), self._memory(stack, first, last)),
         )
 
-    def _compute(self, held: Stack, last: bool) -> _Passes:
+    def _compute(self, stack: Stack, last: bool) -> _Passes:
         """Return the seconds of matrix products and attention, forward and backward."""
-        forward, backward = self.layers(held)
+        forward, backward = self.layers(stack)
         if last:
             ahead, back = self.kernels.output()
             forward, backward = forward + ahead, backward + back
         return with_calls((forward, backward), self.kernels.calls_of_a_pass)
 
-    def layers(self, held: Stack) -> _Passes:
+    def layers(self, stack: Stack) -> _Passes:
         """Return the same of some layers alone, with what recomputation repeats of them."""
         kernels = self.kernels
-        forward = held.total(lambda kind: sum(ahead for ahead, _ in kernels.layer(kind)))
-        backward = held.total(lambda kind: sum(back for _, back in kernels.layer(kind)))
-        again = repeated(self.config, held)
+        forward = stack.total(lambda kind: sum(ahead for ahead, _ in kernels.layer(kind)))
+        backward = stack.total(lambda kind: sum(back for _, back in kernels.layer(kind)))
+        again = repeated(self.config, stack)
         for index, part in enumerate(("mixer", "core", "mlp")):
             backward += again[part].total(lambda kind, index=index: kernels.layer(kind)[index][0])
         return forward, backward
@@ -387,11 +389,11 @@ class _Estimate:
     def _memory(self, layers: Stack, first: bool, last: bool) -> _Passes:
         """Return the seconds of everything that is bound by the memory: norms, activations, additions."""
         kept = self.formulas.total(layers)
-        held = self.formulas.chunk(layers, first=first, last=last)
+        kept_bytes = self.formulas.chunk(layers, first=first, last=last)
         # What is computed anew is written and read once more.
-        again = 2 * max(kept - held.layers, 0.0)
+        again = 2 * max(kept - kept_bytes.layers, 0.0)
         # The logits' few operations are long reads and writes.
-        logits = (held.loss + held.logits) / self.kernels.stream
+        logits = (kept_bytes.loss + kept_bytes.logits) / self.kernels.stream
         return 2 * kept / self.bandwidth + 2 * logits, (kept + again) / self.bandwidth + logits
 
     def send(self) -> float:

@@ -88,15 +88,15 @@ def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory
 
 def stage_memory(work: Workload, stage: int) -> MemoryEstimate:
     """Return what a rank of this stage needs."""
-    held = _most_held(work, stage)
+    peak = _most_held(work, stage)
     weights, gradients, optimizer = work.kept(stage)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=held.activations,
-        loss=held.loss,
-        work=held.most - held.activations - held.loss + _gathered(work, stage),
+        activations=peak.activations,
+        loss=peak.loss,
+        work=peak.most - peak.activations - peak.loss + _gathered(work, stage),
     )
 
 
@@ -117,9 +117,9 @@ def _held(work: Workload, stage: int) -> _Held:
     stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
     few = few_microbatches(stages, len(chunks), work.microbatches, group)
     in_layers = [_in_layers(work, chunk) for chunk in kinds]
-    held = [chunk.held for chunk in kinds]
+    kept = [chunk.held for chunk in kinds]
     for_a_while = [max(chunk.logits, later) for chunk, later in zip(kinds, in_layers, strict=True)]
-    of_chunks = tuple([held[kind] for kind in chunks]), tuple([for_a_while[kind] for kind in chunks])
+    of_chunks = tuple([kept[kind] for kind in chunks]), tuple([for_a_while[kind] for kind in chunks])
     most = most_held_of_stage(stage, stages, few, group, *of_chunks)
     activations = loss = 0.0
     for number, kind in zip(most.flight, chunks, strict=True):
@@ -240,23 +240,23 @@ def helpful_flags(config: Config, needed: MemoryEstimate, *, fused: bool) -> lis
     """
     layout, training = config.layout, config.training
     state = sum(getattr(needed, part) for part in _STATE)
-    found: list[str] = []
+    flags: list[str] = []
     if state < needed.activations + needed.loss + needed.work:
         if training.recompute_granularity != "full":
-            found.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+            flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
         if training.micro_batch_size > 1:
-            found.append(f"--micro-batch-size {training.micro_batch_size // 2}")
+            flags.append(f"--micro-batch-size {training.micro_batch_size // 2}")
         if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
-            found.append("--sequence-parallel")
+            flags.append("--sequence-parallel")
         if not training.mixed_precision:
-            found.append("--bf16")
+            flags.append("--bf16")
     elif layout.data_parallel_size > 1 and sharding(config) == "ddp":
-        found.append("--use-distributed-optimizer")
+        flags.append("--use-distributed-optimizer")
     elif layout.data_parallel_size > 1 and sharding(config) == "optim":
-        found.append("--use-torch-fsdp2 in place of --use-distributed-optimizer")
+        flags.append("--use-torch-fsdp2 in place of --use-distributed-optimizer")
     elif fused and sharding(config) in ("ddp", "optim") and not config.optimizer.optimizer_cpu_offload:
-        found.append("--optimizer-cpu-offload")
-    return [*found, "more ranks with a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"]
+        flags.append("--optimizer-cpu-offload")
+    return [*flags, "more ranks with a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"]
 
 
 def gigabytes(size: float) -> str:

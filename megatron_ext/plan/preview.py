@@ -159,8 +159,8 @@ def _sent(drawn: _Drawn, stage: int, passes: Sequence[Pass]) -> tuple[Block, ...
     """Return what each pass waits for collectives."""
     if drawn.sent is None:
         return ()
-    found = [(each.end, drawn.sent[0 if each.forward else 1][stage][each.chunk]) for each in passes]
-    return tuple(Block(COMMUNICATION, end - seconds, end) for end, seconds in found if seconds > 0.0)
+    sends = [(each.end, drawn.sent[0 if each.forward else 1][stage][each.chunk]) for each in passes]
+    return tuple(Block(COMMUNICATION, end - seconds, end) for end, seconds in sends if seconds > 0.0)
 
 
 def _memory(needs: OverTime, passes: Sequence[Pass]) -> tuple[tuple[float, float], ...]:

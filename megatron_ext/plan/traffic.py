@@ -87,7 +87,7 @@ class _Stage:
         """Layers of which recomputation repeats a part of the forward pass, and what that sends."""
         if self.config.training.recompute_granularity is None:
             return {part: Counter() for part in ("core", "mixer", "mlp")}
-        again = [repeated(self.config, held) for held in self.shapes.stacks[self.stage]]
+        again = [repeated(self.config, stack) for stack in self.shapes.stacks[self.stage]]
         return {part: kinds_of(chunk[part] for chunk in again) for part in again[0]}
 
     def of_data(self) -> list[Term]:
@@ -196,11 +196,11 @@ class _Stage:
             for exchange in (one for branch in kind.branches for one in branch.part.sent(share) if one.axis == axis):
                 forward, backward = layers + self.again[exchange.repeated_with][kind], layers
                 calls = exchange.calls
-                found = sums.setdefault((exchange.collective, exchange.formula), [0.0] * 4)
-                found[0] += forward * exchange.forward + backward * exchange.backward
-                found[1] += forward * calls[0] + backward * calls[1]
-                found[2] += forward * (calls[0] > 0) + backward * (calls[1] > 0)
-                found[3] += layers
+                total = sums.setdefault((exchange.collective, exchange.formula), [0.0] * 4)
+                total[0] += forward * exchange.forward + backward * exchange.backward
+                total[1] += forward * calls[0] + backward * calls[1]
+                total[2] += forward * (calls[0] > 0) + backward * (calls[1] > 0)
+                total[3] += layers
         for (collective, formula), (sent_bytes, calls, passes, layers) in sums.items():
             times = _layers(passes, layers)
             text = formula.format(layers=times, times=times.removesuffix("L"), twice=f"{2 * calls:g}")
@@ -223,8 +223,8 @@ class _Stage:
 
 def _blocks(layers: Counter[Layer], part: Callable[[Layer], Part | None]) -> int:
     """Return how often one part of each layer has its input gathered, and its output scattered."""
-    found = ((part(kind), number) for kind, number in layers.items())
-    return sum(number * one.blocks for one, number in found if one is not None)
+    parts = ((part(kind), number) for kind, number in layers.items())
+    return sum(number * one.blocks for one, number in parts if one is not None)
 
 
 def _layers(passes: float, layers: float) -> str:

@@ -126,10 +126,10 @@ class Workload:
         """Return the seconds of products, attention and memory-bound work on a machine."""
         key = id(machine), fsdp, self.config.layout.expert_model_parallel_size
         # With its machine, so that no other one gets the same id.
-        found = self.portion.kernels
-        if key not in found:
-            found[key] = machine, Kernels(self.config, self.shapes, machine, fsdp=fsdp)
-        return found[key][1]
+        of_machine = self.portion.kernels
+        if key not in of_machine:
+            of_machine[key] = machine, Kernels(self.config, self.shapes, machine, fsdp=fsdp)
+        return of_machine[key][1]
 
     def recomputing(self, config: Config) -> "Workload":
         """Return the work of a configuration that differs from this one in what it recomputes alone."""

@@ -94,9 +94,9 @@ def one_activation(config: Config, facts: Facts) -> Iterator[str]:
         ("--geglu", model.geglu),
         ("--openai-gelu", model.openai_gelu and not model.geglu),
     ]
-    given = [flag for flag, on in switches if on]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} name different activations; keep one of them"
+    flags = [flag for flag, on in switches if on]
+    if len(flags) > 1:
+        yield f"{' and '.join(flags)} name different activations; keep one of them"
 
 
 def branches_are_multiplied_as_they_are(config: Config, facts: Facts) -> Iterator[str]:

@@ -35,7 +35,7 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
     model, layout = config.model, config.layout
     if model.num_experts is not None:
         return
-    given = [
+    switches = [
         ("--expert-model-parallel-size", layout.expert_model_parallel_size > 1),
         ("--moe-layer-freq", model.moe_layer_freq not in (None, "1", "-1")),
         ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size is not None),
@@ -43,7 +43,7 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         ("--moe-aux-loss-coeff", model.load_balancing_coefficient != 0.0),
         ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
     ]
-    flags = [flag for flag, there in given if there]
+    flags = [flag for flag, there in switches if there]
     if flags:
         ranks = max(layout.expert_model_parallel_size, 1)
         experts = f"--num-experts {-(-8 // ranks) * ranks}"
@@ -75,9 +75,9 @@ def layers_with_experts_are_named(config: Config, facts: Facts) -> Iterator[str]
 def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the experts divide over the expert-parallel ranks."""
     layout, experts, ranks = config.layout, config.model.num_experts, config.layout.expert_model_parallel_size
-    if positive(experts, ranks) and experts % ranks:  # pyright: ignore[reportOptionalOperand]
+    if experts is not None and positive(experts, ranks) and experts % ranks:
         others = max(layout.pipeline_model_parallel_size * layout.expert_tensor_size, 1)
-        working = [n for n in divisors(experts or 1) if layout.world_size % (n * others) == 0] or [1]
+        working = [n for n in divisors(experts) if layout.world_size % (n * others) == 0] or [1]
         yield (
             f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ranks}; "
             f"use --expert-model-parallel-size {listed(working)}"
@@ -86,13 +86,13 @@ def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
 
 def a_token_has_enough_experts(config: Config, facts: Facts) -> Iterator[str]:
     """Require at least as many experts as compute each token."""
-    model = config.model
-    if not positive(model.num_experts, model.moe_router_topk):
+    model, experts = config.model, config.model.num_experts
+    if experts is None or not positive(experts, model.moe_router_topk):
         return
-    if model.moe_router_topk > (model.num_experts or 0):
+    if model.moe_router_topk > experts:
         yield (
-            f"--moe-router-topk {model.moe_router_topk} is above --num-experts {model.num_experts}; "
-            f"use --moe-router-topk {model.num_experts}"
+            f"--moe-router-topk {model.moe_router_topk} is above --num-experts {experts}; "
+            f"use --moe-router-topk {experts}"
         )
     only_one_weight = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
     if model.moe_router_topk == 1 and only_one_weight and model.load_balancing != "sinkhorn":
@@ -138,10 +138,10 @@ def expert_width_divides_by_tensor_size(config: Config, facts: Facts) -> Iterato
             f"use --moe-ffn-hidden-size {listed(nearest_multiples(width, size))}, or --expert-tensor-parallel-size 1"
         )
     shared, size = model.moe_shared_expert_intermediate_size, layout.tensor_model_parallel_size
-    if positive(shared, size) and shared % size:  # pyright: ignore[reportOptionalOperand]
+    if shared is not None and positive(shared, size) and shared % size:
         yield (
             f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size {size}; "
-            f"use --moe-shared-expert-intermediate-size {listed(nearest_multiples(shared or 0, size))}"
+            f"use --moe-shared-expert-intermediate-size {listed(nearest_multiples(shared, size))}"
         )
 
 

@@ -13,11 +13,11 @@ def fsdp2_is_the_only_sharding(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse other sharding together with FSDP2."""
     layout = config.layout
     if not layout.use_torch_fsdp2:
-        for flag, given in (
+        for flag, is_on in (
             ("--torch-fsdp2-no-reshard-after-forward", layout.torch_fsdp2_no_reshard_after_forward),
             ("--torch-fsdp2-cpu-offload", layout.torch_fsdp2_cpu_offload),
         ):
-            if given:
+            if is_on:
                 yield f"{flag} belongs to --use-torch-fsdp2; add that, or leave it out"
         return
     if layout.torch_fsdp2_cpu_offload and config.optimizer.optimizer_cpu_offload:
@@ -128,19 +128,19 @@ def copies_are_divided_by_megatron_fsdp(config: Config, facts: Facts) -> Iterato
     strategy = layout.outer_dp_sharding_strategy
     if strategy == "no_shard":
         return
-    given = f"--outer-dp-sharding-strategy {strategy}"
+    setting = f"--outer-dp-sharding-strategy {strategy}"
     if not layout.use_megatron_fsdp:
-        yield f"{given} belongs to --use-megatron-fsdp; add that, or leave it out"
+        yield f"{setting} belongs to --use-megatron-fsdp; add that, or leave it out"
         return
     if layout.data_parallel_sharding_strategy != "optim_grads_params":
         yield (
-            f"{given} with --data-parallel-sharding-strategy {layout.data_parallel_sharding_strategy}: megatron-core "
+            f"{setting} with --data-parallel-sharding-strategy {layout.data_parallel_sharding_strategy}: megatron-core "
             "divides the copies of what is wholly divided inside of each; use --data-parallel-sharding-strategy "
             "optim_grads_params"
         )
     if layout.num_distributed_optimizer_instances == 1:
         yield (
-            f"{given} divides the optimizer's state over copies, and --num-distributed-optimizer-instances is 1; use "
+            f"{setting} divides the optimizer's state over copies, and --num-distributed-optimizer-instances is 1; use "
             "--num-distributed-optimizer-instances 2 or more, or --outer-dp-sharding-strategy no_shard"
         )
 

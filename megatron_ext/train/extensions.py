@@ -55,18 +55,18 @@ class Extensions:
     def __post_init__(self) -> None:
         """Raise ConfigurationError where a part is not of its kind."""
         for part in fields(self):
-            given = getattr(self, part.name)
+            value = getattr(self, part.name)
             if part.name == "callbacks":
-                fits, kind = isinstance(given, Sequence), "a list of callbacks"
+                fits, kind = isinstance(value, Sequence), "a list of callbacks"
             elif part.name == "optimizer":
                 fits, kind = (
-                    isinstance(given, OptimizerTraits),
+                    isinstance(value, OptimizerTraits),
                     "OptimizerTraits (config/derived/optimizers.py)",
                 )
             else:
-                fits, kind = callable(given), "a function"
-            if given is not None and not fits:
-                raise ConfigurationError(f"{part.name}= is {type(given).__name__}: give {kind}, or leave it out")
+                fits, kind = callable(value), "a function"
+            if value is not None and not fits:
+                raise ConfigurationError(f"{part.name}= is {type(value).__name__}: give {kind}, or leave it out")
 
     def named(self) -> tuple[str, ...]:
         """Return the names of the parts that are not ours."""
@@ -95,10 +95,10 @@ class Extensions:
         from megatron_ext.train.trainer import Callback
 
         made = [one if isinstance(one, Callback) or not callable(one) else one() for one in self.callbacks]
-        for given, callback in zip(self.callbacks, made, strict=True):
+        for maker, callback in zip(self.callbacks, made, strict=True):
             if not isinstance(callback, Callback):
-                name = getattr(given, "__name__", type(given).__name__)
-                what = f"made {type(callback).__name__}" if callable(given) else "is none"
+                name = getattr(maker, "__name__", type(maker).__name__)
+                what = f"made {type(callback).__name__}" if callable(maker) else "is none"
                 raise ConfigurationError(
                     f"callbacks= has {name}, which {what}: give what derives from Callback "
                     "(megatron_ext.train.trainer), or a class or function that makes one"
@@ -173,9 +173,9 @@ class Extensions:
                     "give it both"
                 )
         if made.train is None or len(made.train) < numbers.train:
-            held = 0 if made.train is None else len(made.train)
+            count = 0 if made.train is None else len(made.train)
             raise ConfigurationError(
-                f"the own training dataset has {held} samples, and the run reads {numbers.train}; repeat them (index "
+                f"the own training dataset has {count} samples, and the run reads {numbers.train}; repeat them (index "
                 "modulo their number), or lower --train-iters"
             )
         length = config.model.seq_length
@@ -229,7 +229,7 @@ class OwnSamples:
         """Return the number of samples: all of the first `samples` samples come from the only source."""
         return [samples]
 
-    def place(self, index: int) -> SampleWindow:
+    def window_at(self, index: int) -> SampleWindow:
         """Return where sample `index` lies."""
         return SampleWindow(0, index)
 

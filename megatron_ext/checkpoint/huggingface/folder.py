@@ -68,8 +68,8 @@ class HFFolder:
 
     def dtype(self) -> str:
         """Return the dtype of the weights; where they differ, one that holds all of them."""
-        found = {entry.dtype for entry in self.entries.values() if entry.dtype in WIDTH}
-        return "F32" if found == {"F16", "BF16"} else max(found, key=WIDTH.__getitem__, default="F16")
+        dtypes = {entry.dtype for entry in self.entries.values() if entry.dtype in WIDTH}
+        return "F32" if dtypes == {"F16", "BF16"} else max(dtypes, key=WIDTH.__getitem__, default="F16")
 
     def _has_an_output_layer_of_its_own(self) -> bool:
         """Return whether the output layer differs from the embedding: old files of tied models hold the shared matrix

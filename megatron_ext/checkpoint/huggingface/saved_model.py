@@ -114,9 +114,9 @@ class SavedModel:
         Raises:
             DataError: one of them cannot be read.
         """
-        key, place, _ = stacked(self.config, name)
+        key, indices, _ = stacked(self.config, name)
         for chunk in self.tensors[key].chunks:
-            inside = [index - start for index, start in zip(place, chunk.offsets, strict=False)]
+            inside = [index - start for index, start in zip(indices, chunk.offsets, strict=False)]
             if all(0 <= index < size for index, size in zip(inside, chunk.sizes, strict=False)):
                 yield self._piece(key, chunk, tuple(inside))
 
@@ -145,8 +145,8 @@ def _elements(path: Path, key: str, chunk: Chunk, dtype: str) -> "tuple[int, npt
     """Return where a chunk's elements begin in the file; or where they are not in order, the elements."""
     try:
         with path.open("rb", buffering=0) as file:
-            place = place_of_elements(file, chunk.offset, chunk.length, chunk.sizes, dtype)
-            return (0, _read(file, chunk, dtype)) if place is None else (place, None)
+            offset = place_of_elements(file, chunk.offset, chunk.length, chunk.sizes, dtype)
+            return (0, _read(file, chunk, dtype)) if offset is None else (offset, None)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise DataError(f"{path}: {key} cannot be read: {error}. Take an earlier checkpoint.") from error
 

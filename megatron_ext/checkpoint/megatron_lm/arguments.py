@@ -85,12 +85,12 @@ def saved_model(args: Mapping[str, Any]) -> dict[str, Any]:
         without_effect |= {name for name in names if name.startswith("rope_scaling")}
     if was.get("num_experts") is None:
         without_effect |= {name for name in names if name.startswith("moe_")}
-    found = {}
+    values = {}
     for name in names:
         if was.get(name) is not None and name not in without_effect:
             with suppress(ValueError):  # it has no counterpart here: loading names it
-                found[name] = read_yaml_value(options_by_name()[name], was[name])
-    return found
+                values[name] = read_yaml_value(options_by_name()[name], was[name])
+    return values
 
 
 def _common_state(checkpoint: Path) -> bytes:
@@ -98,7 +98,7 @@ def _common_state(checkpoint: Path) -> bytes:
     if legacy.exists():
         return read_inside(checkpoint, legacy.name, _LARGEST)
     with file_inside(checkpoint, ".metadata").open("rb") as file:
-        place = torch_dist.read_objects(file)[_COMMON]
-    with file_inside(checkpoint, place.file).open("rb") as file:
-        file.seek(place.offset)
-        return file.read(min(place.length, _LARGEST))
+        entry = torch_dist.read_objects(file)[_COMMON]
+    with file_inside(checkpoint, entry.file).open("rb") as file:
+        file.seek(entry.offset)
+        return file.read(min(entry.length, _LARGEST))

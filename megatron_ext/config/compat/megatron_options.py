@@ -36,8 +36,8 @@ class MegatronOption:
     def is_neutral(self, values: list[str]) -> bool:
         """Return whether these values ask for nothing (`--context-parallel-size 1`), so that the flag may pass
         silently."""
-        given = " ".join(values)
-        return self.neutral is not None and any(_same(given, one) for one in self.neutral.split(";"))
+        typed = " ".join(values)
+        return self.neutral is not None and any(_same(typed, one) for one in self.neutral.split(";"))
 
 
 _REFUSED_VALUES = {
@@ -48,11 +48,11 @@ _REFUSED_VALUES = {
 """Values of flags that otherwise change nothing here -> why they do."""
 
 
-def _same(given: str, neutral: str) -> bool:
-    if given == neutral:
+def _same(typed: str, neutral: str) -> bool:
+    if typed == neutral:
         return True
     try:
-        return float(given) == float(neutral)
+        return float(typed) == float(neutral)
     except ValueError:
         return False
 
@@ -75,14 +75,14 @@ def earlier_options() -> dict[str, MegatronOption]:
 
 
 def _read_tables(*tables: tuple[tuple[tuple[str, str], ...], bool]) -> dict[str, MegatronOption]:
-    found: dict[str, MegatronOption] = {}
+    by_flag: dict[str, MegatronOption] = {}
     for table, accepted in tables:
         for reason, flags in table:
             for entry in " ".join(flags.split()).split(", "):
                 option = _read_entry(entry, reason, accepted)
-                assert option.flag not in found, f"{option.flag} is listed twice"
-                found[option.flag] = option
-    return found
+                assert option.flag not in by_flag, f"{option.flag} is listed twice"
+                by_flag[option.flag] = option
+    return by_flag
 
 
 def _read_entry(entry: str, reason: str, accepted: bool) -> MegatronOption:

@@ -68,9 +68,9 @@ def _value(node: ast.AST) -> int | list[int] | None:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             return number
         case ast.List(elts=elements):
-            found = [_value(element) for element in elements]
+            values = [_value(element) for element in elements]
             return (
-                [one for one in found if isinstance(one, int)] if all(isinstance(one, int) for one in found) else None
+                [one for one in values if isinstance(one, int)] if all(isinstance(one, int) for one in values) else None
             )
         case ast.BinOp(left=left, op=operation, right=right):
             first, second = _value(left), _value(right)

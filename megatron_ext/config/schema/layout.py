@@ -154,7 +154,7 @@ class LayoutConfig:
     def flags_that_divide_weights(self) -> list[str]:
         """The flags that were given, of those under which no rank keeps whole weights between steps (FSDP)."""
         schemes = {"--use-torch-fsdp2": self.use_torch_fsdp2, "--use-megatron-fsdp": self.use_megatron_fsdp}
-        return [flag for flag, given in schemes.items() if given]
+        return [flag for flag, is_on in schemes.items() if is_on]
 
     @property
     def needs_several_hardware_queues(self) -> bool:
