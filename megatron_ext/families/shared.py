@@ -330,10 +330,17 @@ def _rotary_values(reading: Reading, partial: bool, head: int | None) -> dict[st
     return values
 
 
-def _contradictions(reading: Reading, name: str, beside: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:
+def _contradictions(reading: Reading, name: str, outer: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:
     """Yield where another place says something else than what is taken from `name`; that nothing is scaled is said by
-    no more than a default. `beside`: keys that may stand next to it."""
-    places = {"": {key: reading.content.get(key) for key in beside}}
+    no more than a default.
+
+    Args:
+        reading: the whole file.
+        name: the place that is taken.
+        outer: keys that may stand next to it.
+        taken: what it says.
+    """
+    places = {"": {key: reading.content.get(key) for key in outer}}
     if name == "rope_scaling":
         places["rope_parameters: "] = reading.get("rope_parameters") or {}
     for place, content in places.items():

@@ -198,7 +198,7 @@ def write_model(folder: Path, name: str, **changes: Any) -> torch.nn.Module:
     return model
 
 
-def write_gradients(model: torch.nn.Module, folder: Path) -> None:
+def write_gradients(model: Any, folder: Path) -> None:
     """Write the gradients of the mean loss over the first of `TOKENS`, each predicted from those before, as the files
     have the weights. The model is lost."""
     tokens = torch.tensor(TOKENS)[:, : FEWER + 1]

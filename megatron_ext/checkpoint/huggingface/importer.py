@@ -89,7 +89,7 @@ class Stacked(NamedTuple):
 
     key: str
     indices: tuple[int, ...]
-    """Of its layer, and of its expert, in the tensor of all: [layers, ...], [layers, experts, ...]."""
+    """Indices of its layer, and of its expert, in the tensor of all: [layers, ...], [layers, experts, ...]."""
 
     sizes: tuple[int, ...]
     """Numbers of layers, and of experts, in that tensor."""
