@@ -95,21 +95,20 @@ def ours(
     return of_layout
 
 
-@pytest.mark.parametrize(
-    ("name", "tp", "pp"),
-    [
-        *((name, 1, 1) for name in MODELS),
-        *(pytest.param(name, 2, 2, marks=[pytest.mark.slow] * (name not in CUT_IN_THEIR_OWN_WAY)) for name in MODELS),
-    ],
-)
+LAYOUTS = [
+    *((name, 1, 1) for name in MODELS),
+    *(pytest.param(name, 2, 2, marks=[pytest.mark.slow] * (name not in CUT_IN_THEIR_OWN_WAY)) for name in MODELS),
+]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), LAYOUTS)
 def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any) -> None:
     expected = models[name][1]
     assert expected.abs().max() > 0.5, "logits near zero would agree with anything"
     assert (ours(tp, pp)["--load-hf", name] - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "tp", "pp"), LAYOUTS)
 def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_path: Path) -> None:
     write_gradients(write_model(tmp_path / "model", name), tmp_path / "gradients")
     one_batch = ["--global-batch-size", "2", "--seq-length", str(FEWER), "--clip-grad", "0"]
