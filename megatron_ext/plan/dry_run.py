@@ -19,6 +19,7 @@ from megatron_ext.config.derived.ranks import (
     expert_coordinates,
     rank_of,
 )
+from megatron_ext.config.derived.sharding import ZERO_1
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import count, count_per_rank
@@ -48,7 +49,7 @@ def _formula(config: Config) -> list[str]:
     sizes = axis_sizes(config.layout)
     switches = [
         ("sequence parallel", config.layout.sequence_parallel),
-        ("distributed optimizer", config.layout.use_distributed_optimizer),
+        ("distributed optimizer", config.layout.sharding is ZERO_1),
         ("overlapped gradient reduction", config.layout.overlap_grad_reduce),
         ("overlapped parameter gathering", config.layout.overlap_param_gather),
         (

@@ -227,7 +227,7 @@ def formula_at_least(work: Workload, machine: Machine) -> float:
 
 
 def _divides_weights(work: Workload) -> bool:
-    return work.kind not in ("ddp", "optim")
+    return work.scheme.gradients
 
 
 def _waiting(work: Workload, machine: Machine) -> float:

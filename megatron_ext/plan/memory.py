@@ -17,7 +17,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.plan.activations import ChunkBytes
 from megatron_ext.plan.schedule import few_microbatches, most_held_of_stage
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.state_bytes import StateBytes, sharding, state_bytes
+from megatron_ext.plan.state_bytes import StateBytes, state_bytes
 from megatron_ext.plan.workload import Workload
 
 
@@ -173,11 +173,11 @@ def _gathered(work: Workload, stage: int) -> float:
     """Return what ZeRO-2 and ZeRO-3 have whole for a while: the gradient of a layer, as computed and as it is summed,
     in fp32; and of divided weights those of a layer and the next one (the two largest), all where they are kept, and
     what belongs to no layer."""
-    if work.kind in ("ddp", "optim"):
+    if not work.scheme.gradients:
         return 0.0
     shapes, width = work.shapes, work.formulas.width
     gradient = (width + 4) * shapes.largest_layer
-    if work.kind == "optim_grads":
+    if not work.scheme.weights:
         return gradient
     layers = shapes.layer_sizes(stage)
     kept = layers if work.config.layout.torch_fsdp2_no_reshard_after_forward else layers[:2]
@@ -250,11 +250,9 @@ def helpful_flags(config: Config, needed: MemoryEstimate, *, fused: bool) -> lis
             found.append("--sequence-parallel")
         if not training.mixed_precision:
             found.append("--bf16")
-    elif layout.data_parallel_size > 1 and sharding(config) == "ddp":
-        found.append("--use-distributed-optimizer")
-    elif layout.data_parallel_size > 1 and sharding(config) == "optim":
-        found.append("--use-torch-fsdp2 in place of --use-distributed-optimizer")
-    elif fused and sharding(config) in ("ddp", "optim") and not config.optimizer.optimizer_cpu_offload:
+    elif layout.data_parallel_size > 1 and layout.sharding.divides_more:
+        found.append(layout.sharding.divides_more)
+    elif fused and not layout.sharding.gradients and not config.optimizer.optimizer_cpu_offload:
         found.append("--optimizer-cpu-offload")
     return [*found, "more ranks with a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"]
 

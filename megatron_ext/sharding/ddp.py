@@ -167,7 +167,7 @@ class DataParallel(Sharding):
         return build_optimizer(chunks, settings, self.config.optimizer, groups)
 
     def parts(self, optimizer: ChainedOptimizer) -> list[OptimizerPart]:
-        kind = FlatPart if self.config.layout.use_distributed_optimizer else OptimizerPart
+        kind = FlatPart if self.config.layout.sharding.optimizer else OptimizerPart
         return updating(optimizer, kind)
 
     @contextmanager

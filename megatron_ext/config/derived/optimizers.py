@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Scheme = Literal["use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"]
-"""A field of the layout by which data-parallel ranks divide optimizer state. DDP without one runs every optimizer."""
+from megatron_ext.config.derived.sharding import FLAGS, Flag
 
 StateType = Literal["float32", "bfloat16", "float16"]
 """The type of a state, as torch names it."""
@@ -73,8 +72,8 @@ class OptimizerTraits:
 
     states: tuple[State, ...]
 
-    schemes: frozenset[Scheme]
-    """Sharding schemes that can run it."""
+    schemes: frozenset[Flag]
+    """Sharding schemes that can run it, by flag. DDP runs every optimizer."""
 
     built_as: Literal["adam", "sgd"]
     """What megatron-core is asked to build. Where that is another, `torch_class` takes its place before the first
@@ -138,7 +137,7 @@ class OptimizerTraits:
         return sum(_BYTES[state.dtype] for state in self.kept(settings))
 
 
-_ALL_SCHEMES: frozenset[Scheme] = frozenset({"use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"})
+_ALL_SCHEMES: frozenset[Flag] = frozenset(FLAGS)
 
 _FULL_ADAM = OptimizerTraits(
     name="adam",
@@ -220,6 +219,6 @@ def has_short_averages(settings: Any) -> bool:
     return not {settings.exp_avg_dtype, settings.exp_avg_sq_dtype} <= {"fp32"}
 
 
-def run_by(scheme: Scheme) -> list[OptimizerTraits]:
+def run_by(scheme: Flag) -> list[OptimizerTraits]:
     """Return the optimizers that a sharding scheme can run."""
     return [traits for traits in OPTIMIZERS.values() if scheme in traits.schemes]
