@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.activations import ChunkBytes
-from megatron_ext.plan.schedule import few_microbatches, most_held_of_stage
+from megatron_ext.plan.schedule import most_held_of_stage
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.state_bytes import StateBytes, state_bytes
 from megatron_ext.plan.workload import Workload
@@ -113,14 +113,12 @@ def _most_held(work: Workload, stage: int) -> _Held:
 
 
 def _held(work: Workload, stage: int) -> _Held:
-    layout, (kinds, chunks) = work.config.layout, _chunks(work, stage)
-    stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
-    few = few_microbatches(stages, len(chunks), work.microbatches, group)
+    kinds, chunks = _chunks(work, stage)
     in_layers = [_in_layers(work, chunk) for chunk in kinds]
     held = [chunk.held for chunk in kinds]
     for_a_while = [max(chunk.logits, later) for chunk, later in zip(kinds, in_layers, strict=True)]
     of_chunks = tuple([held[kind] for kind in chunks]), tuple([for_a_while[kind] for kind in chunks])
-    most = most_held_of_stage(stage, stages, few, group, *of_chunks)
+    most = most_held_of_stage(work.schedule.few(), stage, *of_chunks)
     activations = loss = 0.0
     for number, kind in zip(most.flight, chunks, strict=True):
         activations += number * (kinds[kind].layers + kinds[kind].rest)

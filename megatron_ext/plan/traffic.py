@@ -21,6 +21,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.parts.protocol import Part, Share
 from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.flops import repeated
+from megatron_ext.plan.schedule import schedule_of
 from megatron_ext.plan.shapes import Shapes, kinds_of
 from megatron_ext.plan.state_bytes import sharing_ranks, state_bytes
 
@@ -208,11 +209,9 @@ class _Stage:
     def _pipeline(self) -> Iterator[Term]:
         if self.pipeline == 1:
             return
-        chunks, m = self.config.layout.virtual_pipeline_model_parallel_size, self.microbatches
-        last = self.stage == self.pipeline - 1
+        m, last = self.microbatches, self.stage == self.pipeline - 1
         message = self.activation / (self.tensor if self.config.layout.sequence_parallel else 1)
-        # A chunk sends its output on, but the model's last; and its input's gradient back, but the model's first.
-        messages = 2 * chunks - last - (self.stage == 0)
+        messages = schedule_of(self.config, m).messages(self.stage)
         suffix = "/t" if message < self.activation else ""
         yield Term("pp", "send", messages * m * message, f"{messages} m A{suffix}", messages * m)
         if not self.config.model.untie_embeddings_and_output_weights and (last or self.stage == 0):

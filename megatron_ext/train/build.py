@@ -5,6 +5,7 @@ Each room makes its own part of it; this file alone calls them together, and han
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -79,6 +80,7 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         for part in optimizer.chained_optimizers:
             part.config.timers = timers
     loss_scale = share_loss_scale(optimizer)
+    schedule: Any = get_forward_backward_func(groups.pp.size(), core.virtual_pipeline_model_parallel_size)
     core.grad_scale_func = optimizer.scale_loss if loss_scale is None else loss_scale.scaled
     core.finalize_model_grads_func = finalize_model_grads if loss_scale is None else loss_scale.finalize
     loaders = build_loaders(config, device, groups, resume, extensions)
@@ -86,6 +88,7 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     watch = GradientWatch(wrapped, sharding, modules, alone=config.layout.world_size == 1)
     return Run(
         config=config,
+        schedule=schedule,
         device=device,
         groups=groups,
         p2p=P2PCommunicator(pp_group=groups.pp, config=core),
@@ -98,18 +101,21 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         loaders=loaders,
         data_record=record_of_run(config, loaders.samples, resume),
         state=TrainState(),
-        captured_passes=captured_passes(config, device, wrapped, watch),
+        captured_passes=captured_passes(config, device, schedule, wrapped, watch),
     )
 
 
 def captured_passes(
-    config: Config, device: Device, chunks: Sequence[torch.nn.Module], watch: GradientWatch
+    config: Config,
+    device: Device,
+    schedule: Callable[..., Any],
+    chunks: Sequence[torch.nn.Module],
+    watch: GradientWatch,
 ) -> CapturedPasses | None:
     """Return what captures the passes of a step where the configuration has graphs of them; None elsewhere."""
     if not makes_graphs(config):
         return None
     assert device.kind == "cuda", "resolved: CPU processes have no CUDA graphs"
-    schedule = get_forward_backward_func(config.layout.pipeline_model_parallel_size, None)
     return CapturedPasses(schedule, config.training.cuda_graph_warmup_steps, chunks, watch, device.synchronize)
 
 
