@@ -2,6 +2,7 @@
 parameters."""
 
 import functools
+from collections import Counter
 from dataclasses import dataclass
 
 from megatron_ext.config.derived.optimizers import traits_of
@@ -15,7 +16,7 @@ class StateBytes:
 
     weights: int
     gradients: int
-    optimizer: int
+    optimizer: float
     """Bytes of the moments and, for 16-bit weights, of the fp32 master copy."""
 
     shares: tuple[int, int, int] = (1, 1, 1)
@@ -64,12 +65,25 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     mixed = training.mixed_precision and not scheme.keeps_weights_in_fp32
     in_fp32 = training.accumulate_allreduce_grads_in_fp32 or scheme.keeps_gradients_in_fp32
     gradients = 4 if not mixed or in_fp32 else 2
-    states = traits_of(config.optimizer).bytes_each(config.optimizer)
+    states = optimizer_bytes(config, expert=expert)
     ranks = sharing_ranks(config, expert=expert)
     shares = scheme.shares(ranks)
     if config.layout.outer_dp_sharding_strategy == "optim":
         shares = (ranks, ranks, ranks * config.layout.num_distributed_optimizer_instances)
     return StateBytes(2 if mixed else 4, gradients, states + (4 if mixed else 0), shares, _on_device(config))
+
+
+def optimizer_bytes(config: Config, *, expert: bool | None = None) -> float:
+    """Return the bytes of optimizer state a parameter, of routed experts, of everything else, or (None) of both; the
+    mean, where matrices and other parameters have optimizers of their own."""
+    traits, sizes = traits_of(config.optimizer), Counter[str]()
+    if traits.of_elements is None:
+        return traits.bytes_each(config.optimizer)
+    for parameter, number in kinds_of_parameters(config):
+        if expert in (None, parameter.expert is not None):
+            sizes[parameter.update] += number * parameter.size
+    states = sum(size * traits.updating(kind).bytes_each(config.optimizer) for kind, size in sizes.items())
+    return states / max(sizes.total(), 1)
 
 
 def _on_device(config: Config) -> tuple[float, float, float]:

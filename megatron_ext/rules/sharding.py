@@ -50,18 +50,27 @@ def megatron_fsdp_shards_the_state(config: Config, facts: Facts) -> Iterator[str
             f"{' and '.join(other.title for other in able)} alone; use --optimizer "
             f"{listed(other.name for other in able)}, or {instead} instead of --use-megatron-fsdp"
         )
+
+
+def matrices_are_whole(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse what divides matrices with an optimizer that updates each as a whole: one of a user's own, as yet."""
+    traits, layout, experts = traits_of(config.optimizer), config.layout, config.model.num_experts
+    if not traits.needs_whole_matrices:
+        return
+    divided = [
+        ("--tensor-model-parallel-size", layout.tensor_model_parallel_size),
+        ("--expert-tensor-parallel-size", 1 if experts is None else layout.expert_tensor_size),
+    ]
+    for flag, size in divided:
+        if size > 1:
+            yield f"{flag} {size} divides matrices, and {traits.title} updates whole ones; use {flag} 1"
+    if not layout.sharding.gives_whole_matrices:
+        yield (
+            f"{flag_of(str(layout.sharding.flag))} divides matrices, and {traits.title} updates whole ones; use "
+            "--use-distributed-optimizer, which then divides the weights between them"
+        )
     if config.optimizer.optimizer_cpu_offload:
-        yield (
-            "--use-megatron-fsdp with --optimizer-cpu-offload: the fp32 masters lie in one buffer, of which no part "
-            f"can leave the device by itself; use {instead} instead of --use-megatron-fsdp"
-        )
-    if config.model.num_experts is not None and layout.data_parallel_sharding_strategy == "no_shard":
-        yield (
-            f"--data-parallel-sharding-strategy no_shard with --num-experts {config.model.num_experts}: the gradients "
-            "of experts are no replicas where those of the rest are, and there is one norm for both; use "
-            "--data-parallel-sharding-strategy optim, or leave --use-megatron-fsdp and "
-            "--data-parallel-sharding-strategy out"
-        )
+        yield f"--optimizer-cpu-offload moves flat ranges, and {traits.title} updates matrices; leave it out"
 
 
 def copies_are_divided_by_megatron_fsdp(config: Config, facts: Facts) -> Iterator[str]:
@@ -69,8 +78,6 @@ def copies_are_divided_by_megatron_fsdp(config: Config, facts: Facts) -> Iterato
     layout = config.layout
     strategy = layout.outer_dp_sharding_strategy
     if strategy == "no_shard" or not layout.use_megatron_fsdp:
-    if config.optimizer.optimizer_cpu_offload:
-        yield f"--optimizer-cpu-offload moves flat ranges, and {traits.title} updates matrices; leave it out"
         return
     given = f"--outer-dp-sharding-strategy {strategy}"
     if layout.data_parallel_sharding_strategy != "optim_grads_params":

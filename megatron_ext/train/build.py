@@ -42,7 +42,6 @@ from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run, TrainState
-from megatron_ext.train.weight_decay import check_weight_decay
 
 
 def build_run(config: Config, device: Device, resume: Resume | None = None, extensions: Extensions = NONE) -> Run:
@@ -70,8 +69,6 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         compile_layers(chunks)
     wrapped = sharding.shard(chunks, core, groups, device)
     optimizer = sharding.optimizer(wrapped, groups, device)
-    with sharding.weights_in_place(wrapped):
-        check_weight_decay(sharding.parts(optimizer), wrapped, config)
     ranges = open_range(config)
     timers = Timers(config.logging.timing_log_level, device.synchronize, ranges)
     if config.logging.timing_log_level > 0 or ranges is not None:
@@ -80,18 +77,18 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         for part in optimizer.chained_optimizers:
             part.config.timers = timers
     loss_scale = share_loss_scale(optimizer)
-    schedule: Any = get_forward_backward_func(groups.pp.size(), core.virtual_pipeline_model_parallel_size)
     core.grad_scale_func = optimizer.scale_loss if loss_scale is None else loss_scale.scaled
     core.finalize_model_grads_func = finalize_model_grads if loss_scale is None else loss_scale.finalize
     loaders = build_loaders(config, device, groups, resume, extensions)
+    schedule: Any = get_forward_backward_func(groups.pp.size(), core.virtual_pipeline_model_parallel_size)
     modules = [layer.modules for layer in layers(config)]
     watch = GradientWatch(wrapped, sharding, modules, alone=config.layout.world_size == 1)
     return Run(
         config=config,
-        schedule=schedule,
         device=device,
         groups=groups,
         p2p=P2PCommunicator(pp_group=groups.pp, config=core),
+        schedule=schedule,
         transformer_config=core,
         sharding=sharding,
         chunks=wrapped,

@@ -22,6 +22,7 @@ from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Sour
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.parts.own_parameters import OwnParameters, in_every_layer
+from megatron_ext.rules.sharding import matrices_are_whole
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 if TYPE_CHECKING:
@@ -141,7 +142,10 @@ class Extensions:
                 "add the scheme to `schemes` if the update is element by element"
             )
         OPTIMIZERS[traits.name] = traits
-        return replace(config, optimizer=replace(config.optimizer, optimizer=traits.name))
+        config = replace(config, optimizer=replace(config.optimizer, optimizer=traits.name))
+        if problems := [*matrices_are_whole(config, Facts())]:
+            raise ConfigurationError(problems)
+        return config
 
     def warnings(self, typed: Mapping[str, Any]) -> list[str]:
         """Return what of the values that the user typed, by field name, changes nothing next to the own parts."""

@@ -55,7 +55,8 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """All that the program knows of one optimizer. Its update must be element by element, as a shard is any range."""
+    """All that the program knows of one optimizer. Unless it `needs_whole_matrices`, its update must be element by
+    element, as a shard is any range."""
 
     name: str
     """As `--optimizer` takes it."""
@@ -79,6 +80,14 @@ class OptimizerTraits:
     """What megatron-core is asked to build. Where that is another, `torch_class` takes its place before the first
     update; else the engine may take a fused kernel of Transformer Engine or apex."""
 
+    of_elements: "OptimizerTraits | None" = None
+    """What updates, in its place, all that the catalogue updates as "element" (`Parameter.update`): embeddings, output
+    layer, norms, biases. None: it updates every parameter."""
+
+    needs_whole_matrices: bool = False
+    """Whether the update of a matrix depends on all of it. Its class is then given whole ones, or stacks of those of
+    experts, [experts, rows, columns], and a layout that has none is refused. `of_elements` updates the rest."""
+
     in_16_bits: "OptimizerTraits | None" = None
     """The traits of the class that keeps averages in bf16 or fp16, where --exp-avg-dtype or --exp-avg-sq-dtype asks for
     it; None where there is none."""
@@ -101,6 +110,15 @@ class OptimizerTraits:
 
     elsewhere: Mapping[str, Elsewhere] = field(default_factory=dict)
     """What it is called elsewhere, by program of `foreign/`."""
+
+    @property
+    def each(self) -> tuple["OptimizerTraits", ...]:
+        """The optimizers of a run: itself, and what updates other parameters in its place."""
+        return (self,) if self.of_elements is None else (self, self.of_elements)
+
+    def updating(self, update: str | None) -> "OptimizerTraits":
+        """Return which of `each` updates parameters of this kind (`Parameter.update`)."""
+        return self.each[-1 if update == "element" else 0]
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -130,7 +148,7 @@ class OptimizerTraits:
 
     def state_names(self, settings: Any) -> tuple[str, ...]:
         """Names of the states that are kept with these settings."""
-        return tuple(state.name for state in self.kept(settings))
+        return tuple(dict.fromkeys(state.name for traits in self.each for state in traits.kept(settings)))
 
     def bytes_each(self, settings: Any) -> int:
         """Return the bytes of state for each element that is updated, without the fp32 master of a 16-bit weight."""
