@@ -81,7 +81,6 @@ _OF_LAYOUTS = {
     model.vocabulary_fits_its_padding,
     training.gradients_have_one_precision,
     training.offloading_offloads_something,
-    operations.loss_of_linear_layer_has_its_weight,
     operations.products_add_to_main_gradients,
     profiling.communication_can_be_timed,
 }
