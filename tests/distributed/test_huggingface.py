@@ -25,6 +25,7 @@ from tests.support.hf_models import (
     flags,
     forward,
     greedy,
+    logits_of_folder,
     our_logits,
     quiet_transformers,
     reference_logits,
@@ -244,6 +245,8 @@ def test_to_hf_gives_back_the_files(
             found[key], tensor = found[key] + added[key], tensor + added[key]
         assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
     assert len(list(written.glob("*.safetensors"))) > 1
+    theirs = in_plain_process(logits_of_folder, str(written))  # by the config.json that was written
+    assert (theirs - models[name][1]).abs().max() < TOLERANCE
     assert ("largest difference of logits" in capsys.readouterr().out) == verified
 
 
