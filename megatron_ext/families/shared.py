@@ -161,9 +161,9 @@ def _activation(model: ModelConfig) -> str:
 def gelu_values(reading: Reading, key: str, usual: str) -> dict[str, Any]:
     """Return the flag of the form of GELU; `usual`: where the key is missing or null."""
     activation = reading.get(key, usual)
-    if activation not in _GELUS:
+    if str(activation) not in _GELUS:
         reading.problems.append(f"{key} is {json.dumps(activation)}; supported are {', '.join(_GELUS)}")
-    return {"openai_gelu": _GELUS.get(activation, False)}
+    return {"openai_gelu": _GELUS.get(str(activation), False)}
 
 
 def heads_fill_width(model: ModelConfig) -> dict[str, Any]:
@@ -311,7 +311,10 @@ def _rotary_values(reading: Reading, partial: bool, head: int | None) -> dict[st
     }
     if head is not None and kind == "dynamic" and rotary.get("alpha") is not None:
         # NTK-aware interpolation by a fixed factor: HunYuanDenseV1RotaryEmbedding.compute_ntk_alpha_rope_parameters.
-        values["rotary_base"] *= rotary.number("alpha", 1.0) ** (head / max(head - 2, 1))
+        try:
+            values["rotary_base"] *= rotary.number("alpha", 1.0) ** (head / max(head - 2, 1))
+        except OverflowError:
+            rotary.problems.append(f"alpha is {rotary.get('alpha')}, for which no base of the frequencies is finite")
         rotary.understand("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which that does not read
         kind = "default"
     if kind == "llama3":

@@ -17,6 +17,7 @@ from megatron_ext.checkpoint.native.folder import find_all
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.data.record import read_record
 from megatron_ext.errors import DataError
+from megatron_ext.families import FAMILIES
 from megatron_ext.families.hf_config import differences, read_hf_config
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.train.configure import configure
@@ -40,16 +41,20 @@ _HF = {
     "attention_bias": False,
     "torch_dtype": "float32",
 }
+_HF_KEYS = (
+    *("quantization_config", "sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),
+    *("no_rope_layers", "mlp_only_layers", "decoder_sparse_step", "rope_parameters", "partial_rotary_factor"),
+)
 _JSON_VALUES = (None, True, -1, 0, 10**30, 10**400, 1e308, "x", "1", [], [1], {}, {"factor": "x"}, "gelu", float("nan"))
 
 
 def hf_config(folder: Path) -> Read:
-    """config.json of a Hugging Face folder, by bytes and by values."""
+    """config.json of a Hugging Face folder, of any family, by bytes and by values."""
 
     def read(chance: random.Random) -> None:
-        content = dict(_HF)
+        content = {**_HF, "model_type": chance.choice(["llama", *FAMILIES])}
         for _ in range(chance.choice((1, 2, 3))):
-            content[chance.choice([*content, "quantization_config", "sliding_window"])] = chance.choice(_JSON_VALUES)
+            content[chance.choice([*content, *_HF_KEYS])] = chance.choice(_JSON_VALUES)
         text = json.dumps(content).encode()
         (folder / "config.json").write_bytes(changed(text, chance) if chance.random() < 0.5 else text)
         _, values = read_hf_config(folder)
