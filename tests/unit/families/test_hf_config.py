@@ -213,6 +213,7 @@ def test_what_a_file_says_twice_or_in_another_form_is_not_guessed(
         ("llama", {"activation": "swiglu", "pretraining_tp": 1, "_name_or_path": "x", "max_sequence_length": 2048}),
         ("qwen2", {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False, "use_mrope": False}),
         ("qwen3_moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
+        ("nemotron", {"kv_channels": 6}),
         ("gpt2", {"n_ctx": 32, "task_specific_params": {"text-generation": {"do_sample": True}}, "n_inner": None}),
         ("gpt2", {"gradient_checkpointing": False, "summary_activation": None, "_num_labels": 1, "output_past": True}),
     ],
