@@ -214,6 +214,8 @@ def test_what_a_file_says_twice_or_in_another_form_is_not_guessed(
         ("qwen2", {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False, "use_mrope": False}),
         ("qwen3_moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
         ("nemotron", {"kv_channels": 6}),
+        ("starcoder2", {"mlp_type": "default", "residual_dropout": 0.1, "embedding_dropout": 0.1}),
+        ("smollm3", {"max_window_layers": 28, "pretraining_tp": 2}),
         ("gpt2", {"n_ctx": 32, "task_specific_params": {"text-generation": {"do_sample": True}}, "n_inner": None}),
         ("gpt2", {"gradient_checkpointing": False, "summary_activation": None, "_num_labels": 1, "output_past": True}),
     ],
