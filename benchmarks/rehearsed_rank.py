@@ -22,9 +22,9 @@ from benchmarks.rehearsal_meter import Meter, Phase
 from benchmarks.rehearsed_world import Objects, played
 from megatron_ext import device
 from megatron_ext.checkpoint.native import contents, save
-from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.schema import Config
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.model import initialize
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model

@@ -26,7 +26,7 @@ from megatron_ext.config.parse.options import flag_of
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families.hf_config import read_hf_config
 from megatron_ext.gc_freeze import nothing_collected
-from megatron_ext.plan import evaluation, limits
+from megatron_ext.plan import layout_evaluation, limits
 from megatron_ext.plan import presentation as report
 from megatron_ext.plan.calibrate import corrected, read_metrics, saved_values
 from megatron_ext.plan.choices import flags
@@ -116,14 +116,14 @@ def _calibrated(options: argparse.Namespace, asked: Question) -> Machine:
 
 def _evaluate(options: argparse.Namespace, asked: Question) -> int:
     """Print what the layout given takes and needs."""
-    evaluated = evaluation.evaluate(asked)
+    evaluated = layout_evaluation.evaluate(asked)
     if isinstance(evaluated, list):
-        _write_json(options, evaluation.refusal_as_json(asked.world_size, asked.machine, evaluated))
+        _write_json(options, layout_evaluation.refusal_as_json(asked.world_size, asked.machine, evaluated))
         raise ConfigurationError(evaluated)
-    limits_json, limits_lines = _limits(options, asked, [evaluation.as_candidate(evaluated)])
-    _write_json(options, evaluation.as_json(evaluated) | limits_json)
+    limits_json, limits_lines = _limits(options, asked, [layout_evaluation.as_candidate(evaluated)])
+    _write_json(options, layout_evaluation.as_json(evaluated) | limits_json)
     if not _is_stdout(options):
-        say("\n".join([*evaluation.as_text(evaluated), *limits_lines]))
+        say("\n".join([*layout_evaluation.as_text(evaluated), *limits_lines]))
     return 0
 
 

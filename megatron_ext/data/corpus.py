@@ -27,7 +27,7 @@ from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, SplitFiles, split_files
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 _WHOLE_INDEX_UP_TO = 1 << 24
 """Largest size in bytes of an .idx that is read whole at the start under --data-order formula, which needs only its

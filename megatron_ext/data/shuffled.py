@@ -31,7 +31,7 @@ from megatron_ext.data.splits import SPLITS, SplitFiles
 from megatron_ext.data.stored import cache_root, open_bin
 from megatron_ext.durable import replacing
 from megatron_ext.errors import StorageError
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.untrusted.text import read_file
 
 _LARGEST = 1 << 24

@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.config.schema import LayoutConfig
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.parallel import rendezvous
 
 

@@ -1,6 +1,6 @@
 """Computes how fast a group of ranks exchanges data, from where its ranks are: inside a node, or in several.
 
-Neighbouring ranks are in one node (the rank order of config/derived/ranks.py). A group of `size` ranks, `stride` apart,
+Neighbouring ranks are in one node (config/derived/rank_order.py). A group of `size` ranks, `stride` apart,
 spans size x stride ranks. Beyond a node, its ranks there use their node's network adapters together, one adapter a
 device: collectives run in several rings, each of which crosses the border of nodes at another rank, so that k ranks in
 a node give them k adapters. Context parallelism's ring of sends is a single one: at each border one rank sends, through

@@ -9,7 +9,7 @@ When every pass of a pipeline ends: the simulation that `simulate` does, with al
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.estimate import pass_times, step_time
 from megatron_ext.plan.hardware import Machine

@@ -24,7 +24,7 @@ from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import MemoryEstimate, fits, state_fits, worst_stage_of
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.workload import Portions, Workload
-from megatron_ext.rules.sharding import RULES_OF_KINDS
+from megatron_ext.rules.sharding_rules import RULES_OF_KINDS
 from megatron_ext.rules.validate import (
     RULES,
     RULES_OF_LAYOUTS,

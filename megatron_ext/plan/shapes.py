@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from megatron_ext.config.derived.pipeline import first_layers, layer_counts
+from megatron_ext.config.derived.pipeline_split import first_layers, layer_counts
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 from megatron_ext.parts import own_parameters
 from megatron_ext.parts.catalogue import (

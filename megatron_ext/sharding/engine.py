@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.config.schema import Config, OptimizerConfig
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.initialize import initialize
 from megatron_ext.optim.gradient_norm import replace_loops
 from megatron_ext.optim.settings import optimizer_config

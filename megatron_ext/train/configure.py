@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext import environment
+from megatron_ext.checkpoint.native.checkpoint_folder import load_problem
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
-from megatron_ext.checkpoint.native.folder import load_problem
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
@@ -24,14 +24,14 @@ from megatron_ext.config.parse.paths import path_problems
 from megatron_ext.config.parse.saved import adopt, shapes_and_function
 from megatron_ext.config.resolve import Facts, graph_obstacles, resolve
 from megatron_ext.config.schema import Config
-from megatron_ext.config.schema.data import DataConfig
+from megatron_ext.config.schema.data_flags import DataConfig
 from megatron_ext.data.skipped import skipped_samples
 from megatron_ext.device.graph_support import uncapturing_torch
 from megatron_ext.device.hardware_queues import shows_gpu
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
 from megatron_ext.rules.validate import problems
-from megatron_ext.tokenizer.build import tokenizer_from_flags
+from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.train.assumed_facts import assumed_facts
 
 _OPTIONAL_PACKAGES = ("apex", "comet_ml", "mlflow", "trackio", "transformer_engine", "wandb")

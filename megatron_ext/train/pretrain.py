@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext import device, environment
-from megatron_ext.checkpoint.native.folder import saved_iterations
+from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
 from megatron_ext.checkpoint.native.lock import give_up, hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.derived.cuda_graphs import graphs_warning, makes_graphs, without_graphs
@@ -31,7 +31,7 @@ from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatas
 from megatron_ext.train.trained import Trained
 
 if TYPE_CHECKING:
-    from megatron_ext.device.protocol import Device
+    from megatron_ext.device.device_protocol import Device
     from megatron_ext.train.callbacks.history import History
     from megatron_ext.train.run import Run
     from megatron_ext.train.trainer import Callback
@@ -199,8 +199,8 @@ def _meet(configured: Configured, here: "Device", status: RunStatus, ends: ExitS
 def _with_agreed_checkpoint(configured: Configured, extensions: Extensions) -> Configured:
     """Return the configuration for the checkpoint that all ranks go on from."""
     if configured.search is not None:
-        from megatron_ext.checkpoint.local.agreement import newest_snapshot
-        from megatron_ext.checkpoint.native.agreement import agree
+        from megatron_ext.checkpoint.local.newest_snapshot import newest_snapshot
+        from megatron_ext.checkpoint.native.agreed_checkpoint import agree
 
         search, before = configured.search, configured.typed.warnings
         resume = newest_snapshot(configured.config, search) or agree(search, configured.config.checkpoint)
@@ -307,7 +307,7 @@ def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
     run.progress.phase = "loading what it begins with"
     if resume is not None:
         from megatron_ext.checkpoint.local.writer import restore_snapshot
-        from megatron_ext.checkpoint.native.load import load_saved
+        from megatron_ext.checkpoint.native.load_checkpoint import load_saved
         from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
 
         if resume.is_snapshot:
@@ -322,7 +322,7 @@ def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
         where = f"the snapshots in {resume.path.parent}" if resume is not None and resume.is_snapshot else flags.load
         say(f"checkpoint: {what} {where}")
     if flags.load_hf is not None and resume is None:
-        from megatron_ext.checkpoint.huggingface.load import load_huggingface
+        from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
 
         load_huggingface(run, flags.load_hf)
         if run.rank == 0:

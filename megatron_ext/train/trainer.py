@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.config.derived.batch import global_batch_size, training_steps
+from megatron_ext.config.derived.batch_size import global_batch_size, training_steps
 from megatron_ext.errors import ConfigurationError, StoppedBySignal
 from megatron_ext.optim.curves import LearningRateCurve, Schedule, WeightDecayCurve, learning_rate, weight_decay
 from megatron_ext.optim.settings import set_rates

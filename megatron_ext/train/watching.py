@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroup, Store, Work  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.config.schema import LayoutConfig
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.parallel.operations import COLLECTIVES, END_OF_BATCH, MESSAGES, WrappedMethods, group_title
 from megatron_ext.resilience.board import Board
 from megatron_ext.resilience.process_end import RunStatus

@@ -20,7 +20,7 @@ from megatron_ext.config.parse.options import flag_of, options, options_by_name
 from megatron_ext.config.schema import CheckpointConfig, LoggingConfig
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.parity import GRADIENT_TOLERANCE
-from megatron_ext.verify.record import RunRecord, record
+from megatron_ext.verify.recorded_training import RunRecord, record
 
 _LEFT_OUT = {field.name for group in (CheckpointConfig, LoggingConfig) for field in dataclasses.fields(group)}
 _LEFT_OUT |= {"bf16", "fp16", "world_size", "device", "full_validation", "eval_at_start"}

@@ -79,7 +79,7 @@ def test_a_step_reduces_every_bucket_once_whatever_the_number_of_microbatches(la
 
 def _samples(flags: list[str], steps: int, load: str | None, save: str | None) -> list[list[int]]:
     """One rank: the tokens of every sample that it trains on, in order."""
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.trainer import Trainer
 

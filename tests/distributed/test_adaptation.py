@@ -39,7 +39,7 @@ def _train_without(name: str | None, folder: str, runs: tuple[str, ...] = RUNS) 
     from megatron_ext import device
 
     here = device.install("cpu")
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks.evaluation import evaluate

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.derived.ranks import expert_coordinates
+from megatron_ext.config.derived.rank_order import expert_coordinates
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
 from megatron_ext.parts import stack as config_layers

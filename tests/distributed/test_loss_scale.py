@@ -204,7 +204,7 @@ def _scale_of_a_checkpoint(flags: str, folder: str) -> tuple[float, float, bool]
     of who loads what is saved then, and whether the next step is an update."""
     from megatron_ext import device
     from megatron_ext.checkpoint.native import contents
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

@@ -57,7 +57,7 @@ class Trace:
 def _run(flags: str, load: str | None = None, save: str | None = None, steps: int = STEPS) -> tuple[Any, list[str]]:
     """Train, or load and train, save after two steps; the run and the losses of all steps."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

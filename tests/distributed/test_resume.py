@@ -88,7 +88,7 @@ class Trace:
 
 def _train(flags: list[str], load: str | None, steps: int, save: str | None) -> Trace:
     from megatron_ext import device
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

@@ -92,10 +92,10 @@ def _go_on(folder: str, header: dict[str, Any]) -> tuple[int | None, str, dict[s
     import torch
 
     from megatron_ext.checkpoint.local import rank_file
-    from megatron_ext.checkpoint.local.agreement import newest_snapshot
-    from megatron_ext.checkpoint.local.folder import file_of, folder_of
+    from megatron_ext.checkpoint.local.newest_snapshot import newest_snapshot
+    from megatron_ext.checkpoint.local.snapshot_folder import file_of, folder_of
     from megatron_ext.checkpoint.native.resume import Search
-    from megatron_ext.config.parse.files import to_yaml
+    from megatron_ext.config.parse.config_file import to_yaml
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -131,7 +131,7 @@ def _go_on(folder: str, header: dict[str, Any]) -> tuple[int | None, str, dict[s
 
 
 def test_ranks_agree_on_the_newest_usable_snapshot_and_who_has_none_gets_its_file(tmp_path: Path) -> None:
-    from megatron_ext.checkpoint.local.folder import layout_of
+    from megatron_ext.checkpoint.local.snapshot_folder import layout_of
 
     header = {"layout": layout_of(small_config()), "checkpoint": 0}
     found = run_ranks(3, _go_on, str(tmp_path), header)
@@ -152,7 +152,7 @@ def test_ranks_agree_on_the_newest_usable_snapshot_and_who_has_none_gets_its_fil
 
 def _replicate(folder: str, flags: list[str]) -> tuple[int, list[str], str | None, str | None]:
     """On each of three ranks: take two snapshots, of which rank 1 cannot write the second."""
-    from megatron_ext.checkpoint.local.folder import iterations, ranks_at
+    from megatron_ext.checkpoint.local.snapshot_folder import iterations, ranks_at
     from megatron_ext.checkpoint.local.writer import SnapshotWriter
     from tests.support.checkpoints import build
 

@@ -28,7 +28,7 @@ FLAGS = shlex.split(f"""
 
 def train(folder: str, name: str, flags: list[str], how: str = "") -> tuple[int, str]:
     """Rank 1 computes longer from a step on, by what its clock says ("told") or in fact ("real")."""
-    from megatron_ext.telemetry.communication import CommunicationClock, ComputeTime
+    from megatron_ext.telemetry.communication_clock import CommunicationClock, ComputeTime
     from megatron_ext.train.trainer import Trainer
 
     rank, steps = environment.rank(), itertools.count(1)

@@ -27,7 +27,7 @@ _TAGS = (
 MARKUP = re.compile(rf"</?(?:{_TAGS})[\s/>]|&(?:lt|gt|amp|quot|nbsp|#\d+|#x[0-9a-f]+);", re.IGNORECASE)
 _BEGINNING = re.compile(r"</?[a-z]*$", re.IGNORECASE)  # of one whose name or attributes are put in
 NO_MARKUP = {
-    "megatron_ext/tokenizer/record.py": "a text that a tokenizer is tried on",
+    "megatron_ext/tokenizer/tokenizer_record.py": "a text that a tokenizer is tried on",
     "megatron_ext/doctor/network.py": "`export MASTER_ADDR=<a name or ...>`",
 }
 

@@ -19,13 +19,20 @@ import torch
 
 from megatron_ext import environment
 from megatron_ext.checkpoint.local import rank_file
-from megatron_ext.checkpoint.local.agreement import contents_of
-from megatron_ext.checkpoint.local.folder import file_of, folder_of, layout_of, remove_all, remove_later, remove_old
+from megatron_ext.checkpoint.local.newest_snapshot import contents_of
 from megatron_ext.checkpoint.local.peers import exchange
-from megatron_ext.checkpoint.native import contents, manifest, optimizer_state
-from megatron_ext.checkpoint.native.folder import CONFIG, DATA, iteration_folder, saved_iterations
+from megatron_ext.checkpoint.local.snapshot_folder import (
+    file_of,
+    folder_of,
+    layout_of,
+    remove_all,
+    remove_later,
+    remove_old,
+)
+from megatron_ext.checkpoint.native import checkpoint_manifest, contents, optimizer_state
+from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, DATA, iteration_folder, saved_iterations
 from megatron_ext.checkpoint.native.snapshot import HostMemory, Saveable
-from megatron_ext.config.parse.files import to_yaml
+from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.errors import DataError
 
 
@@ -122,7 +129,7 @@ class SnapshotWriter:
         record = run.data_record
         checkpoint = max((step for step in saved_iterations(save) if step <= iteration), default=0)
         if checkpoint != self._follows[0]:
-            self._follows = checkpoint, manifest.name_of(iteration_folder(save, checkpoint))
+            self._follows = checkpoint, checkpoint_manifest.name_of(iteration_folder(save, checkpoint))
         return {
             "iteration": iteration,
             "layout": layout_of(run.config),

@@ -22,10 +22,9 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.checkpoint import checksums
-from megatron_ext.checkpoint.native import contents, manifest
-from megatron_ext.checkpoint.native.extra_files import keep_tokenizer, write_versions
-from megatron_ext.checkpoint.native.folder import (
+from megatron_ext.checkpoint import written_checksums
+from megatron_ext.checkpoint.native import checkpoint_manifest, contents
+from megatron_ext.checkpoint.native.checkpoint_folder import (
     CONFIG,
     DATA,
     iteration_folder,
@@ -34,11 +33,12 @@ from megatron_ext.checkpoint.native.folder import (
     publish,
     saved_iterations,
 )
+from megatron_ext.checkpoint.native.extra_files import keep_tokenizer, write_versions
 from megatron_ext.checkpoint.native.lock import hold_again, is_lost
 from megatron_ext.checkpoint.native.retention import remove_expired
 from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, Saveable, as_it_is
-from megatron_ext.config.parse.files import to_yaml
-from megatron_ext.device.protocol import Device
+from megatron_ext.config.parse.config_file import to_yaml
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.errors import FolderRemovedError, StorageError, TrainingError
 from megatron_ext.sharding.parts import IN_PLACE, Exchange
 
@@ -110,7 +110,7 @@ class Save:
         self.run, self.folder, self.iteration = run, folder, run.state.iteration
         self._partial = partial_folder(folder, self.iteration)
         self._kept = kept or Kept()
-        self._files: manifest.Files | str = {}
+        self._files: checkpoint_manifest.Files | str = {}
         self._request: AsyncRequest | None = None
         self._thread: threading.Thread | None = None
         self._copies = run.device.copies()
@@ -176,7 +176,7 @@ class Save:
             torch.distributed.barrier()
             self._kept.strategy.failure = error
 
-    def _publish_written(self, shards: manifest.Files) -> None:
+    def _publish_written(self, shards: checkpoint_manifest.Files) -> None:
         if self._kept.strategy.failure is not None:
             raise self._kept.strategy.failure
         self._publish(shards)
@@ -227,7 +227,7 @@ class Save:
                 state_dict = contents.to_save(snapshot, self._kept.exchange)
                 self._request = self._planned(state_dict, validate=False)
             assert self._request is not None
-            written = checksums.watch(self._request)
+            written = written_checksums.watch(self._request)
             write_shards(self._request, _on_host(self._request))
             self._files = written.files()
             if self.run.rank == 0:
@@ -246,10 +246,10 @@ class Save:
         keep_tokenizer(self.run.config.data, self._partial, earlier)
         write_versions(self._partial)
 
-    def _publish(self, shards: manifest.Files) -> None:
+    def _publish(self, shards: checkpoint_manifest.Files) -> None:
         """Write the manifest; then the checkpoint gets its name."""
-        others = [path for path in manifest.all_files(self._partial) if path.suffix != ".distcp"]
-        manifest.write(self._partial, shards | manifest.describe(self._partial, others))
+        others = [path for path in checkpoint_manifest.all_files(self._partial) if path.suffix != ".distcp"]
+        checkpoint_manifest.write(self._partial, shards | checkpoint_manifest.describe(self._partial, others))
         publish(self.folder, self.iteration)
 
     @contextmanager
@@ -287,7 +287,7 @@ def write_shards(request: AsyncRequest, buckets: Any) -> None:
     """Run the engine's writer, here and now."""
     if request.async_fn is not None:
         rank, _, results = request.async_fn_args
-        with checksums.without_checksums_of_torch():
+        with written_checksums.without_checksums_of_torch():
             request.async_fn(rank, buckets, results, **request.async_fn_kwargs)
 
 
@@ -335,7 +335,7 @@ def _sum_over_ranks(number: int, device: Device) -> int:
     return int(total)
 
 
-def _gather_files(folder: str | Path, own: manifest.Files | str) -> manifest.Files:
+def _gather_files(folder: str | Path, own: checkpoint_manifest.Files | str) -> checkpoint_manifest.Files:
     """Return the files of all ranks on rank 0, and none on the others; where one failed, every rank raises."""
     answers = _gathered_by_first_rank(own)
     problem = [next((answer for answer in answers if isinstance(answer, str)), None)]

@@ -348,7 +348,7 @@ def _similarity(name: str, other: str) -> float:
 
 
 def _read_file(reading: _Reading, path: str) -> None:
-    from megatron_ext.config.parse.files import read_yaml
+    from megatron_ext.config.parse.config_file import read_yaml
     from megatron_ext.config.parse.paths import path_problem
 
     try:

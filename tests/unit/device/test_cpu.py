@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.device import cpu
 from megatron_ext.device.cpu import CpuDevice, CpuMark
-from megatron_ext.device.protocol import DeviceMemory
+from megatron_ext.device.device_protocol import DeviceMemory
 from tests.support.of_one_module import replace_in
 
 

@@ -9,8 +9,8 @@ import pytest
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import choices, sensitivity
-from megatron_ext.plan.evaluation import as_candidate, evaluate_config
 from megatron_ext.plan.hardware import Machine, hardware
+from megatron_ext.plan.layout_evaluation import as_candidate, evaluate_config
 from megatron_ext.plan.limits import _winner
 from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import fewest_ranks, with_offloads

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.plan import schedule
 from megatron_ext.plan.estimate import Times, _in_turn, step_time

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_ext.config.resolve import Facts
-from megatron_ext.plan.evaluation import _alike, _communication, as_candidate, evaluate_config
 from megatron_ext.plan.hardware import Machine, hardware
+from megatron_ext.plan.layout_evaluation import _alike, _communication, as_candidate, evaluate_config
 from megatron_ext.plan.memory import MemoryEstimate
 from megatron_ext.plan.presentation import _gb, name, simpler, why
 from megatron_ext.plan.question import question

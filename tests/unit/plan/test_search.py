@@ -17,8 +17,8 @@ from megatron_ext.plan import presentation
 from megatron_ext.plan import search as search_module
 from megatron_ext.plan.choices import RECOMPUTATIONS, SHARDINGS, flags, hybrid, layouts
 from megatron_ext.plan.estimate import at_least, formula_at_least, time_of
-from megatron_ext.plan.evaluation import evaluate_config
 from megatron_ext.plan.hardware import Machine, hardware
+from megatron_ext.plan.layout_evaluation import evaluate_config
 from megatron_ext.plan.memory import stage_memory, worst_stage
 from megatron_ext.plan.presentation import command, simpler, speed
 from megatron_ext.plan.question import question
@@ -26,7 +26,7 @@ from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
 from megatron_ext.plan.sensitivity import alternatives, hinges, with_short_gradients
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.workload import Workload
-from megatron_ext.rules.run import nothing_needed_is_missing, values_are_in_range, values_have_what_they_need
+from megatron_ext.rules.run_rules import nothing_needed_is_missing, values_are_in_range, values_have_what_they_need
 from megatron_ext.rules.validate import RULES, RULES_OF_LAYOUTS, RULES_OF_MICRO_BATCHES, RULES_OF_RECOMPUTATION
 from tests.support import plans
 from tests.support.golden_text import section

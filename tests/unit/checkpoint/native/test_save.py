@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.native import contents, manifest, save
-from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
-from megatron_ext.checkpoint.native.load import load_checkpoint
+from megatron_ext.checkpoint.native import checkpoint_manifest, contents, save
+from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import Kept, Save, save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import StorageError
@@ -58,10 +58,12 @@ def test_a_loaded_run_goes_on_as_the_saved_one_did(words: str, background: bool,
     assert load_checkpoint(again, tmp_path) == 3
     assert state_of(again) == then
     assert train(again, 3) == losses
-    files = manifest.read(path)
+    files = checkpoint_manifest.read(path)
     assert files is not None
-    assert sorted([*files, manifest.MANIFEST]) == sorted(str(file.relative_to(path)) for file in path.iterdir())
-    assert manifest.problems(path, files) == []
+    assert sorted([*files, checkpoint_manifest.MANIFEST]) == sorted(
+        str(file.relative_to(path)) for file in path.iterdir()
+    )
+    assert checkpoint_manifest.problems(path, files) == []
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000001", "iter_0000003", TRACKER]
 
 
