@@ -65,7 +65,7 @@ def seconds_of_a_collective() -> dict[str, float]:
     from megatron_ext.device.cpu import CpuDevice
     from megatron_ext.resilience.progress import Progress
     from megatron_ext.telemetry.communication_clock import CommunicationClock
-    from megatron_ext.train.watching import OperationMarks
+    from megatron_ext.train.start_watchdog import OperationMarks
 
     work = Work()
     torch.distributed.init_process_group("gloo")
@@ -95,9 +95,9 @@ def heartbeat() -> float:
 
     from megatron_ext import device
     from megatron_ext.parallel import rendezvous
-    from megatron_ext.resilience.board import Board
     from megatron_ext.resilience.process_end import RunStatus
-    from megatron_ext.resilience.watch import Watch
+    from megatron_ext.resilience.rank_reports import Board
+    from megatron_ext.resilience.watchdog import Watch
 
     device.install("cpu")
     store, rank, ranks = rendezvous.meet(timedelta(seconds=60))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.parse.blend import Blend
 from megatron_ext.config.schema import Config
-from megatron_ext.data.formula import FormulaDataset, FormulaSource
+from megatron_ext.data.formula_order import FormulaDataset, FormulaSource
 from megatron_ext.data.integrity import (
     Share,
     check_indexed_files,
@@ -120,7 +120,7 @@ def _build(
     blend, shares = _usable(config, files, shares, needed, one_pass=num_samples is None)
     if by_formula:
         return _by_formula(config, tokenizer, files.split, blend, shares, num_samples, masks or {})
-    from megatron_ext.data.shuffled import build_shuffled
+    from megatron_ext.data.shuffled_order import build_shuffled
 
     own = [digests[prefix] for prefix in blend.prefixes]
     dataset = build_shuffled(config, tokenizer, files, blend, shares, own, num_samples, masks)

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parallel.operations import group_title
-from megatron_ext.resilience.verdict import NOBODY, RankReport, hang_text, numbers_text
+from megatron_ext.resilience.hang_diagnosis import NOBODY, RankReport, hang_text, numbers_text
 from megatron_ext.untrusted.inert_pickle import read
 from megatron_ext.untrusted.untrusted_folder import read_inside
 

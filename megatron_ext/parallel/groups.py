@@ -87,7 +87,7 @@ def _if_member(create: Callable[..., Any]) -> Callable[..., Any]:
     return create_group
 
 
-# torch's own time limit comes after that of the watch (resilience/watch.py), which says who is to blame.
+# torch's own time limit comes after that of the watch (resilience/watchdog.py), which says who is to blame.
 _SECONDS_FOR_THE_WATCH = 5.0
 
 

@@ -30,10 +30,10 @@ from megatron_ext.config.schema import Config
 from megatron_ext.parts.stack import Stack
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.interconnect import seconds
 from megatron_ext.plan.kernel_times import with_calls
-from megatron_ext.plan.links import seconds
-from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import Times, by_formula, shortest, simulate
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.traffic import Term
 from megatron_ext.plan.workload import Workload
 

@@ -15,7 +15,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import active_kinds_of_parameters, kinds_of_parameters
 from megatron_ext.parts.protocol import Part, Product, Share
 from megatron_ext.parts.stack import Stack, stack
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 
 
 def flops_per_token(config: Config) -> int:

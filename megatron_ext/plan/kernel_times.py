@@ -13,7 +13,7 @@ from megatron_ext.parts.protocol import Part, Product
 from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.flops import Products
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 
 Passes = tuple[float, float]
 """Seconds of a forward and of a backward pass."""

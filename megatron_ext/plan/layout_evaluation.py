@@ -10,9 +10,9 @@ from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import MemoryEstimate, host_bytes, memory
-from megatron_ext.plan.presentation import correction, on_host
+from megatron_ext.plan.plan_report import correction, on_host
 from megatron_ext.plan.search import Candidate, Question, resolved
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.workload import Workload
 from megatron_ext.rules.validate import problems
 

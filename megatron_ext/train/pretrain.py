@@ -20,7 +20,7 @@ from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySign
 from megatron_ext.gc_freeze import kept_from_the_collector
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.parts.own_parameters import OwnParameters
-from megatron_ext.resilience import elastic, exit_record, launch
+from megatron_ext.resilience import elastic, exit_record, launcher
 from megatron_ext.resilience.peer_processes import end_stopped_ranks
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher, StopDeadline
@@ -28,7 +28,7 @@ from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.terminal import say, warn
 from megatron_ext.train.configure import Configured, configure, configure_for
 from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets
-from megatron_ext.train.trained import Trained
+from megatron_ext.train.training_result import Trained
 
 if TYPE_CHECKING:
     from megatron_ext.device.device_protocol import Device
@@ -175,7 +175,7 @@ def _meet(configured: Configured, here: "Device", status: RunStatus, ends: ExitS
     from megatron_ext.parallel import groups
     from megatron_ext.sharding.choose import sharding_of
     from megatron_ext.train.callbacks import profiling
-    from megatron_ext.train.watching import begin_watch
+    from megatron_ext.train.start_watchdog import begin_watch
 
     config = configured.config
     ends.callback(
@@ -270,7 +270,7 @@ def _train(run: "Run", status: RunStatus, extensions: Extensions, ends: ExitStac
 
     config, history = run.config, History()
     # One rank watches the stop file and tells the others at the end of a step.
-    watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before())
+    watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launcher.requested_before())
     watched.for_good = not config.layout.elastic
     with (
         watched as signals,
@@ -285,11 +285,11 @@ def _train(run: "Run", status: RunStatus, extensions: Extensions, ends: ExitStac
         except StoppedBySignal as stop:
             run.release_graph()
             if signals.for_good:
-                launch.remember_stop(stop.exit_code, str(stop))
+                launcher.remember_stop(stop.exit_code, str(stop))
                 elastic.dismiss_spares()
             raise
         if trainer.stop_reason is not None:
-            launch.remember_stop(0, trainer.stop_reason)
+            launcher.remember_stop(0, trainer.stop_reason)
     return history, trainer.stop_reason
 
 

@@ -13,8 +13,8 @@ from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import Evaluated
 from megatron_ext.train.deferred_reads import LateSteps, can_read_late
 from megatron_ext.train.run import Position, Run
-from megatron_ext.train.shared_numbers import StopVotes
 from megatron_ext.train.step import BatchLoss, StepResult, train_step
+from megatron_ext.train.step_allreduce import StopVotes
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.data.integrity import check_indexed_files
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
-from megatron_ext.verify.by_transformers import mean_loss, their_logits, their_loss
 from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.verify.transformers_reference import mean_loss, their_logits, their_loss
 
 _TEXT = "A language model reads text as a sequence of tokens, and for each of them it gives the odds of the next. "
 _LENGTH = 128
@@ -144,7 +144,7 @@ def our_model(source: SavedModel, dtype: str) -> Iterator[Callable[[torch.Tensor
     here = device.install("cpu")
     from megatron.core import dist_checkpointing
 
-    from megatron_ext.checkpoint.native.contents import CONTENT_METADATA
+    from megatron_ext.checkpoint.native.checkpoint_state_dict import CONTENT_METADATA
     from megatron_ext.model.config import transformer_config
     from megatron_ext.model.gpt import build_model
     from megatron_ext.parallel import groups

@@ -128,7 +128,7 @@ WRITTEN: dict[str, str] = {
 def _written_and_added(all_flags: list[list[str]]) -> list[tuple[list[str], list[str], int]]:
     """One rank, of each layout: the weights whose gradients a step over NaN has with other bits than one that adds to
     megatron-core's zeros, the buffers with something in their padding, and how many experts have no gradient."""
-    from tests.support.in_turn import in_turn
+    from tests.support.several_models import in_turn
 
     return in_turn(_differences, all_flags)
 

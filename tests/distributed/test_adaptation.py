@@ -6,7 +6,7 @@ import torch.distributed.distributed_c10d as c10d
 from megatron_ext.device import adaptation
 from megatron_ext.device.adaptation import REPLACEMENTS
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.support.in_turn import end_layout
+from tests.support.several_models import end_layout
 
 BASE = (
     "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "

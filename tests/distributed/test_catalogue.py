@@ -18,7 +18,7 @@ from megatron_ext.parts import stack as config_layers
 from megatron_ext.parts.catalogue import Parameter, count_per_rank, parameters, stages, states, tensor_size
 from megatron_ext.parts.stack import Layer
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
+from tests.support.several_models import in_turn
 from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ import pytest
 from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, load, save_at
-from tests.support.in_turn import in_turn
+from tests.support.several_models import in_turn
 
 
 def _flip(path: Path, offset: int, bit: int = 0) -> None:

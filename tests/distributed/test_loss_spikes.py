@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.data.formula import FormulaSource
+from megatron_ext.data.formula_order import FormulaSource
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import share_of
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
 from tests.support.launched import reproducible_rows
 from tests.support.program import run_program
+from tests.support.several_models import in_turn
 
 MODEL = (
     "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1 "

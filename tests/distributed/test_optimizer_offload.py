@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.memory import Bytes
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
 from tests.support.selection import chosen, marked
+from tests.support.several_models import end_layout
 
 BASE = shlex.split("""
     --num-layers 1 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --seq-length 16

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
 from tests.support.run_state import state_hash
 from tests.support.selection import marked
+from tests.support.several_models import end_layout
 
 MODEL = shlex.split("""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention

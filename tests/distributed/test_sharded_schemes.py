@@ -13,8 +13,8 @@ import pytest
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.hf_models import quiet_transformers
-from tests.support.in_turn import end_layout
 from tests.support.run_state import state_hash
+from tests.support.several_models import end_layout
 
 quiet_transformers()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext import environment
-from megatron_ext.telemetry.curve import read_history, summary
+from megatron_ext.telemetry.loss_curve import read_history, summary
 from megatron_ext.telemetry.run_page import run_page
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks

@@ -21,7 +21,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.plan.timeline import as_text
 from megatron_ext.plan.timeline_svg import as_page
 from megatron_ext.telemetry import schedule_record
-from megatron_ext.telemetry.curve import loss_chart, read_history
+from megatron_ext.telemetry.loss_curve import loss_chart, read_history
 from megatron_ext.telemetry.run_page import run_page
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from tests.fuzz.mutations import Read, changed, flipped

@@ -187,7 +187,7 @@ def _has_another(config: Any, layer: Any) -> list[Parameter]:
 def _mistakes() -> list[str]:
     found = []
     for own in (_lacks_one, _has_another):
-        from tests.support.in_turn import end_layout
+        from tests.support.several_models import end_layout
 
         with pytest.raises(ConfigurationError) as caught:
             _own_run([*FLAGS, "--device", "cpu"], "", True, dataclasses.replace(EXTENSIONS, layer_parameters=own))

@@ -11,7 +11,7 @@ from megatron_ext.charts import Series, chart, page
 from megatron_ext.markup import Markup, code, document, element, joined, table
 from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline
 from megatron_ext.plan.timeline_svg import as_page
-from megatron_ext.telemetry.curve import RunHistory
+from megatron_ext.telemetry.loss_curve import RunHistory
 from megatron_ext.telemetry.run_page import run_page, runs_page
 from tests.support.pages import HOSTILE, elements, texts
 from tests.support.syntax import nodes_of, source

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
-from megatron_ext.checkpoint.native import contents
+from megatron_ext.checkpoint.native import checkpoint_state_dict
 from megatron_ext.checkpoint.native.agreed_checkpoint import first_whole
 from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, RELEASE, SavedCheckpoint
 from megatron_ext.checkpoint.native.resume import search_in
@@ -84,7 +84,7 @@ def _read(run: Saveable, checkpoint: SavedCheckpoint) -> None:
     megatrons = megatron_lm.wrote(common)
     translated = _as_ours(run, path, common) if megatrons else common
     parts = _wanted(run, checkpoint, translated)
-    to_load = contents.to_load(run, parts)
+    to_load = checkpoint_state_dict.to_load(run, parts)
     without: dict[str, list[str]] = {}
     if megatrons:
         without = megatron_lm.rename(to_load.state_dict, SafeReader(path).read_metadata().state_dict_metadata)
@@ -94,12 +94,12 @@ def _read(run: Saveable, checkpoint: SavedCheckpoint) -> None:
         loaded |= {name: value for name, value in translated.items() if name != "optimizer"}
         for chunk, names in without.items():
             loaded[chunk] |= dict.fromkeys(names)
-    contents.restore(run, to_load, parts, loaded)
+    checkpoint_state_dict.restore(run, to_load, parts, loaded)
 
 
 def _require_own_layers(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> None:
     """Require the layers that the checkpoint was trained with, where they have parameters of their own."""
-    lacking = set(common.get(contents.OWN_PARAMETERS, ())) - set(own_parameters.names(run.config))
+    lacking = set(common.get(checkpoint_state_dict.OWN_PARAMETERS, ())) - set(own_parameters.names(run.config))
     if lacking:
         raise ConfigurationError(
             f"the checkpoint {checkpoint.path} was trained with layers of one's own, whose parameters "
@@ -136,12 +136,12 @@ def _as_ours(run: Saveable, path: Path, common: Mapping[str, Any]) -> dict[str, 
     return megatron_lm.as_ours(common)
 
 
-def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> contents.Parts:
+def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> checkpoint_state_dict.Parts:
     """Return what the flags ask for, of what is there."""
     path = checkpoint.path
     # Made from a Hugging Face model, or released by somebody: training begins with a new optimizer.
     if common.get("weights_only") or checkpoint.path.name == RELEASE:
-        return contents.Parts(optimizer=False, rng=False, progress=False)
+        return checkpoint_state_dict.Parts(optimizer=False, rng=False, progress=False)
     flags = run.config.checkpoint
     optimizer = not (flags.finetune or flags.no_load_optim)
     if optimizer and "optimizer_step" not in common:
@@ -158,7 +158,7 @@ def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any
         )
     rng = not (flags.finetune or flags.no_load_rng)
     grid = common.get("rng_grid")
-    if rng and grid != contents.rng_grid(run):
+    if rng and grid != checkpoint_state_dict.rng_grid(run):
         whose = (
             f"{path} was saved by (pipeline, data, tensor) = {tuple(grid)} ranks"
             if grid
@@ -167,7 +167,7 @@ def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any
         if run.config.model.attention_dropout or run.config.model.hidden_dropout:
             _warn(run, f"{whose}: dropout goes on from new random numbers")
         rng = False
-    return contents.Parts(optimizer=optimizer, rng=rng, progress=not flags.finetune)
+    return checkpoint_state_dict.Parts(optimizer=optimizer, rng=rng, progress=not flags.finetune)
 
 
 def _saved_optimizer(path: Path) -> str | None:

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import written_checksums
-from megatron_ext.checkpoint.native import checkpoint_manifest, contents
+from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict
 from megatron_ext.checkpoint.native.checkpoint_folder import (
     CONFIG,
     DATA,
@@ -63,7 +63,7 @@ class Kept:
         self.memory = HostMemory()
         self.exchange = Exchange(HostGroups().of, torch.device("cpu"))
         self.strategy = _PlannedOnce(cached_metadata=True)
-        self.models: contents.Contents | None = None
+        self.models: checkpoint_state_dict.Contents | None = None
         self.size: int | None = None
         """Bytes of a checkpoint, once one was begun."""
 
@@ -119,7 +119,7 @@ class Save:
             _on_first_rank(run, folder, self._begin)
             with run.gathered_parameters():
                 copy = partial(self._kept.memory.copy, self._copies) if background else as_it_is
-                snapshot = contents.take(run, copy, self._kept.models)
+                snapshot = checkpoint_state_dict.take(run, copy, self._kept.models)
                 if background:
                     self._kept.models = snapshot.models
                 if not aside:
@@ -191,12 +191,12 @@ class Save:
         if self._kept.size is not None:
             _check_space(self.folder, self._kept.size)
 
-    def _prepare(self, snapshot: contents.RunSnapshot, background: bool) -> None:
+    def _prepare(self, snapshot: checkpoint_state_dict.RunSnapshot, background: bool) -> None:
         """Make the engine's plan for a first save, or take it up for one that the training waits for. Collective."""
-        state_dict = contents.to_save(snapshot, self._kept.exchange if background else IN_PLACE)
+        state_dict = checkpoint_state_dict.to_save(snapshot, self._kept.exchange if background else IN_PLACE)
         is_first = self._kept.size is None
         if is_first:
-            size = _sum_over_ranks(contents.size(state_dict), self.run.device)
+            size = _sum_over_ranks(checkpoint_state_dict.size(state_dict), self.run.device)
             _on_first_rank(self.run, self.folder, lambda: _check_space(self.folder, size))
             self._kept.size = size
         self._request = self._planned(state_dict, validate=is_first)
@@ -210,12 +210,12 @@ class Save:
             except FileNotFoundError:
                 self._partial.mkdir(parents=True, exist_ok=True)
 
-    def _write_aside(self, snapshot: contents.RunSnapshot | None) -> None:
+    def _write_aside(self, snapshot: checkpoint_state_dict.RunSnapshot | None) -> None:
         """Run `_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
         self.run.device.bind_thread()
         self._write(snapshot)
 
-    def _write(self, snapshot: contents.RunSnapshot | None) -> None:
+    def _write(self, snapshot: checkpoint_state_dict.RunSnapshot | None) -> None:
         """Write this rank's shards. Failures wait for `finish`.
 
         Args:
@@ -224,7 +224,7 @@ class Save:
         try:
             self._copies.wait()
             if snapshot is not None:
-                state_dict = contents.to_save(snapshot, self._kept.exchange)
+                state_dict = checkpoint_state_dict.to_save(snapshot, self._kept.exchange)
                 self._request = self._planned(state_dict, validate=False)
             assert self._request is not None
             written = written_checksums.watch(self._request)
@@ -316,7 +316,7 @@ def _request(
         str(folder),
         strategy,
         validate_access_integrity=validate,
-        content_metadata=dict(contents.CONTENT_METADATA),
+        content_metadata=dict(checkpoint_state_dict.CONTENT_METADATA),
         async_sharded_save=True,
         async_strategy="mcore",
     )

@@ -28,8 +28,8 @@ from megatron_ext.parts.catalogue import parameters
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.telemetry.communication_clock import CommunicationClock
-from megatron_ext.telemetry.jsonl import MetricsFile
 from megatron_ext.telemetry.metrics import Evaluated, Metrics, StepMetrics
+from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
 from megatron_ext.train.callbacks.communication import shares_of_all_ranks
 from megatron_ext.train.callbacks.straggler_report import Stragglers

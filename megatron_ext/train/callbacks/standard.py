@@ -9,8 +9,8 @@ from megatron_ext.config.schema import Config
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
 from megatron_ext.telemetry.communication_clock import CommunicationClock
-from megatron_ext.telemetry.jsonl import MetricsFile
 from megatron_ext.telemetry.log_line import Console
+from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.profiler import StepProfiler, open_range
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from megatron_ext.telemetry.trackers import CometWriter, MlflowWriter, TrackioWriter, WandbWriter

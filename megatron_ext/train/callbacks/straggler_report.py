@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_ext.device.device_protocol import Device
-from megatron_ext.resilience.verdict import numbers_text
+from megatron_ext.resilience.hang_diagnosis import numbers_text
 from megatron_ext.telemetry.communication_clock import CommunicationClock, ComputeTime
 from megatron_ext.telemetry.stragglers import Slowness, SlowRanks
 from megatron_ext.terminal import say

@@ -28,7 +28,7 @@ from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.prepare.merge import merge_indexed_files
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError
-from tests.support.of_one_module import replace_in
+from tests.support.patched_in_one_module import replace_in
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from megatron_ext.parts.stack import Layer, layers, stack
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_flops
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.traffic import sent
 from megatron_ext.rules.training_rules import recomputed_parts_are_known
 from tests.support.small_models import LLAMA, small_config

@@ -15,9 +15,9 @@ from megatron_ext.parts.catalogue import count_per_rank
 from megatron_ext.plan.calibrate import believed
 from megatron_ext.plan.flops import Products, forward_flops
 from megatron_ext.plan.hardware import TABLE, Machine, hardware
-from megatron_ext.plan.links import latency, transfer
-from megatron_ext.plan.question import placeholders
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.interconnect import latency, transfer
+from megatron_ext.plan.search_input import placeholders
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.traffic import Term, sent
 from tools.plan import main
 

@@ -232,7 +232,7 @@ def test_a_wrong_command_line_ends_the_process_with_64_in_two_seconds(line: str)
 
 def test_each_wrong_line_ends_with_64_before_torch_is_loaded():
     """In one interpreter, for starting it takes longer than what is asked."""
-    command = [sys.executable, "-m", "tests.support.ends_of_lines"]
+    command = [sys.executable, "-m", "tests.support.command_line_exits"]
     lines = json.dumps([shlex.split(f"{BASE} {line}") for line in WRONG_LINES])
     done = subprocess.run(command, input=lines, cwd=ROOT, capture_output=True, text=True, check=True)
     for line, (code, seconds, said) in zip(WRONG_LINES, json.loads(done.stdout), strict=True):

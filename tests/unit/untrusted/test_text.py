@@ -248,7 +248,7 @@ def test_half_a_character_is_refused() -> None:
 _READERS = {"json.load", "json.loads", "orjson.loads", "yaml.load", "yaml.safe_load", "yaml.full_load", "yaml.load_all"}
 _OTHERS = {
     "parallel/rendezvous.py": "what this run's own ranks have put into their store",
-    "resilience/board.py": "the same",
+    "resilience/rank_reports.py": "the same",
     "data/prepare/documents.py": "lines of a corpus, of any depth that the parser bears and of bounded size",
     "data/prepare/long_texts.py": "the same lines",
 }

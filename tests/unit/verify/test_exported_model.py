@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.verify import by_transformers, exported_model
+from megatron_ext.verify import exported_model, transformers_reference
 from megatron_ext.verify.exported_model import Agreement, LossAgreement, _alone, _corpus_samples, _tokens
 from tests.support.corpora import corpus_of
 from tests.support.small_models import small_config
@@ -100,5 +100,5 @@ def test_the_mean_loss_is_over_all_tokens_but_the_first_ones() -> None:
         return weight[rows]
 
     expected = torch.log_softmax(weight.double(), -1)[tokens[:, :-1], tokens[:, 1:]].mean()
-    assert by_transformers.mean_loss(model, tokens) == pytest.approx(-expected.item(), rel=1e-6)
+    assert transformers_reference.mean_loss(model, tokens) == pytest.approx(-expected.item(), rel=1e-6)
     assert asked == [(8, 4), (3, 4)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.native import contents
+from megatron_ext.checkpoint.native import checkpoint_state_dict
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.errors import DataError
@@ -36,7 +36,7 @@ def parts_of(run: Any) -> tuple[float, int, bytes, int, int]:
     return (
         sum(float(weight.double().abs().sum().item()) for weight in run.chunks[0].parameters()),
         sum(float(state["exp_avg_sq"].double().sum()) > 0 for state in states),
-        b"".join(bytes(state.numpy()) for state in contents.random_tracker().get_states().values())
+        b"".join(bytes(state.numpy()) for state in checkpoint_state_dict.random_tracker().get_states().values())
         + bytes(torch.get_rng_state().numpy()),
         run.state.iteration,
         run.state.scheduled_samples,

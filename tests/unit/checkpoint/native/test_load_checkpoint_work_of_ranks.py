@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.native import contents, load_checkpoint
+from megatron_ext.checkpoint.native import checkpoint_state_dict, load_checkpoint
 from tests.support.small_runs import built
 
 
@@ -46,8 +46,8 @@ def test_weights_are_written_in_turn_by_those_that_hold_them() -> None:
 
     weights: Any = {"a": weight(5), "b": weight(9), "c": weight(4), "d": weight(4), "e": weight(7, expert=True)}
     weights["f"] = weight(6, expert=True)
-    models = contents.Contents({}, weights, {}, {})
-    contents._spread(models, SimpleNamespace(groups=groups))  # pyright: ignore[reportArgumentType]
+    models = checkpoint_state_dict.Contents({}, weights, {}, {})
+    checkpoint_state_dict._spread(models, SimpleNamespace(groups=groups))  # pyright: ignore[reportArgumentType]
     assert models.replicas == dict.fromkeys(weights, 1), "where they were"
     writers = {name: (1 - one.replica_id[-1]) % (2 if name in "ef" else 3) for name, one in weights.items()}
     assert writers == {"b": 0, "a": 1, "c": 2, "d": 2, "e": 0, "f": 1}

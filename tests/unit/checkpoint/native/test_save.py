@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.native import checkpoint_manifest, contents, save
+from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict, save
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import Kept, Save, save_checkpoint
@@ -33,10 +33,18 @@ RUNS = [
 
 def state_of(run: Any) -> tuple[Any, ...]:
     """Return all that the next step of a run follows from."""
-    generators = {name: bytes(state.numpy()) for name, state in contents.random_tracker().get_states().items()}
+    generators = {
+        name: bytes(state.numpy()) for name, state in checkpoint_state_dict.random_tracker().get_states().items()
+    }
     # Masters that lie in host memory have none between steps; the losses that follow are theirs.
     digest = "" if run.config.optimizer.optimizer_cpu_offload else state_hash(run)
-    return digest, run.state, generators, bytes(torch.get_rng_state().numpy()), contents.grad_scaler_state(run)
+    return (
+        digest,
+        run.state,
+        generators,
+        bytes(torch.get_rng_state().numpy()),
+        checkpoint_state_dict.grad_scaler_state(run),
+    )
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext.durable import only_files
 from megatron_ext.errors import ConfigurationError, StorageError
-from megatron_ext.telemetry.jsonl import MetricsFile
+from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.train.configure import configure
 
 FLAGS = shlex.split("""

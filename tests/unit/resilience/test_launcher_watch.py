@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.resilience.launch import watch_launcher
+from megatron_ext.resilience.launcher import watch_launcher
 from megatron_ext.resilience.process_end import RunStatus
 from tests.support.forked import Forked
 
@@ -59,7 +59,7 @@ def test_only_ranks_of_torchrun_end_with_who_started_them(tmp_path: Path, begin:
 
 RANK = """
 import time
-from megatron_ext.resilience.launch import watch_launcher
+from megatron_ext.resilience.launcher import watch_launcher
 from megatron_ext.resilience.process_end import RunStatus
 watch_launcher(RunStatus(rank=0))
 print("works", flush=True)

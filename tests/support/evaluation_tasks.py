@@ -43,7 +43,7 @@ def write_tasks(folder: Path, items: int, longest: int = 40) -> dict[str, str]:
 
 def our_results(tasks: Sequence[dict[str, Any]]) -> list[Any]:
     """On ranks: load, and do what each of the tasks asks for, one model after the other."""
-    from tests.support.in_turn import in_turn
+    from tests.support.several_models import in_turn
 
     return in_turn(_ours, list(tasks))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.resilience.wake_up import WakeUp
+from megatron_ext.resilience.signal_wakeup import WakeUp
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,7 +46,7 @@ def test_wake_ends_a_wait_without_a_signal(wake_up: WakeUp) -> None:
 
 FORKS = """
 import os, signal
-from megatron_ext.resilience.wake_up import WakeUp
+from megatron_ext.resilience.signal_wakeup import WakeUp
 
 signal.signal(signal.SIGTERM, lambda *_: None)
 started = WakeUp()

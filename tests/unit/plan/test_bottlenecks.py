@@ -13,10 +13,10 @@ from megatron_ext.cli import plan as plan_cli
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan import limits
+from megatron_ext.plan import bottlenecks
 from megatron_ext.plan.hardware import Machine, hardware
-from megatron_ext.plan.question import question
 from megatron_ext.plan.search import Question, search
+from megatron_ext.plan.search_input import question
 from tools import plan
 
 TOOL = Path(__file__).parents[3] / "tools" / "plan.py"
@@ -35,18 +35,18 @@ def asked(world_size: int = 8, **given: float) -> Question:
 def test_limits_are_the_times_with_other_devices() -> None:
     wanted = asked()
     best = search(wanted, 3).best
-    found = {limit.part: limit for limit in limits.limits(wanted, best)}
-    assert set(found) == {*limits.PARTS, limits.MEMORY}
+    found = {limit.part: limit for limit in bottlenecks.limits(wanted, best)}
+    assert set(found) == {*bottlenecks.PARTS, bottlenecks.MEMORY}
     devices = wanted.machine.devices
-    faster = asked(**{name: 1.1 * getattr(devices, name) for name in limits.PARTS["matrix products"]})
+    faster = asked(**{name: 1.1 * getattr(devices, name) for name in bottlenecks.PARTS["matrix products"]})
     again = {str(candidate.choice): candidate.seconds for candidate in search(faster, 50).best}
     change = again[str(best[0].choice)] / best[0].seconds - 1
     assert found["matrix products"].faster == pytest.approx(change, rel=1e-9)
     assert found["matrix products"].faster < -0.03
-    for part in limits.PARTS:
+    for part in bottlenecks.PARTS:
         assert found[part].faster <= 0.0 <= found[part].slower
     # All that is fast is one of them: together they make the step a tenth faster.
-    together = sum(found[part].slower for part in limits.PARTS)
+    together = sum(found[part].slower for part in bottlenecks.PARTS)
     assert together == pytest.approx(1 / 0.9 - 1, rel=0.1)
 
 
@@ -90,5 +90,5 @@ def test_wrong_values_are_named(words: list[str], message: str) -> None:
 
 def test_a_question_is_not_changed_by_another_memory() -> None:
     wanted = asked()
-    limits.limits(wanted, search(wanted, 1).best)
+    bottlenecks.limits(wanted, search(wanted, 1).best)
     assert wanted == replace(asked(), facts=wanted.facts)

@@ -12,7 +12,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.data.indexed import IndexedWriter
-from megatron_ext.data.shuffled import StoredSequences, _in_memory, cache_folder, load_or_build
+from megatron_ext.data.shuffled_order import StoredSequences, _in_memory, cache_folder, load_or_build
 
 ARRAYS = np.arange(5), np.arange(12).reshape(6, 2)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_ext.resilience.board import Board
+from megatron_ext.resilience.rank_reports import Board
 
 
 @pytest.fixture

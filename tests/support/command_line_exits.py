@@ -1,4 +1,4 @@
-"""How pretrain_gpt.py ends with each of many command lines: `python ends_of_lines.py < LINES`, a JSON list of lists.
+"""How pretrain_gpt.py ends with many command lines: `python command_line_exits.py < LINES`, a JSON list of lists.
 
 For each, the program is forked before it reads a flag. What the first line makes it import of our package is imported
 by then, which takes longer than all else that is asked of it; torch is not among that.

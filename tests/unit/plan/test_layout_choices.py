@@ -8,12 +8,12 @@ import pytest
 
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan import choices, sensitivity
+from megatron_ext.plan import layout_choices, sensitivity
+from megatron_ext.plan.bottlenecks import _winner
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.layout_evaluation import as_candidate, evaluate_config
-from megatron_ext.plan.limits import _winner
-from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import fewest_ranks, with_offloads
+from megatron_ext.plan.search_input import placeholders, question
 from tests.support.planner_numbers import CASES, config_of, machine_of
 
 _SHAPE = {"num_attention_heads": 16, "num_layers": 12, "seq_length": 4096}
@@ -21,7 +21,7 @@ _SHAPE = {"num_attention_heads": 16, "num_layers": 12, "seq_length": 4096}
 
 def chosen(name: str, world_size: int, gpus_per_node: int = 8, **values: Any) -> list[Any]:
     """The values of a flag that layouts have, each once, in their order."""
-    found = choices.layouts({**_SHAPE, **values}, world_size, gpus_per_node)
+    found = layout_choices.layouts({**_SHAPE, **values}, world_size, gpus_per_node)
     return list(dict.fromkeys(layout.get(name) for layout in found))
 
 
@@ -69,14 +69,14 @@ def test_stages_have_at_least_a_layer() -> None:
 def test_layers_are_divided_evenly_with_or_without_the_ends(layers: int, stages: int, ways: list[str]) -> None:
     names = {0: f"{layers} layers", 1: "loss", 2: "both"}
     found = []
-    for split, units in choices._splits({}, layers, stages):
+    for split, units in layout_choices._splits({}, layers, stages):
         if "decoder_last_pipeline_num_layers" in split:
             assert units == layers
             found.append(f"last {split['decoder_last_pipeline_num_layers']}")
         else:
             found.append(names[len(split)] + (f", {units}" if split else ""))
     assert found == ways
-    assert choices._splits({"account_for_loss_in_pipeline_split": True}, layers, stages) == [({}, layers)]
+    assert layout_choices._splits({"account_for_loss_in_pipeline_split": True}, layers, stages) == [({}, layers)]
 
 
 @pytest.mark.parametrize(
@@ -92,59 +92,65 @@ def test_layers_are_divided_evenly_with_or_without_the_ends(layers: int, stages:
 )
 def test_the_fewest_and_the_most_chunks_are_tried(layers: int, stages: int, chunks: list[int | None]) -> None:
     name = "num_virtual_stages_per_pipeline_rank"
-    assert [choice[name] for choice in choices._chunks({}, layers, stages)] == chunks
+    assert [choice[name] for choice in layout_choices._chunks({}, layers, stages)] == chunks
     for given in (name, "num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers"):
-        assert choices._chunks({given: 2}, layers, stages) == [{}]
+        assert layout_choices._chunks({given: 2}, layers, stages) == [{}]
 
 
 def test_experts_are_whole_and_gathered_where_that_sends_less() -> None:
     """Of 2 experts a token: below 4 ranks."""
     values = {"num_experts": 8}
     kinds = {
-        each["expert_model_parallel_size"]: each["moe_token_dispatcher_type"] for each in choices._experts(values, 8)
+        each["expert_model_parallel_size"]: each["moe_token_dispatcher_type"]
+        for each in layout_choices._experts(values, 8)
     }
     assert kinds == {1: "alltoall", 2: "alltoall", 4: "alltoall", 8: "alltoall"}
-    found = choices._experts({**values, "moe_router_topk": 2}, 12)
+    found = layout_choices._experts({**values, "moe_router_topk": 2}, 12)
     assert [(each["expert_model_parallel_size"], each["moe_token_dispatcher_type"]) for each in found] == [
         (1, "alltoall"),
         (2, "allgather"),
         (4, "alltoall"),
     ]
     assert {each["expert_tensor_parallel_size"] for each in found} == {1}
-    assert choices._experts({}, 8) == [{}]
-    given = choices._experts({**values, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2}, 8)
+    assert layout_choices._experts({}, 8) == [{}]
+    given = layout_choices._experts({**values, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2}, 8)
     assert given == [{"expert_model_parallel_size": 4, "moe_token_dispatcher_type": "alltoall"}]
 
 
 def test_copies_of_fsdp_are_one_in_each_node() -> None:
     layout = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
-    assert choices.hybrid({}, layout, 64, 8) == {"use_torch_fsdp2": True, "num_distributed_optimizer_instances": 4}
-    assert choices.hybrid({}, {**layout, "tensor_model_parallel_size": 8}, 128, 8) is None, "TP has the whole node"
-    assert choices.hybrid({}, layout, 16, 8) is None, "a node has all of them"
-    assert choices.hybrid({}, {**layout, "pipeline_model_parallel_size": 3}, 60, 8) is None, (
+    assert layout_choices.hybrid({}, layout, 64, 8) == {
+        "use_torch_fsdp2": True,
+        "num_distributed_optimizer_instances": 4,
+    }
+    assert layout_choices.hybrid({}, {**layout, "tensor_model_parallel_size": 8}, 128, 8) is None, (
+        "TP has the whole node"
+    )
+    assert layout_choices.hybrid({}, layout, 16, 8) is None, "a node has all of them"
+    assert layout_choices.hybrid({}, {**layout, "pipeline_model_parallel_size": 3}, 60, 8) is None, (
         "5 ranks are no whole pairs"
     )
 
 
 def test_what_was_given_stays_as_it_is() -> None:
-    assert list(choices.shardings({})) == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"]
-    assert list(choices.shardings({"use_distributed_optimizer": True})) == ["ZeRO-1"]
-    assert choices.shardings({"use_distributed_optimizer": True, "overlap_grad_reduce": False}) == {
+    assert list(layout_choices.shardings({})) == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"]
+    assert list(layout_choices.shardings({"use_distributed_optimizer": True})) == ["ZeRO-1"]
+    assert layout_choices.shardings({"use_distributed_optimizer": True, "overlap_grad_reduce": False}) == {
         "ZeRO-1": {"overlap_param_gather": True}
     }
-    assert list(choices.shardings({"use_distributed_optimizer": False})) == ["DDP", "ZeRO-2", "ZeRO-3", "FSDP2"]
-    assert choices.shardings({"use_torch_fsdp2": True, "use_megatron_fsdp": True}) == {"as given": {}}
-    assert choices.recomputations({}) == choices.RECOMPUTATIONS
-    assert choices.recomputations({"recompute_granularity": None}) == {"none": {}}
+    assert list(layout_choices.shardings({"use_distributed_optimizer": False})) == ["DDP", "ZeRO-2", "ZeRO-3", "FSDP2"]
+    assert layout_choices.shardings({"use_torch_fsdp2": True, "use_megatron_fsdp": True}) == {"as given": {}}
+    assert layout_choices.recomputations({}) == layout_choices.RECOMPUTATIONS
+    assert layout_choices.recomputations({"recompute_granularity": None}) == {"none": {}}
     for given in ({"recompute_granularity": "full"}, {"recompute_activations": True}):
-        assert choices.recomputations(given) == {"as given": {}}
-    assert choices.micro_batches({}, 12) == [1, 2, 4]
-    assert choices.micro_batches({}, 64) == [1, 2, 4, 8, 16, 32]
-    assert choices.micro_batches({"micro_batch_size": 3}, 64) == [3]
+        assert layout_choices.recomputations(given) == {"as given": {}}
+    assert layout_choices.micro_batches({}, 12) == [1, 2, 4]
+    assert layout_choices.micro_batches({}, 64) == [1, 2, 4, 8, 16, 32]
+    assert layout_choices.micro_batches({"micro_batch_size": 3}, 64) == [3]
 
 
 def test_flags_are_those_that_are_no_defaults() -> None:
-    assert choices.flags(
+    assert layout_choices.flags(
         {
             "tensor_model_parallel_size": 1,
             "sequence_parallel": True,

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from megatron_ext.resilience.hang_diagnosis import RankReport, hang_text, numbers_text
 from megatron_ext.resilience.progress import LOADER
-from megatron_ext.resilience.verdict import RankReport, hang_text, numbers_text
 
 
 def in_collective(

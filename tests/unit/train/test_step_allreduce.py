@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from megatron_ext.train.shared_numbers import SharedNumbers, StopVotes, summed
+from megatron_ext.train.step_allreduce import SharedNumbers, StopVotes, summed
 from tests.support.small_runs import built
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import DataError, StorageError
-from megatron_ext.telemetry.jsonl import MetricsFile
 from megatron_ext.telemetry.metrics import ValidationMetrics
+from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.untrusted import metrics_rows
 from megatron_ext.untrusted.metrics_rows import read_rows
 from tests.support.samples import step

@@ -15,8 +15,8 @@ from megatron_ext.plan.estimate import pass_times, step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import OverTime, over_time
 from megatron_ext.plan.schedule import Work, order, waits_for
-from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import simulate
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.timeline import COMMUNICATION, Block, Lane, Pass, Timeline
 
 

@@ -1,4 +1,4 @@
-"""Wires the watch over a run's ranks (resilience/watch.py) to torch's process groups and their store.
+"""Wires the watch over a run's ranks (resilience/watchdog.py) to torch's process groups and their store.
 
 Marks in a rank's `Progress` which collective it is in, whoever called it.
 
@@ -19,10 +19,10 @@ from torch.distributed import ProcessGroup, Store, Work  # pyright: ignore[repor
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.parallel.operations import COLLECTIVES, END_OF_BATCH, MESSAGES, WrappedMethods, group_title
-from megatron_ext.resilience.board import Board
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.progress import Progress, Wait
-from megatron_ext.resilience.watch import Watch
+from megatron_ext.resilience.rank_reports import Board
+from megatron_ext.resilience.watchdog import Watch
 
 
 class OperationMarks:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.resilience.hang_diagnosis import THE_END, last_words, silence_text
 from megatron_ext.resilience.peer_processes import ProcessName
-from megatron_ext.resilience.verdict import THE_END, last_words, silence_text
 
 
 def test_the_last_words_of_a_hang_say_what_to_look_at() -> None:

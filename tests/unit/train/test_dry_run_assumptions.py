@@ -7,8 +7,8 @@ import pytest
 
 from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.resolve import Facts
-from megatron_ext.train import assumed_facts as believing
-from megatron_ext.train.assumed_facts import assumed_facts
+from megatron_ext.train import dry_run_assumptions as believing
+from megatron_ext.train.dry_run_assumptions import assumed_facts
 
 EVERYTHING = Facts(
     missing_compiler="g++",

@@ -7,8 +7,8 @@ from typing import Any
 from megatron_ext.config.parse.blend import DATA_PATH_NAMES
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan.choices import Choice
 from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.layout_choices import Choice
 from megatron_ext.plan.search import Question
 
 

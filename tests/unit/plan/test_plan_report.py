@@ -10,8 +10,8 @@ from megatron_ext.config.resolve import Facts
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.layout_evaluation import _alike, _communication, as_candidate, evaluate_config
 from megatron_ext.plan.memory import MemoryEstimate
-from megatron_ext.plan.presentation import _gb, name, simpler, why
-from megatron_ext.plan.question import question
+from megatron_ext.plan.plan_report import _gb, name, simpler, why
+from megatron_ext.plan.search_input import question
 from megatron_ext.plan.timeline import duration, size
 from tests.support.planner_numbers import CASES, config_of, machine_of
 

@@ -8,9 +8,9 @@ from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import count
-from megatron_ext.plan.choices import Choice, flags
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.layout_choices import Choice, flags
 from megatron_ext.plan.memory import host_bytes
 from megatron_ext.plan.search import Answer, Candidate, Question
 

@@ -12,9 +12,9 @@ import torch.utils.checkpoint
 
 from megatron_ext.config.parse.options import options
 from megatron_ext.verify import gather, module_outputs
+from megatron_ext.verify.first_difference import Comparison, Proof, comparison, relative, to_flags
 from megatron_ext.verify.gather import Shard
 from megatron_ext.verify.module_outputs import LOSS, ModuleOutput, assemble_outputs, forward_order
-from megatron_ext.verify.proof import Comparison, Proof, comparison, relative, to_flags
 from megatron_ext.verify.recorded_training import RunRecord
 from tests.support.small_models import LLAMA, small_config
 

@@ -14,7 +14,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits, build_datasets
-from megatron_ext.data.formula import FormulaDataset, FormulaSource, Mixture
+from megatron_ext.data.formula_order import FormulaDataset, FormulaSource, Mixture
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import share_of
 from megatron_ext.data.loader import BatchLoader

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_ext.data.formula import Permutation
+from megatron_ext.data.formula_order import Permutation
 
 PINNED, PINNED_LARGE = [720, 781, 924, 58, 462], [69726931, 57063159, 120290890]
 

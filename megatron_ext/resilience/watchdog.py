@@ -2,8 +2,8 @@
 
 A thread of every rank says twice a second on the `Board` where the rank is, and looks whether somebody has called. Who
 waits longer than --distributed-timeout-minutes, in a collective or for its data, calls all ranks. Those that live
-write their stacks into `hang-<step>` in --save and answer; the caller judges by the answers (`verdict.py`), says the
-cause and records it. Then all end, and whoever does not answer is killed by the ranks of its machine: a stopped
+write their stacks into `hang-<step>` in --save and answer; the caller judges by the answers (`hang_diagnosis.py`), says
+the cause and records it. Then all end, and whoever does not answer is killed by the ranks of its machine: a stopped
 process would keep the launcher waiting.
 
 The cause is said within a second after the timeout where a rank of the same machine sees that a process is stopped
@@ -30,14 +30,21 @@ from typing import Any, Protocol
 from megatron_ext.durable import only_files
 from megatron_ext.errors import PeerLostError
 from megatron_ext.resilience import exit_record
-from megatron_ext.resilience.board import Board
-from megatron_ext.resilience.pauses import Pauses
+from megatron_ext.resilience.hang_diagnosis import (
+    THE_END,
+    RankReport,
+    hang_text,
+    last_words,
+    silence_text,
+    whereabouts_of,
+)
 from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, exit_text, ranks_of_this_machine
 from megatron_ext.resilience.process_end import RunStatus, end_from_thread
 from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Wait
+from megatron_ext.resilience.rank_reports import Board
+from megatron_ext.resilience.signal_wakeup import WakeUp
 from megatron_ext.resilience.stacks import within, write_stacks
-from megatron_ext.resilience.verdict import THE_END, RankReport, hang_text, last_words, silence_text, whereabouts_of
-from megatron_ext.resilience.wake_up import WakeUp
+from megatron_ext.resilience.suspensions import Pauses
 
 # Seconds.
 _BETWEEN_LOOKS, _SHORTEST_PAUSE = 0.5, 0.02

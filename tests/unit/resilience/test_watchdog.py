@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_ext.resilience import exit_record, watch
-from megatron_ext.resilience.board import Board
+from megatron_ext.resilience import exit_record, watchdog
+from megatron_ext.resilience.hang_diagnosis import THE_END
 from megatron_ext.resilience.peer_processes import ProcessName
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.progress import EVALUATION, FORWARD_BACKWARD, LOADER, UPDATE, Wait
-from megatron_ext.resilience.verdict import THE_END
-from megatron_ext.resilience.watch import Watch
+from megatron_ext.resilience.rank_reports import Board
+from megatron_ext.resilience.watchdog import Watch
 from tests.support.forked import Forked
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: pidfd and /proc")
@@ -95,7 +95,7 @@ def rank_0() -> Iterator[subprocess.Popen[bytes]]:
 def is_impatient(seconds: float, **other: float) -> None:
     """In the process of the rank, so that it is no other's."""
     for name in ("_AFTER_NOTICE", "_SILENCE", "_SILENCE_FROM_AFAR", "_FOR_ANSWERS"):
-        setattr(watch, name, other.get(name, seconds))
+        setattr(watchdog, name, other.get(name, seconds))
 
 
 # One rank alone, and one whose store is gone.
@@ -184,7 +184,7 @@ def test_what_the_device_is_in_is_a_hang_only_while_the_host_follows_it_and_does
 def is_called(save: Path, names_the_cause: bool) -> None:
     rank = Rank1(save=save)
     rank.waits()
-    watch._FOR_THE_VERDICT = 60.0 if names_the_cause else 0.2
+    watchdog._FOR_THE_VERDICT = 60.0 if names_the_cause else 0.2
     rank.board(0).call(6)
     rank.watch.start()
     until(lambda: rank.board(0).answers(0.0))
@@ -265,7 +265,7 @@ def test_a_slow_store_after_sigterm_is_not_a_dead_one(rank_0: subprocess.Popen[b
 
 
 def test_a_rank_of_another_machine_may_say_nothing_for_longer(rank_0: subprocess.Popen[bytes], begin: Begin) -> None:
-    assert watch._SILENCE_FROM_AFAR >= 15.0
+    assert watchdog._SILENCE_FROM_AFAR >= 15.0
     began = time.monotonic()
     code, said = begin(is_terminated, dataclasses.replace(name_of(rank_0), machine="another one"), 2.5).ended()
     assert code == 76
@@ -289,7 +289,7 @@ def test_a_rank_of_this_machine_that_runs_may_say_nothing_for_ever(
 
 def waits_for_the_launchers_store() -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    watch._FOR_A_LATE_BOARD = 0.5
+    watchdog._FOR_A_LATE_BOARD = 0.5
     rank = Rank1(timeout=5.0)
     rank.store.seconds = 60.0
     rank.waits()

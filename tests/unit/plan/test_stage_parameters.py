@@ -5,7 +5,7 @@ import pytest
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.parts.catalogue import count_per_rank, parameters, stages
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.rules.validate import problems
 
 BASE = (

@@ -13,8 +13,8 @@ import pytest
 from megatron_ext.parallel.operations import COLLECTIVES, END_OF_BATCH, MESSAGES
 from megatron_ext.resilience import progress, stacks
 from megatron_ext.resilience.progress import LOADER, Progress, Wait
-from megatron_ext.train import watching
-from megatron_ext.train.watching import OperationMarks
+from megatron_ext.train import start_watchdog
+from megatron_ext.train.start_watchdog import OperationMarks
 
 
 class Work:
@@ -55,10 +55,10 @@ class Clock:
 def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Progress]:
     """The progress of this process, whose collectives are marked."""
     clock = Clock()
-    for module in (watching, progress):
+    for module in (start_watchdog, progress):
         monkeypatch.setattr(module, "monotonic", clock)
-    monkeypatch.setattr(watching, "ProcessGroup", Group)
-    monkeypatch.setattr(watching, "Work", Work)
+    monkeypatch.setattr(start_watchdog, "ProcessGroup", Group)
+    monkeypatch.setattr(start_watchdog, "Work", Work)
     found = Progress()
     marks = OperationMarks(found)
     before = vars(Group)["send"], Work.wait
