@@ -17,7 +17,8 @@ from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.batch_size import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
 from megatron_ext.config.derived.lr_scale import scale
-from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
+from megatron_ext.config.derived.pipeline import read_pipeline_layout
+from megatron_ext.config.derived.sharding import FSDP
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.model_flags import ModelConfig
 from megatron_ext.config.schema.training_flags import TrainingConfig
@@ -170,7 +171,7 @@ def _resolve_implementation(values: dict[str, Any]) -> None:
     """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides,
     documents that are kept apart, and products in FP8, which are torch's. What is computed is the same, in FP8 up to
     how each rounds."""
-    ours = ("num_experts", "use_megatron_fsdp", "use_torch_fsdp2", "fp8_format")
+    ours = ("num_experts", *FSDP, "fp8_format")
     if any(values.get(name) for name in (*ours, "reset_attention_mask", "reset_position_ids")):
         values["transformer_impl"] = "local"
 
@@ -215,7 +216,7 @@ def _resolve_training(values: dict[str, Any]) -> None:
     scale(values)
     if values.get("recompute_activations"):
         _fill(values, "recompute_granularity", "selective")
-    if not (values.get("use_torch_fsdp2") or values.get("use_megatron_fsdp")):  # these divide every weight
+    if not any(values.get(flag) for flag in FSDP):
         _fill(values, "check_weight_hash_across_dp_replicas_interval", STEPS_BETWEEN_REPLICA_CHECKS)
     if values.get("bf16") and values.get("main_grads_dtype") == "bf16":
         values["grad_reduce_in_bf16"] = True

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
+from megatron_ext.config.derived.sharding import FLAGS
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import flag_of, options_by_name
 from megatron_ext.errors import ConfigurationError
@@ -60,7 +61,7 @@ _CONTAINED = {
 }
 """What a flag does already next to another, and why."""
 
-_SHARDING = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--use-distributed-optimizer"}
+_SHARDING = {flag_of(flag) for flag in FLAGS}
 
 
 @dataclass(frozen=True)

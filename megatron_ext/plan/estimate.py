@@ -131,6 +131,8 @@ Bubble = Literal["simulated", "formula", "least"]
 """Where the bubble comes from: the simulated schedule; its formula, (p-1)/(v m), for stages that are alike; or what no
 schedule undercuts."""
 
+_PIPELINES = {"simulated": simulate, "formula": by_formula, "least": shortest}
+
 
 def time_of(work: Workload, machine: Machine, *, bubble: Bubble = "simulated") -> StepTime:
     """Estimate a step of a workload."""
@@ -144,9 +146,9 @@ def time_of(work: Workload, machine: Machine, *, bubble: Bubble = "simulated") -
     microbatches = estimate.microbatches
     passes = [stage.model.passes for stage in stages]
     forward, backward = [each[0] for each in passes], [each[1] for each in passes]
-    group, send = layout.microbatch_group_size, estimate.send()
-    times = _pipeline(bubble, forward, backward, microbatches, group, send)
-    at_once = _pipeline(bubble, forward, backward, microbatches, group, 0.0) if send else times
+    pipeline, send = _PIPELINES[bubble], estimate.send()
+    times = pipeline(work.schedule, forward, backward, send)
+    at_once = pipeline(work.schedule, forward, backward, 0.0) if send else times
     busiest = max(distinct, key=lambda stage: sum(map(sum, passes[stage])))
     stage, model = stages[busiest], stages[busiest].model
     even, update = 1.0, stage.optimizer
@@ -176,18 +178,6 @@ def time_of(work: Workload, machine: Machine, *, bubble: Bubble = "simulated") -
     )
 
 
-def _pipeline(
-    bubble: Bubble, forward: list[list[float]], backward: list[list[float]], microbatches: int, group: int, delay: float
-) -> Times:
-    match bubble:
-        case "simulated":
-            return simulate(forward, backward, microbatches, group, delay)
-        case "formula":
-            return by_formula(forward, backward, microbatches, delay)
-        case "least":
-            return shortest(forward, backward, microbatches, delay)
-
-
 def _in_turn(times: Times, share: float, mean: float) -> Times:
     """Return the times of stages whose processes share cores: while one waits the others have its cores, so that all
     work takes its sum over the cores, or, where that is longer, as long as the passes that wait for each other take
@@ -209,7 +199,7 @@ def at_least(work: Workload, machine: Machine) -> float:
     each = of_all / layout.pipeline_model_parallel_size
     passes = float(work.microbatches)
     if machine.processes_share(layout.world_size) == 1.0:
-        passes += (layout.pipeline_model_parallel_size - 1) / layout.virtual_pipeline_model_parallel_size
+        passes += work.schedule.bubble
     # Sums in another order round differently.
     return passes * each * (1 + _waiting(work, machine)) * (machine.correction or 1.0) * (1 - 1e-9)
 
@@ -217,17 +207,16 @@ def at_least(work: Workload, machine: Machine) -> float:
 def formula_at_least(work: Workload, machine: Machine) -> float:
     """Return seconds below which no estimate by the bubble's formula is: the first stage's passes, with what is sent in
     them. This is closer than `at_least`, and dearer to ask."""
-    layout = work.config.layout
-    if machine.processes_share(layout.world_size) < 1.0:
+    if machine.processes_share(work.config.layout.world_size) < 1.0:
         return at_least(work, machine)
     forward, backward = _Estimate(work, machine).model(0).passes
-    passes = work.microbatches + (layout.pipeline_model_parallel_size - 1) / len(forward)
+    passes = work.microbatches + work.schedule.bubble
     seconds = passes * (sum(forward) + sum(backward)) * (1 + _waiting(work, machine)) * (machine.correction or 1.0)
     return seconds * (1 - 1e-9)
 
 
 def _divides_weights(work: Workload) -> bool:
-    return work.kind not in ("ddp", "optim")
+    return work.scheme.gradients
 
 
 def _waiting(work: Workload, machine: Machine) -> float:
@@ -398,7 +387,7 @@ class _Estimate:
 
     def send(self) -> float:
         """Return the seconds of one message between two stages."""
-        if self.config.layout.pipeline_model_parallel_size == 1:
+        if self.work.schedule.stages == 1:
             return 0.0
         return seconds(Term("pp", "send", self.formulas.stream, ""), self.config.layout, self.machine)
 
@@ -412,8 +401,7 @@ class _Estimate:
             hidden = min(gathers + sums, self.microbatches * (forward + backward))
         else:
             # Interleaved, a chunk is done with its gradients while the last group of microbatches passes the others.
-            chunks = len(stage.model.compute)
-            group = min(layout.microbatch_group_size, self.microbatches) if chunks > 1 else 1
+            group = min(self.work.schedule.group, self.microbatches)
             hidden = min(sums, group * backward) if layout.overlap_grad_reduce else 0.0
             hidden += min(gathers, group * forward) if layout.overlap_param_gather else 0.0
         shown = self.constants.fsdp_shown if self.fsdp else self.constants.contention

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_ext.config.derived.sharding import SCHEMES
 from megatron_ext.config.parse.options import flag_of, options_by_name
 from megatron_ext.rules.suggest import divisors
 
@@ -10,18 +11,14 @@ Choice = dict[str, Any]
 """Values by field name."""
 
 SHARDINGS: dict[str, Choice] = {
-    "DDP": {"overlap_grad_reduce": True},
-    "ZeRO-1": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
-    "ZeRO-2": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
-    "ZeRO-3": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
-    "FSDP2": {"use_torch_fsdp2": True},
+    scheme.title: {**scheme.values, **dict.fromkeys(scheme.overlaps, True)} for scheme in SCHEMES if scheme.title
 }
-"""What data-parallel ranks divide, the simplest first. ZeRO-2 and ZeRO-3 are Megatron-FSDP's."""
+"""What data-parallel ranks divide, the simplest first."""
 
 BETTER = {"DDP": "ZeRO-1", "ZeRO-3": "FSDP2"}
 """Pairs of schemes: where the second is legal, the first is not looked at, since it needs more and sends no less."""
 
-_DIVIDE = {name for choice in SHARDINGS.values() for name in choice if not name.startswith("overlap_")}
+_DIVIDE = {name for scheme in SCHEMES for name in scheme.values}
 
 RECOMPUTATIONS: dict[str, Choice] = {
     "none": {},

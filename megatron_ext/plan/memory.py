@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.activations import ChunkBytes
-from megatron_ext.plan.schedule import few_microbatches, most_held_of_stage
-from megatron_ext.plan.stage_parameters import Shapes
-from megatron_ext.plan.state_bytes import StateBytes, sharding, state_bytes
+from megatron_ext.plan.schedule import most_held_of_stage
+from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.state_bytes import StateBytes, state_bytes
 from megatron_ext.plan.workload import Workload
 
 
@@ -113,14 +113,12 @@ def _most_held(work: Workload, stage: int) -> _Held:
 
 
 def _held(work: Workload, stage: int) -> _Held:
-    layout, (kinds, chunks) = work.config.layout, _chunks(work, stage)
-    stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
-    few = few_microbatches(stages, len(chunks), work.microbatches, group)
+    kinds, chunks = _chunks(work, stage)
     in_layers = [_in_layers(work, chunk) for chunk in kinds]
     kept = [chunk.held for chunk in kinds]
     for_a_while = [max(chunk.logits, later) for chunk, later in zip(kinds, in_layers, strict=True)]
     of_chunks = tuple([kept[kind] for kind in chunks]), tuple([for_a_while[kind] for kind in chunks])
-    most = most_held_of_stage(stage, stages, few, group, *of_chunks)
+    most = most_held_of_stage(work.schedule.few(), stage, *of_chunks)
     activations = loss = 0.0
     for number, kind in zip(most.flight, chunks, strict=True):
         activations += number * (kinds[kind].layers + kinds[kind].rest)
@@ -173,11 +171,11 @@ def _gathered(work: Workload, stage: int) -> float:
     """Return what ZeRO-2 and ZeRO-3 have whole for a while: the gradient of a layer, as computed and as it is summed,
     in fp32; and of divided weights those of a layer and the next one (the two largest), all where they are kept, and
     what belongs to no layer."""
-    if work.kind in ("ddp", "optim"):
+    if not work.scheme.gradients:
         return 0.0
     shapes, width = work.shapes, work.formulas.width
     gradient = (width + 4) * shapes.largest_layer
-    if work.kind == "optim_grads":
+    if not work.scheme.weights:
         return gradient
     layers = shapes.layer_sizes(stage)
     kept = layers if work.config.layout.torch_fsdp2_no_reshard_after_forward else layers[:2]
@@ -250,11 +248,9 @@ def helpful_flags(config: Config, needed: MemoryEstimate, *, fused: bool) -> lis
             flags.append("--sequence-parallel")
         if not training.mixed_precision:
             flags.append("--bf16")
-    elif layout.data_parallel_size > 1 and sharding(config) == "ddp":
-        flags.append("--use-distributed-optimizer")
-    elif layout.data_parallel_size > 1 and sharding(config) == "optim":
-        flags.append("--use-torch-fsdp2 in place of --use-distributed-optimizer")
-    elif fused and sharding(config) in ("ddp", "optim") and not config.optimizer.optimizer_cpu_offload:
+    elif layout.data_parallel_size > 1 and layout.sharding.divides_more:
+        flags.append(layout.sharding.divides_more)
+    elif fused and not layout.sharding.gradients and not config.optimizer.optimizer_cpu_offload:
         flags.append("--optimizer-cpu-offload")
     return [*flags, "more ranks with a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"]
 

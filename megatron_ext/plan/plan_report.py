@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_ext.config.derived.batch_size import num_microbatches
+from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.sharding import ZERO_1
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import count
@@ -238,7 +239,7 @@ _PINNED = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "pipeline_model_parallel_size",
-    "use_distributed_optimizer",
+    *ZERO_1.values,
     "recompute_granularity",
     "micro_batch_size",
 )

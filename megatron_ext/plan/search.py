@@ -81,7 +81,7 @@ class Candidate:
         return (
             layout.model_parallel_size,
             layout.virtual_pipeline_model_parallel_size,
-            layout.use_distributed_optimizer + 2 * layout.use_torch_fsdp2 + 3 * layout.use_megatron_fsdp,
+            layout.sharding.complexity,
             self.config.training.micro_batch_size,
         )
 

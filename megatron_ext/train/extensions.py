@@ -14,13 +14,16 @@ import numpy as np
 
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs, without_graphs
 from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
+from megatron_ext.config.parse.options import flag_of
+from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Source
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.parts.own_parameters import OwnParameters, in_every_layer
-from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
+from megatron_ext.rules.sharding import matrices_are_whole
+from megatron_ext.tokenizer.protocol import Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -132,14 +135,17 @@ class Extensions:
             return config
         if OPTIMIZERS.get(traits.name, traits) != traits:
             raise ConfigurationError(f"there is an optimizer {traits.name!r} already; give yours another name")
-        for scheme in ("use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"):
-            if getattr(config.layout, scheme) and scheme not in traits.schemes:
-                raise ConfigurationError(
-                    f"--{scheme.replace('_', '-')} cannot run {traits.title}: its traits do not name the scheme; "
-                    "leave the flag out, or add the scheme to `schemes` if the update is element by element"
-                )
+        flag = config.layout.sharding.flag
+        if flag is not None and flag not in traits.schemes:
+            raise ConfigurationError(
+                f"{flag_of(flag)} cannot run {traits.title}: its traits do not name the scheme; leave the flag out, or "
+                "add the scheme to `schemes` if the update is element by element"
+            )
         OPTIMIZERS[traits.name] = traits
-        return replace(config, optimizer=replace(config.optimizer, optimizer=traits.name))
+        config = replace(config, optimizer=replace(config.optimizer, optimizer=traits.name))
+        if problems := [*matrices_are_whole(config, Facts())]:
+            raise ConfigurationError(problems)
+        return config
 
     def warnings(self, typed: Mapping[str, Any]) -> list[str]:
         """Return what of the values that the user typed, by field name, changes nothing next to the own parts."""

@@ -6,11 +6,9 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
-from megatron_ext.config.schema import Config
-from megatron_ext.data.microbatch import Batch
+from megatron_ext.config.derived.batch import evaluation_batch, num_microbatches
+from megatron_ext.data.batch import Batch
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.parts.experts.compute import take_auxiliary_losses
@@ -160,7 +158,7 @@ def _loss_scale(run: Run) -> float:
 def run_microbatches(
     run: Run, microbatches: list[Batch], *, forward_only: bool, micro_batch_size: int | None = None
 ) -> torch.Tensor:
-    """Run megatron-core's schedule over `microbatches` on every stage.
+    """Run the schedule over `microbatches` on every stage.
 
     Args:
         micro_batch_size: samples in one of them; default that of the training.
@@ -171,8 +169,7 @@ def run_microbatches(
     """
     config = run.config
     step = _summed_forward_step if config.training.linear_cross_entropy else _forward_step
-    schedule: Any = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))
-    batches = _on_device
+    schedule, batches = run.schedule, _on_device
     if run.captured_passes is not None and not forward_only and run.recorder is None:
         schedule, batches = run.captured_passes, _one_by_one
     reports = schedule(
@@ -235,11 +232,6 @@ def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
         load_balancing=load_balancing if model.load_balancing_coefficient else None,
         z=z if model.moe_z_loss_coeff is not None else None,
     )
-
-
-def _virtual_size(config: Config) -> int | None:
-    size = config.layout.virtual_pipeline_model_parallel_size
-    return size if size > 1 else None
 
 
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -199,10 +199,11 @@ def step_count(parts: Sequence[OptimizerPart]) -> int:
 def set_step_count(parts: Sequence[OptimizerPart], config: OptimizerConfig, count: int) -> None:
     """Set the number of updates. Every parameter gets a tensor of its own: a shared one would be advanced once for
     each."""
-    if not traits_of(config).counts_updates:
-        return
+    traits = traits_of(config)
     for torch_optimizer in _torch_optimizers(parts):
         for group in torch_optimizer.param_groups:
+            if not traits.updating(group.get("update")).counts_updates:
+                continue
             if is_torchs(torch_optimizer, config):
                 for main in group["params"]:
                     state = torch_optimizer.state[main]
@@ -226,7 +227,7 @@ def _begin(
     torch_optimizer: torch.optim.Optimizer,
     config: OptimizerConfig,
 ) -> None:
-    traits = traits_of(config)
+    traits = traits_of(config).updating(group.get("update"))
     for kept in traits.kept(config):
         if state.get(kept.name) is None:
             dtype = getattr(torch, kept.dtype)
@@ -244,7 +245,8 @@ def own_state(
     shards."""
     for parameter, main in part.main_parameters():
         torch_optimizer, updated = part.updater.updated_by(main)
-        tensors = {name: torch_optimizer.state[updated][name] for name in traits_of(config).state_names(config)}
+        state = torch_optimizer.state[updated]
+        tensors = {name: state[name] for name in traits_of(config).state_names(config) if name in state}
         if part.saves_master(parameter):
             tensors[MASTER] = part.updater.master_of(main)
         yield parameter, tensors
