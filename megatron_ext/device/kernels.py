@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_ext.device.triton import choice
+from megatron_ext.device.triton import kernel_choice
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -105,7 +105,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension; x: [..., hidden], weight: [hidden]."""
     if nothing_is_trained():
         return F.rms_norm(x, weight.shape, weight, eps)
-    if choice.take_rows(x):
+    if kernel_choice.take_rows(x):
         from megatron_ext.device.triton import norm
 
         return norm.rms_norm(x, weight, eps)

@@ -10,8 +10,8 @@ loses between blocks; 8% of the memory are left for these.
 
 from collections import Counter
 
-from megatron_ext.config.derived.batch import batch_phases, num_microbatches, training_steps
-from megatron_ext.config.derived.ranks import (
+from megatron_ext.config.derived.batch_size import batch_phases, num_microbatches, training_steps
+from megatron_ext.config.derived.rank_order import (
     axis_sizes,
     chunk_layers,
     coordinates,

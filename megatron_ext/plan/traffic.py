@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.derived.batch import LOSS_CHUNKS, num_microbatches
+from megatron_ext.config.derived.batch_size import LOSS_CHUNKS, num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.protocol import Part, Share
 from megatron_ext.parts.stack import Layer

@@ -4,7 +4,7 @@ from it, for a search that tries thousands of configurations and several machine
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.activations import Activations, recomputation

@@ -11,67 +11,67 @@ from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.rules import (
-    context,
-    curves,
-    fp8,
-    inference,
-    model,
-    moe,
-    operations,
-    parts,
-    pipeline,
-    profiling,
-    run,
-    sharding,
-    training,
+    context_parallel_rules,
+    curve_rules,
+    fp8_rules,
+    inference_rules,
+    model_rules,
+    moe_rules,
+    operation_rules,
+    part_rules,
+    pipeline_rules,
+    profiling_rules,
+    run_rules,
+    sharding_rules,
+    training_rules,
 )
-from megatron_ext.rules import ranks as layout
+from megatron_ext.rules import rank_rules as layout
 
 Rule = Callable[[Config, Facts], Iterable[str]]
 
 RULES: tuple[Rule, ...] = (
-    *run.RULES,
-    *model.RULES,
+    *run_rules.RULES,
+    *model_rules.RULES,
     *layout.RULES,
-    *context.RULES,
-    *moe.RULES,
-    *parts.RULES,
-    *pipeline.RULES,
-    *sharding.RULES,
-    *training.RULES,
-    *curves.RULES,
-    *operations.RULES,
-    *fp8.RULES,
-    *profiling.RULES,
-    *inference.RULES,
+    *context_parallel_rules.RULES,
+    *moe_rules.RULES,
+    *part_rules.RULES,
+    *pipeline_rules.RULES,
+    *sharding_rules.RULES,
+    *training_rules.RULES,
+    *curve_rules.RULES,
+    *operation_rules.RULES,
+    *fp8_rules.RULES,
+    *profiling_rules.RULES,
+    *inference_rules.RULES,
 )
 
 RULES_OF_RECOMPUTATION: tuple[Rule, ...] = (
-    training.recomputation_is_complete,
-    training.recomputed_parts_are_known,
+    training_rules.recomputation_is_complete,
+    training_rules.recomputed_parts_are_known,
     layout.kept_gathers_are_those_of_plain_layers,
 )
 """All rules that ask what is recomputed: where nothing else changes, a search asks no others."""
 
 RULES_OF_MICRO_BATCHES: tuple[Rule, ...] = (
-    pipeline.interleaving_needs_stages,
-    pipeline.microbatches_pass_in_whole_groups,
-    training.global_batch_divides,
-    training.rampup_is_well_formed,
-    training.schedule_of_batches_is_well_formed,
-    training.evaluation_batch_divides,
-    fp8.fp8_sums_over_whole_blocks_of_tokens,
+    pipeline_rules.interleaving_needs_stages,
+    pipeline_rules.microbatches_pass_in_whole_groups,
+    training_rules.global_batch_divides,
+    training_rules.rampup_is_well_formed,
+    training_rules.schedule_of_batches_is_well_formed,
+    training_rules.evaluation_batch_divides,
+    fp8_rules.fp8_sums_over_whole_blocks_of_tokens,
 )
 """All rules that ask for the micro batch size."""
 
 _OF_LAYOUTS = {
     *layout.RULES,
-    *context.RULES,
-    *moe.RULES,
-    *parts.RULES,
-    *pipeline.RULES,
-    *sharding.RULES,
-    *fp8.RULES,
+    *context_parallel_rules.RULES,
+    *moe_rules.RULES,
+    *part_rules.RULES,
+    *pipeline_rules.RULES,
+    *sharding_rules.RULES,
+    *fp8_rules.RULES,
     *RULES_OF_RECOMPUTATION,
     *RULES_OF_MICRO_BATCHES,
     run.compiling_is_possible,

@@ -17,7 +17,7 @@ from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE
 from megatron_ext.train.bad_step import check_numbers
 from megatron_ext.train.gradient_watch import Evidence
 from megatron_ext.train.run import Run
-from megatron_ext.train.shared_numbers import SharedNumbers, mean_loss
+from megatron_ext.train.step_allreduce import SharedNumbers, mean_loss
 
 
 @dataclass(frozen=True)

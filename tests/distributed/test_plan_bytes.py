@@ -7,8 +7,8 @@ numbers per token (masks and sums of the loss, token ids), and have a rotary tab
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
 from tests.support.selection import chosen, marked
+from tests.support.several_models import end_layout
 
 BASE = (
     "--device cpu --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "

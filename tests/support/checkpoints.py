@@ -49,7 +49,7 @@ def save_at(folder: str, iterations: list[int], flags: list[str]) -> int:
 
 
 def load(folder: str, flags: list[str]) -> tuple[int | None, int]:
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 
     run = build(flags)
     return load_checkpoint(run, folder), run.state.iteration

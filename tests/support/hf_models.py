@@ -288,8 +288,8 @@ def our_logits(arguments: list[str]) -> torch.Tensor | None:
         This rank's part of the vocabulary, [2, LENGTH, part], on the last stage.
     """
     from megatron_ext import device
-    from megatron_ext.checkpoint.huggingface.load import load_huggingface
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
 

@@ -21,6 +21,8 @@ from megatron_ext.plan.question import placeholders
 from megatron_ext.plan.schedule import Schedule
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import finish
+from megatron_ext.plan.simulated_timeline import ends, equal_stages, preview
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.timeline import Lane, Pass, Timeline, as_text, duration, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
 from tests.support import plans
