@@ -17,7 +17,7 @@ from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.batch_size import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
 from megatron_ext.config.derived.lr_scale import scale
-from megatron_ext.config.derived.pipeline import read_pipeline_layout
+from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
 from megatron_ext.config.derived.sharding import FSDP
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.model_flags import ModelConfig

@@ -34,7 +34,7 @@ from megatron_ext.plan.flops import (
 from megatron_ext.plan.hardware import TABLE
 from megatron_ext.plan.memory import worst_stage
 from megatron_ext.plan.schedule import schedule_of
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 
 _MOST_RANKS_LISTED = 64

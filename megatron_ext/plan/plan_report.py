@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.derived.sharding import ZERO_1
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config

@@ -15,7 +15,6 @@ from megatron_ext.plan.estimate import pass_times, step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import OverTime, over_time
 from megatron_ext.plan.schedule import Schedule, Work, schedule_of
-from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import simulate
 from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.timeline import COMMUNICATION, Block, Lane, Pass, Timeline

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from megatron_ext.config.derived.batch import evaluation_batch, num_microbatches
-from megatron_ext.data.batch import Batch
+from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
+from megatron_ext.data.microbatch import Batch
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.parts.experts.compute import take_auxiliary_losses
