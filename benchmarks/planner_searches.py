@@ -33,7 +33,6 @@ from megatron_ext.plan.presentation import name  # noqa: E402
 from megatron_ext.plan.question import question  # noqa: E402
 from megatron_ext.plan.search import Candidate, Question, search  # noqa: E402
 from megatron_ext.plan.sensitivity import with_short_gradients  # noqa: E402
-from megatron_ext.plan.state_bytes import sharding  # noqa: E402
 
 PAGE = ROOT / "docs/planner.md"
 _BEGIN, _END = "<!-- benchmarks/planner_searches.py --write -->", "<!-- end of searches -->"
@@ -168,7 +167,7 @@ def _sizes(config: Config) -> tuple[object, ...]:
         layout.pipeline_model_parallel_size,
         layout.virtual_pipeline_model_parallel_size,
         layout.expert_model_parallel_size,
-        sharding(config),
+        layout.sharding.shares(2),
     )
 
 

@@ -36,7 +36,6 @@ from megatron_ext.train.build import build_loaders, seed_dropout
 from megatron_ext.train.configure import configure
 from megatron_ext.train.datasets import record_of_run
 from megatron_ext.train.run import TrainState
-from megatron_ext.train.weight_decay import check_weight_decay
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,6 @@ def _rehearse(flags: Sequence[str], objects: Objects, meter: Meter, plans: bool)
         wrapped = sharding.shard(chunks, core, groups, here)
         here.torch_device = torch.device("cpu")
         optimizer = sharding.optimizer(wrapped, groups, here)
-        with sharding.weights_in_place(wrapped):
-            check_weight_decay(sharding.parts(optimizer), wrapped, config)
     run = _Run(config, here, groups, sharding, wrapped, optimizer, torch.distributed.get_rank(), data_record=record)
     # What is counted or pickled, such as the number of updates and random states, must be real.
     with meter.phase("checkpoint: what this rank saves"), run.gathered_parameters():

@@ -99,8 +99,8 @@ def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return a tool's own arguments, and the training flags that follow `--`; without it there are none of these."""
     if "--" not in argv:
         return argv, []
-    place = argv.index("--")
-    return argv[:place], argv[place + 1 :]
+    index = argv.index("--")
+    return argv[:index], argv[index + 1 :]
 
 
 def write_output(flag: str, path: str | Path, text: str) -> None:

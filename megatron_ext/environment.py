@@ -42,8 +42,8 @@ def take_ranks_of_mpi(environment: MutableMapping[str, str] = os.environ) -> Non
         if here == size:
             environment.setdefault("MASTER_ADDR", "127.0.0.1")
         environment.setdefault("MASTER_PORT", _PORT)
-        given = zip(_OURS, (rank, size, local, here), strict=True)
-        environment.update({name: value for name, value in given if value})
+        values = zip(_OURS, (rank, size, local, here), strict=True)
+        environment.update({name: value for name, value in values if value})
         return
 
 
@@ -63,7 +63,7 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
         ConfigurationError: one is no integer, out of range, or not set where others are; with every such problem.
     """
     problems = []
-    found: dict[str, int] = {}
+    ranks: dict[str, int] = {}
     for name, least in _LEAST.items():
         text = environment.get(name, "")
         if not text and name not in environment:
@@ -75,16 +75,16 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
                 f"or unset {name} to run one process"
             )
         else:
-            found[name] = value
+            ranks[name] = value
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if rank in found and size in found and found[rank] >= found[size]:
+        if rank in ranks and size in ranks and ranks[rank] >= ranks[size]:
             problems.append(
-                f"${rank} is {found[rank]}, but ${size} is {found[size]}: ranks count from 0; set both as torchrun does"
+                f"${rank} is {ranks[rank]}, but ${size} is {ranks[size]}: ranks count from 0; set both as torchrun does"
             )
     by_mpi = next((names[0] for names in _MPI if environment.get(names[0])), None)
-    if by_mpi and found.get("RANK", -1) >= 0 and found.get("WORLD_SIZE", 1) > 1 and "MASTER_ADDR" not in environment:
+    if by_mpi and ranks.get("RANK", -1) >= 0 and ranks.get("WORLD_SIZE", 1) > 1 and "MASTER_ADDR" not in environment:
         problems.append(
-            f"${by_mpi} says that this is rank {found['RANK']} of {found['WORLD_SIZE']}, but $MASTER_ADDR is not set; "
+            f"${by_mpi} says that this is rank {ranks['RANK']} of {ranks['WORLD_SIZE']}, but $MASTER_ADDR is not set; "
             "export MASTER_ADDR=<name of rank 0's machine>, which mpirun passes on with -x MASTER_ADDR"
         )
     if problems:

@@ -27,6 +27,7 @@ import yaml
 
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.config.derived.batch import training_steps
+from megatron_ext.config.derived.sharding import FLAGS
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import count, count_per_rank
@@ -395,7 +396,7 @@ def _pinned(values: Mapping[str, Any]) -> list[str]:
     """Return flags that keep the planner from changing what the recipe leaves at its default."""
     sizes = ["tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"]
     sizes += ["expert_model_parallel_size"] if "num_experts" in values else []
-    switches = ("use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp", "optimizer_cpu_offload")
+    switches = (*FLAGS, "optimizer_cpu_offload")
     flags = [f"--{name.replace('_', '-')}=1" for name in sizes if name not in values]
     return flags + [f"--{name.replace('_', '-')}=false" for name in switches if name not in values]
 

@@ -231,17 +231,17 @@ class _Block:
 def _blocks(parts: Iterable[FilePart]) -> Iterator[_Block]:
     block = _Block(0, 0, [])
     for part in parts:
-        taken = 0
-        while taken < part.length:
+        done = 0
+        while done < part.length:
             room = BLOCK - block.length
             if room <= 0 or (not part.divisible and block.length and part.length > room):
                 yield block
                 block = _Block(block.start + block.length, 0, [])
                 continue
-            length = min(room, part.length - taken) if part.divisible else part.length
-            block.pieces.append((part, taken, block.length, length))
+            length = min(room, part.length - done) if part.divisible else part.length
+            block.pieces.append((part, done, block.length, length))
             block.length += length
-            taken += length
+            done += length
     if block.length:
         yield block
 

@@ -46,11 +46,11 @@ def main(argv: list[str]) -> int:
 @functools.cache
 def rooms() -> dict[str, list[Path]]:
     """Return the modules of each room, and of none under "base"."""
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for path in sorted(_PACKAGE.rglob("*.py")):
         parts = path.relative_to(_PACKAGE).parts
-        found.setdefault(parts[0] if len(parts) > 1 else _BASE, []).append(path)
-    return dict(sorted(found.items()))
+        files.setdefault(parts[0] if len(parts) > 1 else _BASE, []).append(path)
+    return dict(sorted(files.items()))
 
 
 def index() -> str:
@@ -80,7 +80,7 @@ def page(room: str) -> str:
     return "\n".join(lines)
 
 
-def _entry(node: _Public, place: str) -> Iterator[str]:
+def _entry(node: _Public, where: str) -> Iterator[str]:
     """Yield the lines of a class or a function, and of the methods of a class."""
     yield from (f"### {node.name}", "", "```python", _signature(node), "```", "", *_docstring(node))
     if isinstance(node, ast.ClassDef):
@@ -90,7 +90,7 @@ def _entry(node: _Public, place: str) -> Iterator[str]:
         for method in _public(node):
             yield from (f"#### {node.name}.{method.name}", "", "```python", _signature(method), "```", "")
             yield from _docstring(method)
-    yield from (f"*{place}*", "")
+    yield from (f"*{where}*", "")
 
 
 def _signature(node: _Public) -> str:
@@ -118,8 +118,8 @@ def _is_text(statement: ast.stmt | None) -> bool:
 
 
 def _public(node: ast.Module | ast.ClassDef) -> list[_Public]:
-    found = [child for child in node.body if isinstance(child, ast.ClassDef | ast.FunctionDef)]
-    return [child for child in found if not child.name.startswith("_")]
+    definitions = [child for child in node.body if isinstance(child, ast.ClassDef | ast.FunctionDef)]
+    return [child for child in definitions if not child.name.startswith("_")]
 
 
 def _docstring(node: ast.Module | _Public) -> list[str]:

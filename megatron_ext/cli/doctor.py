@@ -81,9 +81,9 @@ def _configured(flags: list[str], world_size: int, findings: list[Finding]) -> C
     """Return the configuration that the flags make; what is wrong with them goes to the findings."""
     from megatron_ext.train.configure import configure
 
-    given = [] if "--world-size" in flags else ["--world-size", str(world_size)]
+    ranks = [] if "--world-size" in flags else ["--world-size", str(world_size)]
     try:
-        return configure([*flags, *given, "--dry-run"]).config
+        return configure([*flags, *ranks, "--dry-run"]).config
     except ConfigurationError as wrong:
         findings += [
             error(problem, "pretrain_gpt.py would end with exit code 64", "as it says") for problem in wrong.problems
@@ -94,8 +94,8 @@ def _configured(flags: list[str], world_size: int, findings: list[Finding]) -> C
 def _gpus() -> int:
     from megatron_ext.device.gpu_inventory import survey
 
-    found = survey()
-    return len(found.gpus) if found else 0
+    surveyed = survey()
+    return len(surveyed.gpus) if surveyed else 0
 
 
 def _number(variable: str, default: int) -> int:

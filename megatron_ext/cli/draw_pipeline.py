@@ -34,8 +34,8 @@ def main(argv: list[str]) -> int:
     own, training = split_at_dashes(argv)
     parser = _parser()
     options = parser.parse_args(own)
-    given = [options.stages is not None, options.run is not None, bool(training)]
-    if sum(given) != 1:
+    sources = [options.stages is not None, options.run is not None, bool(training)]
+    if sum(sources) != 1:
         parser.error("give one of --stages N, --run DIR, and training flags after --")
     if options.stages is None and options.microbatches is not None and options.microbatches < 1:
         parser.error(f"--microbatches {options.microbatches} is not a number from 1")
@@ -85,9 +85,9 @@ def _simulated(
     values = {name: value for name, value in typed.values.items() if name != "world_size"}
     asked = question(values, gather_facts(typed, look(typed.values)), ranks, machine, memory_share=1.0)
     config = resolve({**asked.values, "world_size": ranks}, asked.facts)
-    found = problems(config, asked.facts)
-    if found:
-        raise ConfigurationError(typed.as_typed(found))
+    refusals = problems(config, asked.facts)
+    if refusals:
+        raise ConfigurationError(typed.as_typed(refusals))
     return preview(config, machine, microbatches)
 
 

@@ -95,9 +95,9 @@ def diff(first: Path, second: Path) -> int:
     from megatron_ext.checkpoint.native.tensors import Tensors, differences
 
     one, other = Tensors(_checkpoint(first)), Tensors(_checkpoint(second))
-    found = list(differences(one, other))
-    say("\n".join(found) or f"identical: {len(one.names())} tensors")
-    return 1 if found else 0
+    lines = list(differences(one, other))
+    say("\n".join(lines) or f"identical: {len(one.names())} tensors")
+    return 1 if lines else 0
 
 
 def _checkpoint(path: Path) -> Path:

@@ -95,8 +95,8 @@ def document_tokens(prefix: str, document: int) -> list[int]:
     length = int(index.lengths[first:behind].sum())
     if length == 0:
         return []
-    found = open_bin(prefix).read(int(index.pointers[first]), length * index.dtype.itemsize)
-    return np.frombuffer(found, index.dtype.newbyteorder("<")).tolist()
+    content = open_bin(prefix).read(int(index.pointers[first]), length * index.dtype.itemsize)
+    return np.frombuffer(content, index.dtype.newbyteorder("<")).tolist()
 
 
 _DOCUMENT = "--- document"
@@ -115,13 +115,13 @@ def shown(tokenizer: Tokenizer, sample: Mapping[str, Any], *, in_color: bool) ->
     documents = list(itertools.accumulate(int(begins) for begins in sample["document_begins"]))
     before, behind = (_GREEN, _PLAIN) if in_color else ("⟦", "⟧")
     text = ""
-    runs = itertools.groupby(range(len(ids)), key=lambda place: (documents[place], trained[place]))
+    runs = itertools.groupby(range(len(ids)), key=lambda index: (documents[index], trained[index]))
     last = None
     for (document, counts), places in runs:
         if document != last and last is not None:
             text += f"\n{_DOCUMENT}\n"
         last = document
-        part = printable(tokenizer.decode([ids[place] for place in places]))
+        part = printable(tokenizer.decode([ids[index] for index in places]))
         text += f"{before}{part}{behind}" if counts else part
     return text
 
@@ -198,13 +198,13 @@ def sample(argv: list[str]) -> None:
     for position in positions:
         if not 0 <= position < len(samples):
             raise ConfigurationError(f"sample {position}: the training has samples 0 to {len(samples) - 1}")
-        place = samples.place(position)
-        say(f"--- sample {position}: window {place.number} of {samples.sources[place.source].name}")
-        found = samples[position]
+        window = samples.window_at(position)
+        say(f"--- sample {position}: window {window.number} of {samples.sources[window.source].name}")
+        content = samples[position]
         if config.data.assistant_only_loss:
-            say(shown(tokenizer, found, in_color=options.color == "always" or is_terminal), colours=COLOURS)
+            say(shown(tokenizer, content, in_color=options.color == "always" or is_terminal), colours=COLOURS)
         else:
-            say(tokenizer.decode([int(token) for token in found["tokens"]]))
+            say(tokenizer.decode([int(token) for token in content["tokens"]]))
 
 
 def main(argv: list[str]) -> int:

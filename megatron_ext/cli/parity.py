@@ -42,8 +42,8 @@ def _start_device(kind: str, ranks: int) -> None:
     if kind == "cuda":
         from megatron_ext.device.gpu_inventory import survey
 
-        found = survey()
-        seen = len(found.gpus) if found is not None else 0
+        surveyed = survey()
+        seen = len(surveyed.gpus) if surveyed is not None else 0
         if seen < ranks:
             raise ConfigurationError(
                 f"--device cuda needs {ranks} GPUs for {ranks} ranks, but this machine shows {seen}; use --device cpu"

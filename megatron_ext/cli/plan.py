@@ -116,14 +116,14 @@ def _calibrated(options: argparse.Namespace, asked: Question) -> Machine:
 
 def _evaluate(options: argparse.Namespace, asked: Question) -> int:
     """Print what the layout given takes and needs."""
-    found = evaluation.evaluate(asked)
-    if isinstance(found, list):
-        _write_json(options, evaluation.refusal_as_json(asked.world_size, asked.machine, found))
-        raise ConfigurationError(found)
-    limits_json, limits_lines = _limits(options, asked, [evaluation.as_candidate(found)])
-    _write_json(options, evaluation.as_json(found) | limits_json)
+    evaluated = evaluation.evaluate(asked)
+    if isinstance(evaluated, list):
+        _write_json(options, evaluation.refusal_as_json(asked.world_size, asked.machine, evaluated))
+        raise ConfigurationError(evaluated)
+    limits_json, limits_lines = _limits(options, asked, [evaluation.as_candidate(evaluated)])
+    _write_json(options, evaluation.as_json(evaluated) | limits_json)
     if not _is_stdout(options):
-        say("\n".join([*evaluation.as_text(found), *limits_lines]))
+        say("\n".join([*evaluation.as_text(evaluated), *limits_lines]))
     return 0
 
 
@@ -173,10 +173,10 @@ def _limits(
     return {"limits": [asdict(part) for part in parts]}, ["", *limits.table(parts, best)]
 
 
-def _write_json(options: argparse.Namespace, found: dict[str, Any]) -> None:
+def _write_json(options: argparse.Namespace, content: dict[str, Any]) -> None:
     if options.json is None:
         return
-    text = json.dumps(found, indent=1) + "\n"
+    text = json.dumps(content, indent=1) + "\n"
     if _is_stdout(options):
         say(text, end="")
     else:

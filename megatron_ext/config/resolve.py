@@ -18,6 +18,7 @@ from megatron_ext.config.derived.batch import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
 from megatron_ext.config.derived.lr_scale import scale
 from megatron_ext.config.derived.pipeline import read_pipeline_layout
+from megatron_ext.config.derived.sharding import FSDP
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.model import ModelConfig
 from megatron_ext.config.schema.training import TrainingConfig
@@ -108,14 +109,14 @@ def positive(*values: Any) -> bool:
     return all(value is not None and value > 0 for value in values)
 
 
-def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
-    """Return 4 x hidden size; with SwiGLU, which has three matrices for two, 2/3 of it, rounded down to a multiple of
-    64.
+def default_ffn_hidden_size(hidden_size: int, gated: bool) -> int:
+    """Return 4 x hidden size; with a gate, which makes it three matrices for two, 2/3 of it, rounded down to a multiple
+    of 64.
 
     Source: Megatron-LM's default; the 2/3 is from Shazeer 2020 (arXiv:2002.05202), section 3.1. A width below 24
     would round to 0, so that at least 64 is given.
     """
-    return max(int(4 * hidden_size * 2 / 3 / 64) * 64, 64) if swiglu else 4 * hidden_size
+    return max(int(4 * hidden_size * 2 / 3 / 64) * 64, 64) if gated else 4 * hidden_size
 
 
 def default_metrics_file(save: str) -> str:
@@ -170,7 +171,7 @@ def _resolve_implementation(values: dict[str, Any]) -> None:
     """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides,
     documents that are kept apart, latent attention, and products in FP8, which are torch's. What is computed is the
     same, in FP8 up to how each rounds."""
-    ours = ("num_experts", "use_megatron_fsdp", "use_torch_fsdp2", "fp8_format", "multi_latent_attention")
+    ours = ("num_experts", *FSDP, "fp8_format", "multi_latent_attention")
     if any(values.get(name) for name in (*ours, "reset_attention_mask", "reset_position_ids")):
         values["transformer_impl"] = "local"
 
@@ -188,7 +189,8 @@ def _resolve_exchange(values: dict[str, Any]) -> None:
 def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
     hidden, heads = values.get("hidden_size", 0), values.get("num_attention_heads", 0)
     if positive(hidden):
-        _fill(values, "ffn_hidden_size", default_ffn_hidden_size(hidden, values.get("swiglu", False)))
+        gated = bool(values.get("swiglu") or values.get("geglu"))
+        _fill(values, "ffn_hidden_size", default_ffn_hidden_size(hidden, gated))
     if values.get("multi_latent_attention"):
         _fill(values, "rope_type", "yarn")
         # Read by nothing that attends: the heads have sizes of their own.
@@ -219,7 +221,7 @@ def _resolve_training(values: dict[str, Any]) -> None:
     scale(values)
     if values.get("recompute_activations"):
         _fill(values, "recompute_granularity", "selective")
-    if not (values.get("use_torch_fsdp2") or values.get("use_megatron_fsdp")):  # these divide every weight
+    if not any(values.get(flag) for flag in FSDP):
         _fill(values, "check_weight_hash_across_dp_replicas_interval", STEPS_BETWEEN_REPLICA_CHECKS)
     if values.get("bf16") and values.get("main_grads_dtype") == "bf16":
         values["grad_reduce_in_bf16"] = True
@@ -264,33 +266,34 @@ def _fill(values: dict[str, Any], name: str, derived: Any) -> None:
 
 
 def _build(values: Mapping[str, Any]) -> Config:
-    given: dict[str, dict[str, Any]] = {name: {} for name in _groups()}
+    by_group: dict[str, dict[str, Any]] = {name: {} for name in _groups()}
     homes = _homes()
     unknown = values.keys() - homes.keys()
     assert not unknown, f"not in the schema: {unknown}"
     for name, value in values.items():
-        given[homes[name]][name] = value
-    return Config(**{name: _group(name, of_group) for name, of_group in given.items()})
+        by_group[homes[name]][name] = value
+    return Config(**{name: _group(name, of_group) for name, of_group in by_group.items()})
 
 
 _last: dict[str, tuple[dict[str, Any], Any]] = {}
 """By name of a group its values and itself, as they were built the last time."""
 
 
-def _group(name: str, given: dict[str, Any]) -> Any:
+def _group(name: str, values: dict[str, Any]) -> Any:
     """Return the group with these values; the same object as the last time where they are the same, since a search
     resolves thousands of configurations that differ in a few values."""
     before = _last.get(name)
-    if before is not None and len(before[0]) == len(given) and all(map(_same, before[0].items(), given.items())):
+    if before is not None and len(before[0]) == len(values) and all(map(_same, before[0].items(), values.items())):
         return before[1]
-    _last[name] = given, _groups()[name](**given)
+    _last[name] = values, _groups()[name](**values)
     return _last[name][1]
 
 
 def _same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
-    (name, value), (other_name, found) = one, other
+    (name, value), (other_name, other_value) = one, other
     return name == other_name and (
-        value is found or (type(value) is type(found) and type(value) in (int, str) and value == found)
+        value is other_value
+        or (type(value) is type(other_value) and type(value) in (int, str) and value == other_value)
     )
 
 

@@ -116,14 +116,14 @@ def divide(batch: Batch, view: StageView) -> Batch:
         return batch
     chunks = torch.tensor(context_chunks(view.cp_rank, view.cp_size))
 
-    def held(values_BS: torch.Tensor | None) -> torch.Tensor | None:
+    def local(values_BS: torch.Tensor | None) -> torch.Tensor | None:
         return None if values_BS is None else values_BS.unflatten(1, (2 * view.cp_size, -1))[:, chunks].flatten(1)
 
     return Batch(
-        tokens=held(batch.tokens),
-        position_ids=held(batch.position_ids),
-        labels=held(batch.labels),
-        loss_mask=held(batch.loss_mask),
+        tokens=local(batch.tokens),
+        position_ids=local(batch.position_ids),
+        labels=local(batch.labels),
+        loss_mask=local(batch.loss_mask),
         documents=batch.documents,
     )
 

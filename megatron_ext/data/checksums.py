@@ -173,13 +173,13 @@ def damage(block: Block) -> str | None:
     """Return what is wrong with a block; None where it is as it was written."""
     try:
         with open(block.path, "rb", buffering=0) as file:
-            found = _crc32(file.fileno(), block.first, block.size)
+            checksum = _crc32(file.fileno(), block.first, block.size)
     except OSError as error:
         return f"{block.path} cannot be read: {error.strerror}"
-    if found == block.crc32:
+    if checksum == block.crc32:
         return None
     return (
-        f"{block.path}: bytes {block.first} to {block.first + block.size - 1} have the checksum {found} instead of "
+        f"{block.path}: bytes {block.first} to {block.first + block.size - 1} have the checksum {checksum} instead of "
         f"{block.crc32}, which the manifest next to it gives: they were changed or damaged since they were written"
     )
 
@@ -189,7 +189,7 @@ REMEDY = "Copy the file again, or run tools/preprocess_data.py again; --verify-d
 
 def first_damage(blocks: Sequence[Block]) -> str | None:
     """Return what is wrong with the first damaged block of several; None where all are whole."""
-    return next((found for block in blocks if (found := damage(block)) is not None), None)
+    return next((text for block in blocks if (text := damage(block)) is not None), None)
 
 
 def some_blocks(blocks: Sequence[Block]) -> list[Block]:
@@ -260,8 +260,8 @@ class BackgroundCheck:
         except OSError:
             return None
         # Once more, and in words: a read that went wrong once, or a file that is being replaced, is no damage.
-        found = None if f"{value:08x}" == block.crc32 else damage(block)
-        return found if self._is_the_same(block) else None
+        text = None if f"{value:08x}" == block.crc32 else damage(block)
+        return text if self._is_the_same(block) else None
 
     def _is_the_same(self, block: Block) -> bool:
         identity = self._files[block.path]
@@ -271,22 +271,22 @@ class BackgroundCheck:
 def _identity(path: str) -> tuple[int, int] | None:
     """Return what tells a file from another one of the same name; None where there is none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _entry(manifest: Mapping[str, Any], prefix: str, size: int) -> Mapping[str, Any] | None:
     """Return what the manifest says of this pair, which may have been moved or renamed since."""
-    outputs, found = manifest["outputs"], manifest.get("checksums")
-    if not isinstance(found, dict):
+    outputs, checksums = manifest["outputs"], manifest.get("checksums")
+    if not isinstance(checksums, dict):
         return None
     sizes = {name: output.get("token_bytes") for name, output in outputs.items()}
-    fitting = [name for name in sizes if sizes[name] == size and isinstance(found.get(name), dict)]
+    fitting = [name for name in sizes if sizes[name] == size and isinstance(checksums.get(name), dict)]
     named = [name for name in fitting if Path(name).name == Path(prefix).name]
     chosen = named if len(named) == 1 else fitting
-    return found[chosen[0]] if len(chosen) == 1 else None
+    return checksums[chosen[0]] if len(chosen) == 1 else None
 
 
 def _blocks(path: str, size: int, entry: Mapping[str, Any], suffix: str) -> Iterator[Block]:

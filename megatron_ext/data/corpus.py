@@ -89,12 +89,12 @@ def _checked(prefixes: Sequence[str], config: Config, tokenizer: Tokenizer) -> d
         return {f"{prefix}.idx": "" if by_formula else index_digest(prefix) for prefix in prefixes}
 
     if by_formula:
-        found = check()
+        results = check()
     else:
         from megatron_ext.data.one_rank_per_node import read_once_per_node
 
-        found = read_once_per_node(check)
-    return dict(zip(prefixes, found.values(), strict=True))
+        results = read_once_per_node(check)
+    return dict(zip(prefixes, results.values(), strict=True))
 
 
 def _mock(config: Config, tokenizer: Tokenizer, num_samples: int, split: int) -> MockDataset:

@@ -14,7 +14,7 @@ in every epoch: shuffle the documents before preprocessing, if they are sorted.
 Which source each sample of a blend comes from, by formula: nothing is stored, and any position is reached at once.
 
     blend = Mixture((0.3, 0.7))
-    blend.place(10)      # (1, 7): sample 10 of the blend is sample 7 of source 1
+    blend.source_at(10)      # (1, 7): sample 10 of the blend is sample 7 of source 1
     blend.counts(10)     # [3, 7]: what the samples 0 to 9 took from each source
 
 The sources are the leaves of a balanced binary tree. A node with shares l and r of its samples has sent floor(n l / (l
@@ -106,7 +106,7 @@ class Mixture:
         self.error = math.ceil(math.log2(len(weights))) / 2
         """Number of samples by which a source can differ from its share, at any position."""
 
-    def place(self, index: int) -> tuple[int, int]:
+    def source_at(self, index: int) -> tuple[int, int]:
         """Return the source of sample `index`, and the sample's number among those of this source."""
         first, end = 0, len(self._sums) - 1
         while end - first > 1:
@@ -178,10 +178,10 @@ class FormulaSource:
         """
         start = self._first(number) * self._dtype.itemsize
         wanted = (self._seq_length + (0 if self._is_packed else 1)) * self._dtype.itemsize
-        found = self._file.read(start, wanted)
-        if len(found) != wanted:
+        content = self._file.read(start, wanted)
+        if len(content) != wanted:
             raise DataError(f"{self.prefix}.bin ends before byte {start + wanted}: it was truncated during the run")
-        return self._whole(np.frombuffer(found, self._dtype).astype(np.int64))
+        return self._whole(np.frombuffer(content, self._dtype).astype(np.int64))
 
     def flags(self, number: int) -> np.ndarray:
         """Return the flags of the tokens of a window, as `megatron_ext.data.mask` says: int64 [seq_length + 1]."""
@@ -225,8 +225,8 @@ class FormulaDataset:
         document_begins, bool [seq]."""
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
-        place = self.place(index)
-        text = self._parts[place.source].window(place.number)
+        window = self.window_at(index)
+        text = self._parts[window.source].window(window.number)
         tokens = text[:-1]
         sample = {
             "tokens": tokens,
@@ -234,9 +234,9 @@ class FormulaDataset:
             "loss_mask": (np.ones(len(tokens)) if self._eod is None else tokens != self._eod).astype(np.float32),
             "position_ids": np.arange(len(tokens)),
         }
-        if self._parts[place.source].mask is None:
+        if self._parts[window.source].mask is None:
             return sample
-        flags = self._parts[place.source].flags(place.number)
+        flags = self._parts[window.source].flags(window.number)
         return sample | {
             "loss_mask": sample["loss_mask"] * (flags[1:] & COUNTS != 0),
             "document_begins": flags[:-1] & BEGINS != 0,
@@ -246,9 +246,9 @@ class FormulaDataset:
         """Return how many of the first `samples` samples come from each source."""
         return self._mixture.counts(samples)
 
-    def place(self, index: int) -> SampleWindow:
+    def window_at(self, index: int) -> SampleWindow:
         """Return where sample `index` lies."""
-        source, number = self._mixture.place(index)
+        source, number = self._mixture.source_at(index)
         return SampleWindow(source, self._parts[source].number_at(number))
 
     def part(self, source: int) -> "FormulaDataset":

@@ -206,8 +206,8 @@ def check_some_token_ids(prefix: str, vocab_size: int) -> None:
     starts = range(0, tokens, size)
     if len(starts) > count:
         starts = [number * (tokens - size) // (count - 1) for number in range(count)]
-    found = read_many(prefix, [(first * dtype.itemsize, size * dtype.itemsize) for first in starts])
-    for first, block in zip(starts, found, strict=True):
+    blocks = read_many(prefix, [(first * dtype.itemsize, size * dtype.itemsize) for first in starts])
+    for first, block in zip(starts, blocks, strict=True):
         _check_block(prefix, index, np.frombuffer(block, dtype), first, vocab_size)
 
 

@@ -78,16 +78,16 @@ class Mask:
         Raises:
             DataError: the file has become shorter, or a byte is no flags of a token.
         """
-        found = np.frombuffer(os.pread(self._file, count, HEADER.size + first), np.uint8)
-        if len(found) != count:
+        flags = np.frombuffer(os.pread(self._file, count, HEADER.size + first), np.uint8)
+        if len(flags) != count:
             raise DataError(f"{self._path} ends before token {first + count}: it was truncated during the run")
-        if count and int(found.max()) > (COUNTS | BEGINS):
-            row = int(np.argmax(found > (COUNTS | BEGINS)))
+        if count and int(flags.max()) > (COUNTS | BEGINS):
+            row = int(np.argmax(flags > (COUNTS | BEGINS)))
             raise DataError(
-                f"{self._path}: token {first + row} has the flags {int(found[row])}, more than {COUNTS | BEGINS}: the "
+                f"{self._path}: token {first + row} has the flags {int(flags[row])}, more than {COUNTS | BEGINS}: the "
                 f"file is damaged. {_REMEDY}"
             )
-        return found
+        return flags
 
     def check(self) -> int:
         """Read all flags and return how many tokens count. Raises DataError as `read` does."""
@@ -97,9 +97,9 @@ class Mask:
         )
 
 
-def _packed_to(path: Path, found: bytes) -> int:
-    if len(found) == HEADER.size:
-        magic, version, packed_to = HEADER.unpack(found)
+def _packed_to(path: Path, header: bytes) -> int:
+    if len(header) == HEADER.size:
+        magic, version, packed_to = HEADER.unpack(header)
         if (magic, version) == (MAGIC, VERSION):
             return packed_to
     raise DataError(f"{path} is no mask of version {VERSION}: it is truncated or altered. {_REMEDY}")

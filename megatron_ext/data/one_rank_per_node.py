@@ -25,19 +25,19 @@ def read_once_per_node(read: Callable[[], dict[str, str]]) -> dict[str, str]:
     if not torch.distributed.is_initialized():
         return read()
     rank = torch.distributed.get_rank()
-    found, problem = {}, None
+    values, problem = {}, None
     if rank == 0 or environment.local_rank() == 0:
         try:
-            found = read()
+            values = read()
         except (TrainingError, OSError) as error:
             problem = error
-    of_rank_0: list[Any] = [(found, problem) if rank == 0 else None]
+    of_rank_0: list[Any] = [(values, problem) if rank == 0 else None]
     torch.distributed.broadcast_object_list(of_rank_0, src=0)
     agreed, problem_of_rank_0 = of_rank_0[0]
     if problem_of_rank_0 is not None:
         raise problem_of_rank_0
     if problem is None:
-        pairs = zip(found.items(), agreed.values(), strict=True) if found else ()
+        pairs = zip(values.items(), agreed.values(), strict=True) if values else ()
         problem = next((_differs(name) for (name, own), other in pairs if own != other), None)
     _raise_together(problem)
     return agreed
@@ -84,9 +84,9 @@ def _raise_together(problem: BaseException | None) -> None:
     """Raise the first rank's problem on every rank. Collective."""
     problems: list[BaseException | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
-            raise found
+    for one in problems:
+        if one is not None:
+            raise one
 
 
 def _make_mark(folder: os.PathLike[str]) -> str | None:

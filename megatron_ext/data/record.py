@@ -48,17 +48,17 @@ def read_record(path: Path) -> dict[str, Any] | None:
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return why a run on `now` would not go on through the samples of a run on `saved`, in words; empty where it
     would."""
-    found = [
+    texts = [
         f"{flag} is {now[name]}, not {saved.get(name)}" for name, flag in _FLAGS.items() if now[name] != saved.get(name)
     ]
     for split in SPLITS:
-        found += _different_files(split, saved["files"].get(split, []), now["files"][split])
-    if not found and saved.get("order_depends_on") != now["order_depends_on"]:
-        found.append(
+        texts += _different_files(split, saved["files"].get(split, []), now["files"][split])
+    if not texts and saved.get("order_depends_on") != now["order_depends_on"]:
+        texts.append(
             f"--data-order shuffled shuffles all epochs together, and the run now takes {now['num_samples']} samples "
             f"instead of {saved['num_samples']}"
         )
-    return found
+    return texts
 
 
 def _files(config: Config, split: str) -> list[dict[str, Any]]:
@@ -78,18 +78,18 @@ def _files(config: Config, split: str) -> list[dict[str, Any]]:
 
 
 def _different_files(split: str, saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    found = []
+    texts = []
     for was, is_ in itertools.zip_longest(saved, now):
         if was is None or is_ is None or was["prefix"] != is_["prefix"]:
             # The same files may have moved. Other validation data changes no sample of the training.
             same = was and is_ and all(was[suffix] == is_[suffix] for suffix in (".idx", ".bin"))
             if split == "train" and not same:
                 names = [entry["prefix"] if entry else "nothing" for entry in (is_, was)]
-                found.append(f"the training data has {names[0]} where it had {names[1]}")
+                texts.append(f"the training data has {names[0]} where it had {names[1]}")
         else:
             # Whether the mask is read is a flag, which may change.
             suffixes = [suffix for suffix in (".idx", ".bin", ".mask") if suffix in was and suffix in is_]
-            found += [f"{is_['prefix']}{suffix} has other content" for suffix in suffixes if was[suffix] != is_[suffix]]
+            texts += [f"{is_['prefix']}{suffix} has other content" for suffix in suffixes if was[suffix] != is_[suffix]]
         if was and is_ and split == "train" and was["weight"] != is_["weight"]:
-            found.append(f"the weight of {is_['prefix']} is {is_['weight']}, not {was['weight']}")
-    return found
+            texts.append(f"the weight of {is_['prefix']} is {is_['weight']}, not {was['weight']}")
+    return texts

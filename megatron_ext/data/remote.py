@@ -106,10 +106,10 @@ class RemoteFile:
         return entry(self.url, self._system, self._path) is not None
 
     def _asked(self) -> dict[str, Any]:
-        found = entry(self.url, self._system, self._path)
-        if found is None:
+        listed = entry(self.url, self._system, self._path)
+        if listed is None:
             raise StorageError(f"{self.url}: there is no such file. Check the name and the access")
-        return found
+        return listed
 
     @property
     def size(self) -> int:
@@ -133,10 +133,10 @@ class RemoteFile:
         return tried_again(f"{self.url}, bytes {offset} to {end}", lambda: self._once(offset, end))
 
     def _once(self, offset: int, end: int) -> bytes:
-        found = self._system.cat_file(self._path, start=offset, end=end)
-        if len(found) != end - offset:
-            raise OSError(f"{len(found)} bytes came instead of {end - offset}")
-        return found
+        content = self._system.cat_file(self._path, start=offset, end=end)
+        if len(content) != end - offset:
+            raise OSError(f"{len(content)} bytes came instead of {end - offset}")
+        return content
 
     def check_unchanged(self) -> None:
         """Ask the store again. Raises DataError where the file is another one by now."""

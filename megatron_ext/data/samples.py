@@ -57,7 +57,7 @@ class Samples(SampleDataset, Protocol):
         """Return how many of the first `samples` samples come from each source."""
         ...
 
-    def place(self, index: int) -> SampleWindow:
+    def window_at(self, index: int) -> SampleWindow:
         """Return where sample `index` lies."""
         ...
 
@@ -68,7 +68,7 @@ class Samples(SampleDataset, Protocol):
 
 def describe_sample(dataset: Samples, index: int) -> str:
     """Return the sample's number and the file that it comes from, for error texts."""
-    return f"sample {index} of {dataset.sources[dataset.place(index).source].name}.bin"
+    return f"sample {index} of {dataset.sources[dataset.window_at(index).source].name}.bin"
 
 
 class BySource:

@@ -224,7 +224,7 @@ class ShuffledDataset:
         self._counted = samples, counts
         return counts.tolist()
 
-    def place(self, index: int) -> SampleWindow:
+    def window_at(self, index: int) -> SampleWindow:
         """Return where sample `index` lies: its number is that in megatron-core's stream of shuffled documents."""
         source, index = self._source(index)
         return SampleWindow(source, int(self._parts[source].shuffle_index[index]))

@@ -49,9 +49,9 @@ def skipped_samples(words: Sequence[str]) -> SkippedSamples:
         ValueError: a word is neither a number, a range, nor a file of them; it names the word, or file and line.
         OSError: a file cannot be read.
     """
-    found = sorted((one for word in words for one in _named(word)), key=lambda one: one.start)
+    ranges = sorted((one for word in words for one in _named(word)), key=lambda one: one.start)
     merged: list[range] = []
-    for one in found:
+    for one in ranges:
         if merged and one.start <= merged[-1].stop:
             merged[-1] = range(merged[-1].start, max(merged[-1].stop, one.stop))
         else:

@@ -58,7 +58,7 @@ class MockDataset:
         """Return the number of samples: all of the first `samples` samples come from the only source."""
         return [samples]
 
-    def place(self, index: int) -> SampleWindow:
+    def window_at(self, index: int) -> SampleWindow:
         """Return where sample `index` lies."""
         return SampleWindow(0, index)
 

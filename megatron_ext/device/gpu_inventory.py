@@ -65,8 +65,8 @@ def survey() -> Survey | None:
 
 def driver_version(text: str) -> str:
     """Return the driver's version from /proc/driver/nvidia/version."""
-    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
-    return found.group(1) if found else "unknown"
+    match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
+    return match.group(1) if match else "unknown"
 
 
 def links(matrix: str) -> dict[tuple[int, int], str]:
@@ -74,14 +74,14 @@ def links(matrix: str) -> dict[tuple[int, int], str]:
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
     header = next((row for row in rows if row and row[0] == "GPU0" and "X" not in row), [])
     columns = [name for name in header if re.fullmatch(r"GPU\d+", name)]
-    found = {}
+    kinds = {}
     for row in rows:
         if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row:
             own = int(row[0][3:])
             for name, kind in zip(columns, row[1:], strict=False):
                 if own < int(name[3:]):
-                    found[own, int(name[3:])] = kind
-    return found
+                    kinds[own, int(name[3:])] = kind
+    return kinds
 
 
 def _topology() -> str:

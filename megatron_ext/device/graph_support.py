@@ -10,11 +10,11 @@ nodes."""
 
 def uncapturing_torch() -> str | None:
     """Return the version of the installed torch if it cannot, None if it can, or there is none."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return None
     # The function's own file: its release is in no document.
-    file = Path(found.origin).parent / "autograd" / "graph.py"
+    file = Path(spec.origin).parent / "autograd" / "graph.py"
     if _NEEDED in file.read_text(encoding="utf-8"):
         return None
     from importlib import metadata  # which imports much

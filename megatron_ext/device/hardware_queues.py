@@ -34,18 +34,18 @@ def wants_one_queue(layout: LayoutConfig, capability: int | None) -> bool:
     return overlaps and not layout.needs_several_hardware_queues and (capability is None or capability < _BLACKWELL)
 
 
-def mistake(layout: LayoutConfig, capability: int | None, given: str | None) -> tuple[str, str] | None:
+def mistake(layout: LayoutConfig, capability: int | None, setting: str | None) -> tuple[str, str] | None:
     """Return why the value that a user gave the variable costs speed, and what to do; None where it does not."""
-    if given is None:
+    if setting is None:
         return None
     if wants_one_queue(layout, capability):
-        if given == "1":
+        if setting == "1":
             return None
         return (
             "before Blackwell, tensor- and context-parallel communication overlaps with 1 hardware queue alone",
             f"unset {VARIABLE}: the program sets 1",
         )
-    if given == "1" and layout.needs_several_hardware_queues:
+    if setting == "1" and layout.needs_several_hardware_queues:
         return "the communication of FSDP overlaps with more than 1 hardware queue", f"unset {VARIABLE}"
     return None
 
@@ -54,11 +54,11 @@ def prepare(layout: LayoutConfig, environment: MutableMapping[str, str] = os.env
     """Set the variable for the run that begins, where it is not set; return a warning where it is, to a wrong value."""
     if layout.device == "cpu" or not shows_gpu():
         return None
-    capability, given = compute_capability(), environment.get(VARIABLE)
-    if given is None and wants_one_queue(layout, capability):
+    capability, setting = compute_capability(), environment.get(VARIABLE)
+    if setting is None and wants_one_queue(layout, capability):
         environment[VARIABLE] = "1"
-    wrong = mistake(layout, capability, given)
-    return wrong and f"{VARIABLE}={given}: {wrong[0]}; {wrong[1]}"
+    wrong = mistake(layout, capability, setting)
+    return wrong and f"{VARIABLE}={setting}: {wrong[0]}; {wrong[1]}"
 
 
 def compute_capability(library: str = "libnvidia-ml.so.1") -> int | None:

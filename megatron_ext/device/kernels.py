@@ -45,15 +45,15 @@ def gemm_by_ability() -> str:
 
 def measured_gemm() -> str:
     """Return the entry of `GEMMS` for this processor. Where it has AVX-512, some products tell whether BLAS uses it."""
-    found = gemm_by_ability()
-    if found != "mixed":
-        return found
+    by_ability = gemm_by_ability()
+    if by_ability != "mixed":
+        return by_ability
     x, weight, threads = torch.ones(512, 512), torch.ones(512, 512), torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.no_grad():
         ratio = _ratio(lambda: F.linear(x, weight), lambda: _product(x, weight))
     torch.set_num_threads(threads)
-    return "onednn" if ratio >= _FAR_AHEAD else found
+    return "onednn" if ratio >= _FAR_AHEAD else by_ability
 
 
 def _ratio(one: Callable[[], object], other: Callable[[], object], calls: int = 8) -> float:

@@ -72,7 +72,7 @@ class _RecordedRank(RankReport):
     """A rank's place, of which the recorder knows operations alone."""
 
     @property
-    def place(self) -> str:
+    def whereabouts(self) -> str:
         return self.phase
 
 
@@ -88,10 +88,10 @@ def read_dumps(folder: Path) -> dict[int, Dump]:
         raise ConfigurationError(f"--flight-recorder {folder}: no such folder; give a hang-<step> of --save")
     dumps: dict[int, Dump] = {}
     for name in sorted(os.listdir(folder)):
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             continue
-        rank = int(found[1])
+        rank = int(match[1])
         if rank in dumps:
             raise DataError(f"{folder} holds several dumps of rank {rank}; give a folder with one a rank")
         try:
@@ -144,7 +144,7 @@ def _operation(entry: Any, group: str, members: tuple[int, ...]) -> Operation:
     backend, _, name = _text(entry["profiling_name"]).rpartition(":")
     is_gloo = backend == "gloo"  # which notes no state; NCCL's retires operations that timed out, too
     if is_message:  # "send 0->1" counts within the group
-        name = re.sub(r"\d+", lambda found: _member(members, int(found[0])), name)
+        name = re.sub(r"\d+", lambda match: _member(members, int(match[0])), name)
     return Operation(
         group=group,
         name=name,
@@ -171,8 +171,8 @@ def _members(text: Any) -> tuple[int, ...]:
     return tuple(int(number) for number in numbers if number.strip())
 
 
-def _member(members: tuple[int, ...], place: int) -> str:
-    return str(members[place]) if place < len(members) else f"{place} of the group"
+def _member(members: tuple[int, ...], index: int) -> str:
+    return str(members[index]) if index < len(members) else f"{index} of the group"
 
 
 def _report(dump: Dump, dumps: Mapping[int, Dump]) -> RankReport:
@@ -205,15 +205,17 @@ def _mismatches(dumps: Mapping[int, Dump]) -> list[str]:
         for operation in dump.operations:
             if operation.number:
                 calls.setdefault((operation.group, operation.number), {})[rank] = operation
-    found: dict[str, str] = {}
+    by_group: dict[str, str] = {}
     for (group, number), of_ranks in sorted(calls.items(), key=lambda item: item[0][1]):
         kinds: dict[str, list[int]] = {}
         for rank, operation in of_ranks.items():
             kinds.setdefault(_call(operation), []).append(rank)
-        if len(kinds) > 1 and group not in found:
+        if len(kinds) > 1 and group not in by_group:
             texts = [f"{numbers_text(ranks)} call{'s'[: len(ranks) == 1]} {kind}" for kind, ranks in kinds.items()]
-            found[group] = f"collective {number} of {titles[group]} is not the same on all ranks: {'; '.join(texts)}."
-    return list(found.values())
+            by_group[group] = (
+                f"collective {number} of {titles[group]} is not the same on all ranks: {'; '.join(texts)}."
+            )
+    return list(by_group.values())
 
 
 def _call(operation: Operation) -> str:

@@ -6,11 +6,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import Config
 from megatron_ext.doctor.finding import Finding, Launch, error, ok, warning
 from megatron_ext.errors import StorageError
 from megatron_ext.parts.catalogue import count
+from megatron_ext.plan.state_bytes import optimizer_bytes
 
 # Process groups of a rank, each of which may connect it with every other rank, at most; and what else is open.
 _GROUPS = 12
@@ -107,8 +107,8 @@ def checkpoint_bytes(config: Config) -> int:
     """Return the bytes of a checkpoint: a copy of the weights, and with the optimizer its states and fp32 weights."""
     each = config.training.params_bytes
     if not config.checkpoint.no_save_optim:
-        each += traits_of(config.optimizer).bytes_each(config.optimizer) + 4 * config.training.mixed_precision
-    return each * count(config)
+        each += optimizer_bytes(config) + 4 * config.training.mixed_precision
+    return round(each * count(config))
 
 
 def _size(amount: float) -> str:

@@ -23,21 +23,21 @@ def address_resolves(launch: Launch) -> Iterator[Finding]:
                 "export MASTER_ADDR=<name of the first machine>",
             )
         return
-    found = resolve(address)
-    if found is None:
+    addresses = resolve(address)
+    if addresses is None:
         yield error(
             f"MASTER_ADDR {address} does not resolve on this machine",
             "no rank finds rank 0; the launch waits until its timeout",
             "export MASTER_ADDR=<a name or IP address that `getent hosts` finds on every machine>",
         )
-    elif launch.nodes > 1 and all(one.startswith("127.") or one == "::1" for one in found):
+    elif launch.nodes > 1 and all(one.startswith("127.") or one == "::1" for one in addresses):
         yield error(
-            f"MASTER_ADDR {address} is this machine's loopback ({found[0]}), for {launch.nodes} machines",
+            f"MASTER_ADDR {address} is this machine's loopback ({addresses[0]}), for {launch.nodes} machines",
             "each machine would look for rank 0 on itself",
             "export MASTER_ADDR=<the first machine's name as the others know it>",
         )
     else:
-        yield ok(f"MASTER_ADDR {address} is {found[0]}")
+        yield ok(f"MASTER_ADDR {address} is {addresses[0]}")
 
 
 def port_is_free(launch: Launch) -> Iterator[Finding]:
@@ -77,15 +77,15 @@ def interfaces_exist(launch: Launch) -> Iterator[Finding]:
         exact = value.startswith("=") or variable.startswith("GLOO")
         wanted = [name.partition(":")[0] for name in value.lstrip("=").split(",") if name]
         # NCCL takes prefixes, and any one of them; gloo every one, by its whole name.
-        found = [name for name in wanted if (name in there if exact else any(one.startswith(name) for one in there))]
+        present = [name for name in wanted if (name in there if exact else any(one.startswith(name) for one in there))]
         others = [name for name in there if name != "lo"] or there
-        if not found or (variable.startswith("GLOO") and found != wanted):
+        if not present or (variable.startswith("GLOO") and present != wanted):
             yield error(
                 f"{variable}={value}: this machine has no such interface; it has {', '.join(there)}",
                 "the backend finds no network and fails at its first connection",
                 f"export {variable}={others[0]}, or unset it",
             )
-        elif launch.nodes > 1 and all(name.startswith(("lo", "docker")) for name in found):
+        elif launch.nodes > 1 and all(name.startswith(("lo", "docker")) for name in present):
             yield error(
                 f"{variable}={value} reaches this machine alone, and the run has {launch.nodes}",
                 "no other machine is reached through it",
@@ -118,10 +118,10 @@ def infiniband_is_there(launch: Launch) -> Iterator[Finding]:
 
 def ranks_come_from_a_launcher(launch: Launch) -> Iterator[Finding]:
     """Check for RANK and WORLD_SIZE left in a shell, which make a single process wait for others that nobody starts."""
-    given = {name: launch.environment[name] for name in ("RANK", "WORLD_SIZE") if name in launch.environment}
-    if not given or launch.has_launcher or "SLURM_PROCID" in launch.environment:
+    variables = {name: launch.environment[name] for name in ("RANK", "WORLD_SIZE") if name in launch.environment}
+    if not variables or launch.has_launcher or "SLURM_PROCID" in launch.environment:
         return
-    text = " and ".join(f"{name}={value}" for name, value in given.items())
+    text = " and ".join(f"{name}={value}" for name, value in variables.items())
     yield error(
         f"{text} set by hand, without a launcher",
         "each process takes itself for that rank, and waits for ranks that nobody starts",
@@ -131,16 +131,16 @@ def ranks_come_from_a_launcher(launch: Launch) -> Iterator[Finding]:
 
 def resolve(name: str) -> list[str] | None:
     """Return the IP addresses of a host, or None; a name server that does not answer is given a few seconds."""
-    found: list[str] = []
+    addresses: list[str] = []
 
     def ask() -> None:
         with contextlib.suppress(OSError):
-            found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+            addresses.extend(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_SECONDS_TO_RESOLVE)
-    return list(found) or None
+    return list(addresses) or None
 
 
 def _is_own(address: str) -> bool:

@@ -1,12 +1,11 @@
 """GPT-2: learned positions, LayerNorm, biases everywhere, and matrices that lie transposed."""
 
-import json
 from typing import Any
 
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import QKV
+from megatron_ext.families.shared import QKV, gelu_values, heads_fill_width
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "embedding.word_embeddings": ("transformer.wte",),
@@ -20,27 +19,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "decoder.final_layernorm": ("transformer.ln_f",),
     "output_layer": ("lm_head",),
 }
-_FLAGS = {
-    "position_embedding_type": "learned_absolute",
-    "swiglu": False,
-    "squared_relu": False,
-    "normalization": "LayerNorm",
-    "disable_bias_linear": False,
-    "group_query_attention": False,
-    "qk_layernorm": False,
-}
-_ACTIVATIONS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}  # -> --openai-gelu
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     hidden, heads = reading.integer("n_embd"), reading.integer("n_head")
     if hidden % heads:
         reading.problems.append(f"n_embd {hidden} is not divisible by n_head {heads}")
-    activation = reading.get("activation_function", "gelu_new")
-    if activation not in _ACTIVATIONS:
-        reading.problems.append(
-            f"activation_function is {json.dumps(activation)}; supported are {', '.join(_ACTIVATIONS)}"
-        )
     reading.refuse_unless("scale_attn_weights", True, True, "only true is supported")
     reading.refuse_unless("scale_attn_by_inverse_layer_idx", False, False, "only false is supported")
     reading.refuse_unless("add_cross_attention", False, False, "only false is supported")
@@ -53,7 +37,7 @@ def _read(reading: Reading) -> dict[str, Any]:
         "num_attention_heads": heads,
         "kv_channels": max(hidden // heads, 1),
         "num_query_groups": heads,
-        "openai_gelu": _ACTIVATIONS.get(activation, False),
+        **gelu_values(reading, "activation_function", "gelu_new"),
         "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5),
         "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", True),
         "vocab_size": reading.integer("vocab_size"),
@@ -77,15 +61,11 @@ def _write(config: Config) -> dict[str, Any]:
     }
 
 
-def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
-    return {"kv_channels": model.hidden_size // model.num_attention_heads}
-
-
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     _NAMES,
-    _FLAGS,
+    {},
     _read,
     _write,
     aliases={
@@ -94,7 +74,7 @@ GPT2 = Family(
         "n_head": "num_attention_heads",
         "n_layer": "num_hidden_layers",
     },
-    dependent_flags=_dependent_flags,
+    dependent_flags=heads_fill_width,
     layers="transformer.h.{}.",
     headless_prefix="transformer.",
     transposed=frozenset({QKV, "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}),

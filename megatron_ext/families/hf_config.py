@@ -1,24 +1,24 @@
 """Reads what a Hugging Face `config.json` says as values of our flags, and writes it back. The file is data: nothing
 that it names is run.
 
-What is peculiar to a family stands in its file in `config/families/`. A value that our model cannot have (a sliding
-window, another kind of rope scaling) and a key that nobody knows are refused by name: a model that trains as something
-slightly else is worse than none.
-What is peculiar to a family stands in its file in `families/`. A value that our model cannot have (a sliding
-window, another kind of rope scaling) is refused by name: a model that trains as something slightly else is worse than
+What is peculiar to a family stands in its file in `families/`. A value that our model cannot have (another kind of rope
+scaling) and a key that nobody knows are refused by name: a model that trains as something slightly else is worse than
 none.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config.derived import layer_patterns
 from megatron_ext.config.parse.options import check_size, flag_of, options_by_name
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families import FAMILIES, Family
 from megatron_ext.families.reading import WITHOUT_BEARING, Reading
+from megatron_ext.parts.stack import layers
 from megatron_ext.untrusted.text import load_json, read_file
 
 _LARGEST = 1 << 24  # bytes; one has some 1,000
@@ -80,14 +80,26 @@ def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
     given["group_query_attention"] = config.model.num_key_value_heads != config.model.num_attention_heads
     given["num_query_groups"] = config.model.num_key_value_heads
     if not config.model.disable_bias_linear:
-        given["add_qkv_bias"] = False  # it adds nothing to the biases that are there
+        # They add nothing to the biases that are there.
+        given |= dict.fromkeys(("add_qkv_bias", "add_output_bias", "add_mlp_bias"), False)
     if config.model.position_embedding_type == "rope":
         given.pop("max_position_embeddings")  # a promise about lengths, with no parameter behind it
+    if _same_layers(config, values):
+        given = {name: value for name, value in given.items() if name not in layer_patterns.FIELDS}
     return [
         f"{flag_of(name)} is {_shown(given[name])} and there {_shown(value)}"
         for name, value in values.items()
         if name in given and given[name] != value
     ]
+
+
+def _same_layers(config: Config, values: Mapping[str, Any]) -> bool:
+    """Return whether the layers are the same by the patterns of `values`, which may be written in another way."""
+    if values.get("num_layers") != config.model.num_layers:
+        return False
+    patterns = {name: value for name, value in values.items() if name in layer_patterns.FIELDS}
+    there = dataclasses.replace(config, model=dataclasses.replace(config.model, **patterns))
+    return layers(there) == layers(config)
 
 
 def hf_config(config: Config, family: Family, dtype: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from megatron_ext.config.derived.layer_patterns import read_window
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
@@ -11,28 +10,26 @@ from megatron_ext.families.shared import (
     DECODER_NAMES,
     decoder_json,
     decoder_values,
+    window_json,
+    window_values,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    window = reading.get("sliding_window")
-    if window is not None:
-        window = f"{reading.integer('sliding_window') - 1},0"  # Megatron does not count the query's own position
-    return {**decoder_values(reading), "window_size": window}
+    return {**decoder_values(reading), **window_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    window = config.model.window_size
-    return {**decoder_json(config), "sliding_window": None if window is None else read_window(window)}
+    return {**decoder_json(config), **window_json(config)}
 
 
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": False, "add_qkv_bias": False, "disable_bias_linear": True},
+    {**DECODER_FLAGS, "disable_bias_linear": True},
     _read,
     _write,
     {"num_key_value_heads": 8, "sliding_window": 4096},
-    free=frozenset({"window_size"}),
+    is_common=True,
 )

@@ -7,22 +7,21 @@ from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
-    EXPERT_FLAGS,
     decoder_json,
     decoder_values,
     expert_json,
     expert_names,
     expert_values,
     refuse_others,
-    refuse_window,
+    window_json,
+    window_values,
 )
 
 _NAMES = expert_names("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading)
-    refuse_window(reading)
+    values = {**decoder_values(reading), **window_values(reading)}
     refuse_others(reading, {"router_jitter_noise": 0.0})
     experts, width = reading.integer("num_local_experts"), reading.integer("intermediate_size")
     return {**values, **expert_values(reading, experts, width, normalized=True)}
@@ -32,7 +31,7 @@ def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
         **decoder_json(config),
-        "sliding_window": None,
+        **window_json(config),
         **expert_json(config),
         "num_local_experts": model.num_experts,
         "intermediate_size": model.expert_ffn_hidden_size,
@@ -43,14 +42,7 @@ MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     _NAMES,
-    {
-        **DECODER_FLAGS,
-        **EXPERT_FLAGS,
-        "qk_layernorm": False,
-        "add_qkv_bias": False,
-        "disable_bias_linear": True,
-        "moe_router_pre_softmax": False,
-    },
+    {**DECODER_FLAGS, "disable_bias_linear": True, "moe_router_pre_softmax": False},
     _read,
     _write,
     {
@@ -63,5 +55,4 @@ MIXTRAL = Family(
         "max_position_embeddings": 131072,
     },
     aliases={"num_local_experts": "num_experts"},
-    experts=True,
 )

@@ -14,8 +14,20 @@ def _no_flags(_model: ModelConfig) -> dict[str, Any]:
     return {}
 
 
-PIECES: Mapping[str, Any] = {"window_size": None, "window_attn_skip_freq": None}
-"""Flags of pieces of a layer, without weights, with their values in a family that does not have the piece."""
+LATENT_FLAGS = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "mscale"),
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale_all_dim"),
+)
+"""Flags that say more of --multi-latent-attention."""
+
+
+@functools.cache
+def usual_values() -> dict[str, Any]:
+    """Return the flags on which a model's weights, or what it computes from them, depend, with their defaults; without
+    those that say more of another one, and the precision of a router."""
+    fields = [one for one in dataclasses.fields(ModelConfig) if one.metadata["resume"] in ("shape", "function")]
+    details = ("rope_scaling_", "moe_router_dtype", "no_position_embedding", *LATENT_FLAGS)
+    return {one.name: one.default for one in fields if not one.name.startswith(details)}
 
 
 @dataclass(frozen=True)
@@ -34,11 +46,11 @@ class Family:
 
     names: Mapping[str, tuple[str, ...]]
     """Module of ours (in a layer, without the layer's prefix) -> modules there whose rows it holds, in this order.
-    One name for the fused QKV: queries, keys and values lie one above the other there."""
+    One name for the fused QKV: queries, keys and values lie one above the other there. `{}` in the names of experts is
+    the expert's index. A family whose layers may have experts or none names the modules of both."""
 
     flags: Mapping[str, Any]
-    """Values of our flags that every model of the family has. A kind of part (a flag of the model with a closed set of
-    values, on which its weights depend) that is not named here is the usual one."""
+    """Values of our flags that every model of the family has. One that is neither here nor read is the usual one."""
 
     read: Callable[[Reading], dict[str, Any]]
     """Translates a `config.json` into values of our flags by field name, beyond `flags`. It adds what our model cannot
@@ -63,8 +75,8 @@ class Family:
     """Prefix that files written from the model without its head leave out of every name; empty: there are no such
     files."""
 
-    free: frozenset[str] = frozenset()
-    """Flags of pieces that not every family has (`PIECES`) which this one's `config.json` says."""
+    is_common: bool = False
+    """Whether a model that fits several families is exported as one of this."""
 
     transposed: frozenset[str] = frozenset()
     """Modules of ours whose weight lies transposed there."""
@@ -73,21 +85,13 @@ class Family:
     """Modules of ours -> what their weight has more than theirs: 1.0 for a norm whose file holds what it differs from
     1."""
 
-    experts: bool = False
-    """Whether each layer's MLP is a mixture of experts. `{}` in the names of their modules is the expert's index."""
-
     @property
+    def has_experts(self) -> bool:
+        """Whether some layers have experts: all, unless `moe_layer_freq` is free."""
+        return "mlp.router" in self.names
+
+    @functools.cached_property
     def fixed(self) -> dict[str, Any]:
-        """`flags`, with the usual kind of every part, and without the pieces, that they do not name."""
-        return {
-            **_usual_kinds(),
-            **{name: value for name, value in PIECES.items() if name not in self.free},
-            **self.flags,
-        }
-
-
-@functools.cache
-def _usual_kinds() -> dict[str, Any]:
-    """Return the default of every flag of the model that chooses among kinds of a part with weights of their own."""
-    kinds = [one for one in dataclasses.fields(ModelConfig) if one.metadata["choices"]]
-    return {one.name: one.default for one in kinds if one.metadata["resume"] == "shape"}
+        """`flags`, and the usual value of each that its `config.json` cannot say."""
+        said = self.read(Reading({}, self.defaults, self.aliases))
+        return {name: value for name, value in usual_values().items() if name not in said} | dict(self.flags)

@@ -8,28 +8,29 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
+    SWITCHED_WINDOWS,
     decoder_json,
     decoder_values,
-    refuse_chosen_windows,
+    switched_window_json,
+    switched_window_values,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading)
-    refuse_chosen_windows(reading)
-    return values
+    return {**decoder_values(reading), **switched_window_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), "use_sliding_window": False}
+    return {**decoder_json(config), **switched_window_json(config)}
 
 
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": False, "add_qkv_bias": True, "disable_bias_linear": True},
+    {**DECODER_FLAGS, "add_qkv_bias": True, "disable_bias_linear": True},
     _read,
     _write,
-    {"num_key_value_heads": 32},
+    {"num_key_value_heads": 32, **SWITCHED_WINDOWS},
+    is_common=True,
 )

@@ -8,30 +8,32 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
+    SWITCHED_WINDOWS,
+    bias_json,
+    bias_values,
+    biases_of_attention,
     decoder_json,
     decoder_values,
-    refuse_attention_bias,
-    refuse_chosen_windows,
+    switched_window_json,
+    switched_window_values,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading)
-    refuse_attention_bias(reading)
-    refuse_chosen_windows(reading)
-    return values
+    return {**decoder_values(reading), **bias_values(reading, mlp=False), **switched_window_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), "attention_bias": not config.model.disable_bias_linear, "use_sliding_window": False}
+    return {**decoder_json(config), **bias_json(config, mlp=False), **switched_window_json(config)}
 
 
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     DECODER_NAMES,
-    {**DECODER_FLAGS, "qk_layernorm": True, "add_qkv_bias": False, "disable_bias_linear": True},
+    {**DECODER_FLAGS, "qk_layernorm": True, "disable_bias_linear": True},
     _read,
     _write,
-    {"num_key_value_heads": 32, "head_dim": 128},
+    {"num_key_value_heads": 32, "head_dim": 128, **SWITCHED_WINDOWS},
+    dependent_flags=biases_of_attention,
 )

@@ -1,77 +1,64 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in every layer."""
+"""Qwen3-MoE: Qwen3 with a mixture of experts in its layers, or in some of them."""
 
+import json
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.families import shared
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    EXPERT_FLAGS,
-    decoder_json,
-    decoder_values,
-    expert_json,
-    expert_names,
-    expert_values,
-    refuse_attention_bias,
-    refuse_chosen_windows,
-    refuse_others,
-)
-
-_NAMES = expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-_DENSE = "some layers without experts, which is not supported"
+from megatron_ext.parts.stack import layers
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading)
-    refuse_attention_bias(reading)
-    refuse_chosen_windows(reading)
+    values = shared.decoder_values(reading)
+    reading.understand("sliding_window")
+    used = reading.boolean("use_sliding_window", False)
+    values |= shared.window_values(reading) if used else {"window_size": None}
+    reading.understand("max_window_layers")  # all layers have the window
+    numbers = shared.layer_numbers(reading)
+    kinds = [shared.KINDS[values["window_size"] is not None] for _ in numbers]
+    reading.refuse_unless("layer_types", kinds, kinds, f"but all {len(kinds)} layers are {kinds[0]}")
+    values |= shared.bias_values(reading, mlp=False)
+    shared.refuse_others(reading, {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0})
+    step, dense = reading.integer("decoder_sparse_step", 1), reading.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        reading.problems.append(f"mlp_only_layers is {json.dumps(dense)}, and no list of layers")
+        dense = []
+    mixtures = [(number + 1) % step == 0 and number not in dense for number in numbers]
+    if not any(mixtures):
+        reading.problems.append(f"decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")
     experts, width = reading.integer("num_experts"), reading.integer("moe_intermediate_size")
-    reading.refuse_unless("decoder_sparse_step", 1, 1, _DENSE)
-    if reading.get("mlp_only_layers"):
-        reading.problems.append(f"mlp_only_layers is {reading.get('mlp_only_layers')}, {_DENSE}")
-    refuse_others(reading, {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0})
-    normalized = reading.boolean("norm_topk_prob", False)
-    return {**values, **expert_values(reading, experts, width, normalized=normalized)}
+    values |= shared.expert_values(reading, experts, width, normalized=reading.boolean("norm_topk_prob", False))
+    return {**values, "moe_layer_freq": None if all(mixtures) else shared.pattern(mixtures)}
 
 
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
-        **decoder_json(config),
-        "attention_bias": not model.disable_bias_linear,
-        "use_sliding_window": False,
-        **expert_json(config),
+        **{**shared.decoder_json(config), **shared.window_json(config), **shared.expert_json(config)},
+        **shared.bias_json(config, mlp=False),
+        "use_sliding_window": model.window_size is not None,
         "num_experts": model.num_experts,
         "moe_intermediate_size": model.expert_ffn_hidden_size,
         "norm_topk_prob": not model.moe_router_pre_softmax,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "mlp_only_layers": [layer.number for layer in layers(config) if layer.experts is None],
     }
 
 
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    _NAMES,
-    {
-        **DECODER_FLAGS,
-        **EXPERT_FLAGS,
-        "qk_layernorm": True,
-        "add_qkv_bias": False,
-        "disable_bias_linear": True,
-    },
+    {**shared.DECODER_NAMES, **shared.expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj")},
+    {**shared.DECODER_FLAGS, "qk_layernorm": True, "disable_bias_linear": True},
     _read,
     _write,
     {
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
-        "max_position_embeddings": 32768,
+        **{"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        **{"norm_topk_prob": False, "sliding_window": 4096, "max_position_embeddings": 32768},
     },
     # transformers 5 writes the name that Mixtral has.
     aliases={"num_experts": "num_local_experts"},
-    experts=True,
+    dependent_flags=shared.biases_of_attention,
 )

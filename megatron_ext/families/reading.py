@@ -60,13 +60,13 @@ class Reading:
             self.problems.append(f"{key} is {json.dumps(value)}, and neither true nor false")
         return value is True
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Return the value of a key that must be a positive integer."""
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return the value of a key that must be a positive integer, or one of at least 0."""
         value = self.get(key, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        self.problems.append(f"{key} is {json.dumps(value)}, and not a positive integer")
-        return 1
+        self.problems.append(f"{key} is {json.dumps(value)}, and not {'a positive' if least else 'a natural'} integer")
+        return least
 
     def number(self, key: str, default: float) -> float:
         """Return the value of a key that must be a positive, finite number."""
@@ -108,7 +108,10 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
         "attention_dropout",
         "attn_pdrop",
         "embd_pdrop",
+        "embedding_dropout",
+        "hidden_dropout",
         "resid_pdrop",
+        "residual_dropout",
         "router_aux_loss_coef",
     ),
     "say how the same is computed, and what transformers returns next to it": (
@@ -128,7 +131,7 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
         "torchscript",
         "use_cache",
     ),
-    "name tokens, which the tokenizer does": ("bos_token_id", "eos_token_id", "pad_token_id"),
+    "name tokens, which the tokenizer does": ("bos_token_id", "eod_token_id", "eos_token_id", "pad_token_id"),
     "are of generation, whose settings tasks/generate.py takes as flags": (
         "do_sample",
         "max_length",

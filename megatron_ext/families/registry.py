@@ -6,10 +6,12 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.families.protocol import Family
+from megatron_ext.families.protocol import Family, usual_values
+from megatron_ext.families.shared import pattern
 from megatron_ext.parts.stack import stack
 
 
@@ -23,7 +25,7 @@ def _found() -> dict[str, Family]:
     return {family.model_type: family for family in families}
 
 
-# In the order in which a configuration that fits several is given one.
+# In the order in which a configuration that fits several is given one, after those that are common.
 FAMILIES = _found()
 
 
@@ -35,8 +37,8 @@ def family_of(config: Config) -> Family:
             one.
     """
     found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
-    mixture = any(layer.experts is not None for layer, _ in stack(config).kinds)
-    nearest = min(found, key=lambda model_type: (FAMILIES[model_type].experts != mixture, len(found[model_type])))
+    others = {name: family.has_experts != _has_experts(config) for name, family in FAMILIES.items()}
+    nearest = min(found, key=lambda name: (others[name], len(found[name]), not FAMILIES[name].is_common))
     if found[nearest]:
         raise ConfigurationError(
             f"no Hugging Face family has this model's shape; the nearest is {nearest}, which has "
@@ -47,25 +49,43 @@ def family_of(config: Config) -> Family:
 
 def obstacles(config: Config, family: Family) -> list[str]:
     """Return what the family has and the configuration does not have, each as a flag."""
-    model = _normalized(config.model)
+    model = _normalized(config)
     wanted = {**family.fixed, **family.dependent_flags(model)}
     found = [
         _difference(name, value, getattr(model, name))
         for name, value in wanted.items()
         if getattr(model, name) != value
     ]
-    if model.load_balancing == "sinkhorn" and family.experts:
+    if model.load_balancing == "sinkhorn" and _has_experts(config):
         found.append("no --moe-router-load-balancing-type sinkhorn")
-    if any(family.experts != (layer.experts is not None) for layer, _ in stack(config).kinds):
-        found.append("--num-experts" if family.experts else "no --num-experts")
+    if family.has_experts and not _has_experts(config):
+        found.append("--num-experts")
     return found
 
 
-def _normalized(model: ModelConfig) -> ModelConfig:
-    """Return the values with switches that change nothing next to others put to one form."""
+def _has_experts(config: Config) -> bool:
+    return any(layer.experts is not None for layer, _ in stack(config).kinds)
+
+
+def _normalized(config: Config) -> ModelConfig:
+    """Return the model's values with switches that change nothing next to others put to one form."""
+    model = config.model
+    without = ("rotary_", "use_rope", "no_rope") if model.position_embedding_type != "rope" else ()
+    without += ("moe_",) if model.num_experts is None else ()
+    usual = {name: value for name, value in usual_values().items() if name.startswith(without)}
+    model = dataclasses.replace(model, **usual)
+    window, fixed, mixtures = model.window_size, model.no_rope_freq, model.moe_layer_freq
+    biases = model.has_qkv_bias, model.has_output_bias, model.has_mlp_bias
+    everywhere = all(biases) or not model.disable_bias_linear
     return dataclasses.replace(
         model,
-        add_qkv_bias=model.add_qkv_bias and model.disable_bias_linear,
+        disable_bias_linear=not everywhere,
+        add_output_bias=model.add_output_bias and not everywhere,
+        add_mlp_bias=model.add_mlp_bias and not everywhere,
+        window_size=None if window is None or read_window(window) is None else window,
+        moe_layer_freq=mixtures if stack(config).has_mixed_parameters else None,
+        no_rope_freq=None if fixed is None else pattern(read_pattern(fixed, model.num_layers, "the last")),
+        add_qkv_bias=model.add_qkv_bias and not everywhere,
         group_query_attention=model.num_key_value_heads != model.num_attention_heads,
     )
 

@@ -1,11 +1,13 @@
 """Holds what several families have in common: names, flags, and parts of `config.json` in both directions."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_ext.config.schema import Config
+from megatron_ext.config.parse.options import options_by_name
+from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.reading import Reading
+from megatron_ext.parts.stack import layers
 
 QKV = "self_attention.linear_qkv"
 
@@ -22,14 +24,12 @@ DECODER_NAMES: dict[str, tuple[str, ...]] = {
     "decoder.final_layernorm": ("model.norm",),
     "output_layer": ("lm_head",),
 }
-DECODER_FLAGS = {
-    "position_embedding_type": "rope",
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "swiglu": True,
-    "normalization": "RMSNorm",
+NAMES_WITH_NORMS_AFTER: dict[str, tuple[str, ...]] = {
+    **{name: theirs for name, theirs in DECODER_NAMES.items() if name not in ("input_layernorm", "pre_mlp_layernorm")},
+    "post_self_attn_layernorm": ("post_attention_layernorm",),
+    "post_mlp_layernorm": ("post_feedforward_layernorm",),
 }
-EXPERT_FLAGS = {"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"}
+DECODER_FLAGS: dict[str, Any] = {"position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm"}
 
 
 def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
@@ -46,9 +46,24 @@ def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple
     }
 
 
-def decoder_values(reading: Reading) -> dict[str, Any]:
-    """Return the values of our flags that every decoder with rotary positions, SwiGLU and RMSNorm has in
-    `config.json`."""
+def decoder_values(
+    reading: Reading,
+    *,
+    epsilon: str | None = "rms_norm_eps",
+    activation: str = "silu",
+    partial: bool = False,
+    alpha: bool = False,
+    yarn: bool = False,
+) -> dict[str, Any]:
+    """Return the values of our flags that every decoder with rotary positions has in `config.json`.
+
+    Args:
+        epsilon: key of the norms' epsilon, where there is one.
+        activation: the usual one; a form of GELU may be another one.
+        partial: whether a share of each head's channels may be rotated (`partial_rotary_factor`).
+        alpha: whether `rope_type` dynamic may have an `alpha`, with which it is a larger base.
+        yarn: whether `rope_type` may be yarn, and cannot be llama3.
+    """
     hidden, heads = reading.integer("hidden_size"), reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", heads)
     values: dict[str, Any] = {
@@ -59,21 +74,25 @@ def decoder_values(reading: Reading) -> dict[str, Any]:
         "kv_channels": reading.integer("head_dim", max(hidden // heads, 1)),
         "group_query_attention": groups != heads,
         "num_query_groups": groups,
-        "norm_epsilon": reading.number("rms_norm_eps", 1e-6),
+        **({} if epsilon is None else {"norm_epsilon": reading.number(epsilon, 1e-6)}),
         "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", False),
         "vocab_size": reading.integer("vocab_size"),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
-        **_rotary_values(reading),
     }
+    values |= _rotary_values(reading, partial, values["kv_channels"] if alpha else None, yarn)
     if heads % groups:
         reading.problems.append(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
-    reading.refuse_unless("hidden_act", "silu", "silu", "but the MLP here is SwiGLU: silu")
+    if activation in _GELUS:
+        values |= gelu_values(reading, "hidden_act", activation)
+    else:
+        mlp = "SwiGLU" if activation == "silu" else "squared ReLU"
+        reading.refuse_unless("hidden_act", activation, activation, f"but the MLP here is {mlp}: {activation}")
     refuse_others(reading, {"activation": "swiglu", "rope_interleaved": False, "use_mrope": False})
     return values
 
 
-def decoder_json(config: Config) -> dict[str, Any]:
-    """Return the content of `config.json` that every decoder with rotary positions, SwiGLU and RMSNorm has."""
+def decoder_json(config: Config, epsilon: str | None = "rms_norm_eps") -> dict[str, Any]:
+    """Return the content of `config.json` that every decoder with rotary positions has."""
     model = config.model
     content: dict[str, Any] = {
         "hidden_size": model.hidden_size,
@@ -82,8 +101,8 @@ def decoder_json(config: Config) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_key_value_heads,
         "head_dim": model.kv_channels,
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_epsilon,
+        "hidden_act": _activation(model),
+        **({} if epsilon is None else {epsilon: model.norm_epsilon}),
         "max_position_embeddings": model.max_position_embeddings,
         "rope_theta": model.rotary_base,
         "rope_scaling": None,
@@ -132,27 +151,130 @@ def expert_json(config: Config) -> dict[str, Any]:
     }
 
 
-_NO_WINDOW = (
-    "a sliding window, which is not supported. Where no sequence is longer than the window it has no effect: "
-    "set it to null in a copy of config.json"
-)
+_GELUS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}  # -> --openai-gelu
 
 
-def refuse_window(reading: Reading) -> None:
-    """Refuse `sliding_window`, in families that have a window where it is not null."""
-    if reading.get("sliding_window") is not None:
-        reading.problems.append(f"sliding_window is {reading.get('sliding_window')}: {_NO_WINDOW}")
+def _activation(model: ModelConfig) -> str:
+    if model.swiglu:
+        return "silu"
+    return "relu2" if model.squared_relu else "gelu_pytorch_tanh" if model.openai_gelu else "gelu"
 
 
-def refuse_chosen_windows(reading: Reading) -> None:
-    """Refuse the windows of families that switch them on (`use_sliding_window`) and choose layers for them."""
-    reading.refuse_unless("use_sliding_window", False, False, _NO_WINDOW)
-    reading.understand("sliding_window", "max_window_layers")  # read with use_sliding_window alone
-    kinds = reading.get("layer_types") or []
-    if "sliding_attention" in kinds:
-        reading.problems.append(f"layer_types names sliding_attention: {_NO_WINDOW}")
-    elif kinds and kinds != ["full_attention"] * len(kinds):
-        reading.problems.append(f"layer_types is {json.dumps(kinds)}, only full_attention is supported")
+def gelu_values(reading: Reading, key: str, usual: str) -> dict[str, Any]:
+    """Return the flag of the form of GELU; `usual`: where the key is missing or null."""
+    activation = reading.get(key, usual)
+    if activation not in _GELUS:
+        reading.problems.append(f"{key} is {json.dumps(activation)}; supported are {', '.join(_GELUS)}")
+    return {"openai_gelu": _GELUS.get(activation, False)}
+
+
+def heads_fill_width(model: ModelConfig) -> dict[str, Any]:
+    """Return the size of a head in families that have no key for it (`Family.dependent_flags`)."""
+    return {"kv_channels": model.hidden_size // model.num_attention_heads}
+
+
+def bias_flags(queries: bool, output: bool, mlp: bool) -> dict[str, bool]:
+    """Return the flags of biases of queries, keys and values, of attention's output projection, and of the MLP."""
+    everywhere = queries and output and mlp
+    added = {"add_qkv_bias": queries, "add_output_bias": output, "add_mlp_bias": mlp}
+    return {"disable_bias_linear": not everywhere, **{name: one and not everywhere for name, one in added.items()}}
+
+
+def bias_values(reading: Reading, *, mlp: bool = True) -> dict[str, bool]:
+    """Return the same of `attention_bias`, which is of all matrices of attention, and of `mlp_bias`, in families whose
+    `mlp` may have one."""
+    attention = reading.boolean("attention_bias", False)
+    return bias_flags(attention, attention, mlp and reading.boolean("mlp_bias", False))
+
+
+def bias_json(config: Config, *, mlp: bool = True) -> dict[str, bool]:
+    """Return the keys of `bias_values`."""
+    model = config.model
+    return {"attention_bias": model.has_qkv_bias, **({"mlp_bias": model.has_mlp_bias} if mlp else {})}
+
+
+def biases_of_attention(model: ModelConfig) -> dict[str, Any]:
+    """Return that all matrices of attention have biases, or none has (`Family.dependent_flags`)."""
+    return {"add_output_bias": model.add_qkv_bias}
+
+
+def layer_numbers(reading: Reading) -> range:
+    """Return the indices of the layers; of more than there may be, which is refused, the first of them."""
+    return range(min(reading.integer("num_hidden_layers"), options_by_name()["num_layers"].at_most or 1))
+
+
+def window_values(reading: Reading) -> dict[str, Any]:
+    """Return the flag of `sliding_window` in families all of whose layers have it."""
+    if reading.get("sliding_window") is None:
+        return {"window_size": None}
+    # Megatron does not count the query's own position.
+    return {"window_size": f"{reading.integer('sliding_window') - 1},0"}
+
+
+def layer_window_values(reading: Reading, has_window: Sequence[bool]) -> dict[str, Any]:
+    """Return the flags of `sliding_window` in the layers that have it."""
+    skips = None if all(has_window) or not any(has_window) else pattern(has_window)
+    values = window_values(reading) if any(has_window) else {"window_size": None}
+    return {**values, "window_attn_skip_freq": None if values["window_size"] is None else skips}
+
+
+def pattern(layers_with_it: Sequence[bool]) -> str:
+    """Return a pattern over the layers, as flags take it."""
+    return f"[{','.join(str(int(one)) for one in layers_with_it)}]"
+
+
+def typed_windows(reading: Reading, usual: Sequence[bool], *, switch: str | None = None) -> Sequence[bool]:
+    """Return which layers have the window by `layer_types`.
+
+    Args:
+        usual: the answer where the key is missing and there is a window.
+        switch: key without which there are no windows.
+    """
+    kinds, number = reading.get("layer_types"), len(usual)
+    has_any = (switch is None or reading.boolean(switch, False)) and reading.get("sliding_window") is not None
+    reading.understand("sliding_window")
+    if kinds is None:
+        return usual if has_any else [False] * number
+    if not isinstance(kinds, list) or len(kinds) != number or not {*map(str, kinds)} <= {*KINDS}:
+        reading.problems.append(
+            f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of {number} times {' or '.join(KINDS)}"
+        )
+        return usual
+    if KINDS[1] in kinds and not has_any:
+        reading.problems.append(f"layer_types names {KINDS[1]}, but there is no {switch or 'sliding_window'}")
+    return [kind == KINDS[1] for kind in kinds]
+
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+def switched_window_values(reading: Reading) -> dict[str, Any]:
+    """Return the flags of windows that `use_sliding_window` switches on, from layer `max_window_layers` on."""
+    first = reading.integer("max_window_layers", least=0)
+    usual = [number >= first for number in layer_numbers(reading)]
+    return layer_window_values(reading, typed_windows(reading, usual, switch="use_sliding_window"))
+
+
+SWITCHED_WINDOWS: dict[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}
+"""Their defaults."""
+
+
+def switched_window_json(config: Config) -> dict[str, Any]:
+    """Return the same keys."""
+    content = typed_window_json(config)
+    return {**content, "use_sliding_window": content["sliding_window"] is not None}
+
+
+def window_json(config: Config) -> dict[str, Any]:
+    """Return `sliding_window`: the window of the layers that have one."""
+    windows = {layer.attention.window for layer in layers(config)} - {None}
+    return {"sliding_window": next(iter(windows), None)}
+
+
+def typed_window_json(config: Config) -> dict[str, Any]:
+    """Return the same with `layer_types`."""
+    has_window = [layer.attention.window is not None for layer in layers(config)]
+    return {**window_json(config), "layer_types": [KINDS[window] for window in has_window]}
 
 
 def refuse_others(reading: Reading, usual: Mapping[str, Any]) -> None:
@@ -161,12 +283,7 @@ def refuse_others(reading: Reading, usual: Mapping[str, Any]) -> None:
         reading.refuse_unless(key, value, value, f"only {json.dumps(value)} is supported")
 
 
-def refuse_attention_bias(reading: Reading) -> None:
-    """Refuse biases of the attention's matrices without biases of the MLP's."""
-    reading.refuse_unless("attention_bias", False, False, "which has no flag; only false is supported")
-
-
-def _rotary_values(reading: Reading) -> dict[str, Any]:
+def _rotary_values(reading: Reading, partial: bool, head: int | None, yarn: bool) -> dict[str, Any]:
     """Return the values of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
     A file may have all three, for `rope_scaling` is what model cards tell people to add. As transformers 5 does
@@ -174,20 +291,31 @@ def _rotary_values(reading: Reading) -> dict[str, Any]:
     what neither says is taken from next to them. Where they say different things, that is refused.
     """
     written, added = (reading.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    if isinstance(written, dict) and written.keys() == {*KINDS} and written[KINDS[0]] == written[KINDS[1]]:
+        written = written[KINDS[0]]  # of layers without a window and with one alike
     for key, place in (("rope_parameters", written), ("rope_scaling", added)):
         if not isinstance(place, dict) or any(isinstance(value, dict) for value in place.values()):
             reading.problems.append(f"{key} differ between layers, which is not supported")
             return {}
     name, taken = ("rope_scaling", added) if added else ("rope_parameters", written)
-    beside = {"rope_theta": reading.number("rope_theta", 10000.0), "partial_rotary_factor": 1.0}
-    reading.refuse_unless("partial_rotary_factor", 1.0, 1.0, "only 1 is supported")
+    beside = {"rope_theta": reading.number("rope_theta", 10000.0)}
     rotary = Reading(taken, beside, {"rope_type": "type"})
-    rotary.refuse_unless("partial_rotary_factor", 1.0, 1.0, "only 1 is supported")
+    if partial:
+        beside["partial_rotary_factor"] = reading.number("partial_rotary_factor", 1.0)
+    else:
+        for place in (reading, rotary):
+            place.refuse_unless("partial_rotary_factor", 1.0, 1.0, "only 1 is supported")
     kind = rotary.get("rope_type", "default")
     values: dict[str, Any] = {
         "rotary_base": rotary.number("rope_theta", 10000.0),
         "use_rope_scaling": kind == "llama3",
+        **({"rotary_percent": rotary.number("partial_rotary_factor", 1.0)} if partial else {}),
     }
+    if head is not None and kind == "dynamic" and rotary.get("alpha") is not None:
+        # NTK-aware interpolation by a fixed factor: HunYuanDenseV1RotaryEmbedding.compute_ntk_alpha_rope_parameters.
+        values["rotary_base"] *= rotary.number("alpha", 1.0) ** (head / max(head - 2, 1))
+        rotary.understand("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which that does not read
+        kind = "default"
     if kind == "llama3":
         values |= {
             "rope_scaling_factor": rotary.number("factor", 8.0),
@@ -195,19 +323,51 @@ def _rotary_values(reading: Reading) -> dict[str, Any]:
             "rope_scaling_high_freq_factor": rotary.number("high_freq_factor", 4.0),
             "rope_scaling_original_max_position_embeddings": rotary.integer("original_max_position_embeddings"),
         }
-    if kind in ("default", "llama3"):
+    if yarn:
+        values["rope_type"] = "rope"
+    if yarn and kind == "yarn":
+        values |= _yarn_values(rotary, reading.integer("max_position_embeddings", 2048))
+    kinds = ("default", "yarn" if yarn else "llama3")
+    if kind in kinds:
         rotary.refuse_the_rest(f"which rope_type {kind} does not read; leave it out")
     else:
-        rotary.problems.append(f"rope_type is {json.dumps(kind)}; only default and llama3 are supported")
+        rotary.problems.append(f"rope_type is {json.dumps(kind)}; only {' and '.join(kinds)} are supported")
     reading.problems += [f"{name}: {problem}" for problem in dict.fromkeys(rotary.problems)]
-    reading.problems += _contradictions(reading, name, {**beside, **taken, "rope_type": kind})
+    reading.problems += _contradictions(reading, name, beside, {**beside, **taken, "rope_type": kind})
     return values
 
 
-def _contradictions(reading: Reading, name: str, taken: Mapping[str, Any]) -> Iterator[str]:
+def _yarn_values(rotary: Reading, positions: int) -> dict[str, Any]:
+    """Return the flags of YaRN. As in transformers one of the two mscales says nothing without the other
+    (`modeling_rope_utils._compute_yarn_parameters`)."""
+    original = rotary.integer("original_max_position_embeddings", positions)
+    both = [rotary.number(key, 1.0) for key in ("mscale", "mscale_all_dim") if rotary.get(key)]
+    if rotary.get("mscale_all_dim") and len(both) < 2:
+        rotary.problems.append("mscale_all_dim without mscale is not supported; add the mscale that is meant")
+    refuse_others(rotary, {"attention_factor": None, "truncate": True})
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rotary.number("factor", positions / original),
+        "original_max_position_embeddings": original,
+        "beta_fast": rotary.number("beta_fast", 32.0),
+        "beta_slow": rotary.number("beta_slow", 1.0),
+        **dict(zip(("mscale", "mscale_all_dim"), both if len(both) == 2 else (1.0, 0.0), strict=True)),
+    }
+
+
+def yarn_json(model: ModelConfig) -> dict[str, Any] | None:
+    """Return `rope_scaling` of YaRN; None where nothing is stretched."""
+    if model.rope_type != "yarn" or model.rotary_scaling_factor == 1.0:
+        return None
+    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    values = {name: getattr(model, name) for name in names}
+    return {"rope_type": "yarn", "factor": model.rotary_scaling_factor, **values}
+
+
+def _contradictions(reading: Reading, name: str, beside: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:
     """Yield where another place says something else than what is taken from `name`; that nothing is scaled is said by
-    no more than a default."""
-    places = {"": {"rope_theta": reading.content.get("rope_theta")}}
+    no more than a default. `beside`: keys that may stand next to it."""
+    places = {"": {key: reading.content.get(key) for key in beside}}
     if name == "rope_scaling":
         places["rope_parameters: "] = reading.get("rope_parameters") or {}
     for place, content in places.items():

@@ -34,9 +34,9 @@ class Layout:
             "--pipeline-model-parallel-size": self.pipeline,
             "--num-distributed-optimizer-instances": self.replicate,
         }
-        found = {flag: str(size) for flag, size in sizes.items() if size > 1}
+        of_sizes = {flag: str(size) for flag, size in sizes.items() if size > 1}
         batch = {"--micro-batch-size": self.micro_batch_size, "--global-batch-size": self.global_batch_size}
-        return found | {flag: str(size) for flag, size in batch.items() if size is not None}
+        return of_sizes | {flag: str(size) for flag, size in batch.items() if size is not None}
 
     def lines(self) -> list[str]:
         """Return the layout in words."""

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
+from megatron_ext.config.derived.sharding import FLAGS
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import flag_of, options_by_name
 from megatron_ext.errors import ConfigurationError
@@ -60,7 +61,7 @@ _CONTAINED = {
 }
 """What a flag does already next to another, and why."""
 
-_SHARDING = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--use-distributed-optimizer"}
+_SHARDING = {flag_of(flag) for flag in FLAGS}
 
 
 @dataclass(frozen=True)
@@ -118,30 +119,30 @@ def translate(
     module = SOURCES[source]
     facts: dict[str, int] = {}
     optimizer = _optimizer(content, module)
-    found = [_translate_key(name, value, module, facts, optimizer) for name, value in leaves(content)]
-    present = {key.name for key in found if key.became == "flags"}
-    found = [_shadow(key, module.SHADOWED, present) for key in found]
+    keys = [_translate_key(name, value, module, facts, optimizer) for name, value in leaves(content)]
+    present = {key.name for key in keys if key.became == "flags"}
+    keys = [_shadow(key, module.SHADOWED, present) for key in keys]
     layout = solve(facts, world_size, module.DEFAULT_ACCUMULATION)
     data = axolotl.prepare(content) if module is axolotl else axolotl.PreparedData()
-    found = [_of_data(key, data) for key in found]
+    keys = [_of_data(key, data) for key in keys]
     command: dict[str, str] = {}
-    for index, key in enumerate(found):
-        found[index] = accepted = _refused(key)
+    for index, key in enumerate(keys):
+        keys[index] = accepted = _refused(key)
         flags = split_flags(accepted.flags)
         # An optimizer brings defaults with it, in whose place other keys may have put something else already.
         brought = command.keys() & flags.keys() if "--optimizer" in flags else ()
         command |= {flag: value for flag, value in flags.items() if flag not in brought}
     command |= split_flags(data.flags)
-    found = [_of_epochs(key, command, layout, samples_of_epoch) for key in found]
+    keys = [_of_epochs(key, command, layout, samples_of_epoch) for key in keys]
     sizes = {flag: value for flag, value in layout.flags().items() if _refusal(f"{flag} {value}") is None}
     missing = [f"{flag} {value}" for flag, value in layout.flags().items() if flag not in sizes]
-    found += [Key(flags, "", "none", reason=_refusal(flags) or "") for flags in missing]
+    keys += [Key(flags, "", "none", reason=_refusal(flags) or "") for flags in missing]
     for (flag, other), reason in _CONTAINED.items():
         if other in command and command.pop(flag, None) is not None:
-            found = [_contained(key, flag, reason) for key in found]
+            keys = [_contained(key, flag, reason) for key in keys]
     if "shard" in facts and not _SHARDING & command.keys():
-        found = [_unsharded(key) for key in found]
-    return Translation(tuple(found), layout, sizes | command, data.commands)
+        keys = [_unsharded(key) for key in keys]
+    return Translation(tuple(keys), layout, sizes | command, data.commands)
 
 
 def leaves(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,15 +159,15 @@ def leaves(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def split_flags(text: str) -> dict[str, str]:
     """Return {"--a": "1", "--b": ""} for `--a 1 --b`."""
-    found: dict[str, str] = {}
+    by_flag: dict[str, str] = {}
     flag = ""
     for word in shlex.split(text):
         if word.startswith("--"):
             flag = word
-            found[flag] = ""
+            by_flag[flag] = ""
         else:
-            found[flag] = f"{found[flag]} {shlex.quote(word)}".strip()
-    return found
+            by_flag[flag] = f"{by_flag[flag]} {shlex.quote(word)}".strip()
+    return by_flag
 
 
 def _optimizer(content: Mapping[str, Any], module: ModuleType) -> OptimizerTraits:

@@ -197,7 +197,7 @@ def _finished(model: Model, row: _Row, sampling: Sampling) -> Generated:
     assert row.reason is not None
     text = None if model.tokenizer is None else text_after(model.tokenizer, row.prompt, row.tokens)
     if text is not None:
-        text = text[: min([place for one in sampling.stop if (place := text.find(one)) >= 0], default=len(text))]
+        text = text[: min([index for one in sampling.stop if (index := text.find(one)) >= 0], default=len(text))]
     return Generated(row.tokens, text, row.reason)
 
 
@@ -251,8 +251,8 @@ class Stream:
     def __call__(self, number: int, tokens: list[int]) -> None:
         """Write what the last token has made certain; an `OnToken` of `generation`."""
         text = text_after(self._tokenizer, self._prompt, tokens).rstrip("\ufffd")
-        held = max((_overlap(text, one) for one in self._stop), default=0)
-        self._until(text[: len(text) - held])
+        kept_back = max((_overlap(text, one) for one in self._stop), default=0)
+        self._until(text[: len(text) - kept_back])
 
     def finish(self, text: str) -> None:
         """Write the rest of the whole text."""

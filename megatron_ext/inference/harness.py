@@ -40,7 +40,7 @@ class HarnessModel(LM):
                 "lm-evaluation-harness needs the model's tokenizer; name it with --tokenizer-type and --tokenizer-model"
             )
         self._leader, self._rows, self._tokenizer = leader, rows, model.tokenizer
-        self._length = max(model.config.model.seq_length, model.config.model.max_position_embeddings or 0)
+        self._length = max(model.config.model.seq_length, model.config.model.max_position_embeddings)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return log-likelihood, and whether it is the most likely text, of each (context, text)."""
@@ -58,8 +58,8 @@ class HarnessModel(LM):
             list(windows(self._tokenizer.encode(request.args[0]), prefix, self._length, self._length))
             for request in requests
         ]
-        found = iter(self._leader.score([window for windows_ in cut for window in windows_], self._rows))
-        return [math.fsum(next(found).log_likelihood for _ in windows_) for windows_ in cut]
+        scores = iter(self._leader.score([window for windows_ in cut for window in windows_], self._rows))
+        return [math.fsum(next(scores).log_likelihood for _ in windows_) for windows_ in cut]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return what the model makes of each context, up to one of the strings that end it."""
@@ -86,19 +86,19 @@ class HarnessModel(LM):
 
 
 def _up_to(text: str, stop: Sequence[str]) -> str:
-    return text[: min([place for one in stop if (place := text.find(one)) >= 0], default=len(text))]
+    return text[: min([index for one in stop if (index := text.find(one)) >= 0], default=len(text))]
 
 
 def _sampling(wanted: dict[str, Any]) -> Sampling:
     """Translate a request's settings, under any of the names that the harness has for the most tokens."""
     until = wanted.get("until") or []
     temperature = float(wanted.get("temperature", 1.0)) if wanted.get("do_sample") else 0.0
-    given = [wanted[name] for name in _MOST_TOKENS_NAMES if wanted.get(name) is not None]
+    limits = [wanted[name] for name in _MOST_TOKENS_NAMES if wanted.get(name) is not None]
     return Sampling(
         temperature=temperature,
         top_k=int(wanted.get("top_k") or 0),
         top_p=float(wanted.get("top_p") or 1.0),
-        max_new_tokens=int(given[0]) if given else _MOST_TOKENS,
+        max_new_tokens=int(limits[0]) if limits else _MOST_TOKENS,
         stop=tuple(text for text in ([until] if isinstance(until, str) else until) if text),
     )
 
@@ -125,7 +125,7 @@ def evaluate(
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     run: Callable[..., Any] = lm_eval.simple_evaluate
-    found = run(
+    answer = run(
         model=HarnessModel(leader, rows),
         tasks=list(tasks),
         num_fewshot=shots,
@@ -136,5 +136,5 @@ def evaluate(
     )
     return {
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        for task, metrics in found["results"].items()
+        for task, metrics in answer["results"].items()
     }

@@ -228,9 +228,11 @@ def _choice_results(questions: Sequence[tuple[list[str], int]], scores: Sequence
     left = iter(scores)
     plain = normalized = 0
     for choices, answer in questions:
-        found = [next(left).log_likelihood for _ in choices]
-        plain += _best(found) == answer
-        normalized += _best([value / len(choice) for value, choice in zip(found, choices, strict=True)]) == answer
+        log_likelihoods = [next(left).log_likelihood for _ in choices]
+        plain += _best(log_likelihoods) == answer
+        normalized += (
+            _best([value / len(choice) for value, choice in zip(log_likelihoods, choices, strict=True)]) == answer
+        )
     return {
         "accuracy": plain / len(questions),
         "accuracy_normalized": normalized / len(questions),

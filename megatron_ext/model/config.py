@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_ext.config.derived.pipeline import core_layout, is_uneven, layer_counts
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.mlp.describe import Activation
-from megatron_ext.parts.stack import layers
+from megatron_ext.parts.stack import layers, stack
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -54,9 +54,10 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         qk_layernorm=model.qk_layernorm and not model.multi_latent_attention,
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
-        gated_linear_unit=model.swiglu,
+        gated_linear_unit=model.gated_linear_unit,
         activation_func=_ACTIVATIONS[first.activation],
         rotary_interleaved=model.rotary_interleaved,
+        softmax_scale=model.softmax_scale,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_method_std,
@@ -118,11 +119,13 @@ def _kernels_of_transformer_engine(config: Config) -> dict[str, Any]:
 
 def _mixture(config: Config) -> dict[str, Any]:
     """Return the settings of a mixture of experts; none for a dense model."""
-    model, layout = config.model, config.layout
+    model, layout, held = config.model, config.layout, stack(config)
     if model.num_experts is None:
         return {}
     return {
         "num_moe_experts": model.num_experts,
+        # By which it knows how layers are saved.
+        "moe_layer_freq": [int(layer.experts is not None) for layer in held] if held.has_mixed_parameters else 1,
         "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
         "moe_router_topk": model.moe_router_topk,
         "moe_router_score_function": model.moe_router_score_function,

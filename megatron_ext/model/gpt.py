@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_ext.config.derived.ranks import chunk_layers
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.data.packing import Documents
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.recomputed_outputs import share_or_copy
@@ -265,6 +266,7 @@ def _build_chunk(
             gpt.rotary_pos_emb = RotaryTable(first, transformer_config, pg_collection, others)
         else:
             gpt.rotary_pos_emb = ScaledRotaryEmbedding(first, transformer_config, pg_collection)
+    _multiply_outputs(gpt, model)
     multiply_in_fp8(gpt, config, pg_collection)
     keep_gathered(gpt, config)
     gpt.restarts_positions = config.data.reset_position_ids
@@ -276,6 +278,31 @@ def _build_chunk(
     # megatron-core makes the learned positions in fp32 on the CPU, whatever the rest of the model is.
     device = torch.device("cpu") if transformer_config.use_cpu_initialization else torch.cuda.current_device()
     return gpt.to(device=device, dtype=transformer_config.params_dtype)
+
+
+def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
+    """Have the chunk's modules multiply what they put out by the model's factors."""
+    modules: list[tuple[float, Any]] = [
+        (model.residual_multiplier, branch)
+        for layer in gpt.decoder.layers
+        for branch in (layer.self_attention, layer.mlp)
+    ]
+    if gpt.pre_process:
+        modules.append((model.embedding_multiplier, gpt.embedding.word_embeddings))
+    if gpt.post_process:
+        # The logits are a product with it.
+        modules.append((model.logits_multiplier, gpt.decoder.final_layernorm))
+    for factor, module in modules:
+        if factor != 1.0:
+            module.register_forward_hook(partial(_multiplied, factor))
+
+
+def _multiplied(factor: float, _module: torch.nn.Module, _inputs: object, output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return factor * output
+    # A multiple of the bias would have no gradient where the MLP is computed anew (`--recompute-modules mlp`).
+    branch, bias = output
+    return factor * (branch if bias is None else branch + bias), None
 
 
 def _mask_vocabulary_padding(gpt: GPT, config: Config, tp_group: torch.distributed.ProcessGroup) -> None:

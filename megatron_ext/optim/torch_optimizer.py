@@ -4,13 +4,14 @@ What optimizers of ours have in common: every tensor is updated by itself.
 """
 
 import importlib
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_ext.config.derived.optimizers import traits_of
+from megatron_ext.config.derived.optimizers import OptimizerTraits, traits_of
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.errors import ConfigurationError
 
@@ -23,17 +24,25 @@ _OF_EVERY_OPTIMIZER = ("lr", "weight_decay")
 def torch_optimizer(settings: OptimizerConfig) -> Any:
     """Return what makes the torch optimizer of the settings, of parameters or groups of them."""
     traits = traits_of(settings)
-    return partial(_torch_class(settings), **traits.values(settings), **traits.torch_options)
+    return (
+        _alone(traits, settings) if traits.of_elements is None else partial(Together, traits=traits, settings=settings)
+    )
+
+
+def _alone(traits: OptimizerTraits, settings: OptimizerConfig) -> Any:
+    """Return what makes one of the optimizers of a run."""
+    return partial(_torch_class(traits), **traits.values(settings), **traits.torch_options)
 
 
 def is_torchs(optimizer: torch.optim.Optimizer | None, settings: OptimizerConfig) -> bool:
     """Return whether it is what `torch_optimizer` makes, and not Transformer Engine's or apex's of the same name."""
-    return isinstance(optimizer, _torch_class(settings))
+    traits = traits_of(settings)
+    return isinstance(optimizer, _torch_class(traits) if traits.of_elements is None else Together)
 
 
 def is_maskable(optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> bool:
     """Return whether `mask_by` works. It does not with an optimizer of another package."""
-    return traits_of(settings).can_be_masked and is_torchs(optimizer, settings)
+    return all(traits.can_be_masked for traits in traits_of(settings).each) and is_torchs(optimizer, settings)
 
 
 def mask_by(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
@@ -70,13 +79,63 @@ def as_registered(built: torch.optim.Optimizer, settings: OptimizerConfig) -> to
     return built
 
 
+class Together(torch.optim.Optimizer):
+    """Optimizers of torch as one of them: each updates the parameter groups whose `update` says that they are its own.
+
+    Groups and states are those of this object, whoever replaces them, and keep the shapes of what is updated.
+    """
+
+    found_inf: torch.Tensor | None = None
+
+    def __init__(self, groups: Any, traits: OptimizerTraits, settings: OptimizerConfig):
+        super().__init__(groups, {})
+        self._traits = traits
+        self._optimizers = {one.name: _alone(one, settings)(own) for one in traits.each if (own := self._groups(one))}
+
+    def step(self, closure: Any = None) -> None:
+        """Update every tensor that has a gradient."""
+        for traits in self._traits.each:
+            if groups := self._groups(traits):
+                optimizer: Any = self._optimizers[traits.name]
+                optimizer.param_groups, optimizer.state = groups, self.state
+                if self.found_inf is not None:
+                    optimizer.found_inf = self.found_inf
+                if traits.needs_whole_matrices:
+                    _step_in_shape(optimizer)
+                else:
+                    optimizer.step()
+
+    def _groups(self, traits: OptimizerTraits) -> list[Group]:
+        return [group for group in self.param_groups if self._traits.updating(group["update"]) is traits]
+
+
+def _step_in_shape(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step over whole weights, which may be kept as flat ranges; their shape is `whole_shape`."""
+    groups, state = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+    whole: dict[torch.Tensor, torch.Tensor] = {}
+    for group in groups:
+        for main in group["params"]:
+            shape = main.whole_shape
+            assert len(shape) > 1, "a matrix, or a stack of them"
+            whole[main] = main.detach().view(shape)
+            whole[main].grad = None if main.grad is None else main.grad.view(shape)
+            optimizer.state[whole[main]] = {
+                name: kept.view(shape) if kept.shape == main.shape else kept for name, kept in state[main].items()
+            }
+        optimizer.param_groups.append({**group, "params": [whole[main] for main in group["params"]]})
+    optimizer.step()
+    for main, matrix in whole.items():
+        kept = optimizer.state[matrix].items()
+        state[main] = {name: own.view(main.shape) if own.shape == matrix.shape else own for name, own in kept}
+
+
 def _without_its_own(group: Group, built: torch.optim.Optimizer) -> Group:
     """Return the group without the arguments of the optimizer that it was made for."""
     return {name: value for name, value in group.items() if name in _OF_EVERY_OPTIMIZER or name not in built.defaults}
 
 
-def _torch_class(settings: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    traits = traits_of(settings)
+def _torch_class(traits: OptimizerTraits) -> type[torch.optim.Optimizer]:
     module, _, name = traits.torch_class.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)

@@ -78,7 +78,7 @@ def open_store(timeout: timedelta) -> tuple[Store, int, int]:
                 for name in missing
             ]
         )
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         return _opened_within(timeout)
     except (OSError, RuntimeError) as error:  # torch's are RuntimeErrors
@@ -91,10 +91,10 @@ def open_store(timeout: timedelta) -> tuple[Store, int, int]:
         if "waiting for clients" in seen:  # by rank 0
             raise PeerLostError(
                 f"not all ranks came to the start of the run ({seen}). Look at what they wrote, and whether their "
-                f"machines reach {place}; a slow start needs a larger --distributed-timeout-minutes."
+                f"machines reach {address}; a slow start needs a larger --distributed-timeout-minutes."
             ) from error
         raise PeerLostError(
-            f"rank 0 did not come to the start of the run: no store at {place}, which $MASTER_ADDR and $MASTER_PORT "
+            f"rank 0 did not come to the start of the run: no store at {address}, which $MASTER_ADDR and $MASTER_PORT "
             f"name ({seen}). Look at what rank 0 wrote, and whether this machine reaches it there; a slow start needs "
             "a larger --distributed-timeout-minutes."
         ) from error
@@ -102,12 +102,12 @@ def open_store(timeout: timedelta) -> tuple[Store, int, int]:
 
 def _opened_within(timeout: timedelta) -> tuple[Store, int, int]:
     """Return `_opened`; by itself, torch waits without end for the first word of one that listens and says nothing."""
-    found: list[tuple[Store, int, int]] = []
+    opened: list[tuple[Store, int, int]] = []
     failed: list[Exception] = []
 
     def run() -> None:
         try:
-            found.append(_opened(timeout))
+            opened.append(_opened(timeout))
         except Exception as error:
             failed.append(error)
 
@@ -116,9 +116,9 @@ def _opened_within(timeout: timedelta) -> tuple[Store, int, int]:
     thread.join(timeout.total_seconds() + _TO_REPORT)
     for error in failed:
         raise error
-    if not found:
+    if not opened:
         raise RuntimeError("who listens there says nothing")
-    return found[0]
+    return opened[0]
 
 
 def _opened(timeout: timedelta) -> tuple[Store, int, int]:

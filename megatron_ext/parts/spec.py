@@ -24,9 +24,9 @@ from megatron_ext.parts.experts.compute import mixture_of_experts
 from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
 from megatron_ext.parts.latent_attention.describe import LatentAttention
 from megatron_ext.parts.layer import layer_class
-from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
+from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import FeedForward
-from megatron_ext.parts.norm.compute import norm_class, query_key_norms
+from megatron_ext.parts.norm.compute import norm_builder, query_key_norms
 from megatron_ext.parts.stack import Layer, Stack, final_norm, rotary_tables
 
 OwnSpec = Callable[[ModuleSpec, Layer], ModuleSpec]
@@ -51,7 +51,7 @@ def block_spec(
     else:
         tables = rotary_tables(config)
         specs = {kind: layer_spec(kind, tp_group, tables) for kind, _ in held.kinds}
-        final = norm_class(final_norm(config.model).kind)
+        final = norm_builder(final_norm(config.model))
     chosen = [specs[layer] if own is None else _checked(own(specs[layer], layer), layer) for layer in held]
     return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=final)
 
@@ -78,7 +78,7 @@ def layer_spec(
     Args:
         tables: where each table of angles lies in the tensor of them all, where there are several.
     """
-    before = norm_class(layer.norm.kind) if layer.norms_before else IdentityOp
+    before = norm_builder(layer.norm) if layer.norms_before else IdentityOp
     return ModuleSpec(
         module=layer_class(layer.norm_places),
         submodules=TransformerLayerSubmodules(
@@ -86,7 +86,7 @@ def layer_spec(
             self_attention=_MIXERS[type(layer.mixer)](layer, tp_group, tables),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=before,
-            mlp=_dense_mlp() if layer.experts is None else mixture_of_experts(),
+            mlp=_dense_mlp(layer) if layer.experts is None else mixture_of_experts(),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
@@ -114,7 +114,7 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotar
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
             core_attention=partial(SDPAttention, window=attention.window),  # pyright: ignore[reportArgumentType]
-            linear_proj=RowLinear,
+            linear_proj=BiasedRowLinear if attention.output_bias else RowLinear,
             q_layernorm=query_norm,
             k_layernorm=key_norm,
         ),
@@ -139,6 +139,9 @@ def _transformer_engine_spec(layer: Layer) -> ModuleSpec:
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=layer.attention.qk_norm == "head")
 
 
-def _dense_mlp() -> Any:
-    matrices = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+def _dense_mlp(layer: Layer) -> Any:
+    if layer.inner is not None and layer.inner.bias:
+        matrices = MLPSubmodules(linear_fc1=BiasedColumnLinear, linear_fc2=BiasedRowLinear)
+    else:
+        matrices = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     return partial(FeedForward.as_mlp_submodule, submodules=matrices)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from megatron_ext.config.derived.layer_patterns import is_dealt
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.attention.describe import Attention, Rotary, attention_of
 from megatron_ext.parts.experts.describe import Experts, experts_of
@@ -159,6 +160,12 @@ class Stack:
         """The model's first layer of every kind that is among these, in their order, and the number of its like."""
         return tuple(Counter(self._kinds).items())
 
+    @property
+    def has_mixed_parameters(self) -> bool:
+        """Whether some layers have experts and others have not: a checkpoint then holds each layer by itself, and else
+        the same parameter of all as one tensor."""
+        return len({layer.experts is None for layer, _ in self.kinds}) > 1
+
     def total(self, of: Callable[[Layer], float]) -> float:
         """Return the sum of `of` over the layers."""
         return sum((number * of(kind) for kind, number in self.kinds), 0.0)
@@ -186,6 +193,8 @@ def _stack(model: ModelConfig) -> Stack:
 def _layer(model: ModelConfig, number: int) -> Layer:
     """Return layer `number` of the model: where kinds of layers are dealt out."""
     experts = model.num_experts
+    if not is_dealt(model.moe_layer_freq, model.num_layers, number, "the first", otherwise=True):
+        experts = None
     return Layer(
         number=number,
         mixer=(latent_attention_of if model.multi_latent_attention else attention_of)(model, final_norm(model), number),
@@ -197,7 +206,7 @@ def _layer(model: ModelConfig, number: int) -> Layer:
 
 def final_norm(model: ModelConfig) -> Norm:
     """Return the norm after the last layer, and of the layers themselves."""
-    return Norm(model.normalization, model.norm_epsilon)  # pyright: ignore[reportArgumentType]
+    return Norm(model.normalization, model.norm_epsilon, model.norm_parameters)  # pyright: ignore[reportArgumentType]
 
 
 def rotary_tables(config: Config) -> dict[tuple[Rotary, int], slice]:

@@ -96,24 +96,24 @@ class Activations:
     def recomputing(self, config: Config) -> "Activations":
         """Return the formulas of a configuration that differs from this one in what it recomputes alone."""
         again = recomputation(config)
-        found = self._of_recomputations.get(again)
-        if found is None:
-            found = self._of_recomputations[again] = Activations.__new__(Activations)
-            vars(found).update(vars(self), config=config, _of_chunks={})
-        return found
+        formulas = self._of_recomputations.get(again)
+        if formulas is None:
+            formulas = self._of_recomputations[again] = Activations.__new__(Activations)
+            vars(formulas).update(vars(self), config=config, _of_chunks={})
+        return formulas
 
     def layer(self, layer: Layer) -> LayerBytes:
         """Return the bytes of one layer, without recomputation."""
-        found = self._of_kinds.get(layer)
-        if found is None:
-            found = self._of_kinds[layer] = self._layer(layer)
-        return found
+        sizes = self._of_kinds.get(layer)
+        if sizes is None:
+            sizes = self._of_kinds[layer] = self._layer(layer)
+        return sizes
 
     def _layer(self, layer: Layer) -> LayerBytes:
-        held = {"residual": len(layer.branches) * self.stream, "norms": self._norms(layer)}
+        parts = {"residual": len(layer.branches) * self.stream, "norms": self._norms(layer)}
         for branch in layer.branches:
-            held |= branch.part.held(self.share)
-        return LayerBytes({**held, "dropout": len(layer.branches) * self._dropout_mask()})
+            parts |= branch.part.held(self.share)
+        return LayerBytes({**parts, "dropout": len(layer.branches) * self._dropout_mask()})
 
     def _norms(self, layer: Layer) -> float:
         # One after attention or MLP keeps what they gave, and they the stream itself: as much as one before.
@@ -124,10 +124,10 @@ class Activations:
         """Return the bytes of one chunk of these layers; the first has the embedding, the last the loss."""
         key = layers.kinds, first, last
         if key not in self._of_chunks:
-            held, recomputed = self._layers(layers)
+            of_layers, recomputed = self._layers(layers)
             loss, logits = self._loss() if last else (0.0, 0.0)
             rest = self._dropout_mask() if first else 0.0
-            self._of_chunks[key] = ChunkBytes(held, loss, rest + self._rotary_table, recomputed, logits)
+            self._of_chunks[key] = ChunkBytes(of_layers, loss, rest + self._rotary_table, recomputed, logits)
         return self._of_chunks[key]
 
     def total(self, layers: Stack) -> float:
@@ -167,10 +167,10 @@ class Activations:
 
     def _dropped(self, layer: Layer) -> float:
         """Return the bytes of the parts of a layer that selective recomputation drops."""
-        held = self.layer(layer).parts
+        parts = self.layer(layer).parts
         # Of a norm after attention or MLP nobody keeps the output.
-        norms = held["norms"] * layer.norms_before / (layer.norms_before + layer.norms_after)
-        sizes = {"core_attn": held.get("core", 0.0), "layernorm": norms, "mlp": held.get("mlp", 0.0)}
+        norms = parts["norms"] * layer.norms_before / (layer.norms_before + layer.norms_after)
+        sizes = {"core_attn": parts.get("core", 0.0), "layernorm": norms, "mlp": parts.get("mlp", 0.0)}
         return sum(sizes[part] for part in self.config.training.recompute_modules or ("core_attn",))
 
     def _loss(self) -> tuple[float, float]:
@@ -184,15 +184,15 @@ class Activations:
             for_hidden = self.width * self.tokens * model.hidden_size
             rows = model.padded_vocab_size // self.tensor
             chunk = min(self.tokens, LOSS_CHUNKS["cuda" if self.fused else "cpu"])
-            held = norm - self.stream + for_hidden + _FP32 * rows * model.hidden_size
-            return held, (_FP32 + 2 * copy) * chunk * rows
+            kept = norm - self.stream + for_hidden + _FP32 * rows * model.hidden_size
+            return kept, (_FP32 + 2 * copy) * chunk * rows
         if self.tensor > 1:
             # The softmax overwrites the fp32 logits; next to it lie the labels of this rank's part and their mask.
             logits = self.tokens * model.padded_vocab_size / self.tensor
             return norm + _FP32 * logits + (_INT64 + 1) * self.tokens, copy * logits
-        logits = self.tokens * (self.config.data.vocab_size or model.padded_vocab_size)
-        held = norm + _FP32 * logits + _INT64 * self.tokens + _FP32  # log-softmax, labels, their total weight
-        return held, (_FP32 + copy) * logits
+        logits = self.tokens * self.config.data.vocab_size
+        kept = norm + _FP32 * logits + _INT64 * self.tokens + _FP32  # log-softmax, labels, their total weight
+        return kept, (_FP32 + copy) * logits
 
     def _dropout_mask(self) -> float:
         if self.config.model.hidden_dropout == 0.0:

@@ -68,8 +68,8 @@ def read_metrics(path: Path) -> Measured:
 
 def saved_values(metrics: Path) -> dict[str, Any] | None:
     """Return the resolved values of the run that wrote this metrics file: of the newest checkpoint next to it."""
-    found = sorted(metrics.parent.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
-    return read_saved(found[-1]) if found else None
+    files = sorted(metrics.parent.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    return read_saved(files[-1]) if files else None
 
 
 def corrected(machine: Machine, values: Mapping[str, Any], facts: Facts, measured: Measured) -> Machine:
@@ -85,8 +85,8 @@ def corrected(machine: Machine, values: Mapping[str, Any], facts: Facts, measure
         known["global_batch_size"] = measured.global_batch_size
     world_size = known.pop("world_size", None) or measured.world_size or 1
     config = resolve({**known, "world_size": world_size}, facts)
-    if found := problems(config, facts):
-        raise ConfigurationError([f"the run of --calibrate: {problem}" for problem in found])
+    if refusals := problems(config, facts):
+        raise ConfigurationError([f"the run of --calibrate: {problem}" for problem in refusals])
     ratio = measured.seconds / step_time(config, Shapes(config), replace(machine, correction=None)).total
     programs = PROGRAMS_DIFFER if machine.devices.fitted else ASSUMED_PROGRAMS_DIFFER
     return replace(machine, correction=believed(ratio, programs), measured_ratio=ratio)
@@ -99,6 +99,6 @@ def believed(ratio: float, programs: float = PROGRAMS_DIFFER, runs: float = RUNS
         programs: standard deviation of log(time / estimate) from one program and machine to another.
         runs: the same from one run to another of one program and machine.
     """
-    found = math.log(ratio)
-    between = max(programs**2, found**2 - runs**2)
-    return math.exp(found * between / (between + runs**2))
+    log_ratio = math.log(ratio)
+    between = max(programs**2, log_ratio**2 - runs**2)
+    return math.exp(log_ratio * between / (between + runs**2))

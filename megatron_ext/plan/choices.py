@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_ext.config.derived.sharding import SCHEMES
 from megatron_ext.config.parse.options import flag_of, options_by_name
 from megatron_ext.rules.suggest import divisors
 
@@ -10,18 +11,14 @@ Choice = dict[str, Any]
 """Values by field name."""
 
 SHARDINGS: dict[str, Choice] = {
-    "DDP": {"overlap_grad_reduce": True},
-    "ZeRO-1": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
-    "ZeRO-2": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
-    "ZeRO-3": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
-    "FSDP2": {"use_torch_fsdp2": True},
+    scheme.title: {**scheme.values, **dict.fromkeys(scheme.overlaps, True)} for scheme in SCHEMES if scheme.title
 }
-"""What data-parallel ranks divide, the simplest first. ZeRO-2 and ZeRO-3 are Megatron-FSDP's."""
+"""What data-parallel ranks divide, the simplest first."""
 
 BETTER = {"DDP": "ZeRO-1", "ZeRO-3": "FSDP2"}
 """Pairs of schemes: where the second is legal, the first is not looked at, since it needs more and sends no less."""
 
-_DIVIDE = {name for choice in SHARDINGS.values() for name in choice if not name.startswith("overlap_")}
+_DIVIDE = {name for scheme in SCHEMES for name in scheme.values}
 
 RECOMPUTATIONS: dict[str, Choice] = {
     "none": {},
@@ -65,12 +62,12 @@ def shardings(values: Mapping[str, Any]) -> dict[str, Choice]:
     """Return by name the schemes that contradict nothing that the user gave, the simplest first; what was given, if all
     do."""
     needed = {name: value for name, value in values.items() if name in _DIVIDE}
-    found = {
+    schemes = {
         name: _without(choice, values)
         for name, choice in SHARDINGS.items()
         if all(choice.get(flag, False) == value for flag, value in needed.items())
     }
-    return found or {"as given": {}}
+    return schemes or {"as given": {}}
 
 
 def recomputations(values: Mapping[str, Any]) -> dict[str, Choice]:
@@ -134,14 +131,14 @@ def _splits(values: Mapping[str, Any], layers: int, stages: int) -> list[tuple[C
     both = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     loss = {"account_for_loss_in_pipeline_split": True}
     counted: list[tuple[Choice, int]] = [({}, layers), (both, layers + 2), (loss, layers + 1)]
-    found = [(split, units) for split, units in counted if units % stages == 0 and units // stages > 1]
-    if not found and layers % stages == 0:
+    splits = [(split, units) for split, units in counted if units % stages == 0 and units // stages > 1]
+    if not splits and layers % stages == 0:
         return [({}, layers)]
     most = -(-layers // stages)
     last = layers - most * (stages - 1)
-    if not found and last > 0:
+    if not splits and last > 0:
         return [({"decoder_last_pipeline_num_layers": last}, layers)]
-    return found
+    return splits
 
 
 def _chunks(values: Mapping[str, Any], layers: int, stages: int) -> list[Choice]:

@@ -19,6 +19,7 @@ from megatron_ext.config.derived.ranks import (
     expert_coordinates,
     rank_of,
 )
+from megatron_ext.config.derived.sharding import ZERO_1
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import count, count_per_rank
@@ -32,6 +33,7 @@ from megatron_ext.plan.flops import (
 )
 from megatron_ext.plan.hardware import TABLE
 from megatron_ext.plan.memory import worst_stage
+from megatron_ext.plan.schedule import schedule_of
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 
@@ -48,7 +50,7 @@ def _formula(config: Config) -> list[str]:
     sizes = axis_sizes(config.layout)
     switches = [
         ("sequence parallel", config.layout.sequence_parallel),
-        ("distributed optimizer", config.layout.use_distributed_optimizer),
+        ("distributed optimizer", config.layout.sharding is ZERO_1),
         ("overlapped gradient reduction", config.layout.overlap_grad_reduce),
         ("overlapped parameter gathering", config.layout.overlap_param_gather),
         (
@@ -63,14 +65,14 @@ def _formula(config: Config) -> list[str]:
         lines.append(
             f"experts on them: ETP {experts.etp} x EP {experts.ep} x expert DP {experts.edp} x PP {experts.pp}"
         )
-    given = [name for name, on in switches if on]
-    if given:
-        lines.append("with " + ", ".join(given))
+    active = [name for name, on in switches if on]
+    if active:
+        lines.append("with " + ", ".join(active))
     return lines
 
 
 def _model(config: Config) -> list[str]:
-    padding = config.model.padded_vocab_size - (config.data.vocab_size or config.model.padded_vocab_size)
+    padding = config.model.padded_vocab_size - config.data.vocab_size
     total = count(config) - padding * config.model.hidden_size * _vocabulary_matrices(config)
     return [
         *_experts(config),
@@ -136,10 +138,9 @@ def _batch(config: Config) -> list[str]:
         f"{training.global_batch_size:,} samples (TP, CP and PP do not count)",
         f"tokens per step      {training.global_batch_size * config.model.seq_length:,}",
     ]
-    stages = config.layout.pipeline_model_parallel_size
-    if stages > 1:
-        useful = config.layout.virtual_pipeline_model_parallel_size * microbatches
-        lines.append(f"pipeline bubble      {(stages - 1) / (useful + stages - 1):.1%} of the time, (p-1)/(v*m+p-1)")
+    bubble = schedule_of(config, microbatches).bubble
+    if bubble:
+        lines.append(f"pipeline bubble      {bubble / (microbatches + bubble):.1%} of the time, (p-1)/(v*m+p-1)")
     return lines
 
 
@@ -159,8 +160,8 @@ def _ranks(config: Config) -> list[str]:
         experts = config.model.num_experts is not None
         lines = ["rank  (tp, cp, dp, pp)" + ("  (etp, ep, edp, pp)" if experts else "")]
         for rank in range(world):
-            place = f"  {tuple(expert_coordinates(layout, rank))}" if experts else ""
-            lines.append(f"{rank:4d}  {tuple(coordinates(layout, rank))}{place}")
+            of_experts = f"  {tuple(expert_coordinates(layout, rank))}" if experts else ""
+            lines.append(f"{rank:4d}  {tuple(coordinates(layout, rank))}{of_experts}")
         return lines
     lines = ["stage  ranks          rank: (tp, cp, dp, pp)"]
     per_stage = world // layout.pipeline_model_parallel_size

@@ -131,6 +131,8 @@ Bubble = Literal["simulated", "formula", "least"]
 """Where the bubble comes from: the simulated schedule; its formula, (p-1)/(v m), for stages that are alike; or what no
 schedule undercuts."""
 
+_PIPELINES = {"simulated": simulate, "formula": by_formula, "least": shortest}
+
 
 def time_of(work: Workload, machine: Machine, *, bubble: Bubble = "simulated") -> StepTime:
     """Estimate a step of a workload."""
@@ -144,9 +146,9 @@ def time_of(work: Workload, machine: Machine, *, bubble: Bubble = "simulated") -
     microbatches = estimate.microbatches
     passes = [stage.model.passes for stage in stages]
     forward, backward = [each[0] for each in passes], [each[1] for each in passes]
-    group, send = layout.microbatch_group_size, estimate.send()
-    times = _pipeline(bubble, forward, backward, microbatches, group, send)
-    at_once = _pipeline(bubble, forward, backward, microbatches, group, 0.0) if send else times
+    pipeline, send = _PIPELINES[bubble], estimate.send()
+    times = pipeline(work.schedule, forward, backward, send)
+    at_once = pipeline(work.schedule, forward, backward, 0.0) if send else times
     busiest = max(distinct, key=lambda stage: sum(map(sum, passes[stage])))
     stage, model = stages[busiest], stages[busiest].model
     even, update = 1.0, stage.optimizer
@@ -176,18 +178,6 @@ def time_of(work: Workload, machine: Machine, *, bubble: Bubble = "simulated") -
     )
 
 
-def _pipeline(
-    bubble: Bubble, forward: list[list[float]], backward: list[list[float]], microbatches: int, group: int, delay: float
-) -> Times:
-    match bubble:
-        case "simulated":
-            return simulate(forward, backward, microbatches, group, delay)
-        case "formula":
-            return by_formula(forward, backward, microbatches, delay)
-        case "least":
-            return shortest(forward, backward, microbatches, delay)
-
-
 def _in_turn(times: Times, share: float, mean: float) -> Times:
     """Return the times of stages whose processes share cores: while one waits the others have its cores, so that all
     work takes its sum over the cores, or, where that is longer, as long as the passes that wait for each other take
@@ -209,7 +199,7 @@ def at_least(work: Workload, machine: Machine) -> float:
     each = of_all / layout.pipeline_model_parallel_size
     passes = float(work.microbatches)
     if machine.processes_share(layout.world_size) == 1.0:
-        passes += (layout.pipeline_model_parallel_size - 1) / layout.virtual_pipeline_model_parallel_size
+        passes += work.schedule.bubble
     # Sums in another order round differently.
     return passes * each * (1 + _waiting(work, machine)) * (machine.correction or 1.0) * (1 - 1e-9)
 
@@ -217,17 +207,16 @@ def at_least(work: Workload, machine: Machine) -> float:
 def formula_at_least(work: Workload, machine: Machine) -> float:
     """Return seconds below which no estimate by the bubble's formula is: the first stage's passes, with what is sent in
     them. This is closer than `at_least`, and dearer to ask."""
-    layout = work.config.layout
-    if machine.processes_share(layout.world_size) < 1.0:
+    if machine.processes_share(work.config.layout.world_size) < 1.0:
         return at_least(work, machine)
     forward, backward = _Estimate(work, machine).model(0).passes
-    passes = work.microbatches + (layout.pipeline_model_parallel_size - 1) / len(forward)
+    passes = work.microbatches + work.schedule.bubble
     seconds = passes * (sum(forward) + sum(backward)) * (1 + _waiting(work, machine)) * (machine.correction or 1.0)
     return seconds * (1 - 1e-9)
 
 
 def _divides_weights(work: Workload) -> bool:
-    return work.kind not in ("ddp", "optim")
+    return work.scheme.gradients
 
 
 def _waiting(work: Workload, machine: Machine) -> float:
@@ -288,7 +277,7 @@ class _Estimate:
     def _of_model(self, stage: int) -> _OfModel:
         kinds, places = self.shapes.kinds_of_chunks(stage)
         of_kinds = [self._chunk(*kind) for kind in kinds]
-        chunks = [of_kinds[place] for place in places]
+        chunks = [of_kinds[index] for index in places]
         timed = self._timed(self.work.sent_for_model(stage))
         links, hidden = {}, {}
         for axis in _IN_A_MICROBATCH:
@@ -333,17 +322,19 @@ class _Estimate:
 
     def _parts(self, stage: int, part: str) -> float:
         index = ("mixer", "core", "mlp").index(part)
-        return sum(held.total(lambda kind: sum(self.kernels.layer(kind)[index])) for held in self.shapes.stacks[stage])
+        return sum(
+            stack.total(lambda kind: sum(self.kernels.layer(kind)[index])) for stack in self.shapes.stacks[stage]
+        )
 
     def _hidden_share_of_tensor(self, stage: int) -> float:
         """Return the share of tensor parallelism's traffic that megatron-core overlaps: of a block's five gathers and
         scatters (two forward, three backward) the backward pass' gathering of the input and scattering of its gradient;
         of its two sums, without sequence parallelism, the backward one. What recomputation repeats is not."""
         stacks = self.shapes.stacks[stage]
-        blocks = 2 * sum(len(held) for held in stacks)
+        blocks = 2 * sum(len(stack) for stack in stacks)
         if not blocks:
             return 0.0
-        again = [repeated(self.config, held) for held in stacks]
+        again = [repeated(self.config, stack) for stack in stacks]
         repeats = sum(len(parts["mixer"]) + len(parts["mlp"]) for parts in again) / blocks
         if self.config.layout.sequence_parallel:
             return 2 / (5 + 2 * repeats)
@@ -359,27 +350,27 @@ class _Estimate:
             moved += 2 * max(kept - formulas.chunk(whole, first=False, last=False).layers, 0.0)
         return sum(self.layers(whole)) + sum(self.kernels.output()) + moved / self.bandwidth
 
-    def _chunk(self, held: Stack, first: bool, last: bool) -> tuple[_Passes, _Passes]:
+    def _chunk(self, stack: Stack, first: bool, last: bool) -> tuple[_Passes, _Passes]:
         """Return the seconds of `_compute` and `_memory`, the same for chunks with the same contents."""
         return self.work.once_for_portion(
-            ("chunk", id(self.kernels), held.kinds, first, last),
-            lambda: (self._compute(held, last), self._memory(held, first, last)),
+            ("chunk", id(self.kernels), stack.kinds, first, last),
+            lambda: (self._compute(stack, last), self._memory(stack, first, last)),
         )
 
-    def _compute(self, held: Stack, last: bool) -> _Passes:
+    def _compute(self, stack: Stack, last: bool) -> _Passes:
         """Return the seconds of matrix products and attention, forward and backward."""
-        forward, backward = self.layers(held)
+        forward, backward = self.layers(stack)
         if last:
             ahead, back = self.kernels.output()
             forward, backward = forward + ahead, backward + back
         return with_calls((forward, backward), self.kernels.calls_of_a_pass)
 
-    def layers(self, held: Stack) -> _Passes:
+    def layers(self, stack: Stack) -> _Passes:
         """Return the same of some layers alone, with what recomputation repeats of them."""
         kernels = self.kernels
-        forward = held.total(lambda kind: sum(ahead for ahead, _ in kernels.layer(kind)))
-        backward = held.total(lambda kind: sum(back for _, back in kernels.layer(kind)))
-        again = repeated(self.config, held)
+        forward = stack.total(lambda kind: sum(ahead for ahead, _ in kernels.layer(kind)))
+        backward = stack.total(lambda kind: sum(back for _, back in kernels.layer(kind)))
+        again = repeated(self.config, stack)
         for index, part in enumerate(("mixer", "core", "mlp")):
             backward += again[part].total(lambda kind, index=index: kernels.layer(kind)[index][0])
         return forward, backward
@@ -387,16 +378,16 @@ class _Estimate:
     def _memory(self, layers: Stack, first: bool, last: bool) -> _Passes:
         """Return the seconds of everything that is bound by the memory: norms, activations, additions."""
         kept = self.formulas.total(layers)
-        held = self.formulas.chunk(layers, first=first, last=last)
+        kept_bytes = self.formulas.chunk(layers, first=first, last=last)
         # What is computed anew is written and read once more.
-        again = 2 * max(kept - held.layers, 0.0)
+        again = 2 * max(kept - kept_bytes.layers, 0.0)
         # The logits' few operations are long reads and writes.
-        logits = (held.loss + held.logits) / self.kernels.stream
+        logits = (kept_bytes.loss + kept_bytes.logits) / self.kernels.stream
         return 2 * kept / self.bandwidth + 2 * logits, (kept + again) / self.bandwidth + logits
 
     def send(self) -> float:
         """Return the seconds of one message between two stages."""
-        if self.config.layout.pipeline_model_parallel_size == 1:
+        if self.work.schedule.stages == 1:
             return 0.0
         return seconds(Term("pp", "send", self.formulas.stream, ""), self.config.layout, self.machine)
 
@@ -410,8 +401,7 @@ class _Estimate:
             hidden = min(gathers + sums, self.microbatches * (forward + backward))
         else:
             # Interleaved, a chunk is done with its gradients while the last group of microbatches passes the others.
-            chunks = len(stage.model.compute)
-            group = min(layout.microbatch_group_size, self.microbatches) if chunks > 1 else 1
+            group = min(self.work.schedule.group, self.microbatches)
             hidden = min(sums, group * backward) if layout.overlap_grad_reduce else 0.0
             hidden += min(gathers, group * forward) if layout.overlap_param_gather else 0.0
         shown = self.constants.fsdp_shown if self.fsdp else self.constants.contention

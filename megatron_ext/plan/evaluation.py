@@ -88,41 +88,44 @@ def evaluate_config(config: Config, machine: Machine, usable: float) -> Evaluati
     return Evaluation(config, machine, step_time(config, shapes, machine), stages, usable)
 
 
-def as_candidate(found: Evaluation) -> Candidate:
+def as_candidate(result: Evaluation) -> Candidate:
     """Return the layout as if a search had found it, for what is said of those."""
-    worst, work = found.worst_stage, Workload(found.config, Shapes(found.config), fused=found.machine.devices.is_gpu)
-    return Candidate({}, found.config, "as given", "as given", worst, found.stages[worst], work, found.time)
+    worst, work = (
+        result.worst_stage,
+        Workload(result.config, Shapes(result.config), fused=result.machine.devices.is_gpu),
+    )
+    return Candidate({}, result.config, "as given", "as given", worst, result.stages[worst], work, result.time)
 
 
-def as_json(found: Evaluation) -> dict[str, Any]:
+def as_json(result: Evaluation) -> dict[str, Any]:
     """Return everything that is known of a layout."""
-    seconds, low, high = found.seconds
-    world_size = found.config.layout.world_size
+    seconds, low, high = result.seconds
+    world_size = result.config.layout.world_size
     return {
         "legal": True,
         "world_size": world_size,
-        "device": found.machine.devices.name,
+        "device": result.machine.devices.name,
         "step_seconds": seconds,
         "step_seconds_low": low,
         "step_seconds_high": high,
-        "tokens_per_second": found.tokens_per_second,
-        "tokens_per_second_per_gpu": found.tokens_per_second / world_size,
-        "tflops_per_gpu": found.tflops(full_attention=False),
-        "tflops_per_gpu_full_attention": found.tflops(full_attention=True),
-        "mfu": found.mfu(full_attention=False),
-        "mfu_full_attention": found.mfu(full_attention=True),
-        "memory_bytes": found.memory_bytes,
-        "usable_bytes": found.usable_bytes,
-        "fits": found.fits,
-        "worst_stage": found.worst_stage,
-        "memory_by_stage": [{**stage.parts, "total": stage.total} for stage in found.stages],
-        "seconds": found.time.parts,
-        "bubble_share": found.time.bubble_share,
-        "exposed_seconds": {axis: found.time.parts[axis] for axis in ("tp", "cp", "ep", "pp", "dp")},
-        "hidden_seconds": found.time.hidden_by_axis,
-        "sent_bytes": found.time.sent_bytes,
-        "correction": found.machine.correction,
-        "measured_ratio": found.machine.measured_ratio,
+        "tokens_per_second": result.tokens_per_second,
+        "tokens_per_second_per_gpu": result.tokens_per_second / world_size,
+        "tflops_per_gpu": result.tflops(full_attention=False),
+        "tflops_per_gpu_full_attention": result.tflops(full_attention=True),
+        "mfu": result.mfu(full_attention=False),
+        "mfu_full_attention": result.mfu(full_attention=True),
+        "memory_bytes": result.memory_bytes,
+        "usable_bytes": result.usable_bytes,
+        "fits": result.fits,
+        "worst_stage": result.worst_stage,
+        "memory_by_stage": [{**stage.parts, "total": stage.total} for stage in result.stages],
+        "seconds": result.time.parts,
+        "bubble_share": result.time.bubble_share,
+        "exposed_seconds": {axis: result.time.parts[axis] for axis in ("tp", "cp", "ep", "pp", "dp")},
+        "hidden_seconds": result.time.hidden_by_axis,
+        "sent_bytes": result.time.sent_bytes,
+        "correction": result.machine.correction,
+        "measured_ratio": result.machine.measured_ratio,
         "times": "estimates",
     }
 
@@ -142,25 +145,25 @@ def refusal_as_json(world_size: int, machine: Machine, reasons: list[str]) -> di
     }
 
 
-def as_text(found: Evaluation) -> list[str]:
+def as_text(result: Evaluation) -> list[str]:
     """Return the evaluation in words."""
-    seconds, low, high = found.seconds
-    time, devices = found.time, found.machine.devices
-    world_size = found.config.layout.world_size
-    causal, full = found.tflops(full_attention=False), found.tflops(full_attention=True)
+    seconds, low, high = result.seconds
+    time, devices = result.time, result.machine.devices
+    world_size = result.config.layout.world_size
+    causal, full = result.tflops(full_attention=False), result.tflops(full_attention=True)
     lines = [
         f"{seconds:.4g} s a step ({low:.3g} to {high:.3g} for nine of ten runs), an estimate for {world_size:,} x "
-        f"{devices.name}{correction(found.machine)}",
-        f"{found.tokens_per_second:,.0f} tokens/s, {found.tokens_per_second / world_size:,.0f} per device; "
-        f"{causal:.0f} TFLOP/s ({found.mfu(full_attention=False):.1%} of the peak) with causal attention, {full:.0f} "
-        f"({found.mfu(full_attention=True):.1%}) with all of it",
+        f"{devices.name}{correction(result.machine)}",
+        f"{result.tokens_per_second:,.0f} tokens/s, {result.tokens_per_second / world_size:,.0f} per device; "
+        f"{causal:.0f} TFLOP/s ({result.mfu(full_attention=False):.1%} of the peak) with causal attention, {full:.0f} "
+        f"({result.mfu(full_attention=True):.1%}) with all of it",
         "where the time goes: " + ", ".join(f"{part} {share:.3g} s" for part, share in time.parts.items() if share),
         f"bubble: {time.bubble_share:.1%} of the pipeline's time",
         "communication: " + _communication(time),
         "",
-        *_memory(found),
+        *_memory(result),
     ]
-    return [*lines, on_host(found.config, found.machine)] if host_bytes(found.config) else lines
+    return [*lines, on_host(result.config, result.machine)] if host_bytes(result.config) else lines
 
 
 def _communication(time: StepTime) -> str:
@@ -173,23 +176,23 @@ def _communication(time: StepTime) -> str:
     return "; ".join(parts) or "none"
 
 
-def _memory(found: Evaluation) -> list[str]:
-    names = list(found.stages[0].parts)
+def _memory(result: Evaluation) -> list[str]:
+    names = list(result.stages[0].parts)
     lines = ["GB of a rank of stage  " + "".join(f"{name:>13}" for name in (*names, "total"))]
-    for numbers, stage in _alike(found.stages):
+    for numbers, stage in _alike(result.stages):
         parts = [*stage.parts.values(), stage.total]
         lines.append(f"{numbers:<23}" + "".join(f"{size / _GIGA:13.2f}" for size in parts))
-    worst = found.stages[found.worst_stage]
-    if found.fits:
+    worst = result.stages[result.worst_stage]
+    if result.fits:
         lines.append(
-            f"fits: {found.memory_bytes / _GIGA:.1f} of {found.usable_bytes / _GIGA:.1f} GB that may be filled"
+            f"fits: {result.memory_bytes / _GIGA:.1f} of {result.usable_bytes / _GIGA:.1f} GB that may be filled"
         )
         return lines
-    over = (found.memory_bytes - found.usable_bytes) / _GIGA
+    over = (result.memory_bytes - result.usable_bytes) / _GIGA
     largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
-    too_much = [str(stage) for stage, each in enumerate(found.stages) if each.total > found.usable_bytes]
+    too_much = [str(stage) for stage, each in enumerate(result.stages) if each.total > result.usable_bytes]
     lines.append(
-        f"does not fit: stage {found.worst_stage} needs {over:.1f} GB more than the {found.usable_bytes / _GIGA:.1f} "
+        f"does not fit: stage {result.worst_stage} needs {over:.1f} GB more than the {result.usable_bytes / _GIGA:.1f} "
         f"that may be filled; most is {', '.join(f'{name} {size / _GIGA:.1f}' for name, size in largest)}; stages over "
         f"it: {', '.join(too_much)}"
     )

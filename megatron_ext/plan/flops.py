@@ -30,7 +30,6 @@ def flops_per_token(config: Config) -> int:
     formula agrees in the matrices, but counts padded rows.
     """
     model, vocabulary = config.model, config.data.vocab_size
-    assert vocabulary is not None, "the vocabulary's size is known once the configuration is resolved"
     matrices = vocabulary * model.hidden_size
     matrices += sum(
         n * p.size for p, n in active_kinds_of_parameters(config) if isinstance(p.stage, int) and len(p.shape) > 1
@@ -49,16 +48,16 @@ def parameters_without_embeddings(config: Config) -> int:
     return sum(number * p.size for p, number in kinds if isinstance(p.stage, int) or "layernorm" in p.name)
 
 
-def repeated(config: Config, held: Stack) -> dict[str, Stack]:
+def repeated(config: Config, stack: Stack) -> dict[str, Stack]:
     """Return which layers of a chunk run their mixer's core, the rest of their mixer, and their MLP once more."""
-    training, none = config.training, held[:0]
+    training, none = config.training, stack[:0]
     if training.recompute_granularity == "full":
-        again = held[: training.recompute_num_layers or 1] if training.recompute_method == "block" else held
+        again = stack[: training.recompute_num_layers or 1] if training.recompute_method == "block" else stack
         return {"core": again, "mixer": again, "mlp": again}
     parts: tuple[str, ...] = ()
     if training.recompute_granularity == "selective":
         parts = training.recompute_modules or ("core_attn",)
-    return {"core": held if "core_attn" in parts else none, "mixer": none, "mlp": held if "mlp" in parts else none}
+    return {"core": stack if "core_attn" in parts else none, "mixer": none, "mlp": stack if "mlp" in parts else none}
 
 
 def forward_flops(config: Config, shapes: Shapes, stage: int, chunk: int, *, again: bool = False) -> float:
@@ -67,8 +66,8 @@ def forward_flops(config: Config, shapes: Shapes, stage: int, chunk: int, *, aga
     Args:
         again: whether to count what recomputation repeats in the backward pass instead.
     """
-    held = shapes.stacks[stage][chunk]
-    run = repeated(config, held) if again else {"core": held, "mixer": held, "mlp": held}
+    stack = shapes.stacks[stage][chunk]
+    run = repeated(config, stack) if again else {"core": stack, "mixer": stack, "mlp": stack}
     share = Share(config)
     total = run["core"].total(lambda layer: share.tokens * layer.core_flops(share.length) / share.tensor)
     matrices = run["mixer"].total(lambda layer: shapes.part(layer).mixer)

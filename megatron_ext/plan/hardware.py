@@ -296,20 +296,20 @@ TABLE = {
 _ALIKE = 0.03
 
 
-def hardware(name: str, **given: float | None) -> Hardware:
+def hardware(name: str, **figures: float | None) -> Hardware:
     """Return a row of the table, with the values that were given in place of its own.
 
     A chip is sold with several memories and at several powers: where the bandwidth that was given is that of another
     row of the same chip, the other figures come from that row, such as those of the A100 with 40 GB (1,555 GB/s).
     """
     row = TABLE[name]
-    bandwidth = given.get("memory_bandwidth_gb_s")
+    bandwidth = figures.get("memory_bandwidth_gb_s")
     if bandwidth is not None:
         same = [other for other in TABLE.values() if other.peak_16bit_tflops == row.peak_16bit_tflops]
         row = min(same, key=lambda other: abs(other.memory_bandwidth_gb_s - bandwidth))
         if abs(row.memory_bandwidth_gb_s / bandwidth - 1) > _ALIKE:
             row = TABLE[name]
-    return dataclasses.replace(row, **{key: value for key, value in given.items() if value is not None})
+    return dataclasses.replace(row, **{key: value for key, value in figures.items() if value is not None})
 
 
 def constants_of(device: Hardware) -> Constants:

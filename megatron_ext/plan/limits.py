@@ -44,14 +44,14 @@ def limits(question: Question, best: Sequence[Candidate], by: float = 0.1, *, se
         by: share by which a part gets faster or slower.
         searched: whether the layouts were chosen; more memory is of no use to one that was given.
     """
-    found = []
+    rows = []
     for part, names in PARTS.items():
         more, less = (_retimed(best, _scaled(question.machine, names, 1 + sign * by)) for sign in (1, -1))
-        found.append(_limit(part, best, more, less))
+        rows.append(_limit(part, best, more, less))
     if not searched:
-        return sorted(found, key=lambda limit: limit.faster)
+        return sorted(rows, key=lambda limit: limit.faster)
     more, less = (_with_memory(question, 1 + sign * by) for sign in (1, -1))
-    found.append(
+    rows.append(
         Limit(
             MEMORY,
             _change(best[0].seconds, more),
@@ -60,13 +60,13 @@ def limits(question: Question, best: Sequence[Candidate], by: float = 0.1, *, se
             0 if less is not None and less <= 1.001 * best[0].seconds else -1,
         )
     )
-    return sorted(found, key=lambda limit: limit.faster)
+    return sorted(rows, key=lambda limit: limit.faster)
 
 
-def table(found: Sequence[Limit], best: Sequence[Candidate], by: float = 0.1) -> list[str]:
+def table(ordered: Sequence[Limit], best: Sequence[Candidate], by: float = 0.1) -> list[str]:
     """Return the limits as a table."""
     rows = [["", f"{by:.0%} more", f"{by:.0%} less", ""]]
-    for limit in found:
+    for limit in ordered:
         rows.append([limit.part, _share(limit.faster), _share(limit.slower), _winners(limit)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"what limits 1 ({best[0].seconds:.3g} s): its time with more and less of"]
@@ -82,7 +82,7 @@ def _limit(part: str, best: Sequence[Candidate], more: Sequence[float], less: Se
 
 def _winner(seconds: Sequence[float]) -> int:
     # A thousandth more or less is no difference.
-    return 0 if seconds[0] <= 1.001 * min(seconds) else min(range(len(seconds)), key=lambda place: seconds[place])
+    return 0 if seconds[0] <= 1.001 * min(seconds) else min(range(len(seconds)), key=lambda index: seconds[index])
 
 
 def _retimed(best: Sequence[Candidate], machine: Machine) -> list[float]:
@@ -114,4 +114,4 @@ def _winners(limit: Limit) -> str:
     if limit.part == MEMORY:
         return "another layout" if limit.winner_faster or limit.winner_slower else ""
     places = (("more", limit.winner_faster), ("less", limit.winner_slower))
-    return ", ".join(f"{place + 1} wins with {word}" for word, place in places if place > 0)
+    return ", ".join(f"{index + 1} wins with {word}" for word, index in places if index > 0)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.activations import ChunkBytes
-from megatron_ext.plan.schedule import few_microbatches, most_held_of_stage
+from megatron_ext.plan.schedule import most_held_of_stage
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.state_bytes import StateBytes, sharding, state_bytes
+from megatron_ext.plan.state_bytes import StateBytes, state_bytes
 from megatron_ext.plan.workload import Workload
 
 
@@ -88,15 +88,15 @@ def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory
 
 def stage_memory(work: Workload, stage: int) -> MemoryEstimate:
     """Return what a rank of this stage needs."""
-    held = _most_held(work, stage)
+    peak = _most_held(work, stage)
     weights, gradients, optimizer = work.kept(stage)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=held.activations,
-        loss=held.loss,
-        work=held.most - held.activations - held.loss + _gathered(work, stage),
+        activations=peak.activations,
+        loss=peak.loss,
+        work=peak.most - peak.activations - peak.loss + _gathered(work, stage),
     )
 
 
@@ -113,14 +113,12 @@ def _most_held(work: Workload, stage: int) -> _Held:
 
 
 def _held(work: Workload, stage: int) -> _Held:
-    layout, (kinds, chunks) = work.config.layout, _chunks(work, stage)
-    stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
-    few = few_microbatches(stages, len(chunks), work.microbatches, group)
+    kinds, chunks = _chunks(work, stage)
     in_layers = [_in_layers(work, chunk) for chunk in kinds]
-    held = [chunk.held for chunk in kinds]
+    kept = [chunk.held for chunk in kinds]
     for_a_while = [max(chunk.logits, later) for chunk, later in zip(kinds, in_layers, strict=True)]
-    of_chunks = tuple([held[kind] for kind in chunks]), tuple([for_a_while[kind] for kind in chunks])
-    most = most_held_of_stage(stage, stages, few, group, *of_chunks)
+    of_chunks = tuple([kept[kind] for kind in chunks]), tuple([for_a_while[kind] for kind in chunks])
+    most = most_held_of_stage(work.schedule.few(), stage, *of_chunks)
     activations = loss = 0.0
     for number, kind in zip(most.flight, chunks, strict=True):
         activations += number * (kinds[kind].layers + kinds[kind].rest)
@@ -173,11 +171,11 @@ def _gathered(work: Workload, stage: int) -> float:
     """Return what ZeRO-2 and ZeRO-3 have whole for a while: the gradient of a layer, as computed and as it is summed,
     in fp32; and of divided weights those of a layer and the next one (the two largest), all where they are kept, and
     what belongs to no layer."""
-    if work.kind in ("ddp", "optim"):
+    if not work.scheme.gradients:
         return 0.0
     shapes, width = work.shapes, work.formulas.width
     gradient = (width + 4) * shapes.largest_layer
-    if work.kind == "optim_grads":
+    if not work.scheme.weights:
         return gradient
     layers = shapes.layer_sizes(stage)
     kept = layers if work.config.layout.torch_fsdp2_no_reshard_after_forward else layers[:2]
@@ -240,23 +238,21 @@ def helpful_flags(config: Config, needed: MemoryEstimate, *, fused: bool) -> lis
     """
     layout, training = config.layout, config.training
     state = sum(getattr(needed, part) for part in _STATE)
-    found: list[str] = []
+    flags: list[str] = []
     if state < needed.activations + needed.loss + needed.work:
         if training.recompute_granularity != "full":
-            found.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+            flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
         if training.micro_batch_size > 1:
-            found.append(f"--micro-batch-size {training.micro_batch_size // 2}")
+            flags.append(f"--micro-batch-size {training.micro_batch_size // 2}")
         if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
-            found.append("--sequence-parallel")
+            flags.append("--sequence-parallel")
         if not training.mixed_precision:
-            found.append("--bf16")
-    elif layout.data_parallel_size > 1 and sharding(config) == "ddp":
-        found.append("--use-distributed-optimizer")
-    elif layout.data_parallel_size > 1 and sharding(config) == "optim":
-        found.append("--use-torch-fsdp2 in place of --use-distributed-optimizer")
-    elif fused and sharding(config) in ("ddp", "optim") and not config.optimizer.optimizer_cpu_offload:
-        found.append("--optimizer-cpu-offload")
-    return [*found, "more ranks with a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"]
+            flags.append("--bf16")
+    elif layout.data_parallel_size > 1 and layout.sharding.divides_more:
+        flags.append(layout.sharding.divides_more)
+    elif fused and not layout.sharding.gradients and not config.optimizer.optimizer_cpu_offload:
+        flags.append("--optimizer-cpu-offload")
+    return [*flags, "more ranks with a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"]
 
 
 def gigabytes(size: float) -> str:

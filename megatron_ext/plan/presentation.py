@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.sharding import ZERO_1
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import count
@@ -28,7 +29,7 @@ _PARTS = {
 def head(question: Question, config_of: Candidate) -> list[str]:
     """Return what was asked, and what kind of numbers follow."""
     devices, config = question.machine.devices, config_of.config
-    true_size = replace(config.model, padded_vocab_size=config.data.vocab_size or config.model.padded_vocab_size)
+    true_size = replace(config.model, padded_vocab_size=config.data.vocab_size)
     return [
         f"{question.world_size} x {devices.name}, {question.machine.gpus_per_node} in a node; "
         f"{devices.memory_gb:g} GB each, of which {_gb(question.usable_bytes)} may be filled",
@@ -83,14 +84,14 @@ def table(best: Sequence[Candidate], machine: Machine) -> list[str]:
     ]
 
 
-def with_short_gradients(found: Sequence[Candidate], machine: Machine) -> list[str]:
+def with_short_gradients(candidates: Sequence[Candidate], machine: Machine) -> list[str]:
     """Return the rows of layouts that 2-byte gradients would make possible, and the flags of the first of them."""
-    if not found:
+    if not candidates:
         return []
     return [
         "faster with --grad-reduce-in-bf16, which keeps and sums gradients in 2 bytes instead of 4, less exactly:",
-        *(f"    {line}" for line in table(found, machine)),
-        f"    flags of 1: {command(found[0].choice)}",
+        *(f"    {line}" for line in table(candidates, machine)),
+        f"    flags of 1: {command(candidates[0].choice)}",
         "",
     ]
 
@@ -120,7 +121,7 @@ def name(candidate: Candidate) -> str:
 def speed(candidate: Candidate, machine: Machine) -> str:
     """Return how fast the first layout is, and what it keeps in host memory."""
     config = candidate.config
-    tokens = (config.training.global_batch_size or 0) * config.model.seq_length / candidate.seconds
+    tokens = config.training.global_batch_size * config.model.seq_length / candidate.seconds
     each = tokens / config.layout.world_size
     share = each * flops_per_token(config) / machine.devices.peak_flops(config.training)
     text = f"1 trains {tokens:,.0f} tokens a second, {each:,.0f} a device: {share:.1%} of the peak (causal attention)"
@@ -238,7 +239,7 @@ _PINNED = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "pipeline_model_parallel_size",
-    "use_distributed_optimizer",
+    *ZERO_1.values,
     "recompute_granularity",
     "micro_batch_size",
 )

@@ -7,43 +7,37 @@ When every pass of a pipeline ends: the simulation that `simulate` does, with al
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.derived.batch import num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.estimate import pass_times, step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import OverTime, over_time
-from megatron_ext.plan.schedule import Work, order, waits_for
+from megatron_ext.plan.schedule import Schedule, Work, schedule_of
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import simulate
 from megatron_ext.plan.timeline import COMMUNICATION, Block, Lane, Pass, Timeline
 
 
 def ends(
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-    microbatches: int,
-    group: int,
-    delay: float = 0.0,
+    schedule: Schedule, forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], delay: float = 0.0
 ) -> dict[tuple[int, Work], float]:
     """Return when each pass ends, by stage and pass; those of a stage stand in the order in which it works.
 
     Args:
         forward, backward: seconds of one microbatch by stage and chunk.
-        group: microbatches that one chunk takes before the next one's turn.
         delay: seconds of one send.
     """
-    stages, chunks = len(forward), len(forward[0])
-    left = [list(reversed(order(stage, stages, chunks, microbatches, group))) for stage in range(stages)]
+    left = [list(reversed(schedule.order(stage))) for stage in range(schedule.stages)]
     done: dict[tuple[int, Work], float] = {}
-    clock = [0.0] * stages
+    clock = [0.0] * schedule.stages
     while any(left):
         before = len(done)
-        for stage in range(stages):
+        for stage in range(schedule.stages):
             while left[stage]:
                 work = left[stage][-1]
-                need = waits_for(stage, work, stages, chunks)
+                need = schedule.waits_for(stage, work)
                 if need is not None and need not in done:
                     break
                 arrived = 0.0 if need is None else done[need] + (delay if need[0] != stage else 0.0)
@@ -76,16 +70,16 @@ def preview(config: Config, machine: Machine, microbatches: int | None = None) -
         microbatches: number of microbatches to draw; by default as many as show how the pipeline fills, is steady and
             drains, and no more than there are.
     """
-    layout, shapes = config.layout, Shapes(config)
-    there_are = num_microbatches(config, config.training.global_batch_size)
-    stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
+    shapes, there_are = Shapes(config), num_microbatches(config, config.training.global_batch_size)
+    schedule = schedule_of(config, there_are)
+    stages, chunks = schedule.stages, schedule.chunks
     times, whole = pass_times(config, shapes, machine), step_time(config, shapes, machine)
     needs = {stage: over_time(config, stage, shapes, fused=machine.devices.is_gpu) for stage in range(stages)}
     drawn = _Drawn(times.forward, times.backward, (times.forward_sent, times.backward_sent), list(needs.values()))
-    number = _shown(stages, len(times.forward[0]), there_are, group, microbatches)
-    lanes = _lanes(drawn, number, group, times.send)
+    number = _shown(schedule, microbatches)
+    lanes = _lanes(drawn, replace(schedule, microbatches=number), times.send)
     end = max(lane.passes[-1].end for lane in lanes)
-    pipeline = simulate(times.forward, times.backward, there_are, group, times.send).total
+    pipeline = simulate(schedule, times.forward, times.backward, times.send).total
     # What the estimate has beyond the passes: gradients that are summed between ranks, and the update. Waiting for the
     # slowest rank is spread over the whole step, of which this draws a part.
     total = end + max(whole.total - whole.wait - pipeline, 0.0)
@@ -93,16 +87,16 @@ def preview(config: Config, machine: Machine, microbatches: int | None = None) -
     after = [("gradients", end, updates), ("update", updates, total)]
     blocks = tuple(Block(*each) for each in after if each[2] - each[1] > 1e-9 * total)
     few = f", {number} of {there_are:,} microbatches" if number < there_are else f", {there_are:,} microbatches"
-    chunks = f" x {len(times.forward[0])} chunks" if len(times.forward[0]) > 1 else ""
+    chunked = f" x {chunks} chunks" if chunks > 1 else ""
     low, high = (share * whole.total for share in machine.range)
     waiting = f", {whole.wait:.2g} s of it for the slowest rank, which is not drawn" if whole.wait else ""
     return Timeline(
-        title=f"{stages} stages{chunks}{few}: simulated, with estimated times",
+        title=f"{stages} stages{chunked}{few}: simulated, with estimated times",
         lanes=tuple(
             Lane(lane.name, lane.passes, (*lane.blocks, *blocks), (*lane.memory, (end, needs[stage].always)))
             for stage, lane in enumerate(lanes)
         ),
-        chunks=len(times.forward[0]),
+        chunks=chunks,
         total=total,
         notes=(
             f"The whole step of {there_are:,} microbatches takes {whole.total:.3g} s by the estimate ({low:.3g} to "
@@ -116,7 +110,8 @@ def equal_stages(stages: int, chunks: int, microbatches: int, group: int | None 
     """Return the timeline of stages that are alike, whose forward pass takes 1 and whose backward pass takes 2."""
     forward = [[1.0 / chunks] * chunks] * stages
     backward = [[2.0 / chunks] * chunks] * stages
-    lanes = _lanes(_Drawn(forward, backward), microbatches, group or stages, 0.0)
+    schedule = Schedule(stages, chunks, microbatches, (group or stages) if chunks > 1 else 1)
+    lanes = _lanes(_Drawn(forward, backward), schedule, 0.0)
     chunked = f" x {chunks} chunks" if chunks > 1 else ""
     total = max(lane.passes[-1].end for lane in lanes)
     return Timeline(
@@ -129,17 +124,17 @@ def equal_stages(stages: int, chunks: int, microbatches: int, group: int | None 
     )
 
 
-def _shown(stages: int, chunks: int, there_are: int, group: int, wanted: int | None) -> int:
+def _shown(schedule: Schedule, wanted: int | None) -> int:
     """Return the number of microbatches to draw: whole groups where they are interleaved."""
-    enough = wanted or max(2 * stages, 2 * group if chunks > 1 else 0, 4)
-    if enough >= there_are:
-        return there_are
-    return max(enough // group, 1) * group if chunks > 1 else enough
+    enough = wanted or max(2 * schedule.stages, 2 * schedule.group, 4)
+    if enough >= schedule.microbatches:
+        return schedule.microbatches
+    return max(enough // schedule.group, 1) * schedule.group
 
 
-def _lanes(drawn: _Drawn, microbatches: int, group: int, delay: float) -> list[Lane]:
+def _lanes(drawn: _Drawn, schedule: Schedule, delay: float) -> list[Lane]:
     """Return the lane of each stage."""
-    done = ends(drawn.forward, drawn.backward, microbatches, group, delay)
+    done = ends(schedule, drawn.forward, drawn.backward, delay)
     of_stages: list[list[Pass]] = [[] for _ in drawn.forward]
     for (stage, work), end in done.items():
         seconds = (drawn.forward if work.forward else drawn.backward)[stage][work.chunk]
@@ -159,8 +154,8 @@ def _sent(drawn: _Drawn, stage: int, passes: Sequence[Pass]) -> tuple[Block, ...
     """Return what each pass waits for collectives."""
     if drawn.sent is None:
         return ()
-    found = [(each.end, drawn.sent[0 if each.forward else 1][stage][each.chunk]) for each in passes]
-    return tuple(Block(COMMUNICATION, end - seconds, end) for end, seconds in found if seconds > 0.0)
+    sends = [(each.end, drawn.sent[0 if each.forward else 1][stage][each.chunk]) for each in passes]
+    return tuple(Block(COMMUNICATION, end - seconds, end) for end, seconds in sends if seconds > 0.0)
 
 
 def _memory(needs: OverTime, passes: Sequence[Pass]) -> tuple[tuple[float, float], ...]:

@@ -27,9 +27,9 @@ def question(
     known = {**facts.huggingface, **values}
     if known.get("global_batch_size") is None:
         raise ConfigurationError("a plan needs the samples of a step; add for example --global-batch-size 512")
-    found = replace(facts, world_size=None, cuda_available=machine.devices.is_gpu)
+    of_devices = replace(facts, world_size=None, cuda_available=machine.devices.is_gpu)
     usable = machine.devices.memory_gb * 1e9 * memory_share
-    return Question({**known, **placeholders(known)}, found, world_size, machine, usable)
+    return Question({**known, **placeholders(known)}, of_devices, world_size, machine, usable)
 
 
 def placeholders(values: Mapping[str, Any]) -> Choice:

@@ -14,9 +14,12 @@ serves all pipelines with as many stages, chunks and microbatches, however long 
 import functools
 import math
 from array import array
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+from megatron_ext.config.schema import Config
 
 
 class Work(NamedTuple):
@@ -27,61 +30,98 @@ class Work(NamedTuple):
     microbatch: int
 
 
-@functools.lru_cache(maxsize=1024)
-def order(stage: int, stages: int, chunks: int, microbatches: int, group: int) -> tuple[Work, ...]:
-    """Return everything that a stage does in a step, in this order.
+@dataclass(frozen=True)
+class Schedule:
+    """What every stage of a pipeline does in a step, in which order.
 
-    Args:
-        group: microbatches that one chunk takes before the next one's turn; without interleaving it has no effect.
+    The planner, `tools/draw_pipeline.py`, `--dry-run` and what --record-schedule draws ask it alone. `train/build.py`
+    takes the engine's function that works in this order.
     """
-    if stages == 1:
-        return tuple(Work(forward, 0, m) for m in range(microbatches) for forward in (True, False))
-    table = table_of_passes(chunks, microbatches, group)
-    forward = [Work(True, chunk, microbatch) for chunk, microbatch in table]
-    backward = [Work(False, chunks - 1 - chunk, microbatch) for chunk, microbatch in table]
-    return tuple(in_turn(forward, backward, ahead(stage, stages, chunks, group)))
+
+    stages: int
+    chunks: int
+    """Number of model chunks of each stage."""
+
+    microbatches: int
+    group: int = 1
+    """Microbatches that one chunk takes before the next one's turn; 1 without interleaving."""
+
+    def order(self, stage: int) -> tuple[Work, ...]:
+        """Return everything that a stage does in a step, in this order."""
+        return _order(self, stage)
+
+    def ahead(self, stage: int) -> int:
+        """Return how many forward passes a stage works before its first pair of a forward and a backward pass, where
+        there are as many."""
+        passes = self.stages - stage - 1
+        return passes if self.chunks == 1 else 2 * passes + (self.chunks - 1) * self.group
+
+    def waits_for(self, stage: int, work: Work) -> tuple[int, Work] | None:
+        """Return the pass, and its stage, whose result this one waits for; None for the first of all."""
+        if work.forward:
+            if stage > 0:
+                return stage - 1, work
+            return None if work.chunk == 0 else (self.stages - 1, work._replace(chunk=work.chunk - 1))
+        if stage < self.stages - 1:
+            return stage + 1, work
+        if work.chunk < self.chunks - 1:
+            return 0, work._replace(chunk=work.chunk + 1)
+        return stage, work._replace(forward=True)
+
+    def messages(self, stage: int) -> int:
+        """Return how many messages a stage sends for one microbatch."""
+        return _messages(replace(self, microbatches=1))[stage]
+
+    @property
+    def bubble(self) -> float:
+        """How long a stage waits in a step, in microbatches: of stages that are alike, (p-1)/v."""
+        return (self.stages - 1) / self.chunks
+
+    def few(self) -> "Schedule":
+        """Return the schedule of as many microbatches as show everything that more of them repeat: the pipeline filled,
+        some groups, and emptied. It leaves the same incomplete last group."""
+        enough = 4 * max(self.stages, self.group)
+        if self.microbatches <= enough:
+            return self
+        return replace(self, microbatches=enough // self.group * self.group + self.microbatches % self.group)
 
 
-def ahead(stage: int, stages: int, chunks: int, group: int) -> int:
-    """Return how many forward passes a stage works before its first pair of a forward and a backward pass, where there
-    are as many."""
-    passes = stages - stage - 1
-    return passes if chunks == 1 else 2 * passes + (chunks - 1) * group
+def schedule_of(config: Config, microbatches: int) -> Schedule:
+    """Return the schedule that the flags ask for."""
+    layout = config.layout
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    return Schedule(stages, chunks, microbatches, layout.microbatch_group_size if chunks > 1 else 1)
 
 
-def in_turn[T](forward: Sequence[T], backward: Sequence[T], ahead: int) -> list[T]:
-    """Return the passes of a stage in the order in which it works: some forward ones ahead, then each kind in turn."""
-    ahead = min(ahead, len(forward))
+@functools.lru_cache(maxsize=1024)
+def _order(schedule: Schedule, stage: int) -> tuple[Work, ...]:
+    forward, backward = _passes(schedule.chunks, schedule.microbatches, schedule.group)
+    ahead = min(schedule.ahead(stage), len(forward))
     steady = [work for pair in zip(forward[ahead:], backward, strict=False) for work in pair]
-    return [*forward[:ahead], *steady, *backward[len(forward) - ahead :]]
+    return (*forward[:ahead], *steady, *backward[len(forward) - ahead :])
 
 
 @functools.lru_cache(maxsize=256)
-def table_of_passes(chunks: int, microbatches: int, group: int) -> tuple[tuple[int, int], ...]:
-    """Return (chunk, microbatch) of every forward pass of a stage; its backward passes have the chunks the other way
-    round."""
-    if chunks == 1:
-        return tuple((0, microbatch) for microbatch in range(microbatches))
-    starts = range(0, microbatches, group)
-    return tuple(
+def _messages(schedule: Schedule) -> Counter[int]:
+    """Return how many messages each stage sends."""
+    needs = [
+        (stage, schedule.waits_for(stage, work)) for stage in range(schedule.stages) for work in schedule.order(stage)
+    ]
+    return Counter(need[0] for stage, need in needs if need is not None and need[0] != stage)
+
+
+@functools.lru_cache(maxsize=256)
+def _passes(chunks: int, microbatches: int, group: int) -> tuple[list[Work], list[Work]]:
+    """Return the forward passes of a stage, and its backward passes, which have the chunks the other way round, each in
+    order: a group of microbatches passes chunk after chunk."""
+    table = [
         (chunk, microbatch)
-        for start in starts
+        for start in range(0, microbatches, group)
         for chunk in range(chunks)
         for microbatch in range(start, min(start + group, microbatches))
-    )
-
-
-def waits_for(stage: int, work: Work, stages: int, chunks: int) -> tuple[int, Work] | None:
-    """Return the pass, and its stage, whose result this one waits for; None for the first of all."""
-    if work.forward:
-        if stage > 0:
-            return stage - 1, work
-        return None if work.chunk == 0 else (stages - 1, work._replace(chunk=work.chunk - 1))
-    if stage < stages - 1:
-        return stage + 1, work
-    if work.chunk < chunks - 1:
-        return 0, work._replace(chunk=work.chunk + 1)
-    return stage, work._replace(forward=True)
+    ]
+    backward = [Work(False, chunks - 1 - chunk, microbatch) for chunk, microbatch in table]
+    return [Work(True, chunk, microbatch) for chunk, microbatch in table], backward
 
 
 class Most(NamedTuple):
@@ -96,24 +136,16 @@ class Most(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def most_held_of_stage(
-    stage: int,
-    stages: int,
-    microbatches: int,
-    group: int,
-    held: tuple[float, ...],
-    for_a_while: tuple[float, ...],
-) -> Most:
+def most_held_of_stage(schedule: Schedule, stage: int, held: tuple[float, ...], for_a_while: tuple[float, ...]) -> Most:
     """Return `most_held` of what a stage does in a step, without a look at all of it: chunks that are alike hold most
     in the first pass behind those ahead, and others before whole groups repeat what they hold."""
-    chunks = len(held)
-    forward, first = table_of_passes(chunks, microbatches, group), ahead(stage, stages, chunks, group)
+    works, first = schedule.order(stage), schedule.ahead(stage)
     if len(set(held)) == len(set(for_a_while)) == 1 and held[0] > 0.0:
-        begun = [chunk for chunk, _ in forward[: first + 1]]
-        return Most(len(begun) * held[0] + for_a_while[0], begun[-1], [begun.count(chunk) for chunk in range(chunks)])
-    works = order(stage, stages, chunks, microbatches, group)
-    repeats = first + 2 * chunks * group + 2 if microbatches % group == 0 else len(works)
-    return most_held(works[:repeats], held, for_a_while)
+        begun = [work.chunk for work in works[: first + 1] if work.forward]
+        flight = [begun.count(chunk) for chunk in range(schedule.chunks)]
+        return Most(len(begun) * held[0] + for_a_while[0], begun[-1], flight)
+    whole = schedule.microbatches % schedule.group == 0
+    return most_held(works[: first + 2 * schedule.chunks * schedule.group + 2] if whole else works, held, for_a_while)
 
 
 def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequence[float]) -> Most:
@@ -137,19 +169,6 @@ def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequenc
     last = works[place]
     flight[last.chunk] += last.forward
     return Most(most, last.chunk, flight)
-
-
-def few_microbatches(stages: int, chunks: int, microbatches: int, group: int) -> int:
-    """Return the number of microbatches that show everything that more of them repeat: the pipeline filled, some
-    groups, and emptied.
-
-    It leaves the same incomplete last group.
-    """
-    period = group if chunks > 1 else 1
-    enough = 4 * max(stages, group)
-    if microbatches <= enough:
-        return microbatches
-    return enough // period * period + microbatches % period
 
 
 _BEGINNING, _NOTHING = 0, 1
@@ -203,21 +222,20 @@ class _State:
 class _Walk:
     """The passes of a step, and of another one that is shorter; those that come out the same in both are there once."""
 
-    def __init__(self, stages: int, chunks: int, microbatches: int, group: int, shorter_by: int):
-        self.stages, self.chunks, self.width, self.group = stages, chunks, microbatches, group
+    def __init__(self, schedule: Schedule, shorter_by: int):
+        self.schedule, self.chunks, self.width = schedule, schedule.chunks, schedule.microbatches
         self.common, self.whole, self.shorter = _Part(), _Part(), _Part()
-        self.size = 2 * chunks * microbatches
+        self.size, stages = 2 * self.chunks * self.width, schedule.stages
         """Passes of a stage."""
         self._needed = [self._needs(stage) for stage in range(stages)]
         # Behind all of them, as the last of the list, what need not be waited for.
         state = _State([0] * stages, [_BEGINNING] * stages, [_BEGINNING] * (self.size * stages) + [_NOTHING])
-        whole, self.last_of_shorter = self._works(microbatches), []
+        whole, self.last_of_shorter = self._works(schedule), []
         if shorter_by:
-            same = (microbatches - shorter_by) // shorter_by * shorter_by * chunks
-            alike = [works[: self._before(stage, same)] for stage, works in enumerate(whole)]
-            self._add(self.common, alike, state)
+            fewer = self._works(replace(schedule, microbatches=self.width - shorter_by))
+            self._add(self.common, [_alike(*both) for both in zip(whole, fewer, strict=True)], state)
             other = state.copy()
-            self._add(self.shorter, self._works(microbatches - shorter_by), other)
+            self._add(self.shorter, fewer, other)
             self.last_of_shorter = other.last
         self._add(self.whole, whole, state)
         self.last = state.last
@@ -236,19 +254,16 @@ class _Walk:
         self.shorter.run(other, seconds, delay)
         return max(done[at] for at in self.last), max((other[at] for at in self.last_of_shorter), default=0.0)
 
-    def _works(self, microbatches: int) -> list[list[int]]:
+    def _works(self, schedule: Schedule) -> list[list[int]]:
         """Return what each stage does, as numbers: backward passes are before forward passes, then chunk by chunk."""
-        table = table_of_passes(self.chunks, microbatches, self.group)
-        forward = [(self.chunks + chunk) * self.width + microbatch for chunk, microbatch in table]
-        backward = [(self.chunks - 1 - chunk) * self.width + microbatch for chunk, microbatch in table]
-        return [in_turn(forward, backward, self._ahead(stage)) for stage in range(self.stages)]
-
-    def _ahead(self, stage: int) -> int:
-        return ahead(stage, self.stages, self.chunks, self.group)
-
-    def _before(self, stage: int, forward: int) -> int:
-        """Return how many passes a stage works before the forward pass of this index."""
-        return forward + max(forward - self._ahead(stage), 0)
+        chunks, width = self.chunks, self.width
+        return [
+            [
+                (chunk + chunks if forward else chunk) * width + number
+                for forward, chunk, number in schedule.order(stage)
+            ]
+            for stage in range(schedule.stages)
+        ]
 
     def _add(self, part: _Part, works: list[list[int]], state: _State) -> None:
         """Give a place to every pass, up to those that wait for one which is not among them."""
@@ -257,9 +272,9 @@ class _Walk:
         needs: list[int] = []
         kinds: list[int] = []
         # Of each stage what is left, with what it waits for, its own index and its kind.
-        left = [iter(self._steps(stage, works[stage][state.added[stage] :])) for stage in range(self.stages)]
+        left = [iter(self._steps(stage, works[stage][added:])) for stage, added in enumerate(state.added)]
         waiting: dict[int, tuple[int, tuple[int, int, int]]] = {}
-        ready: list[tuple[int, tuple[int, int, int] | None]] = [(stage, None) for stage in range(self.stages)]
+        ready: list[tuple[int, tuple[int, int, int] | None]] = [(stage, None) for stage in range(len(works))]
         while ready:
             stage, step = ready.pop()
             before, steps = state.last[stage], left[stage]
@@ -299,16 +314,18 @@ class _Walk:
 
     def _needs(self, stage: int) -> list[int]:
         """Return for each pass of a stage the one of another stage that it waits for, as an index of places."""
-        half, last = self.size // 2, self.stages - 1
-        if stage < last:
-            backward = [(stage + 1) * self.size + work for work in range(half)]
-        else:
-            # The gradient of a chunk comes from the first stage, that of the model from its own forward pass.
-            backward = [*range(self.width, half), *[-1] * self.width]
-        if stage > 0:
-            return backward + [(stage - 1) * self.size + work for work in range(half, self.size)]
-        before = last * self.size
-        return [*backward, *[-1] * self.width, *range(before + half, before + self.size - self.width)]
+        found = [-1] * self.size
+        for kind in range(2 * self.chunks):
+            need = self.schedule.waits_for(stage, Work(kind >= self.chunks, kind % self.chunks, 0))
+            if need is not None and need[0] != stage:
+                first = need[0] * self.size + (need[1].forward * self.chunks + need[1].chunk) * self.width
+                found[kind * self.width : (kind + 1) * self.width] = range(first, first + self.width)
+        return found
+
+
+def _alike(one: list[int], other: list[int]) -> list[int]:
+    """Return what both lists begin with."""
+    return one[: next((at for at, both in enumerate(zip(one, other, strict=False)) if both[0] != both[1]), len(other))]
 
 
 walk = functools.lru_cache(maxsize=64)(_Walk)

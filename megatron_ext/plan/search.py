@@ -81,7 +81,7 @@ class Candidate:
         return (
             layout.model_parallel_size,
             layout.virtual_pipeline_model_parallel_size,
-            layout.use_distributed_optimizer + 2 * layout.use_torch_fsdp2 + 3 * layout.use_megatron_fsdp,
+            layout.sharding.complexity,
             self.config.training.micro_batch_size,
         )
 
@@ -110,13 +110,13 @@ class Answer:
 
 def search(question: Question, number: int) -> Answer:
     """Return the `number` best layouts, each another way to share the model."""
-    found = _search(question, number)
-    if found.best or found.nearest is None or "optimizer_cpu_offload" in question.values:
-        return found
+    answer = _search(question, number)
+    if answer.best or answer.nearest is None or "optimizer_cpu_offload" in question.values:
+        return answer
     # Host memory is slow: only where nothing else fits.
     moved = _search(replace(question, values={**question.values, "optimizer_cpu_offload": True}), number)
     if not moved.best:
-        return found
+        return answer
     best = [replace(each, choice={**each.choice, "optimizer_cpu_offload": True}) for each in moved.best]
     return replace(moved, best=best)
 
@@ -156,9 +156,9 @@ def tried_again(
         config = replace(each.config, training=_changed(each.config.training, values))
         work = _work(question, config, each.work.shapes, each.work)
         choice = {name: value for name, value in each.choice.items() if name not in chosen}
-        found, _ = _with_least_recomputation(recomputed, choice, work, each.sharding, 0)
-        if found is not None and found.memory.total <= question.usable_bytes:
-            fitting.append(found)
+        candidate, _ = _with_least_recomputation(recomputed, choice, work, each.sharding, 0)
+        if candidate is not None and candidate.memory.total <= question.usable_bytes:
+            fitting.append(candidate)
     best, _ = _simulated(_fastest_ways(fitting, question, number), question, number)
     return [each for each in best if each.seconds < limit and broken_rule(each.config, question.facts) is None]
 
@@ -168,35 +168,35 @@ def _fastest_ways(fitting: list[Candidate], question: Question, number: int) -> 
 
     Those that cannot be among them, by times below which none is, are not estimated.
     """
-    bounds = sorted((at_least(each.work, question.machine), place) for place, each in enumerate(fitting))
-    found: dict[tuple[object, ...], tuple[_Rank, int, Candidate]] = {}
+    bounds = sorted((at_least(each.work, question.machine), index) for index, each in enumerate(fitting))
+    fastest: dict[tuple[object, ...], tuple[_Rank, int, Candidate]] = {}
     slowest = math.inf
-    for bound, place in bounds:
+    for bound, index in bounds:
         if _rounded(bound) > slowest:
             break
-        if _rounded(formula_at_least(fitting[place].work, question.machine)) > slowest:
+        if _rounded(formula_at_least(fitting[index].work, question.machine)) > slowest:
             continue
-        candidate = timed(fitting[place], question.machine, "formula")
-        entry, way = (_rank(candidate), place, candidate), _way(candidate)
-        if way not in found or entry[:2] < found[way][:2]:
-            found[way] = entry
-            if len(found) >= number:
-                slowest = sorted(rank[0] for rank, _, _ in found.values())[number - 1]
-    return [candidate for _, _, candidate in sorted(found.values(), key=lambda entry: entry[:2])[:number]]
+        candidate = timed(fitting[index], question.machine, "formula")
+        entry, way = (_rank(candidate), index, candidate), _way(candidate)
+        if way not in fastest or entry[:2] < fastest[way][:2]:
+            fastest[way] = entry
+            if len(fastest) >= number:
+                slowest = sorted(rank[0] for rank, _, _ in fastest.values())[number - 1]
+    return [candidate for _, _, candidate in sorted(fastest.values(), key=lambda entry: entry[:2])[:number]]
 
 
 def _simulated(candidates: list[Candidate], question: Question, number: int) -> tuple[list[Candidate], list[Candidate]]:
     """Return the `number` fastest by simulation, fastest first, and the others, simulated only where it was not clear
     that they are slower."""
     least = [timed(each, question.machine, "least") for each in candidates]
-    found: list[tuple[_Rank, int]] = []
-    for place in sorted(range(len(least)), key=lambda place: least[place].seconds):
-        if len(found) >= number and _rounded(least[place].seconds) > found[number - 1][0][0]:
+    ranked: list[tuple[_Rank, int]] = []
+    for index in sorted(range(len(least)), key=lambda index: least[index].seconds):
+        if len(ranked) >= number and _rounded(least[index].seconds) > ranked[number - 1][0][0]:
             break
-        least[place] = timed(least[place], question.machine)
-        found = sorted([*found, (_rank(least[place]), place)])
-    best = [place for _, place in found[:number]]
-    return [least[place] for place in best], [each for place, each in enumerate(least) if place not in best]
+        least[index] = timed(least[index], question.machine)
+        ranked = sorted([*ranked, (_rank(least[index]), index)])
+    best = [index for _, index in ranked[:number]]
+    return [least[index] for index in best], [each for index, each in enumerate(least) if index not in best]
 
 
 def timed(candidate: Candidate, machine: Machine, bubble: Bubble = "simulated") -> Candidate:
@@ -214,11 +214,11 @@ def simpler_layouts(question: Question) -> Iterator[Candidate]:
         for recomputation in dict.fromkeys((names[0], names[-1])):
             micro = question.values.get("micro_batch_size") or 1
             choice = {**plain, **sharding, **ways[recomputation], "micro_batch_size": micro}
-            found = _legal(question, choice)
-            if not isinstance(found, Config):
+            resolved = _legal(question, choice)
+            if not isinstance(resolved, Config):
                 continue
-            if name == "DDP" or found.layout.data_parallel_size * found.layout.context_parallel_size > 1:
-                yield _candidate(choice, _work(question, found), name, recomputation)
+            if name == "DDP" or resolved.layout.data_parallel_size * resolved.layout.context_parallel_size > 1:
+                yield _candidate(choice, _work(question, resolved), name, recomputation)
 
 
 def fewest_ranks(question: Question, most: int) -> int | None:
@@ -243,9 +243,9 @@ def with_offloads(question: Question, candidate: Candidate) -> dict[str, Candida
     others = {}
     for name in ("optimizer_cpu_offload", "torch_fsdp2_cpu_offload"):
         choice = {**candidate.choice, name: True}
-        found = _legal(question, choice)
-        if isinstance(found, Config):
-            work = _work(question, found)
+        resolved = _legal(question, choice)
+        if isinstance(resolved, Config):
+            work = _work(question, resolved)
             others[flag_of(name)] = _candidate(choice, work, candidate.sharding, candidate.recomputation)
     return others
 
@@ -288,15 +288,15 @@ def _candidates(question: Question) -> Iterator[Candidate]:
             least, legal, smaller = 0, None, None
             for micro in micro_batches(values, batch // data_ranks):
                 choice = {**layout, **({} if alone else sharding), "micro_batch_size": micro}
-                found = _legal(question, choice, rules) if legal is None else _of_micro_batch(question, legal, micro)
-                if found in RULES_OF_KINDS:
+                resolved = _legal(question, choice, rules) if legal is None else _of_micro_batch(question, legal, micro)
+                if resolved in RULES_OF_KINDS:
                     # With other sizes of the same axes it would be refused as well.
                     refused.add((name, kinds))
                     break
-                if not isinstance(found, Config):
+                if not isinstance(resolved, Config):
                     continue
-                legal, shapes, rules = found, shapes or Shapes(found), RULES_OF_LAYOUTS
-                work = smaller = _work(question, found, shapes, works.get(micro), smaller, portions)
+                legal, shapes, rules = resolved, shapes or Shapes(resolved), RULES_OF_LAYOUTS
+                work = smaller = _work(question, resolved, shapes, works.get(micro), smaller, portions)
                 works.setdefault(micro, work)
                 candidate, least = _with_least_recomputation(recomputed, choice, work, name, least)
                 if candidate is None:
@@ -317,15 +317,15 @@ class _Recomputations:
         self._values = [tuple(way.items()) for _, way in self.ways]
         self._legal: dict[tuple[int, str], bool] = {}
 
-    def of(self, config: Config, place: int) -> Config | None:
+    def of(self, config: Config, index: int) -> Config | None:
         """Return a configuration with the kind of this place; None where it is not legal."""
-        if not self._values[place]:
+        if not self._values[index]:
             return config
-        found = replace(config, training=_changed(config.training, self._values[place]))
-        key = place, config.model.transformer_impl
+        changed = replace(config, training=_changed(config.training, self._values[index]))
+        key = index, config.model.transformer_impl
         if key not in self._legal:
-            self._legal[key] = broken_rule(found, self.facts, RULES_OF_RECOMPUTATION) is None
-        return found if self._legal[key] else None
+            self._legal[key] = broken_rule(changed, self.facts, RULES_OF_RECOMPUTATION) is None
+        return changed if self._legal[key] else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -344,22 +344,22 @@ def _with_least_recomputation(
         work: that of the choice, without recomputation but for what was given.
         least: place of the first kind to try, since those before did not fit with a smaller micro batch.
     """
-    found = None
+    fitting = None
     places = range(least, len(recomputed.ways))
     # What is kept anyway may be too much already: then the most that is legal.
     hopeless = not state_fits(work, recomputed.usable)
-    for place in reversed(places) if hopeless else places:
-        config = recomputed.of(work.config, place)
+    for index in reversed(places) if hopeless else places:
+        config = recomputed.of(work.config, index)
         if config is None:
             continue
-        found, least = work if config is work.config else work.recomputing(config), place
-        if hopeless or fits(found, recomputed.usable):
+        fitting, least = work if config is work.config else work.recomputing(config), index
+        if hopeless or fits(fitting, recomputed.usable):
             break
-    if found is None:
+    if fitting is None:
         return None, least
-    stage, needed = worst_stage_of(found)
+    stage, needed = worst_stage_of(fitting)
     name, recomputation = recomputed.ways[least]
-    return Candidate({**choice, **recomputation}, found.config, sharding, name, stage, needed, found), least
+    return Candidate({**choice, **recomputation}, fitting.config, sharding, name, stage, needed, fitting), least
 
 
 def _legal(question: Question, choice: Choice, rules: Sequence[Rule] = RULES) -> Config | Rule:

@@ -33,10 +33,10 @@ def hinges(question: Question, answer: Answer) -> list[str]:
         own = next(
             each.seconds * change for each, change in zip(near, changes, strict=True) if each.config == first.config
         )
-        place = _fastest(near, changes, question.machine)
-        gain = own / (near[place].seconds * changes[place]) - 1
+        index = _fastest(near, changes, question.machine)
+        gain = own / (near[index].seconds * changes[index]) - 1
         if gain > _LEAST_GAIN:
-            lines.append(f"    {text}, {name(near[place])} wins by {gain:.1%}")
+            lines.append(f"    {text}, {name(near[index])} wins by {gain:.1%}")
     if not lines:
         return ["1 stays first with matrix products 10%, links 20% or memory 20% faster or slower than assumed"]
     return ["the winner hangs on assumptions:", *lines]
@@ -57,10 +57,10 @@ def _others(machine: Machine) -> Iterator[tuple[str, Machine]]:
 def _fastest(near: list[Candidate], changes: list[float], machine: Machine) -> int:
     """Return the place of the candidate whose seconds times its change are fewest, which is simulated for that."""
     while True:
-        place = min(range(len(near)), key=lambda place: near[place].seconds * changes[place])
-        if near[place].simulated:
-            return place
-        near[place] = timed(near[place], machine)
+        index = min(range(len(near)), key=lambda index: near[index].seconds * changes[index])
+        if near[index].simulated:
+            return index
+        near[index] = timed(near[index], machine)
 
 
 def _by_formula(candidate: Candidate, machine: Machine) -> float:
@@ -89,11 +89,11 @@ def alternatives(question: Question) -> list[str]:
 
 def _data_sizes(question: Question, world_size: int) -> list[int]:
     """Return the data-parallel sizes of all ways to share the model, ascending."""
-    found = set()
+    sizes = set()
     for layout in layouts(question.values, world_size, question.machine.gpus_per_node):
         model = layout["tensor_model_parallel_size"] * layout["context_parallel_size"]
-        found.add(world_size // (model * layout["pipeline_model_parallel_size"]))
-    return sorted(found)
+        sizes.add(world_size // (model * layout["pipeline_model_parallel_size"]))
+    return sorted(sizes)
 
 
 def _near_batches(batch: int, sizes: list[int]) -> list[int]:
@@ -129,5 +129,5 @@ def with_short_gradients(question: Question, answer: Answer, number: int = 3) ->
     resolved = {**short, "accumulate_allreduce_grads_in_fp32": False}
     # What host memory had to take before is part of the flags of the best.
     moved = {name: True for name in ("optimizer_cpu_offload",) if answer.best[0].choice.get(name)}
-    found = tried_again(question, answer.tight, resolved, limit, number)
-    return [replace(each, choice={**each.choice, **moved, **short}) for each in found]
+    candidates = tried_again(question, answer.tight, resolved, limit, number)
+    return [replace(each, choice={**each.choice, **moved, **short}) for each in candidates]

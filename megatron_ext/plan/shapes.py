@@ -91,7 +91,7 @@ class Shapes:
                 ([chunk.kinds for chunk in chunks], stage == 0, stage == last)
                 for stage, chunks in enumerate(self.stacks)
             ]
-            self._alike = [contents.index(held) for held in contents]
+            self._alike = [contents.index(content) for content in contents]
         return self._alike
 
     def heaviest(self) -> list[int]:
@@ -118,10 +118,10 @@ class Shapes:
             kinds, chunks = [], []
             for chunk, layers in enumerate(self.stacks[stage]):
                 first, last = self.is_first(stage, chunk), self.is_last(stage, chunk)
-                place = places.setdefault((layers.kinds, first, last), len(kinds))
-                if place == len(kinds):
+                index = places.setdefault((layers.kinds, first, last), len(kinds))
+                if index == len(kinds):
                     kinds.append((layers, first, last))
-                chunks.append(place)
+                chunks.append(index)
             self._kinds_of_chunks[stage] = kinds, chunks
         return self._kinds_of_chunks[stage]
 
@@ -138,8 +138,10 @@ class Shapes:
         """Return the elements that a rank of this stage holds of each of its layers, the largest first."""
         if stage not in self._layer_sizes:
             sizes = {kind: part.dense + part.experts for kind, part in self.layers.items()}
-            held = (sizes[kind] for chunk in self.stacks[stage] for kind, number in chunk.kinds for _ in range(number))
-            self._layer_sizes[stage] = sorted(held, reverse=True)
+            of_layers = (
+                sizes[kind] for chunk in self.stacks[stage] for kind, number in chunk.kinds for _ in range(number)
+            )
+            self._layer_sizes[stage] = sorted(of_layers, reverse=True)
         return self._layer_sizes[stage]
 
     def kinds_of_stage(self, stage: int) -> Counter[Layer]:
@@ -156,11 +158,11 @@ class Shapes:
         """Return the parameters of a rank of this stage: those outside of routed experts, then those of routed
         experts."""
         if stage not in self._of_stages:
-            held = [self.parameters_of_chunk(stage, chunk) for chunk in range(len(self.counts[stage]))]
-            dense = sum(part[0] for part in held)
+            of_chunks = [self.parameters_of_chunk(stage, chunk) for chunk in range(len(self.counts[stage]))]
+            dense = sum(part[0] for part in of_chunks)
             if self.tied and len(self.counts) == 1:
                 dense -= self.table  # one matrix serves both ends
-            self._of_stages[stage] = dense, sum(part[1] for part in held)
+            self._of_stages[stage] = dense, sum(part[1] for part in of_chunks)
         return self._of_stages[stage]
 
     def parameters_of_chunk(self, stage: int, chunk: int) -> tuple[int, int]:
@@ -172,13 +174,13 @@ class Shapes:
             dense += self.output.dense + (self.table if self.tied else 0)
         return dense, experts
 
-    def _of_layers(self, held: Stack) -> tuple[int, int]:
-        found = self._sums.get(held)
-        if found is None:
-            parts = [(self.layers[kind], number) for kind, number in held.kinds]
+    def _of_layers(self, stack: Stack) -> tuple[int, int]:
+        elements = self._sums.get(stack)
+        if elements is None:
+            parts = [(self.layers[kind], number) for kind, number in stack.kinds]
             dense = sum(number * part.dense for part, number in parts)
-            found = self._sums[held] = dense, sum(number * part.experts for part, number in parts)
-        return found
+            elements = self._sums[stack] = dense, sum(number * part.experts for part, number in parts)
+        return elements
 
     def norms_of_stage(self, stage: int) -> int:
         """Return the norm weights of a rank of this stage."""
@@ -197,10 +199,10 @@ class Shapes:
 
 def kinds_of(stacks: Iterable[Stack]) -> Counter[Layer]:
     """Return how many layers of each kind there are in several chunks."""
-    found: Counter[Layer] = Counter()
-    for held in stacks:
-        found.update(dict(held.kinds))
-    return found
+    kinds: Counter[Layer] = Counter()
+    for chunk in stacks:
+        kinds.update(dict(chunk.kinds))
+    return kinds
 
 
 @functools.lru_cache(maxsize=64)
@@ -219,8 +221,8 @@ def _parts(
     """
     config = Config(model=model, data=data)
 
-    def held(found: Iterable[Parameter], experts: int = 0) -> ElementCounts:
-        parts = (_part(parameter, tensor, expert_tensor, experts, expert_ranks) for parameter in found)
+    def held(parameters: Iterable[Parameter], experts: int = 0) -> ElementCounts:
+        parts = (_part(parameter, tensor, expert_tensor, experts, expert_ranks) for parameter in parameters)
         return sum(parts, ElementCounts(0, 0, 0, 0, 0, 0))
 
     embedding, output = list(embedding_parameters(config)), list(output_parameters(config))
@@ -235,16 +237,16 @@ def _parts(
 def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, expert_ranks: int) -> ElementCounts:
     """Return what a rank holds of a parameter; of that of one expert, what it holds of all `experts` of the layer."""
     routed = parameter.expert is not None
-    held = math.prod(parameter.local_shape(expert_tensor if routed else tensor))
-    matrix = held if len(parameter.shape) > 1 else 0
+    elements = math.prod(parameter.local_shape(expert_tensor if routed else tensor))
+    matrix = elements if len(parameter.shape) > 1 else 0
     if routed:
-        return ElementCounts(0, held * experts // expert_ranks, 0, 0, 0, matrix)
+        return ElementCounts(0, elements * experts // expert_ranks, 0, 0, 0, matrix)
     if parameter.sequence_parallel and matrix:
         # Whole on every rank of tensor parallelism, which divides its tokens instead.
         # Their gradients are added over the ranks as those of norms are.
         if ".self_attention." in parameter.name:
-            return ElementCounts(held, 0, held, matrix // tensor, 0, matrix)
-        return ElementCounts(held, 0, 0, 0, matrix // tensor, 0)
+            return ElementCounts(elements, 0, elements, matrix // tensor, 0, matrix)
+        return ElementCounts(elements, 0, 0, 0, matrix // tensor, 0)
     mixer = matrix if ".self_attention." in parameter.name else 0
-    norm = held if "layernorm" in parameter.name else 0
-    return ElementCounts(held, 0, norm, mixer, matrix - mixer, matrix)
+    norm = elements if "layernorm" in parameter.name else 0
+    return ElementCounts(elements, 0, norm, mixer, matrix - mixer, matrix)

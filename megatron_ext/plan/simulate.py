@@ -10,7 +10,7 @@ behind what it waits for, once for all pipelines with as many stages, chunks and
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.plan.schedule import few_microbatches, walk
+from megatron_ext.plan.schedule import Schedule, walk
 
 
 @dataclass(frozen=True)
@@ -33,65 +33,54 @@ class Times:
 
 
 def simulate(
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-    microbatches: int,
-    group: int,
-    delay: float = 0.0,
+    schedule: Schedule, forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], delay: float = 0.0
 ) -> Times:
     """Simulate a step.
 
     Args:
         forward, backward: seconds of one microbatch by stage and chunk.
-        group: microbatches that one chunk takes before the next one's turn.
         delay: seconds of one send.
     """
-    stages, chunks = len(forward), len(forward[0])
-    least = shortest(forward, backward, microbatches, delay)
-    if stages == 1:
+    least = shortest(schedule, forward, backward, delay)
+    if schedule.stages == 1:
         return least
-    few = few_microbatches(stages, chunks, microbatches, group)
-    period = (group if chunks > 1 else 1) if few < microbatches else 0
-    total, before = walk(stages, chunks, few, group, period).ends(_flat(forward, backward), delay)
-    if few < microbatches:
+    few = schedule.few()
+    more = schedule.microbatches - few.microbatches
+    total, before = walk(few, schedule.group if more else 0).ends(_flat(forward, backward), delay)
+    if more:
         # In the middle of a long step each group takes as long as the one before.
-        total += (microbatches - few) * ((total - before) / period)
+        total += more * ((total - before) / schedule.group)
     return Times(max(total, least.total), least.busiest)
 
 
 def shortest(
-    forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], microbatches: int, delay: float = 0.0
+    schedule: Schedule, forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], delay: float = 0.0
 ) -> Times:
     """Return a time that no step undercuts: each stage works all of its passes; it begins when a microbatch has come
     through the first chunks of the stages before it, and what its last pass gives goes back through these."""
     works = _works(forward, backward)
     total = elsewhere = 0.0
     for stage, work in enumerate(works):
-        total = max(total, microbatches * work + elsewhere)
+        total = max(total, schedule.microbatches * work + elsewhere)
         elsewhere += forward[stage][0] + backward[stage][0] + 2 * delay
-    return Times(total, microbatches * max(works))
+    return Times(total, schedule.microbatches * max(works))
 
 
 def by_formula(
-    forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], microbatches: int, delay: float = 0.0
+    schedule: Schedule, forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], delay: float = 0.0
 ) -> Times:
     """Return the time for stages that are alike, by the formula: filling and emptying take (p-1)/v microbatches'
     time."""
-    stages, chunks = len(forward), len(forward[0])
     each = max(_works(forward, backward))
-    waits = (stages - 1) / chunks * each + 2 * (stages - 1) * delay
-    return Times(microbatches * each + waits, microbatches * each)
+    waits = schedule.bubble * each + 2 * (schedule.stages - 1) * delay
+    return Times(schedule.microbatches * each + waits, schedule.microbatches * each)
 
 
 def finish(
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-    microbatches: int,
-    group: int,
-    delay: float,
+    schedule: Schedule, forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], delay: float
 ) -> float:
     """Return when the last stage to finish has finished, with all microbatches simulated."""
-    return walk(len(forward), len(forward[0]), microbatches, group, 0).ends(_flat(forward, backward), delay)[0]
+    return walk(schedule, 0).ends(_flat(forward, backward), delay)[0]
 
 
 def _works(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]]) -> list[float]:

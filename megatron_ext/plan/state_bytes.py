@@ -2,18 +2,12 @@
 parameters."""
 
 import functools
+from collections import Counter
 from dataclasses import dataclass
 
 from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import Config
-
-_SHARED = {
-    "ddp": (False, False, False),
-    "optim": (False, False, True),
-    "optim_grads": (False, True, True),
-    "optim_grads_params": (True, True, True),
-    "fsdp2": (True, True, True),
-}
+from megatron_ext.parts.catalogue import kinds_of_parameters
 
 
 @dataclass(frozen=True)
@@ -22,7 +16,7 @@ class StateBytes:
 
     weights: int
     gradients: int
-    optimizer: int
+    optimizer: float
     """Bytes of the moments and, for 16-bit weights, of the fp32 master copy."""
 
     shares: tuple[int, int, int] = (1, 1, 1)
@@ -56,20 +50,6 @@ class StateBytes:
         return [size * share for size, share in zip(sizes, self.on_device, strict=True)]
 
 
-def divided(weights: int, gradients: int, optimizer: int, kind: str, ranks: int) -> StateBytes:
-    """Return what is left of a parameter's bytes on each of `ranks` ranks, for the kinds of `sharding`.
-
-    Source: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 5).
-    """
-    return StateBytes(weights, gradients, optimizer, _shares(kind, ranks))
-
-
-def _shares(kind: str, ranks: int) -> tuple[int, int, int]:
-    """Return over how many ranks weights, gradients and optimizer state are divided."""
-    weights, gradients, optimizer = _SHARED[kind]
-    return ranks if weights else 1, ranks if gradients else 1, ranks if optimizer else 1
-
-
 def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     """Return the bytes a parameter, of routed experts or of everything else.
 
@@ -81,16 +61,29 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     the sharded state, d is divided by their number, but for the optimizer's state where the copies divide that
     (--outer-dp-sharding-strategy optim).
     """
-    training, kind = config.training, sharding(config)
-    mixed = training.mixed_precision and kind != "fsdp2"
-    in_fp32 = training.accumulate_allreduce_grads_in_fp32 or config.layout.use_megatron_fsdp
+    training, scheme = config.training, config.layout.sharding
+    mixed = training.mixed_precision and not scheme.keeps_weights_in_fp32
+    in_fp32 = training.accumulate_allreduce_grads_in_fp32 or scheme.keeps_gradients_in_fp32
     gradients = 4 if not mixed or in_fp32 else 2
-    states = traits_of(config.optimizer).bytes_each(config.optimizer)
+    states = optimizer_bytes(config, expert=expert)
     ranks = sharing_ranks(config, expert=expert)
-    shares = _shares(kind, ranks)
+    shares = scheme.shares(ranks)
     if config.layout.outer_dp_sharding_strategy == "optim":
         shares = (ranks, ranks, ranks * config.layout.num_distributed_optimizer_instances)
     return StateBytes(2 if mixed else 4, gradients, states + (4 if mixed else 0), shares, _on_device(config))
+
+
+def optimizer_bytes(config: Config, *, expert: bool | None = None) -> float:
+    """Return the bytes of optimizer state a parameter, of routed experts, of everything else, or (None) of both; the
+    mean, where matrices and other parameters have optimizers of their own."""
+    traits, sizes = traits_of(config.optimizer), Counter[str]()
+    if traits.of_elements is None:
+        return traits.bytes_each(config.optimizer)
+    for parameter, number in kinds_of_parameters(config):
+        if expert in (None, parameter.expert is not None):
+            sizes[parameter.update] += number * parameter.size
+    states = sum(size * traits.updating(kind).bytes_each(config.optimizer) for kind, size in sizes.items())
+    return states / max(sizes.total(), 1)
 
 
 def _on_device(config: Config) -> tuple[float, float, float]:
@@ -106,14 +99,3 @@ def sharing_ranks(config: Config, *, expert: bool = False) -> int:
     layout = config.layout
     replicas = layout.data_parallel_size * layout.context_parallel_size
     return (layout.expert_data_parallel_size if expert else replicas) // layout.num_distributed_optimizer_instances
-
-
-def sharding(config: Config) -> str:
-    """Return what data-parallel ranks divide: ddp (nothing), optim, optim_grads, optim_grads_params, or fsdp2."""
-    layout = config.layout
-    if layout.use_torch_fsdp2:
-        return "fsdp2"
-    strategy = layout.data_parallel_sharding_strategy
-    if layout.use_megatron_fsdp and strategy is not None:
-        return "ddp" if strategy == "no_shard" else strategy
-    return "optim" if layout.use_distributed_optimizer else "ddp"

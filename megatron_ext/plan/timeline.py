@@ -146,17 +146,17 @@ def summary(timeline: Timeline) -> list[str]:
 def slow_stages(lanes: Sequence[Lane], factor: float = 1.15) -> list[str]:
     """Return a sentence for each stage whose passes take longer than the other stages' median, by this factor or
     more."""
-    found = []
+    slow = []
     for lane in lanes:
         others = [other.seconds(forward=True) + other.seconds(forward=False) for other in lanes if other is not lane]
         own = lane.seconds(forward=True) + lane.seconds(forward=False)
         usual = statistics.median(others) if others else 0.0
         if usual and own >= factor * usual:
-            found.append(
+            slow.append(
                 f"{lane.name} is slow: a microbatch takes {duration(own)} there, {own / usual:.2f} times the "
                 f"{duration(usual)} of the other stages."
             )
-    return found
+    return slow
 
 
 def duration(seconds: float, unit: str = "s") -> str:
@@ -169,9 +169,9 @@ def duration(seconds: float, unit: str = "s") -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def size(held: float) -> str:
+def size(count: float) -> str:
     """Return bytes in GB or MB, with three digits."""
-    return f"{held / 1e9:.3g} GB" if held >= 1e9 else f"{held / 1e6:.3g} MB"
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
 _FORWARD, _BACKWARD = "0123456789", "abcdefghij"
@@ -239,19 +239,19 @@ def _phases(timeline: Timeline, columns: int) -> str:
 
 def _mark(lane: Lane, chunk: int | None, moment: float) -> str:
     block = next((block for block in lane.blocks if block.begin <= moment < block.end), None)
-    found = _at(lane.passes, moment)
-    if found is None:
+    shown = _at(lane.passes, moment)
+    if shown is None:
         return _BLOCKS.get(block.name, "?") if block is not None and chunk in (None, 0) else " "
-    if chunk is not None and found.chunk != chunk:
+    if chunk is not None and shown.chunk != chunk:
         return " "
     if block is not None and block.name == COMMUNICATION:
         return _BLOCKS[COMMUNICATION]
-    return (_FORWARD if found.forward else _BACKWARD)[found.microbatch % 10]
+    return (_FORWARD if shown.forward else _BACKWARD)[shown.microbatch % 10]
 
 
 def _at(passes: Sequence[Pass], moment: float) -> Pass | None:
-    place = bisect_right(passes, moment, key=lambda each: each.begin) - 1
-    return passes[place] if place >= 0 and moment < passes[place].end else None
+    index = bisect_right(passes, moment, key=lambda each: each.begin) - 1
+    return passes[index] if index >= 0 and moment < passes[index].end else None
 
 
 def _legend(timeline: Timeline) -> list[str]:
@@ -276,8 +276,8 @@ def _memory(timeline: Timeline) -> list[str]:
     for lane in timeline.lanes:
         if lane.peak is None:
             continue
-        always = min(held for _, held in lane.memory)
-        filled = [round(held / most * _MEMORY_BAR) for held in (always, lane.peak[1])]
+        always = min(bytes_now for _, bytes_now in lane.memory)
+        filled = [round(bytes_now / most * _MEMORY_BAR) for bytes_now in (always, lane.peak[1])]
         bar = "#" * filled[0] + "+" * (filled[1] - filled[0])
         lines.append(f"{lane.name:<{margin}}  {bar:<{_MEMORY_BAR}}  {size(always)} to {size(lane.peak[1])}")
     return lines

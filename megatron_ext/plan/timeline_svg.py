@@ -173,10 +173,10 @@ def _area(timeline: Timeline, lane: Lane, bottom: float) -> Markup:
     most = timeline.most_memory
     # A recorded stage is first asked when its first pass ends: what it held before is not known.
     path = f"M{_x(timeline, lane.memory[0][0]):.2f} {bottom}"
-    for second, held in lane.memory:
-        height = _MEMORY * held / most
+    for second, bytes_now in lane.memory:
+        height = _MEMORY * bytes_now / most
         path += f"H{_x(timeline, second):.2f}V{bottom - height:.2f}"
     path += f"H{_WIDTH - _RIGHT}V{bottom}Z"
-    always = min(held for _, held in lane.memory)
+    always = min(bytes_now for _, bytes_now in lane.memory)
     text = f"{lane.name}: {size(always)} at least, {size(lane.peak[1] if lane.peak else 0.0)} at most"
     return element("path", element("title", text), class_="memory", d=path)

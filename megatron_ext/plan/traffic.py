@@ -21,8 +21,9 @@ from megatron_ext.config.schema import Config
 from megatron_ext.parts.protocol import Part, Share
 from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.flops import repeated
+from megatron_ext.plan.schedule import schedule_of
 from megatron_ext.plan.shapes import Shapes, kinds_of
-from megatron_ext.plan.state_bytes import sharding, sharing_ranks, state_bytes
+from megatron_ext.plan.state_bytes import sharing_ranks, state_bytes
 
 # Parameters of a bucket of megatron-core's DDP, at least, and times the ranks (DistributedDataParallelConfig 0.19).
 _BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
@@ -75,7 +76,7 @@ class _Stage:
         self.tokens = config.model.seq_length // self.context * training.micro_batch_size
         self.activation = self.tokens * config.model.hidden_size * self.weight
         self.layers = self.shapes.layers_of_stage(stage)
-        self.kind = sharding(config)
+        self.scheme = config.layout.sharding
 
     @functools.cached_property
     def held(self) -> Counter[Layer]:
@@ -87,7 +88,7 @@ class _Stage:
         """Layers of which recomputation repeats a part of the forward pass, and what that sends."""
         if self.config.training.recompute_granularity is None:
             return {part: Counter() for part in ("core", "mixer", "mlp")}
-        again = [repeated(self.config, held) for held in self.shapes.stacks[self.stage]]
+        again = [repeated(self.config, stack) for stack in self.shapes.stacks[self.stage]]
         return {part: kinds_of(chunk[part] for chunk in again) for part in again[0]}
 
     def of_data(self) -> list[Term]:
@@ -112,10 +113,10 @@ class _Stage:
         gradient = state_bytes(self.config).gradients
         units = self._units(parameters)
         gradients, weights, share = gradient * parameters, self.weight * parameters, (n - 1) / n
-        if self.kind == "ddp":
+        if not self.scheme.optimizer:
             yield Term(axis, "all-reduce", 2 * share * gradients, f"2 (n-1)/n {gradient}{name}", units)
             return
-        reduced = 1 if self.kind == "optim" else self.microbatches
+        reduced = self.microbatches if self.scheme.gradients else 1
         yield Term(
             axis,
             "reduce-scatter",
@@ -123,7 +124,7 @@ class _Stage:
             f"{_times(reduced)}(n-1)/n {gradient}{name}",
             reduced * units,
         )
-        gathered = {"optim": 1, "optim_grads": 1}.get(self.kind, self.microbatches * self._gathers())
+        gathered = self.microbatches * self._gathers() if self.scheme.weights else 1
         yield Term(
             axis,
             "all-gather",
@@ -137,9 +138,8 @@ class _Stage:
             # In both passes of the first microbatch.
             yield Term("between", "all-gather", 2 * share * weights / n, f"2 (r-1)/r {self.weight}{name}/n")
         elif r > 1:
-            # Megatron-FSDP sums across the copies once a step; under `optim` all of the gradients, not the shard alone.
-            megatron = self.config.layout.use_megatron_fsdp
-            times, whole = 2 if megatron else 2 * reduced, megatron and self.kind == "optim"
+            times = 2 * reduced if self.scheme.between == "reductions" else 2
+            whole = self.scheme.between == "whole steps"
             between = times * (r - 1) / r * gradients / (1 if whole else n)
             yield Term(
                 "between", "all-reduce", between, f"{_times(times)}(r-1)/r {gradient}{name}{'' if whole else '/n'}"
@@ -150,7 +150,7 @@ class _Stage:
         buckets otherwise."""
         ranks = self.config.layout.data_parallel_size * self.context
         whole = max(_BUCKET, _BUCKET_OF_A_RANK * ranks)
-        return float(self.layers + 1) if self.kind not in ("ddp", "optim") else max(math.ceil(parameters / whole), 1)
+        return float(self.layers + 1) if self.scheme.gradients else max(math.ceil(parameters / whole), 1)
 
     def _gathers(self) -> int:
         return 1 if self.config.layout.torch_fsdp2_no_reshard_after_forward else 2
@@ -196,11 +196,11 @@ class _Stage:
             for exchange in (one for branch in kind.branches for one in branch.part.sent(share) if one.axis == axis):
                 forward, backward = layers + self.again[exchange.repeated_with][kind], layers
                 calls = exchange.calls
-                found = sums.setdefault((exchange.collective, exchange.formula), [0.0] * 4)
-                found[0] += forward * exchange.forward + backward * exchange.backward
-                found[1] += forward * calls[0] + backward * calls[1]
-                found[2] += forward * (calls[0] > 0) + backward * (calls[1] > 0)
-                found[3] += layers
+                total = sums.setdefault((exchange.collective, exchange.formula), [0.0] * 4)
+                total[0] += forward * exchange.forward + backward * exchange.backward
+                total[1] += forward * calls[0] + backward * calls[1]
+                total[2] += forward * (calls[0] > 0) + backward * (calls[1] > 0)
+                total[3] += layers
         for (collective, formula), (sent_bytes, calls, passes, layers) in sums.items():
             times = _layers(passes, layers)
             text = formula.format(layers=times, times=times.removesuffix("L"), twice=f"{2 * calls:g}")
@@ -209,11 +209,9 @@ class _Stage:
     def _pipeline(self) -> Iterator[Term]:
         if self.pipeline == 1:
             return
-        chunks, m = self.config.layout.virtual_pipeline_model_parallel_size, self.microbatches
-        last = self.stage == self.pipeline - 1
+        m, last = self.microbatches, self.stage == self.pipeline - 1
         message = self.activation / (self.tensor if self.config.layout.sequence_parallel else 1)
-        # A chunk sends its output on, but the model's last; and its input's gradient back, but the model's first.
-        messages = 2 * chunks - last - (self.stage == 0)
+        messages = schedule_of(self.config, m).messages(self.stage)
         suffix = "/t" if message < self.activation else ""
         yield Term("pp", "send", messages * m * message, f"{messages} m A{suffix}", messages * m)
         if not self.config.model.untie_embeddings_and_output_weights and (last or self.stage == 0):
@@ -223,8 +221,8 @@ class _Stage:
 
 def _blocks(layers: Counter[Layer], part: Callable[[Layer], Part | None]) -> int:
     """Return how often one part of each layer has its input gathered, and its output scattered."""
-    found = ((part(kind), number) for kind, number in layers.items())
-    return sum(number * one.blocks for one, number in found if one is not None)
+    parts = ((part(kind), number) for kind, number in layers.items())
+    return sum(number * one.blocks for one, number in parts if one is not None)
 
 
 def _layers(passes: float, layers: float) -> str:

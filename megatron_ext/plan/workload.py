@@ -10,8 +10,9 @@ from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.activations import Activations, recomputation
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.kernels import Kernels
+from megatron_ext.plan.schedule import schedule_of
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.state_bytes import sharding, state_bytes
+from megatron_ext.plan.state_bytes import state_bytes
 from megatron_ext.plan.traffic import Term, sent_for_data, sent_for_model
 
 
@@ -86,7 +87,8 @@ class Workload:
         self.plain = self
         """The same work without the recomputation that a search chose."""
         self.microbatches = num_microbatches(config, config.training.global_batch_size)
-        self.kind = sharding(config)
+        self.schedule = schedule_of(config, self.microbatches)
+        self.scheme = config.layout.sharding
         if keeping is None:
             self.state, self.state_of_experts = state_bytes(config), state_bytes(config, expert=True)
             self._kept: dict[int, tuple[float, float, float]] = {}
@@ -126,10 +128,10 @@ class Workload:
         """Return the seconds of products, attention and memory-bound work on a machine."""
         key = id(machine), fsdp, self.config.layout.expert_model_parallel_size
         # With its machine, so that no other one gets the same id.
-        found = self.portion.kernels
-        if key not in found:
-            found[key] = machine, Kernels(self.config, self.shapes, machine, fsdp=fsdp)
-        return found[key][1]
+        of_machine = self.portion.kernels
+        if key not in of_machine:
+            of_machine[key] = machine, Kernels(self.config, self.shapes, machine, fsdp=fsdp)
+        return of_machine[key][1]
 
     def recomputing(self, config: Config) -> "Workload":
         """Return the work of a configuration that differs from this one in what it recomputes alone."""

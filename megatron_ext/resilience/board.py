@@ -53,8 +53,8 @@ class Board:
 
     def caller(self) -> tuple[int, int] | None:
         """Return who called all ranks because of a hang, and in which step; None where nobody has."""
-        found = self._get(_CALL)
-        return None if found is None else _caller(found)
+        text = self._get(_CALL)
+        return None if text is None else _caller(text)
 
     def answer(self, report: dict[str, Any]) -> None:
         """Answer a call."""
@@ -77,9 +77,9 @@ class Board:
     def verdict(self, seconds: float) -> dict[str, Any] | None:
         """Return what the caller told the others, within so many seconds at most; None where it told nothing."""
         deadline = time.monotonic() + seconds
-        while (found := self._get(_VERDICT)) is None and time.monotonic() < deadline:
+        while (text := self._get(_VERDICT)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        return None if found is None else json.loads(found)
+        return None if text is None else json.loads(text)
 
     def note_end(self, text: str) -> None:
         """Note how a rank ended, unless one ended before it: the first is the cause of the others."""
@@ -108,8 +108,8 @@ class Board:
         if not keys:
             return {}
         with self._asking():
-            found = self._store.multi_get(list(keys.values()))
-        return {rank: json.loads(value) for rank, value in zip(keys, found, strict=True)}
+            texts = self._store.multi_get(list(keys.values()))
+        return {rank: json.loads(value) for rank, value in zip(keys, texts, strict=True)}
 
     def _has(self, keys: list[str]) -> bool:
         with self._asking():

@@ -42,8 +42,8 @@ def remember_request(reason: str) -> None:
 
 def requested_before() -> str | None:
     """Return why an earlier attempt of this launch was to stop; None where none was."""
-    found = _read(_ASKED)
-    return None if found is None else str(found.get("reason"))
+    record = _read(_ASKED)
+    return None if record is None else str(record.get("reason"))
 
 
 def remember_stop(code: int, message: str) -> None:
@@ -57,12 +57,12 @@ def stopped_before() -> bool:
     Raises:
         StoppedBefore: an earlier attempt stopped on request, with exit code 75.
     """
-    found = _read(_STOPPED)
-    if found is None:
+    record = _read(_STOPPED)
+    if record is None:
         return False
-    if found.get("code") == StoppedBySignal.exit_code:
+    if record.get("code") == StoppedBySignal.exit_code:
         raise StoppedBefore(
-            f"{found.get('message')} (restart {environment.attempt()} of this launch: nothing was started)"
+            f"{record.get('message')} (restart {environment.attempt()} of this launch: nothing was started)"
         )
     return True
 

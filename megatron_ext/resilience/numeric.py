@@ -22,11 +22,11 @@ def largest_magnitude(tensors: Iterable[torch.Tensor], device: torch.device) -> 
 
     It does not wait for a device that holds the tensors, unless `device` is another one.
     """
-    held = [tensor for tensor in tensors if tensor.numel()]
-    if not held:
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    if not nonempty:
         return torch.zeros((), dtype=torch.float64, device=device)
     # Unlike a sum or a square, it cannot overflow.
-    return get_total_norm(held, norm_type=math.inf).to(device, torch.float64)
+    return get_total_norm(nonempty, norm_type=math.inf).to(device, torch.float64)
 
 
 def first_bad(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> BadTensor | None:

@@ -107,14 +107,14 @@ class PeerProcesses:
     def ended(self, seconds: float) -> dict[int, int | None]:
         """Wait for at most `seconds` until a process ends; return by rank the status that waitpid gives, or None where
         nobody knows it any more. Each end is returned once."""
-        found = {}
+        statuses = {}
         for descriptor, _ in self._poll.poll(1000.0 * seconds):
             if descriptor in self._peers:
                 rank, process = self._peers.pop(descriptor)
-                found[rank] = _exit_status(descriptor, process)
+                statuses[rank] = _exit_status(descriptor, process)
                 self._poll.unregister(descriptor)
                 os.close(descriptor)
-        return found
+        return statuses
 
     def close(self) -> None:
         """Give the descriptors back."""
@@ -139,11 +139,11 @@ def end_stopped_ranks(launcher: int | None = None) -> str:
         siblings = psutil.Process(launcher or os.getppid()).children() if launch is not None else []
         for sibling in siblings:
             with contextlib.suppress(psutil.Error, ValueError):
-                given = sibling.environ()
+                variables = sibling.environ()
                 is_stopped = sibling.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-                if is_stopped and given.get(_LAUNCH) == launch and "RANK" in given:
+                if is_stopped and variables.get(_LAUNCH) == launch and "RANK" in variables:
                     sibling.kill()
-                    ended[int(given["RANK"])] = sibling.pid
+                    ended[int(variables["RANK"])] = sibling.pid
     return "".join(
         f" Rank {rank} was stopped, by SIGSTOP or a debugger (process {pid})." for rank, pid in sorted(ended.items())
     )

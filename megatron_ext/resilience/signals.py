@@ -145,8 +145,8 @@ class StopDeadline:
 
     def _asked_at(self) -> float | None:
         watch = self._status.watch
-        found = (self._signals.terminated_at, None if watch is None else watch.terminated_at)
-        return min((time for time in found if time is not None), default=None)
+        times = (self._signals.terminated_at, None if watch is None else watch.terminated_at)
+        return min((time for time in times if time is not None), default=None)
 
     def _end(self, seconds: float) -> None:
         """Say so on one rank, and end."""

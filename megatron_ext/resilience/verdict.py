@@ -64,7 +64,7 @@ class RankReport:
         return self.operation is not None and self.operation != LOADER
 
     @property
-    def place(self) -> str:
+    def whereabouts(self) -> str:
         """Where it is, in words."""
         where = "before the first step" if self.iteration is None else f"at iteration {self.iteration}"
         return f"{where}, in {self.phase}"
@@ -84,7 +84,7 @@ def hang_text(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> s
     loading = {rank: report for rank, report in reports.items() if report.operation == LOADER}
     if loading:
         cause = "; ".join(
-            f"rank {rank} waits for its data loader,{_since(report.seconds)}, {report.place}"
+            f"rank {rank} waits for its data loader,{_since(report.seconds)}, {report.whereabouts}"
             for rank, report in sorted(loading.items())
         )
         return f"{cause}. {_waiters(waiting, loading)}".rstrip()
@@ -107,11 +107,11 @@ def numbers_text(ranks: Sequence[int]) -> str:
     pieces: list[str] = []
     ordered = sorted(ranks)
     start = 0
-    for place, rank in enumerate(ordered):
-        if place + 1 == len(ordered) or ordered[place + 1] != rank + 1:
+    for index, rank in enumerate(ordered):
+        if index + 1 == len(ordered) or ordered[index + 1] != rank + 1:
             first = ordered[start]
             pieces.append(str(first) if first == rank else f"{first}-{rank}")
-            start = place + 1
+            start = index + 1
     return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(pieces)}"
 
 
@@ -125,7 +125,7 @@ def _is_missed(rank: int, report: RankReport, waiting: Mapping[int, RankReport])
 
 
 def _busy_text(busy: Mapping[int, RankReport], waiting: Mapping[int, RankReport]) -> str:
-    cause = "; ".join(f"rank {rank} did not come: it is {report.place}" for rank, report in sorted(busy.items()))
+    cause = "; ".join(f"rank {rank} did not come: it is {report.whereabouts}" for rank, report in sorted(busy.items()))
     return f"{cause}. {_waiters(waiting, busy)}".rstrip()
 
 
@@ -136,7 +136,7 @@ def _behind(waiting: Mapping[int, RankReport]) -> dict[int, int]:
     most ranks wait is right; where there are several, all are named.
     """
     waiters = Counter(report.group for report in waiting.values())
-    found: dict[int, int] = {}
+    waited_for: dict[int, int] = {}
     most = 0
     for other, report in sorted(waiting.items(), key=lambda item: -waiters[item[1].group]):
         late = [
@@ -147,8 +147,8 @@ def _behind(waiting: Mapping[int, RankReport]) -> dict[int, int]:
         if late and waiters[report.group] >= most:
             most = waiters[report.group]
             for rank in late:
-                found.setdefault(rank, other)
-    return found
+                waited_for.setdefault(rank, other)
+    return waited_for
 
 
 def _count(report: RankReport, of: RankReport) -> int:
@@ -158,7 +158,7 @@ def _count(report: RankReport, of: RankReport) -> int:
 def _behind_text(rank: int, report: RankReport, ahead: RankReport) -> str:
     return (
         f"rank {rank} did not come to collective {_count(ahead, ahead)} of {ahead.group_title}: it has begun "
-        f"{_count(report, ahead)}, and waits in {report.operation} of {report.group_title}, {report.place}"
+        f"{_count(report, ahead)}, and waits in {report.operation} of {report.group_title}, {report.whereabouts}"
     )
 
 
@@ -190,9 +190,9 @@ THE_END = "the end of the run"
 """The phase of a rank that has left."""
 
 
-def place(beat: Mapping[str, Any]) -> str:
+def whereabouts_of(beat: Mapping[str, Any]) -> str:
     """Return where a rank was at a heartbeat."""
-    return RankReport(iteration=beat["iteration"], phase=beat["phase"]).place
+    return RankReport(iteration=beat["iteration"], phase=beat["phase"]).whereabouts
 
 
 def silence_text(beat: Mapping[str, Any], end: str | None, *, stopped: bool) -> str:
@@ -211,7 +211,7 @@ def silence_text(beat: Mapping[str, Any], end: str | None, *, stopped: bool) -> 
     if not beat:
         return f"{how}, never heard of"
     name = ProcessName.from_json(beat["process"])
-    return f"{how} (process {name.pid} on {name.host}), last heard of {place(beat)}"
+    return f"{how} (process {name.pid} on {name.host}), last heard of {whereabouts_of(beat)}"
 
 
 def last_words(step: int, cause: str, folder: str | None, *, timeout: float, recorded: bool) -> str:

@@ -36,7 +36,7 @@ from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, e
 from megatron_ext.resilience.process_end import RunStatus, end_from_thread
 from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Wait
 from megatron_ext.resilience.stacks import within, write_stacks
-from megatron_ext.resilience.verdict import THE_END, RankReport, hang_text, last_words, place, silence_text
+from megatron_ext.resilience.verdict import THE_END, RankReport, hang_text, last_words, silence_text, whereabouts_of
 from megatron_ext.resilience.wake_up import WakeUp
 
 # Seconds.
@@ -239,7 +239,9 @@ class Watch:
             if self._board is not None:
                 self._beats |= self._board.beats([rank])
         name, beat = self._names[rank], self._beats[rank]
-        self._ends[rank] = f"{exit_text(status)} (process {name.pid} on {name.host}), last heard of {place(beat)}"
+        self._ends[rank] = (
+            f"{exit_text(status)} (process {name.pid} on {name.host}), last heard of {whereabouts_of(beat)}"
+        )
         lost_another = status is not None and os.waitstatus_to_exitcode(status) == PeerLostError.exit_code
         if beat.get("phase") == THE_END or lost_another or self._closing.is_set():
             return
@@ -378,7 +380,7 @@ class Watch:
         folder = Path(self._status.save) / f"hang-{step}"
         waits = f", waits in {report.operation} {report.group_title}".rstrip() if report.operation else ""
         folder, rank = Path(self._status.save) / f"hang-{step}", self._status.rank
-        written = within(_FOR_STACKS, lambda: write_stacks(folder, rank, f"{report.place}{waits}"))
+        written = within(_FOR_STACKS, lambda: write_stacks(folder, rank, f"{report.whereabouts}{waits}"))
         return str(folder) if written else None
 
     def _write_flight_record(self, folder: str | None) -> None:

@@ -12,8 +12,8 @@ _EXCHANGES = ("p2p", "all_gather", "a2a")
 
 def exchange_of_keys_is_known(config: Config, facts: Facts) -> Iterator[str]:
     """Require that --cp-comm-type names ways of exchanging keys that exist."""
-    for given in sorted(set(config.layout.cp_comm_type) - set(_EXCHANGES)):
-        yield f"--cp-comm-type {given} is not one of {', '.join(_EXCHANGES)}; use --cp-comm-type p2p"
+    for exchange in sorted(set(config.layout.cp_comm_type) - set(_EXCHANGES)):
+        yield f"--cp-comm-type {exchange} is not one of {', '.join(_EXCHANGES)}; use --cp-comm-type p2p"
 
 
 def every_layer_has_its_exchange(config: Config, facts: Facts) -> Iterator[str]:

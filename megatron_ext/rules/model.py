@@ -91,11 +91,22 @@ def one_activation(config: Config, facts: Facts) -> Iterator[str]:
     switches = [
         ("--swiglu", model.swiglu),
         ("--squared-relu", model.squared_relu),
-        ("--openai-gelu", model.openai_gelu),
+        ("--geglu", model.geglu),
+        ("--openai-gelu", model.openai_gelu and not model.geglu),
     ]
-    given = [flag for flag, on in switches if on]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} name different activations; keep one of them"
+    flags = [flag for flag, on in switches if on]
+    if len(flags) > 1:
+        yield f"{' and '.join(flags)} name different activations; keep one of them"
+
+
+def branches_are_multiplied_as_they_are(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse a factor of branches whose norm would take it out again."""
+    model = config.model
+    if model.residual_multiplier != 1.0 and model.norm_position != "before":
+        yield (
+            f"--residual-multiplier {model.residual_multiplier:g} multiplies what --norm-position "
+            f"{model.norm_position} normalizes afterwards; use --residual-multiplier 1"
+        )
 
 
 def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:
@@ -130,6 +141,31 @@ def windows_are_well_formed(config: Config, facts: Facts) -> Iterator[str]:
         yield (
             f"--window-attn-skip-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 "
             f"or 1 (--num-layers); use --window-attn-skip-freq 2, or [1]*{model.num_layers}"
+        )
+
+
+def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a pattern which can be read, of layers that would be rotated otherwise."""
+    model, pattern = config.model, config.model.no_rope_freq
+    if pattern is None:
+        return
+    try:
+        if positive(model.num_layers):
+            read_pattern(pattern, min(model.num_layers, 100_000), "the last")
+    except ValueError:
+        yield (
+            f"--no-rope-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 or 1 "
+            f"(--num-layers); use --no-rope-freq 4, or [0]*{model.num_layers}"
+        )
+    if model.position_embedding_type != "rope":
+        yield (
+            f"--no-rope-freq {pattern} says which layers rotate nothing, but with --position-embedding-type "
+            f"{model.position_embedding_type} none does; use --position-embedding-type rope, or leave it out"
+        )
+    if model.transformer_impl != "local":
+        yield (
+            f"--no-rope-freq {pattern} needs layers of this program's own, but --transformer-impl is "
+            f"{model.transformer_impl}; use --transformer-impl local"
         )
 
 
@@ -195,8 +231,10 @@ RULES = (
     rotary_channels_are_even,
     mlp_divides_by_tensor_size,
     one_activation,
+    branches_are_multiplied_as_they_are,
     positions_cover_the_sequence,
     windows_are_well_formed,
+    layers_without_rotation_are_named,
     rope_scaling_has_a_range,
     no_position_embedding_has_rope,
     vocabulary_fits_its_padding,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_ext.config.derived.layer_patterns import read_pattern
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
@@ -34,14 +35,15 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
     model, layout = config.model, config.layout
     if model.num_experts is not None:
         return
-    given = [
+    switches = [
         ("--expert-model-parallel-size", layout.expert_model_parallel_size > 1),
+        ("--moe-layer-freq", model.moe_layer_freq not in (None, "1", "-1")),
         ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size is not None),
         ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size is not None),
         ("--moe-aux-loss-coeff", model.load_balancing_coefficient != 0.0),
         ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
     ]
-    flags = [flag for flag, there in given if there]
+    flags = [flag for flag, there in switches if there]
     if flags:
         ranks = max(layout.expert_model_parallel_size, 1)
         experts = f"--num-experts {-(-8 // ranks) * ranks}"
@@ -52,12 +54,29 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def layers_with_experts_are_named(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a pattern of the layers with experts which can be read, and names some."""
+    model, pattern = config.model, config.model.moe_layer_freq
+    if pattern in (None, "-1") or not positive(model.num_layers):  # -1 is MindSpeed's word for all
+        return
+    try:
+        named = any(read_pattern(pattern, min(model.num_layers, 100_000), "the first"))
+    except ValueError:
+        yield (
+            f"--moe-layer-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 or 1 "
+            f"(--num-layers); use --moe-layer-freq 1, or [0]+[1]*{model.num_layers - 1}"
+        )
+    else:
+        if model.num_experts is not None and not named:
+            yield f"--moe-layer-freq {pattern} gives no layer its --num-experts {model.num_experts}; leave both out"
+
+
 def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the experts divide over the expert-parallel ranks."""
     layout, experts, ranks = config.layout, config.model.num_experts, config.layout.expert_model_parallel_size
-    if positive(experts, ranks) and experts % ranks:  # pyright: ignore[reportOptionalOperand]
+    if experts is not None and positive(experts, ranks) and experts % ranks:
         others = max(layout.pipeline_model_parallel_size * layout.expert_tensor_size, 1)
-        working = [n for n in divisors(experts or 1) if layout.world_size % (n * others) == 0] or [1]
+        working = [n for n in divisors(experts) if layout.world_size % (n * others) == 0] or [1]
         yield (
             f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ranks}; "
             f"use --expert-model-parallel-size {listed(working)}"
@@ -66,13 +85,13 @@ def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
 
 def a_token_has_enough_experts(config: Config, facts: Facts) -> Iterator[str]:
     """Require at least as many experts as compute each token."""
-    model = config.model
-    if not positive(model.num_experts, model.moe_router_topk):
+    model, experts = config.model, config.model.num_experts
+    if experts is None or not positive(experts, model.moe_router_topk):
         return
-    if model.moe_router_topk > (model.num_experts or 0):
+    if model.moe_router_topk > experts:
         yield (
-            f"--moe-router-topk {model.moe_router_topk} is above --num-experts {model.num_experts}; "
-            f"use --moe-router-topk {model.num_experts}"
+            f"--moe-router-topk {model.moe_router_topk} is above --num-experts {experts}; "
+            f"use --moe-router-topk {experts}"
         )
     only_one_weight = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
     if model.moe_router_topk == 1 and only_one_weight and model.load_balancing != "sinkhorn":
@@ -118,10 +137,10 @@ def expert_width_divides_by_tensor_size(config: Config, facts: Facts) -> Iterato
             f"use --moe-ffn-hidden-size {listed(nearest_multiples(width, size))}, or --expert-tensor-parallel-size 1"
         )
     shared, size = model.moe_shared_expert_intermediate_size, layout.tensor_model_parallel_size
-    if positive(shared, size) and shared % size:  # pyright: ignore[reportOptionalOperand]
+    if shared is not None and positive(shared, size) and shared % size:
         yield (
             f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size {size}; "
-            f"use --moe-shared-expert-intermediate-size {listed(nearest_multiples(shared or 0, size))}"
+            f"use --moe-shared-expert-intermediate-size {listed(nearest_multiples(shared, size))}"
         )
 
 
@@ -143,6 +162,7 @@ def stages_between_data_parallel_ranks_have_their_experts(config: Config, facts:
 
 RULES = (
     auxiliary_losses_are_losses,
+    layers_with_experts_are_named,
     expert_flags_need_experts,
     experts_divide_over_ranks,
     a_token_has_enough_experts,

@@ -6,15 +6,10 @@ from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 
 
-def loss_of_linear_layer_has_its_weight(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse --linear-cross-entropy where it cannot read the output layer's weight, or would lose small numbers."""
+def linear_cross_entropy_keeps_small_numbers(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse --linear-cross-entropy where it would lose small numbers."""
     if not config.training.linear_cross_entropy:
         return
-    if config.layout.use_megatron_fsdp:
-        yield (
-            "--linear-cross-entropy reads the output layer's weight itself, and --use-megatron-fsdp gathers it for the "
-            "layer's own forward pass alone; leave --linear-cross-entropy out"
-        )
     if config.training.fp16:
         yield (
             "--linear-cross-entropy has probabilities in 16 bits before the loss scale is applied, and --fp16 holds "
@@ -43,4 +38,4 @@ def products_add_to_main_gradients(config: Config, facts: Facts) -> Iterator[str
         )
 
 
-RULES = (loss_of_linear_layer_has_its_weight, products_add_to_main_gradients)
+RULES = (linear_cross_entropy_keeps_small_numbers, products_add_to_main_gradients)

@@ -96,13 +96,13 @@ def layers_divide_over_stages(config: Config, facts: Facts) -> Iterator[str]:
 def end_stages_leave_the_rest_even(config: Config, facts: Facts) -> Iterator[str]:
     """Require that what the end stages leave divides over the stages between."""
     layout, layers = config.layout, config.model.num_layers
-    stages, given = layout.pipeline_model_parallel_size, _given_ends(layout)
+    stages, end_flags = layout.pipeline_model_parallel_size, _given_ends(layout)
     first, last = layout.decoder_first_pipeline_num_layers or 0, layout.decoder_last_pipeline_num_layers or 0
-    if not given or _counted(layout) or layout.pipeline_model_parallel_layout is not None:
+    if not end_flags or _counted(layout) or layout.pipeline_model_parallel_layout is not None:
         return
     if not positive(layers, stages) or min(first, last) < 0:
         return
-    flags, between, rest = " and ".join(given), stages - len(given), layers - first - last
+    flags, between, rest = " and ".join(end_flags), stages - len(end_flags), layers - first - last
     if stages == 1:
         yield f"{flags} shapes pipeline stages, but --pipeline-model-parallel-size is 1; leave it out"
     elif between == 0 and rest != 0:
@@ -110,7 +110,7 @@ def end_stages_leave_the_rest_even(config: Config, facts: Facts) -> Iterator[str
         yield f"{flags} together are all {stages} stages, but --num-layers is {layers}, not {first + last}; {fix}"
     elif between > 0 and (rest <= 0 or rest % between):
         chunks = layout.virtual_pipeline_model_parallel_size
-        fixes = _uneven_splits(layers, stages, chunks, [flag.split()[0] for flag in given])
+        fixes = _uneven_splits(layers, stages, chunks, [flag.split()[0] for flag in end_flags])
         fix = f"use {listed(fixes)}" if fixes else f"use --num-layers {first + last + between}"
         yield (
             f"{flags} leave {rest} of --num-layers {layers} for the other {between} of --pipeline-model-parallel-size "
@@ -142,10 +142,10 @@ def layers_divide_over_chunks(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
-def _does_not_divide(config: Config, sizes: list[int], flag: str, given: int) -> str:
+def _does_not_divide(config: Config, sizes: list[int], flag: str, number: int) -> str:
     working = listed(n for n in divisors(sizes[0]) if all(size % n == 0 for size in sizes))
     of_a_stage = f"the {listed(sizes)} layers of a stage ({_arithmetic(config)})"
-    return f"{flag} {given} does not divide {of_a_stage}; use {flag} {working}"
+    return f"{flag} {number} does not divide {of_a_stage}; use {flag} {working}"
 
 
 def interleaving_needs_stages(config: Config, facts: Facts) -> Iterator[str]:
@@ -188,14 +188,14 @@ def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[
     """Require what megatron-core does: groups of N microbatches, PP <= N <= all of them, and a last one of none or at
     least PP."""
     layout, training = config.layout, config.training
-    stages, given = layout.pipeline_model_parallel_size, layout.microbatch_group_size_per_virtual_pipeline_stage
+    stages, count = layout.pipeline_model_parallel_size, layout.microbatch_group_size_per_virtual_pipeline_stage
     if layout.virtual_pipeline_model_parallel_size == 1 or stages < 2:
-        if given is not None:
-            yield f"{_GROUP} {given} belongs to interleaved stages; add {_CHUNKS} 2, or leave it out"
+        if count is not None:
+            yield f"{_GROUP} {count} belongs to interleaved stages; add {_CHUNKS} 2, or leave it out"
         return
-    if given is not None and given < stages:
+    if count is not None and count < stages:
         yield (
-            f"{_GROUP} {given} is below --pipeline-model-parallel-size {stages}, so that stages would wait for each "
+            f"{_GROUP} {count} is below --pipeline-model-parallel-size {stages}, so that stages would wait for each "
             f"other; use {_GROUP} {stages} or more"
         )
         return
@@ -210,8 +210,8 @@ def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[
     if group <= microbatches and (microbatches % group == 0 or microbatches % group >= stages):
         return
     needs = f"a number of microbatches that --pipeline-model-parallel-size {stages} divides"
-    if given is not None:
-        needs = f"whole groups of {_GROUP} {given} microbatches (the last may have {stages} or more)"
+    if count is not None:
+        needs = f"whole groups of {_GROUP} {count} microbatches (the last may have {stages} or more)"
     yield (
         f"interleaving needs {needs}, but "
         f"--global-batch-size {batch} / (--micro-batch-size {micro} x data-parallel size {data_size}) = "
@@ -237,7 +237,7 @@ def _given_ends(layout: LayoutConfig) -> list[str]:
 def _counted(layout: LayoutConfig) -> list[str]:
     """Return the flags that count the embedding or the loss as a layer."""
     embedding, loss = layout.account_for_embedding_in_pipeline_split, layout.account_for_loss_in_pipeline_split
-    return [flag for flag, given in ((_EMBEDDING, embedding), (_LOSS, loss)) if given]
+    return [flag for flag, is_on in ((_EMBEDDING, embedding), (_LOSS, loss)) if is_on]
 
 
 def _per_stage(config: Config) -> list[float]:
@@ -245,9 +245,9 @@ def _per_stage(config: Config) -> list[float]:
     divide."""
     layout, stages = config.layout, config.layout.pipeline_model_parallel_size
     ends = [layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers]
-    given = [count for count in ends if count is not None]
-    rest, others = config.model.num_layers + counted_as_layers(layout) - sum(given), stages - len(given)
-    return [*given, *([rest / others] if others > 0 else [])]
+    of_ends = [count for count in ends if count is not None]
+    rest, others = config.model.num_layers + counted_as_layers(layout) - sum(of_ends), stages - len(of_ends)
+    return [*of_ends, *([rest / others] if others > 0 else [])]
 
 
 def _arithmetic(config: Config) -> str:
@@ -266,10 +266,10 @@ def _uneven_splits(layers: int, stages: int, chunks: int, ends: Sequence[str] = 
     """
     if stages < 2 or layers % chunks:
         return []
-    found = []
+    fixes = []
     if not ends:
         counting = [_EMBEDDING, f"{_EMBEDDING} {_LOSS}"]
-        found += [flags for flags in counting if (layers + len(flags.split())) % (stages * chunks) == 0][:1]
+        fixes += [flags for flags in counting if (layers + len(flags.split())) % (stages * chunks) == 0][:1]
     flags = list(ends) or [_FIRST]
     between = stages - len(flags)
     # Rather fewer layers than the others on the ends: they also have the embedding and the loss.
@@ -278,8 +278,8 @@ def _uneven_splits(layers: int, stages: int, chunks: int, ends: Sequence[str] = 
         if others > 0 and left >= len(flags) * chunks:
             half = left // 2 // chunks * chunks
             sizes = [left] if len(flags) == 1 else [left - half, half]
-            return [*found, " ".join(f"{flag} {size}" for flag, size in zip(flags, sizes, strict=True))]
-    return found
+            return [*fixes, " ".join(f"{flag} {size}" for flag, size in zip(flags, sizes, strict=True))]
+    return fixes
 
 
 def _even_layout(layers: int, stages: int) -> str:

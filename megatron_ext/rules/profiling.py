@@ -58,9 +58,9 @@ def options_are_of_the_chosen_profiler(config: Config, facts: Facts) -> Iterator
             if getattr(profiling, name):
                 yield f"{flag_of(name)} is Nsight's, but --use-pytorch-profiler chooses torch's profiler; {fix}"
         return
-    given = [flag_of(name) for name in _OF_TORCH if getattr(profiling, name)]
-    if given:
-        yield f"{' '.join(given)} without --use-pytorch-profiler: Nsight's profiler does not read it; add that switch"
+    names = [flag_of(name) for name in _OF_TORCH if getattr(profiling, name)]
+    if names:
+        yield f"{' '.join(names)} without --use-pytorch-profiler: Nsight's profiler does not read it; add that switch"
     elif runs_on_cpu(config, facts):
         yield (
             "--profile marks steps for Nsight Systems, which traces GPUs, but the run is on CPU processes; "
@@ -84,14 +84,14 @@ def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
     flags = [flag for flag, on in asked if on]
     if not flags:
         return
-    given = layout.flags_that_divide_weights
+    parts = layout.flags_that_divide_weights
     instances = layout.num_distributed_optimizer_instances
     if instances > 1:
-        given.append(f"--num-distributed-optimizer-instances {instances}")
-    if given:
+        parts.append(f"--num-distributed-optimizer-instances {instances}")
+    if parts:
         yield (
             f"{' and '.join(flags)} time{'s'[: len(flags) == 1]} collectives and waits for them, but with "
-            f"{' and '.join(given)} one stream of a GPU waits for another; leave {'it' if len(flags) == 1 else 'them'} "
+            f"{' and '.join(parts)} one stream of a GPU waits for another; leave {'it' if len(flags) == 1 else 'them'} "
             "out (--profile --use-pytorch-profiler shows such waits)"
         )
 

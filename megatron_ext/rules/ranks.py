@@ -11,10 +11,10 @@ from megatron_ext.rules.suggest import listed, nearest_multiples, pipeline_sizes
 
 def ranks_are_those_of_the_launch(config: Config, facts: Facts) -> Iterator[str]:
     """Require that --world-size, where given, is the number of ranks started."""
-    given, launched = config.layout.world_size, facts.world_size
-    if launched is not None and given != launched:
+    ranks, launched = config.layout.world_size, facts.world_size
+    if launched is not None and ranks != launched:
         yield (
-            f"--world-size {given}, but {launched} ranks were started; leave --world-size out, start {given} ranks, "
+            f"--world-size {ranks}, but {launched} ranks were started; leave --world-size out, start {ranks} ranks, "
             f"or add --dry-run to check the layout alone"
         )
 
@@ -61,7 +61,7 @@ def kept_gathers_are_those_of_plain_layers(config: Config, facts: Facts) -> Iter
         "--torch-compile": training.torch_compile,
         "--transformer-impl transformer_engine": config.model.transformer_impl == "transformer_engine",
     }
-    for flag in (flag for flag, given in others.items() if given):
+    for flag in (flag for flag, is_on in others.items() if is_on):
         yield f"--sequence-parallel-keep-gathered does not work with {flag}; leave one of them out"
 
 
@@ -72,7 +72,7 @@ def parameter_gathering_needs_the_distributed_optimizer(config: Config, facts: F
         return
     needs = [("--use-distributed-optimizer", layout.use_distributed_optimizer)]
     needs.append(("--overlap-grad-reduce", layout.overlap_grad_reduce))
-    missing = [flag for flag, given in needs if not given]
+    missing = [flag for flag, is_on in needs if not is_on]
     if missing:
         yield f"--overlap-param-gather needs {' and '.join(missing)}; add {' '.join(missing)}"
 

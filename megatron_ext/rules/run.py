@@ -47,12 +47,12 @@ def values_have_what_they_need(config: Config, facts: Facts) -> Iterator[str]:
         value = _value(config, option)
         for need in [need for with_needs, need in option.needs if value == with_needs]:
             other = options_by_name()[need.field]
-            found = _value(config, other)
-            given = option.flag if option.is_switch else f"{option.flag} {value}"
-            if found != need.value and other.is_switch:
-                yield f"{given} needs {need.words}; {'add' if need.value else 'leave out'} {other.flag}"
-            elif found != need.value:
-                yield f"{given} needs {need.words}, but {other.flag} is {found}; use {other.flag} {need.value}"
+            actual = _value(config, other)
+            setting = option.flag if option.is_switch else f"{option.flag} {value}"
+            if actual != need.value and other.is_switch:
+                yield f"{setting} needs {need.words}; {'add' if need.value else 'leave out'} {other.flag}"
+            elif actual != need.value:
+                yield f"{setting} needs {need.words}, but {other.flag} is {actual}; use {other.flag} {need.value}"
 
 
 def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
@@ -60,12 +60,12 @@ def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
     data = config.data
     if data.data_args_path or data.per_split_data_args_path:
         return  # a file that is not there, which `named_files_exist` says, or --dry-run believes in
-    given = [name for name in DATA_PATH_NAMES if getattr(data, name)]
-    own_splits = [name for name in given if name != "data_path"]
-    if not data.mock_data and not given:
+    sources = [name for name in DATA_PATH_NAMES if getattr(data, name)]
+    own_splits = [name for name in sources if name != "data_path"]
+    if not data.mock_data and not sources:
         yield "no data: give --data-path, or --train-data-path and --valid-data-path, or --mock-data"
-    elif data.mock_data and given:
-        yield f"--mock-data and {flag_of(given[0])} exclude each other; keep one of them"
+    elif data.mock_data and sources:
+        yield f"--mock-data and {flag_of(sources[0])} exclude each other; keep one of them"
     elif data.data_path and own_splits:
         yield (
             f"--data-path, which --split divides, and {flag_of(own_splits[0])} exclude each other; use --data-path "
@@ -152,10 +152,10 @@ def tokenizer_is_given(config: Config, facts: Facts) -> Iterator[str]:
 
 def vocabulary_covers_the_tokenizer(config: Config, facts: Facts) -> Iterator[str]:
     """Require a vocabulary that holds every id of the tokenizer."""
-    given, found = config.data.vocab_size, facts.vocab_size
-    if given is not None and found is not None and given < found:
+    size, known = config.data.vocab_size, facts.vocab_size
+    if size is not None and known is not None and size < known:
         yield (
-            f"--vocab-size {given} is below the tokenizer's {found} entries; use --vocab-size {found}, or leave it out"
+            f"--vocab-size {size} is below the tokenizer's {known} entries; use --vocab-size {known}, or leave it out"
         )
 
 

@@ -62,9 +62,9 @@ def _splits(config: Config) -> list[int]:
             return []
         return [size for size in divisors(total) if size > 1 or total == 1]
     ends = [layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers]
-    given = [layers_of_one for layers_of_one in ends if layers_of_one is not None]
-    between = layers + counted_as_layers(layout) - sum(given)
-    return [len(given) + n for n in divisors(max(between, 0)) if between % (n * chunks) == 0]
+    of_ends = [layers_of_one for layers_of_one in ends if layers_of_one is not None]
+    between = layers + counted_as_layers(layout) - sum(of_ends)
+    return [len(of_ends) + n for n in divisors(max(between, 0)) if between % (n * chunks) == 0]
 
 
 def nearest_multiples(value: int, of: int) -> list[int]:

@@ -41,9 +41,9 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
     rampup, full = config.training.rampup_batch_size, config.training.global_batch_size
     if rampup is None:
         return
-    given = "--rampup-batch-size " + " ".join(map(str, rampup))
+    typed = "--rampup-batch-size " + " ".join(map(str, rampup))
     if len(rampup) != 3 or not positive(*rampup):
-        yield f"{given} must be three positive integers: start batch, increment, samples; for example 8 8 1000"
+        yield f"{typed} must be three positive integers: start batch, increment, samples; for example 8 8 1000"
         return
     start, increment, _ = rampup
     # Interleaving needs whole rounds of microbatches at every batch size on the way.
@@ -53,22 +53,22 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
         least = -(-(full - start) // _MOST_PHASES)
         working = [n for n in divisors(full - start) if n >= least and n % at_once == 0] or [full - start]
         yield (
-            f"{given} grows to --global-batch-size {full} in {(full - start) // increment} phases, more than "
+            f"{typed} grows to --global-batch-size {full} in {(full - start) // increment} phases, more than "
             f"{_MOST_PHASES}; use an increment of {working[0]}"
         )
         return
     if positive(full) and start >= full:
-        yield f"{given} starts at {start}, not below --global-batch-size {full}; use a smaller start, or leave it out"
+        yield f"{typed} starts at {start}, not below --global-batch-size {full}; use a smaller start, or leave it out"
     elif positive(full) and (full - start) % increment:
         working = [n for n in divisors(full - start) if n % at_once == 0]
         fix = f"use an increment of {listed(working[:4])}" if working else f"use a start of {at_once}"
         yield (
-            f"{given} does not reach --global-batch-size {full}: {full} - {start} = {full - start} is not divisible "
+            f"{typed} does not reach --global-batch-size {full}: {full} - {start} = {full - start} is not divisible "
             f"by the increment {increment}; {fix}"
         )
     if start % at_once or increment % at_once:
         yield (
-            f"{given}: start {start} and increment {increment} must be multiples of {_at_once_text(config, rounds)}; "
+            f"{typed}: start {start} and increment {increment} must be multiples of {_at_once_text(config, rounds)}; "
             f"use multiples of {at_once}, for example {at_once} {at_once} {rampup[2]}"
         )
 
@@ -78,18 +78,18 @@ def schedule_of_batches_is_well_formed(config: Config, facts: Facts) -> Iterator
     training, text, length = config.training, config.training.step_batch_size_schedule, config.model.seq_length
     if text is None or not positive(length):
         return
-    given = f"--step-batch-size-schedule {text!r}"
+    typed = f"--step-batch-size-schedule {text!r}"
     try:
         sizes = [size for _, size in read_schedule(text, length)]
     except ValueError as error:
         example = "--step-batch-size-schedule '0:8 250B:16'"
-        yield f"{given}: {error}; give rising tokens with their samples, for example {example}"
+        yield f"{typed}: {error}; give rising tokens with their samples, for example {example}"
         return
     if training.rampup_batch_size is not None:
-        yield f"{given} and --rampup-batch-size both say how the batch grows; keep one of them"
+        yield f"{typed} and --rampup-batch-size both say how the batch grows; keep one of them"
     if training.global_batch_size != sizes[-1]:
         yield (
-            f"{given} ends with {sizes[-1]}, but --global-batch-size is {training.global_batch_size}; "
+            f"{typed} ends with {sizes[-1]}, but --global-batch-size is {training.global_batch_size}; "
             "leave --global-batch-size out"
         )
     rounds = _microbatches_per_round(config)
@@ -99,7 +99,7 @@ def schedule_of_batches_is_well_formed(config: Config, facts: Facts) -> Iterator
         at_once_text = _at_once_text(config, rounds)
         whole = re.sub(r":(\d+)", lambda size: f":{-(-int(size[1]) // at_once) * at_once}", text)
         yield (
-            f"{given}: {listed(wrong)} is not divisible by {at_once_text}; use multiples of {at_once}, for example "
+            f"{typed}: {listed(wrong)} is not divisible by {at_once_text}; use multiples of {at_once}, for example "
             f"--step-batch-size-schedule {whole!r}"
         )
 
@@ -210,20 +210,20 @@ def recomputed_parts_are_known(config: Config, facts: Facts) -> Iterator[str]:
     training, parts = config.training, config.training.recompute_modules
     if parts is None:
         return
-    given = f"--recompute-modules {' '.join(parts)}".rstrip()
+    typed = f"--recompute-modules {' '.join(parts)}".rstrip()
     unknown = [part for part in parts if part not in RECOMPUTED_PARTS]
     if unknown or not parts:
         what = f"{listed(unknown)} cannot be recomputed by itself here" if unknown else "no part is named"
         whole = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        yield f"{given}: {what}; use {listed(RECOMPUTED_PARTS)}, or {whole} instead of --recompute-modules"
+        yield f"{typed}: {what}; use {listed(RECOMPUTED_PARTS)}, or {whole} instead of --recompute-modules"
     elif training.recompute_granularity != "selective":
-        yield f"{given} belongs to --recompute-granularity selective; add that, or leave it out"
+        yield f"{typed} belongs to --recompute-granularity selective; add that, or leave it out"
     elif "layernorm" in parts and training.torch_compile:
-        yield f"{given} frees tensors that --torch-compile's code still refers to; leave one of the two out"
+        yield f"{typed} frees tensors that --torch-compile's code still refers to; leave one of the two out"
     elif "layernorm" in parts and config.model.transformer_impl == "transformer_engine":
-        yield f"{given}: Transformer Engine's norms are inside its linear layers; use core_attn or mlp"
+        yield f"{typed}: Transformer Engine's norms are inside its linear layers; use core_attn or mlp"
     elif "layernorm" in parts and _norms_stand_after(config):
-        yield f"{given}: of norms after attention and MLP no output is kept to be computed anew; use core_attn or mlp"
+        yield f"{typed}: of norms after attention and MLP no output is kept to be computed anew; use core_attn or mlp"
 
 
 def _norms_stand_after(config: Config) -> bool:
@@ -280,13 +280,13 @@ def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]
                 "number above 0 and at most 1, or leave --optimizer-cpu-offload and --optimizer-offload-fraction out"
             )
         return
-    for flag, given in (
+    for flag, is_on in (
         (f"--optimizer-offload-fraction {fraction:g}", fraction != 1),
         ("--use-torch-optimizer-for-cpu-offload", optimizer.use_torch_optimizer_for_cpu_offload),
         ("--overlap-cpu-optimizer-d2h-h2d", optimizer.overlap_cpu_optimizer_d2h_h2d),
         ("--no-pin-cpu-grads", optimizer.no_pin_cpu_grads),
     ):
-        if given:
+        if is_on:
             yield f"{flag} belongs to --optimizer-cpu-offload; add that, or leave it out"
 
 

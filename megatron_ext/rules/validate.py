@@ -81,7 +81,6 @@ _OF_LAYOUTS = {
     model.vocabulary_fits_its_padding,
     training.gradients_have_one_precision,
     training.offloading_offloads_something,
-    operations.loss_of_linear_layer_has_its_weight,
     operations.products_add_to_main_gradients,
     profiling.communication_can_be_timed,
 }
@@ -96,10 +95,10 @@ def problems(config: Config, facts: Facts) -> list[str]:
     A problem that names a flag whose value could not be read may follow from that alone, and is left out; why a file
     could not be read is always said.
     """
-    found = [problem for rule in RULES for problem in rule(config, facts)]
+    texts = [problem for rule in RULES for problem in rule(config, facts)]
     unread = [re.compile(rf"{flag_of(name)}(?![\w-])") for name in facts.unread]
     causes = {*facts.huggingface_problems, facts.tokenizer_error, facts.load_problem}
-    return [problem for problem in found if problem in causes or not any(flag.search(problem) for flag in unread)]
+    return [problem for problem in texts if problem in causes or not any(flag.search(problem) for flag in unread)]
 
 
 def broken_rule(config: Config, facts: Facts, rules: Sequence[Rule] = RULES) -> Rule | None:

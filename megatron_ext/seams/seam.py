@@ -43,12 +43,12 @@ def problems(seam: Seam) -> list[str]:
 def _of_the_name(seam: Seam) -> Iterator[str]:
     if seam.name.startswith("parameter."):
         return
-    owner, found = _find(seam.name)
-    if found is _MISSING:
+    owner, target = _find(seam.name)
+    if target is _MISSING:
         if not seam.newer and not _sets_on_instances(owner, seam.attribute):
             yield "does not exist"
         return
-    known = _parameters(found) if seam.parameters else ()
+    known = _parameters(target) if seam.parameters else ()
     missing = [name for name in seam.parameters if name not in known]
     if missing:
         yield f"has no parameter {', '.join(missing)}; it has {', '.join(known) or 'none'}"
@@ -69,17 +69,17 @@ def _of_the_callers(seam: Seam) -> Iterator[str]:
 def _find(path: str) -> tuple[Any, Any]:
     """Return the owner and the object at a dotted path; `_MISSING` for what is not there."""
     parts = path.split(".")
-    owner, found = None, importlib.import_module(parts[0])
+    owner, target = None, importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], 2):
-        owner, found = found, getattr(found, part, _MISSING)
-        if found is _MISSING and inspect.ismodule(owner):
-            found = _module(".".join(parts[:number]))
-        if found is _MISSING:
+        owner, target = target, getattr(target, part, _MISSING)
+        if target is _MISSING and inspect.ismodule(owner):
+            target = _module(".".join(parts[:number]))
+        if target is _MISSING:
             # What was found may be a function that hides the module of its name.
-            found = getattr(_module(".".join(parts[: number - 1])), part, _MISSING)
-        if found is _MISSING:
+            target = getattr(_module(".".join(parts[: number - 1])), part, _MISSING)
+        if target is _MISSING:
             return (owner if number == len(parts) else None), _MISSING
-    return owner, found
+    return owner, target
 
 
 def _module(path: str) -> Any:
@@ -103,9 +103,9 @@ def _sets_on_instances(owner: Any, attribute: str) -> bool:
     return any(pattern.search(inspect.getsource(kind)) for kind in classes)
 
 
-def _parameters(found: Any) -> tuple[str, ...]:
+def _parameters(target: Any) -> tuple[str, ...]:
     """Return the names of a function's parameters, or of an operator's arguments."""
-    overload: Any = getattr(found, "default", None)
+    overload: Any = getattr(target, "default", None)
     if hasattr(overload, "_schema"):
         return tuple(argument.name for argument in overload._schema.arguments)
-    return tuple(inspect.signature(found).parameters)
+    return tuple(inspect.signature(target).parameters)

@@ -18,19 +18,23 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.device.protocol import Device
 from megatron_ext.device.weight_gradients import expect_first, products_write, takes_first, write_
 from megatron_ext.errors import TrainingError
 from megatron_ext.sharding.engine import (
     build_optimizer,
+    catalogued,
     ddp_config,
     for_chunks,
     initialized,
@@ -146,6 +150,7 @@ class DataParallel(Sharding):
                 pg_collection=groups,
                 # Later chunks of an interleaved stage reduce while others still compute: one bucket is enough.
                 disable_bucketing=index > 0,
+                full_param_layout=self._whole_matrices(chunk, settings, groups),
             )
             for index, chunk in enumerate(initialized(chunks, self.config, core, groups, device))
         ]
@@ -160,14 +165,37 @@ class DataParallel(Sharding):
                 model.before_output = partial(_finish_gather, chunk)
         return wrapped
 
+    def _whole_matrices(
+        self, chunk: torch.nn.Module, settings: DistributedDataParallelConfig, groups: ProcessGroupCollection
+    ) -> FullParamLayout | None:
+        """Return where the weights lie in the buffers such that no rank's range begins or ends within a matrix, where
+        the optimizer needs that: megatron-core's layout for its layer-wise optimizer, under its distributed one."""
+        if not (self.config.layout.sharding.optimizer and traits_of(self.config.optimizer).needs_whole_matrices):
+            return None
+        known = catalogued([chunk], self.config)
+        for weight in chunk.parameters():
+            weight.is_managed_by_layer_wise_optimizer = known[id(weight)].update == "matrix"
+        return LayerWiseDistributedOptimizer.compute_full_param_layout(
+            list(chunk.parameters()),
+            settings.bucket_size if settings.overlap_grad_reduce else None,
+            groups.intra_dp_cp.size(),
+            settings,
+            expert_data_parallel_world_size=groups.intra_expt_dp.size(),
+        )
+
     def optimizer(
         self, chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection, device: Device
     ) -> ChainedOptimizer:
-        settings = optimizer_settings(self.config, distributed=self.config.layout.use_distributed_optimizer)
-        return build_optimizer(chunks, settings, self.config.optimizer, groups)
+        for weight in (weight for chunk in chunks for weight in chunk.parameters()):
+            vars(weight).pop("is_managed_by_layer_wise_optimizer", None)  # or the distributed one would leave it out
+        settings = optimizer_settings(self.config, distributed=self.config.layout.sharding.optimizer)
+        built = build_optimizer(chunks, settings, self.config, groups)
+        for weight, main in (pair for part in self.parts(built) for pair in part.main_parameters()):
+            main.whole_shape = weight.shape
+        return built
 
     def parts(self, optimizer: ChainedOptimizer) -> list[OptimizerPart]:
-        kind = FlatPart if self.config.layout.use_distributed_optimizer else OptimizerPart
+        kind = FlatPart if self.config.layout.sharding.optimizer else OptimizerPart
         return updating(optimizer, kind)
 
     @contextmanager

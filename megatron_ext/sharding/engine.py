@@ -1,24 +1,28 @@
 """What the schemes have in common: what they ask of megatron-core, from our configuration."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import ParamKey, ParamPredicate, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_ext.config.schema import Config, OptimizerConfig
+from megatron_ext.config.derived.optimizers import traits_of
+from megatron_ext.config.schema import Config
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.initialize import initialize
+from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.optim.gradient_norm import replace_loops
 from megatron_ext.optim.settings import optimizer_config
 from megatron_ext.optim.torch_optimizer import as_registered
+from megatron_ext.parts.catalogue import parameters
+from megatron_ext.parts.parameter import Parameter
 from megatron_ext.sharding.parts import OptimizerPart
 
 # The package has a function of this name, too.
@@ -72,23 +76,48 @@ def optimizer_settings(config: Config, *, distributed: bool) -> CoreOptimizerCon
 
 
 def build_optimizer(
-    chunks: Sequence[torch.nn.Module],
-    settings: CoreOptimizerConfig,
-    config: OptimizerConfig,
-    groups: ProcessGroupCollection,
+    chunks: Sequence[torch.nn.Module], settings: CoreOptimizerConfig, config: Config, groups: ProcessGroupCollection
 ) -> Any:
     """Build megatron-core's optimizer over wrapped chunks whose weights are already initialized.
 
-    What updates inside of it is the optimizer that `config` chooses, as config/derived/optimizers.py registers it.
+    What updates inside of it is the optimizer that `config` chooses, as config/derived/optimizers.py registers it. Its
+    parameter groups are those of the catalogue: what decays, and which of two optimizers updates it.
     """
     replace_loops()
     _FINALIZE.reset_model_temporary_tensors = reset_routers
     modules: Any = list(chunks)
-    built = get_megatron_optimizer(settings, modules, use_gloo_process_groups=False, pg_collection=groups)
+    built = get_megatron_optimizer(
+        settings, modules, _of_groups(chunks, settings, config), use_gloo_process_groups=False, pg_collection=groups
+    )
     for part in getattr(built, "chained_optimizers", [built]):
         if part.optimizer is not None:
-            part.optimizer = as_registered(part.optimizer, config)
+            part.optimizer = as_registered(part.optimizer, config.optimizer)
     return built
+
+
+def catalogued(chunks: Sequence[torch.nn.Module], config: Config) -> dict[int, Parameter]:
+    """Return the catalogue's parameter of each one of this rank, by its id(); of a stack of experts, the first's."""
+    known = {parameter.name: parameter for parameter in parameters(config)}
+    return {
+        id(weight): known[next(by_expert(name, torch.empty(weight.shape, device="meta")))[0]]
+        for name, weight in global_named_parameters(chunks)
+    }
+
+
+def _of_groups(chunks: Sequence[torch.nn.Module], settings: CoreOptimizerConfig, config: Config) -> dict[Any, Any]:
+    """Return what the groups of some parameters have in place of what others have."""
+    known, found = catalogued(chunks, config), get_standard_config_overrides(settings)
+    found = {key: values for key, values in found.items() if "wd_mult" not in values}
+    found[_where("decays not", lambda weight: not known[id(weight)].decay)] = {"wd_mult": 0.0}
+    if traits_of(config.optimizer).of_elements is not None:
+        for update in ("matrix", "element"):
+            key = _where(update, lambda weight, update=update: known[id(weight)].update == update)
+            found[key] = {"update": update}
+    return found
+
+
+def _where(name: str, holds: Callable[[torch.nn.Parameter], bool]) -> ParamKey:
+    return ParamKey(predicate=ParamPredicate(name, holds))
 
 
 def reset_routers(config: TransformerConfig, model: Sequence[torch.nn.Module]) -> None:

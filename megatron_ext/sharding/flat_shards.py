@@ -96,15 +96,20 @@ def _gather(
             for name in names:
                 shard = torch.zeros(size, dtype=torch.float32, device=exchange.device or bucket.grad_data.device)
                 for parameter, parameter_range in bucket_range["param_map"].items():
-                    place = parameter_range["gbuf_local"]
-                    shard[place.start : place.end] = states[id(parameter)][name]
+                    place, own = parameter_range["gbuf_local"], states[id(parameter)]
+                    if name in own:
+                        shard[place.start : place.end] = own[name]
                 whole[name] = _exchange(shard, spans, group).cpu()
             first, last = spans[group.rank()]
             for start, end, parameter in places:
                 if first <= start < last:
                     yield (
                         parameter,
-                        {name: flat[start - first : end - first].view(parameter.shape) for name, flat in whole.items()},
+                        {
+                            name: flat[start - first : end - first].view(parameter.shape)
+                            for name, flat in whole.items()
+                            if name in states[id(parameter)]
+                        },
                     )
 
 

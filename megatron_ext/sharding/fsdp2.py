@@ -77,9 +77,9 @@ class FSDP2(RowSharding):
     def optimizer(
         self, chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection, device: Device
     ) -> ChainedOptimizer:
-        settings = optimizer_settings(self.config, distributed=self.config.layout.use_distributed_optimizer)
+        settings = optimizer_settings(self.config, distributed=False)
         settings.bf16 = False  # the shards are fp32, whatever is computed with
-        built = build_optimizer(chunks, settings, self.config.optimizer, groups)
+        built = build_optimizer(chunks, settings, self.config, groups)
         over_rows = self._over_rows(groups, device)
         return ChainedOptimizer([over_rows(inner) for inner in built.chained_optimizers])
 

@@ -60,7 +60,7 @@ class MegatronFSDP(RowSharding):
 
     def optimizer(self, chunks: Sequence[Any], groups: ProcessGroupCollection, device: Device) -> ChainedOptimizer:
         settings = optimizer_settings(self.config, distributed=True)
-        built = build_optimizer(chunks, settings, self.config.optimizer, groups)
+        built = build_optimizer(chunks, settings, self.config, groups)
         dtype = getattr(torch, self.config.training.params_dtype)
         return ChainedOptimizer([MegatronFSDPOptimizer(built, chunks, dtype, groups)])
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from megatron_ext import __version__
-from megatron_ext.config.derived.batch import samples_at_iteration
+from megatron_ext.config.derived.batch import training_samples
 from megatron_ext.config.derived.cuda_graphs import makes_graphs
 from megatron_ext.config.derived.ranks import axis_sizes
 from megatron_ext.config.parse.blend import read_blend
@@ -93,10 +93,6 @@ def _data(config: Config) -> str:
 
 
 def _to_go(config: Config, begun: Begun) -> str:
-    training = config.training
-    samples = training.train_samples
-    if samples is None:
-        samples = samples_at_iteration(config, training.train_iters or 0)
-    left = max(0, samples - begun.consumed_samples)
+    left = max(0, training_samples(config) - begun.consumed_samples)
     after = f" after iteration {begun.iteration:,}" if begun.iteration else ""
     return f"{left * config.model.seq_length:,} tokens in {left:,} sequences{after}"

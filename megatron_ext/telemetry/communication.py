@@ -126,9 +126,9 @@ class CommunicationClock:
         """Return how long this rank computed in each step that the device has passed since the last call, the last 64
         at most."""
         self._read_passed()
-        taken = list(self._compute)
+        times = list(self._compute)
         self._compute.clear()
-        return taken
+        return times
 
     def _read_passed(self) -> None:
         while self._done and self._device.has_passed(self._done[0].end):

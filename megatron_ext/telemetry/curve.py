@@ -29,16 +29,16 @@ class RunHistory:
     @property
     def slowness_points(self) -> list[Point]:
         """Return (iteration, compute time of the slowest rank over its peers'); empty without --log-straggler."""
-        return [(iteration, found["ratio"]) for iteration, found in self._slowest]
+        return [(iteration, slowness["ratio"]) for iteration, slowness in self._slowest]
 
     @property
     def slow_ranks(self) -> dict[int, list[int]]:
         """Return the iterations of the rows in which each slow rank was slow."""
-        found: dict[int, list[int]] = {}
+        by_rank: dict[int, list[int]] = {}
         for iteration, slowest in self._slowest:
             for rank in slowest["slow"]:
-                found.setdefault(rank, []).append(iteration)
-        return found
+                by_rank.setdefault(rank, []).append(iteration)
+        return by_rank
 
     @property
     def _slowest(self) -> list[tuple[int, dict[str, Any]]]:

@@ -90,7 +90,7 @@ def evaluation_lines(metrics: Evaluated) -> str:
     """Return the loss between dashes, three lines: of each source of several, and of all; a line for each task or
     sample. The last newline is left out."""
     if isinstance(metrics, TaskMetrics):
-        return "\n".join(_task(metrics.iteration, name, found) for name, found in metrics.tasks.items())
+        return "\n".join(_task(metrics.iteration, name, results) for name, results in metrics.tasks.items())
     if isinstance(metrics, SampleMetrics):
         return "\n".join(
             f" sample at iteration {metrics.iteration} | {sample.prompt!r} -> {sample.text!r}"
@@ -111,8 +111,8 @@ def _evaluation(iteration: int, suffix: str, data: str, loss: float) -> str:
     return f"{dashes}\n{line}\n{dashes}"
 
 
-def _task(iteration: int, name: str, found: Mapping[str, float]) -> str:
-    values = [f"{key}: {value}" if isinstance(value, int) else f"{key}: {value:.6f}" for key, value in found.items()]
+def _task(iteration: int, name: str, results: Mapping[str, float]) -> str:
+    values = [f"{key}: {value}" if isinstance(value, int) else f"{key}: {value:.6f}" for key, value in results.items()]
     return " | ".join([f" task {name} at iteration {iteration}", *values]) + " |"
 
 

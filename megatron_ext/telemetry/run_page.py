@@ -55,10 +55,10 @@ def _task_curves(history: RunHistory) -> list[tuple[str, str, list[Point]]]:
     """Return each task's main metric over the iterations: accuracy where it has one, else the loss."""
     curves: dict[str, tuple[str, list[Point]]] = {}
     for row in history.tasks:
-        for name, found in row["tasks"].items():
-            metric = next((key for key in ("accuracy", "loss") if key in found), None)
+        for name, results in row["tasks"].items():
+            metric = next((key for key in ("accuracy", "loss") if key in results), None)
             if metric is not None:
-                curves.setdefault(name, (metric, []))[1].append((row["iteration"], found[metric]))
+                curves.setdefault(name, (metric, []))[1].append((row["iteration"], results[metric]))
     return [(name, metric, points) for name, (metric, points) in curves.items()]
 
 

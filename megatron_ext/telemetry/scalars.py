@@ -35,7 +35,7 @@ def scalars(metrics: Metrics) -> dict[str, float]:
             )
         }
     if isinstance(metrics, TaskMetrics):
-        return {f"{task}/{name}": value for task, found in metrics.tasks.items() for name, value in found.items()}
+        return {f"{task}/{name}": value for task, results in metrics.tasks.items() for name, value in results.items()}
     if isinstance(metrics, TestMetrics | SampleMetrics):
         return {}  # Megatron has no tag for the first; the second is text
     values = {
@@ -61,10 +61,10 @@ def scalars(metrics: Metrics) -> dict[str, float]:
     return {tag: value for tag, value in values.items() if value is not None}
 
 
-def _of_the_slowest_rank(found: Mapping[str, Any] | None) -> dict[str, float]:
-    if found is None:
+def _of_the_slowest_rank(slowest: Mapping[str, Any] | None) -> dict[str, float]:
+    if slowest is None:
         return {}
-    return {"slowest-rank": found["rank"], "slowest-rank-ratio": found["ratio"], "slow-ranks": len(found["slow"])}
+    return {"slowest-rank": slowest["rank"], "slowest-rank-ratio": slowest["ratio"], "slow-ranks": len(slowest["slow"])}
 
 
 def scalars_against_samples(metrics: Metrics) -> dict[str, float]:

@@ -66,7 +66,7 @@ class Place:
 class RankRecord:
     """Everything that one rank recorded."""
 
-    place: Place
+    position: Place
     steps: tuple[RecordedStep, ...]
 
 
@@ -76,11 +76,11 @@ def write(folder: Path, record: RankRecord) -> Path:
     Raises:
         StorageError: the file cannot be written.
     """
-    path = folder / f"rank{record.place.rank}.json"
+    path = folder / f"rank{record.position.rank}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(path, "w", encoding="utf-8", opener=only_files) as file:
-            file.write(json.dumps({"traceEvents": events(record), "schedule": asdict(record.place)}) + "\n")
+            file.write(json.dumps({"traceEvents": events(record), "schedule": asdict(record.position)}) + "\n")
     except OSError as error:
         raise StorageError(f"cannot write the trace {path}: {error.strerror}. Leave out --record-schedule.") from error
     return path
@@ -102,7 +102,7 @@ def read(run: Path) -> list[RankRecord]:
         )
     records = [_record(path) for path in paths]
     for path, record in zip(paths, records, strict=True):
-        if replace(record.place, rank=0, stage=0) != replace(records[0].place, rank=0, stage=0):
+        if replace(record.position, rank=0, stage=0) != replace(records[0].position, rank=0, stage=0):
             raise DataError(f"{path} is of another layout than {paths[0]}; remove the traces of one of the runs")
     return records
 
@@ -131,31 +131,31 @@ def timeline(records: Sequence[RankRecord], iteration: int | None = None, pipeli
         pipeline = max(pipelines, key=lambda number: max(lane.worked for lane, _ in pipelines[number].values()))
     if pipeline not in pipelines:
         raise ConfigurationError(f"there is no pipeline {pipeline}; there are {_list(pipelines)}")
-    found, place = pipelines[pipeline], records[0].place
-    missing = set(range(place.stages)) - set(found)
+    of_stages, position = pipelines[pipeline], records[0].position
+    missing = set(range(position.stages)) - set(of_stages)
     if missing:
         raise ConfigurationError(
-            f"pipeline {pipeline}: no trace of stage {_list(missing)} of {place.stages}; record all ranks "
+            f"pipeline {pipeline}: no trace of stage {_list(missing)} of {position.stages}; record all ranks "
             "(leave out --profile-ranks)"
         )
-    lanes = tuple(found[stage][0] for stage in sorted(found))
+    lanes = tuple(of_stages[stage][0] for stage in sorted(of_stages))
     microbatches = len({each.microbatch for each in lanes[0].passes})
-    chunks = f" x {place.chunks} chunks" if place.chunks > 1 else ""
+    chunks = f" x {position.chunks} chunks" if position.chunks > 1 else ""
     of = f", pipeline {pipeline} of {len(pipelines)}" if len(pipelines) > 1 else ""
     return Timeline(
-        title=f"{place.stages} stages{chunks}, {microbatches} microbatches: measured, step {wanted}{of}",
+        title=f"{position.stages} stages{chunks}, {microbatches} microbatches: measured, step {wanted}{of}",
         lanes=lanes,
-        chunks=place.chunks,
-        total=max(step.total for _, step in found.values()),
+        chunks=position.chunks,
+        total=max(step.total for _, step in of_stages.values()),
     )
 
 
 def events(record: RankRecord) -> list[dict[str, Any]]:
     """Return a rank's trace events."""
-    place, rank = record.place, record.place.rank
-    found: list[dict[str, Any]] = [
-        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"stage {place.stage}, rank {rank}"}},
-        {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": place.stage * 1000 + rank}},
+    position, rank = record.position, record.position.rank
+    lines: list[dict[str, Any]] = [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"stage {position.stage}, rank {rank}"}},
+        {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": position.stage * 1000 + rank}},
         {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "passes"}},
         {"ph": "M", "pid": rank, "tid": 1, "name": "thread_name", "args": {"name": "waits"}},
         {"ph": "M", "pid": rank, "tid": 2, "name": "thread_name", "args": {"name": "steps"}},
@@ -163,28 +163,31 @@ def events(record: RankRecord) -> list[dict[str, Any]]:
     for step in record.steps:
         of_step = {"iteration": step.iteration}
         for each in step.passes:
-            kind, chunk = "forward" if each.forward else "backward", f" chunk {each.chunk}" if place.chunks > 1 else ""
-            found.append(
+            kind, chunk = (
+                "forward" if each.forward else "backward",
+                f" chunk {each.chunk}" if position.chunks > 1 else "",
+            )
+            lines.append(
                 _slice(step, rank, 0, "pass", f"{kind} {each.microbatch}{chunk}", each.begin, each.end)
                 | {"args": {**of_step, "forward": each.forward, "chunk": each.chunk, "microbatch": each.microbatch}}
             )
-        found += [
+        lines += [
             _slice(step, rank, 1, "wait", block.name, block.begin, block.end) | {"args": of_step}
             for block in step.blocks
         ]
-        found += [
+        lines += [
             {
                 "ph": "C",
                 "pid": rank,
                 "name": "memory",
                 "ts": (step.offset + second) * _MICRO,
-                "args": {"bytes": held},
+                "args": {"bytes": bytes_now},
                 "cat": str(step.iteration),
             }
-            for second, held in step.memory
+            for second, bytes_now in step.memory
         ]
-        found.append(_slice(step, rank, 2, "step", f"step {step.iteration}", 0.0, step.total) | {"args": of_step})
-    return found
+        lines.append(_slice(step, rank, 2, "step", f"step {step.iteration}", 0.0, step.total) | {"args": of_step})
+    return lines
 
 
 def _slice(step: RecordedStep, rank: int, row: int, kind: str, name: str, begin: float, end: float) -> dict[str, Any]:
@@ -200,8 +203,8 @@ def _slice(step: RecordedStep, rank: int, row: int, kind: str, name: str, begin:
 
 
 def _record(path: Path) -> RankRecord:
-    place, steps = read_trace(path)
-    return RankRecord(Place(**place), tuple(_step(step) for step in steps))
+    position, steps = read_trace(path)
+    return RankRecord(Place(**position), tuple(_step(step) for step in steps))
 
 
 def _step(step: TracedStep) -> RecordedStep:
@@ -229,15 +232,17 @@ def _step(step: TracedStep) -> RecordedStep:
 
 def _pipelines(records: Sequence[RankRecord], iteration: int) -> dict[int, dict[int, tuple[Lane, RecordedStep]]]:
     """Return the lanes of each pipeline, by number and stage."""
-    found: dict[int, dict[int, tuple[Lane, RecordedStep]]] = {}
+    pipelines: dict[int, dict[int, tuple[Lane, RecordedStep]]] = {}
     for record in records:
-        place = record.place
+        position = record.position
         for step in record.steps:
             if step.iteration == iteration:
-                name = f"stage {place.stage}" + (f" (rank {place.rank})" if place.world_size > place.stages else "")
+                name = f"stage {position.stage}" + (
+                    f" (rank {position.rank})" if position.world_size > position.stages else ""
+                )
                 lane = Lane(name, step.passes, step.blocks, step.memory)
-                found.setdefault(place.pipeline, {})[place.stage] = lane, step
-    return found
+                pipelines.setdefault(position.pipeline, {})[position.stage] = lane, step
+    return pipelines
 
 
 def _list(numbers: Iterable[int]) -> str:

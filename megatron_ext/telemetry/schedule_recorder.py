@@ -98,7 +98,7 @@ class ScheduleRecorder:
                 self._second(end),
                 passes,
                 self._blocks(),
-                tuple((each.end, held.bytes_after) for each, held in zip(passes, self._passes, strict=True)),
+                tuple((each.end, recorded.bytes_after) for each, recorded in zip(passes, self._passes, strict=True)),
             )
         )
 

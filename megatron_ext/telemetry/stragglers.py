@@ -121,8 +121,8 @@ class SlowRanks:
             return [], []
         ended = sorted(_ranks(self._own.slow_steps_on_any_core < _FEW) & self._slow)
         often = sorted(_ranks(self._own.slow_steps >= _MOST) - self._slow)
-        became = [found for found in map(self._slowness, often) if _is_slow(found)]
-        self._slow = (self._slow | {found.rank for found in became}) - set(ended)
+        became = [slowness for slowness in map(self._slowness, often) if _is_slow(slowness)]
+        self._slow = (self._slow | {slowness.rank for slowness in became}) - set(ended)
         return became, [self._slowness(rank) for rank in ended]
 
     def _longer_for_loops(self, loops: np.ndarray) -> np.ndarray:
@@ -160,10 +160,10 @@ class SlowRanks:
 
     def _others(self, seconds: np.ndarray) -> np.ndarray:
         """Return the median of each rank's peers; NaN for a rank without."""
-        found = np.full(len(seconds), np.nan)
+        medians = np.full(len(seconds), np.nan)
         for ranks in self._stages:
-            found[ranks] = _medians_of_others(seconds[ranks])
-        return found
+            medians[ranks] = _medians_of_others(seconds[ranks])
+        return medians
 
     def _ratios(self, seconds: np.ndarray) -> np.ndarray:
         return _ratios(seconds, self._others(seconds))
@@ -181,9 +181,9 @@ class _Steps:
         self._steps = 0
 
     def add(self, own: np.ndarray, run: np.ndarray, others: np.ndarray) -> None:
-        place = self._steps % _WINDOW
-        self._own[place], self._others[place], self._ratios[place] = own, others, _ratios(own, others)
-        self._on_any_core[place] = _ratios(run, others)
+        slot = self._steps % _WINDOW
+        self._own[slot], self._others[slot], self._ratios[slot] = own, others, _ratios(own, others)
+        self._on_any_core[slot] = _ratios(run, others)
         self._steps += 1
 
     @property
@@ -236,8 +236,8 @@ def _ranks(are: np.ndarray) -> set[int]:
     return {int(rank) for rank in np.flatnonzero(are)}
 
 
-def _is_slow(found: Slowness) -> bool:
-    return found.ratio >= _RATIO and found.seconds - found.peers_seconds >= _LEAST_SECONDS
+def _is_slow(slowness: Slowness) -> bool:
+    return slowness.ratio >= _RATIO and slowness.seconds - slowness.peers_seconds >= _LEAST_SECONDS
 
 
 def _ratios(seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -249,11 +249,11 @@ def _ratios(seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
 def _medians_of_others(values: np.ndarray) -> np.ndarray:
     """Return, for each of several values, the median of all the others."""
     order = np.argsort(values, kind="stable")
-    ordered, place = values[order], np.empty_like(order)
-    place[order] = np.arange(len(values))
+    ordered, position = values[order], np.empty_like(order)
+    position[order] = np.arange(len(values))
 
     def other(index: int) -> np.ndarray:
         """Return the others' value at an index in ascending order."""
-        return ordered[np.where(place <= index, index + 1, index)]
+        return ordered[np.where(position <= index, index + 1, index)]
 
     return (other((len(values) - 2) // 2) + other((len(values) - 1) // 2)) / 2.0

@@ -106,10 +106,10 @@ class Timers:
 
     def take(self) -> dict[str, float]:
         """Return seconds by name since the last call."""
-        taken = {name: timer.seconds for name, timer in self._timers.items()}
+        seconds = {name: timer.seconds for name, timer in self._timers.items()}
         for timer in self._timers.values():
             timer.seconds = 0.0
-        return taken
+        return seconds
 
 
 def timers_text(of_ranks: Sequence[Mapping[str, float]], iterations: int) -> str:

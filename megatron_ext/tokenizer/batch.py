@@ -54,13 +54,13 @@ def _look_up(text: str) -> np.ndarray:
     others = text.encode("utf-8", "surrogatepass").translate(None, _ASCII).decode("utf-8", "surrogatepass")
     points = np.frombuffer(others.encode("utf-32-le", "surrogatepass"), "<u4")
     states = _states()
-    found = states[points]
-    if _NOT_LOOKED_UP in found:
-        for point in set(points[found == _NOT_LOOKED_UP].tolist()):
+    looked_up = states[points]
+    if _NOT_LOOKED_UP in looked_up:
+        for point in set(points[looked_up == _NOT_LOOKED_UP].tolist()):
             is_assigned = point <= _LAST_CHARACTER and unicodedata.category(chr(point)) != "Cn"
             states[point] = _ASSIGNED if is_assigned else _UNASSIGNED
-        found = states[points]
-    return found
+        looked_up = states[points]
+    return looked_up
 
 
 def joined(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -256,10 +256,10 @@ def first_difference(encoder: BatchEncoder, reference: BatchEncoder, texts: Sequ
             continue  # no run gets past such a text
     try:
         ids, lengths = encoder(accepted)
-        found = np.split(ids, np.cumsum(lengths)[:-1])
+        actual = np.split(ids, np.cumsum(lengths)[:-1])
     except (ValueError, TypeError, RuntimeError):
-        found = [_ids_or_none(encoder, text) for text in accepted]
-    for text, one, other in zip(accepted, found, expected, strict=True):
+        actual = [_ids_or_none(encoder, text) for text in accepted]
+    for text, one, other in zip(accepted, actual, expected, strict=True):
         if one is None or not np.array_equal(one, other):
             return text
     return None

@@ -142,8 +142,8 @@ _READ_BY = {
 }
 
 
-def _refuse_flags_of_others(type: str, given: dict[str, str | Sequence[str] | None]) -> None:
-    for flag, value in given.items():
+def _refuse_flags_of_others(type: str, values: dict[str, str | Sequence[str] | None]) -> None:
+    for flag, value in values.items():
         readers = _READ_BY[flag]
         if value is not None and type not in readers:
             shown = value if isinstance(value, str) else " ".join(value)

@@ -131,9 +131,9 @@ def _special_texts(tokenizer: Tokenizer) -> dict[str, str]:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         end = getattr(tokenizer, "end_of_document", END_OF_TEXT)
         return {"bos_token": "", "eos_token": end}
-    found = {name: content_of(value) for name, value in tokenizer.settings.items() if name.split("_")[-1] == "token"}
+    special = {name: content_of(value) for name, value in tokenizer.settings.items() if name.split("_")[-1] == "token"}
     return {"bos_token": "", "eos_token": tokenizer.end_of_document} | {
-        name: text for name, text in found.items() if isinstance(text, str)
+        name: text for name, text in special.items() if isinstance(text, str)
     }
 
 

@@ -145,11 +145,11 @@ def _cuts(proto: Any) -> Iterator[str]:
 
 def _bpe(proto: Any, pieces: list[str], kinds: list[int]) -> models.BPE:
     ids = {piece: number for number, piece in enumerate(pieces)}
-    found = {piece: ids[piece] for piece, kind in zip(pieces, kinds, strict=True) if kind in (_NORMAL, _UNUSED)}
-    by_priority = sorted((number for number in found.values()), key=lambda number: -proto.pieces[number].score)
+    vocabulary = {piece: ids[piece] for piece, kind in zip(pieces, kinds, strict=True) if kind in (_NORMAL, _UNUSED)}
+    by_priority = sorted((number for number in vocabulary.values()), key=lambda number: -proto.pieces[number].score)
     return models.BPE(
         vocab=ids,
-        merges=list(merges((pieces[number] for number in by_priority), found)),
+        merges=list(merges((pieces[number] for number in by_priority), vocabulary)),
         unk_token=proto.trainer_spec.unk_piece,
         fuse_unk=True,
         byte_fallback=proto.trainer_spec.byte_fallback,

@@ -168,9 +168,9 @@ def _read_tokens(model_file: str, content: bytes) -> list[bytes]:
     if wrong is None:
         wrong = next((n for n in range(256) if tokens[n : n + 1] != [bytes([n])]), None)
     if wrong is not None or len(set(tokens)) < len(tokens):
-        place = f"entry {wrong} is out of place" if wrong is not None else "a token is there twice"
+        problem = f"entry {wrong} is out of place" if wrong is not None else "a token is there twice"
         raise ConfigurationError(
-            f"--tokenizer-model {model_file}: {place}; the ranks must count from 0, the first 256 be the bytes, and "
+            f"--tokenizer-model {model_file}: {problem}; the ranks must count from 0, the first 256 be the bytes, and "
             "every token be there once"
         )
     return tokens

@@ -43,9 +43,9 @@ def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> 
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    found = tokenizer.get_vocab_size()
-    if found < vocab_size:
-        raise ConfigurationError(f"--vocab-size {vocab_size}: the text has merges for {found} entries; use {found}")
+    entries = tokenizer.get_vocab_size()
+    if entries < vocab_size:
+        raise ConfigurationError(f"--vocab-size {vocab_size}: the text has merges for {entries} entries; use {entries}")
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "tokenizer.json") as file:
         file.write(tokenizer.to_str(pretty=True).encode())

@@ -49,11 +49,11 @@ def _missing(facts: Facts, typed: Typed) -> Iterator[tuple[str, dict]]:
     on_cpu = values.get("device") == "cpu" or values.get("distributed_backend") == "gloo"
     if asked and not on_cpu and not facts.cuda_available:
         yield f"an NVIDIA GPU ({', '.join(asked)})", {"cuda_available": True}
-    for package, given in (
+    for package, is_asked_for in (
         ("transformer_engine", values.get("transformer_impl") == "transformer_engine"),
         ("wandb", values.get("wandb_project") is not None),
     ):
-        if given and package not in facts.packages:
+        if is_asked_for and package not in facts.packages:
             yield f"the package {package}", {}
     if values.get("torch_compile") and facts.missing_compiler is not None:
         yield f"the C++ compiler {facts.missing_compiler}", {"missing_compiler": None}

@@ -69,10 +69,10 @@ def _numeric_error(run: Run, what: str, evidence: Evidence) -> NumericError:
 
 def _cause(findings: Sequence[Finding | None]) -> str | None:
     """Return of what the ranks found the cause of the rest: what a backward pass comes to first, on the lowest rank."""
-    found = [(finding.place, -rank, finding.text) for rank, finding in enumerate(findings) if finding is not None]
-    if not found:
+    causes = [(finding.position, -rank, finding.text) for rank, finding in enumerate(findings) if finding is not None]
+    if not causes:
         return None
-    _, negative_rank, text = max(found)
+    _, negative_rank, text = max(causes)
     return f"rank {-negative_rank}: {text}"
 
 

@@ -5,6 +5,7 @@ Each room makes its own part of it; this file alone calls them together, and han
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -41,7 +42,6 @@ from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run, TrainState
-from megatron_ext.train.weight_decay import check_weight_decay
 
 
 def build_run(config: Config, device: Device, resume: Resume | None = None, extensions: Extensions = NONE) -> Run:
@@ -69,8 +69,6 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         compile_layers(chunks)
     wrapped = sharding.shard(chunks, core, groups, device)
     optimizer = sharding.optimizer(wrapped, groups, device)
-    with sharding.weights_in_place(wrapped):
-        check_weight_decay(sharding.parts(optimizer), wrapped, config)
     ranges = open_range(config)
     timers = Timers(config.logging.timing_log_level, device.synchronize, ranges)
     if config.logging.timing_log_level > 0 or ranges is not None:
@@ -82,6 +80,7 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     core.grad_scale_func = optimizer.scale_loss if loss_scale is None else loss_scale.scaled
     core.finalize_model_grads_func = finalize_model_grads if loss_scale is None else loss_scale.finalize
     loaders = build_loaders(config, device, groups, resume, extensions)
+    schedule: Any = get_forward_backward_func(groups.pp.size(), core.virtual_pipeline_model_parallel_size)
     modules = [layer.modules for layer in layers(config)]
     watch = GradientWatch(wrapped, sharding, modules, alone=config.layout.world_size == 1)
     return Run(
@@ -89,6 +88,7 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         device=device,
         groups=groups,
         p2p=P2PCommunicator(pp_group=groups.pp, config=core),
+        schedule=schedule,
         transformer_config=core,
         sharding=sharding,
         chunks=wrapped,
@@ -98,18 +98,21 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         loaders=loaders,
         data_record=record_of_run(config, loaders.samples, resume),
         state=TrainState(),
-        captured_passes=captured_passes(config, device, wrapped, watch),
+        captured_passes=captured_passes(config, device, schedule, wrapped, watch),
     )
 
 
 def captured_passes(
-    config: Config, device: Device, chunks: Sequence[torch.nn.Module], watch: GradientWatch
+    config: Config,
+    device: Device,
+    schedule: Callable[..., Any],
+    chunks: Sequence[torch.nn.Module],
+    watch: GradientWatch,
 ) -> CapturedPasses | None:
     """Return what captures the passes of a step where the configuration has graphs of them; None elsewhere."""
     if not makes_graphs(config):
         return None
     assert device.kind == "cuda", "resolved: CPU processes have no CUDA graphs"
-    schedule = get_forward_backward_func(config.layout.pipeline_model_parallel_size, None)
     return CapturedPasses(schedule, config.training.cuda_graph_warmup_steps, chunks, watch, device.synchronize)
 
 

@@ -44,7 +44,7 @@ class Configured:
     config: Config
     typed: Typed
     """What the user typed, with what the flags ask for from the checkpoint."""
-    given: Typed
+    command_line: Typed
     """What the user typed."""
     search: Search | None = None
     """What is in the --load folder; None without --load."""
@@ -65,23 +65,23 @@ def configure(argv: Sequence[str], *, believing: bool = False, world_size: int |
         DataError: the configuration of the checkpoint is no file, or a link out of it.
         StorageError: this process may not look at a path that a flag names.
     """
-    given = read(argv)
-    unusable = path_problems(given.values)
+    typed = read(argv)
+    unusable = path_problems(typed.values)
     if unusable:
-        raise ConfigurationError([*given.problems, *unusable])
+        raise ConfigurationError([*typed.problems, *unusable])
     try:
-        search = look(given.values)
+        search = look(typed.values)
         resume = search.resume if search is not None else None
-        believing = believing and given.dry_run
-        configured = _configured(given, search, resume, believing=believing, world_size=world_size)
+        believing = believing and typed.dry_run
+        configured = _configured(typed, search, resume, believing=believing, world_size=world_size)
     except ConfigurationError as error:
-        raise ConfigurationError([*given.problems, *error.problems]) from None
+        raise ConfigurationError([*typed.problems, *error.problems]) from None
     except DataError:
-        if not given.problems:
+        if not typed.problems:
             raise
-        raise ConfigurationError(list(given.problems)) from None
-    if given.problems:
-        raise ConfigurationError(list(given.problems))
+        raise ConfigurationError(list(typed.problems)) from None
+    if typed.problems:
+        raise ConfigurationError(list(typed.problems))
     return configured
 
 
@@ -96,11 +96,11 @@ def configure_for(configured: Configured, resume: Resume | None) -> Configured:
     """
     if configured.resume is None if resume is None else resume.gives_the_flags_of(configured.resume):
         return replace(configured, resume=resume)
-    return _configured(configured.given, configured.search, resume)
+    return _configured(configured.command_line, configured.search, resume)
 
 
 def _configured(
-    given: Typed,
+    command_line: Typed,
     search: Search | None,
     resume: Resume | None,
     *,
@@ -108,7 +108,7 @@ def _configured(
     world_size: int | None = None,
 ) -> Configured:
     saved = _saved_values(resume)
-    typed = given if saved is None else replace(given, values=adopt(given.values, saved))
+    typed = command_line if saved is None else replace(command_line, values=adopt(command_line.values, saved))
     facts = gather_facts(typed, search)
     facts = replace(facts, saved=saved, unread=facts.unread | _not_given_by_the_checkpoint(typed, saved))
     if world_size is not None:
@@ -117,9 +117,9 @@ def _configured(
         facts, warnings = assumed_facts(facts, typed)
         typed = replace(typed, warnings=(*typed.warnings, *warnings))
     config = resolve(typed.values, facts)
-    found = problems(config, facts) or _other_curves(config, facts)
-    if found:
-        raise ConfigurationError(typed.as_typed(found))
+    refusals = problems(config, facts) or _other_curves(config, facts)
+    if refusals:
+        raise ConfigurationError(typed.as_typed(refusals))
     warnings = (
         *typed.warnings,
         *typed.as_typed(warnings_of_flags(typed, config, facts)),
@@ -127,7 +127,7 @@ def _configured(
         *_forgetful_restarts(config),
     )
     typed = replace(typed, warnings=warnings)
-    return Configured(config, typed, given, search, resume)
+    return Configured(config, typed, command_line, search, resume)
 
 
 _OF_GPUS = {
@@ -169,11 +169,11 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
             f"{flag_of(name)} changes nothing here: {reason}" for name in attention_kernels.asked_for(typed.values)
         ]
     warnings += _without_graphs(typed, config, facts)
-    asked, taken = typed.values.get("transformer_impl", "local"), config.model.transformer_impl
-    if asked != taken:
+    asked, resolved = typed.values.get("transformer_impl", "local"), config.model.transformer_impl
+    if asked != resolved:
         warnings.append(
             f"--transformer-impl {asked} changes nothing here: experts, FSDP's layers, documents that are kept apart "
-            f"and products in FP8 are computed as with --transformer-impl {taken}"
+            f"and products in FP8 are computed as with --transformer-impl {resolved}"
         )
     return warnings
 

@@ -28,11 +28,11 @@ def check_before_the_first_step(config: Config) -> None:
     if everything and without and environment.rank() == 0:
         warn(f"--verify-data start: no manifest has checksums of {', '.join(without)}, which is not verified")
     problem = first_damage(share(blocks if everything else some_blocks(blocks)))
-    found = [problem]
+    problems = [problem]
     if torch.distributed.is_initialized():  # not in the tools
-        found = [problem] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, problem)
-    named = next((one for one in found if one is not None), None)
+        problems = [problem] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(problems, problem)
+    named = next((one for one in problems if one is not None), None)
     if named is not None:
         raise DataError(f"{named}. {REMEDY}")
 
@@ -41,8 +41,10 @@ def blocks_of_run(config: Config) -> tuple[list[Block], list[str]]:
     """Return the blocks of all files of the run of which there are checksums, and the files without."""
     splits = [files for split in SPLITS if (files := split_files(config, split)) is not None]
     prefixes = dict.fromkeys(prefix for files in splits for prefix in files.blend.prefixes)
-    found = {prefix: known_blocks(prefix) for prefix in prefixes}
-    return [block for blocks in found.values() for block in blocks], [name for name, got in found.items() if not got]
+    by_prefix = {prefix: known_blocks(prefix) for prefix in prefixes}
+    return [block for blocks in by_prefix.values() for block in blocks], [
+        name for name, got in by_prefix.items() if not got
+    ]
 
 
 def share(blocks: list[Block]) -> list[Block]:

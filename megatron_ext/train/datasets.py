@@ -5,7 +5,13 @@ import os
 import torch
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.derived.batch import evaluation_batch, global_batch_size, samples_at_iteration, training_steps
+from megatron_ext.config.derived.batch import (
+    evaluation_batch,
+    global_batch_size,
+    samples_at_iteration,
+    training_samples,
+    training_steps,
+)
 from megatron_ext.config.schema import Config
 from megatron_ext.data.checksums import Judged, judge, made_with
 from megatron_ext.data.corpus import Splits, build_datasets
@@ -27,12 +33,9 @@ def samples_of_run(config: Config) -> Splits[int]:
     """Return the samples that the planned length of the run reads, and the samples of one evaluation, 0 where there is
     none."""
     training = config.training
-    train = training.train_samples
-    if train is None:
-        train = samples_at_iteration(config, training.train_iters or 0)
     evaluates = training.eval_interval > 0 and (training.eval_iters > 0 or training.full_validation)
     held_out = max(training.eval_iters, 1) * evaluation_batch(config)[0] if evaluates else 0
-    return Splits(train, held_out, held_out)
+    return Splits(training_samples(config), held_out, held_out)
 
 
 def samples_of_step(config: Config, step: int) -> range:
@@ -63,7 +66,7 @@ def samples_of_order(config: Config, resume: Resume | None) -> int:
 def tokenizer_of_run(config: Config) -> Tokenizer:
     """Return the tokenizer named by the flags; for synthetic data without one, a tokenizer that only knows ids."""
     data = config.data
-    return tokenizer_from_flags(data) if data.tokenizer_type else NullTokenizer(data.vocab_size or 0)
+    return tokenizer_from_flags(data) if data.tokenizer_type else NullTokenizer(data.vocab_size)
 
 
 def datasets_of_run(
@@ -85,19 +88,19 @@ def datasets_of_run(
 
 def _check_tokenizer_made_the_data(config: Config, tokenizer: Tokenizer) -> None:
     """Compare the run's tokenizer with the manifests next to the data. Collective where there is a process group."""
-    found = _judged_tokenizers(config, tokenizer)
-    ranks = [found]
+    verdicts = _judged_tokenizers(config, tokenizer)
+    ranks = [verdicts]
     if torch.distributed.is_initialized():  # not in the tools
-        ranks = [found] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(ranks, found)
-    found = max(ranks, key=lambda judged: (any(one.is_wrong for one in judged), len(judged)))
-    wrong = [one.text for one in found if one.is_wrong]
+        ranks = [verdicts] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, verdicts)
+    verdicts = max(ranks, key=lambda judged: (any(one.is_wrong for one in judged), len(judged)))
+    wrong = [one.text for one in verdicts if one.is_wrong]
     if wrong and not config.data.accept_other_tokenizer:
         raise DataError(
             f"{'; '.join(wrong)}. Give the tokenizer that made the data, preprocess it with the run's, or add "
             "--accept-other-tokenizer to train on these ids as they are"
         )
-    for one in found if os.environ.get("RANK", "0") == "0" else ():
+    for one in verdicts if os.environ.get("RANK", "0") == "0" else ():
         warn(one.text)
 
 
@@ -130,13 +133,13 @@ def check_data_is_that_of_the_checkpoint(run: Run, resume: Resume) -> None:
         DataError: the data differs, on some node; every rank names it. --accept-changed-data makes it a warning.
     """
     saved = resume.data_record
-    found = differences(saved, run.data_record) if saved is not None and run.data_record is not None else []
+    texts = differences(saved, run.data_record) if saved is not None and run.data_record is not None else []
     nodes: list[list[str]] = [[] for _ in range(run.world_size)]
-    torch.distributed.all_gather_object(nodes, found)
-    found = next((node for node in nodes if node), [])
-    if not found:
+    torch.distributed.all_gather_object(nodes, texts)
+    texts = next((node for node in nodes if node), [])
+    if not texts:
         return
-    text = f"the data is not that of the checkpoint {resume.path}: {'; '.join(found)}"
+    text = f"the data is not that of the checkpoint {resume.path}: {'; '.join(texts)}"
     if not run.config.checkpoint.accept_changed_data:
         raise DataError(
             f"{text}. Put back what it was, or add --accept-changed-data to go on: samples may then be repeated or "

@@ -70,14 +70,14 @@ class LateStep:
         run = self._run
         run.progress.phase = UPDATE
         *sums, square = self._read()
-        found = summed(sums)
+        totals = summed(sums)
         try:
-            check_numbers(run, found, self._global_batch, self._evidence)
+            check_numbers(run, totals, self._global_batch, self._evidence)
         except TrainingError:
             self._guard.zero_()
             raise
         norm = square**0.5  # as megatron-core computes it on the host
-        return StepResult(found.loss, found.tokens, self._global_batch, True, norm, 1.0, None), found.votes
+        return StepResult(totals.loss, totals.tokens, self._global_batch, True, norm, 1.0, None), totals.votes
 
 
 class LateSteps:
@@ -94,16 +94,16 @@ class LateSteps:
             for optimizer in _torch_optimizers(run):
                 mask_by(optimizer, self._guard)
 
-    def begin(self, global_batch: int, votes: StopVotes, before_update: Callable[[], None]) -> LateStep:
-        """Give the device the next `global_batch` samples and the update. Collective.
+    def begin(self, samples: range, votes: StopVotes, before_update: Callable[[], None]) -> LateStep:
+        """Give the device a global batch and the update. Collective.
 
         Args:
-            global_batch: samples of the step.
+            samples: positions of its samples.
             votes: those of this rank.
             before_update: see `train.step.train_step`.
         """
         run = self._run
-        gradients = compute_gradients(run, global_batch)
+        gradients = compute_gradients(run, samples)
         before_update()
         run.progress.phase = UPDATE
         overflow = run.optimizer.prepare_grads()
@@ -124,7 +124,7 @@ class LateSteps:
             scale_by(part, self._share(clip, norm))
         run.optimizer.step_with_ready_grads()
         run.sharding.finish_update(run.optimizer)
-        return LateStep(run, global_batch, gradients.evidence, read, self._guard)
+        return LateStep(run, len(samples), gradients.evidence, read, self._guard)
 
     def _weights_of(self, part: MegatronOptimizer, gradients: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
         """Return the model's weights of some gradients of the update."""

@@ -14,12 +14,15 @@ import numpy as np
 
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs, without_graphs
 from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
+from megatron_ext.config.parse.options import flag_of
+from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Source
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.parts.own_parameters import OwnParameters, in_every_layer
+from megatron_ext.rules.sharding import matrices_are_whole
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 if TYPE_CHECKING:
@@ -55,18 +58,18 @@ class Extensions:
     def __post_init__(self) -> None:
         """Raise ConfigurationError where a part is not of its kind."""
         for part in fields(self):
-            given = getattr(self, part.name)
+            value = getattr(self, part.name)
             if part.name == "callbacks":
-                fits, kind = isinstance(given, Sequence), "a list of callbacks"
+                fits, kind = isinstance(value, Sequence), "a list of callbacks"
             elif part.name == "optimizer":
                 fits, kind = (
-                    isinstance(given, OptimizerTraits),
+                    isinstance(value, OptimizerTraits),
                     "OptimizerTraits (config/derived/optimizers.py)",
                 )
             else:
-                fits, kind = callable(given), "a function"
-            if given is not None and not fits:
-                raise ConfigurationError(f"{part.name}= is {type(given).__name__}: give {kind}, or leave it out")
+                fits, kind = callable(value), "a function"
+            if value is not None and not fits:
+                raise ConfigurationError(f"{part.name}= is {type(value).__name__}: give {kind}, or leave it out")
 
     def named(self) -> tuple[str, ...]:
         """Return the names of the parts that are not ours."""
@@ -95,10 +98,10 @@ class Extensions:
         from megatron_ext.train.trainer import Callback
 
         made = [one if isinstance(one, Callback) or not callable(one) else one() for one in self.callbacks]
-        for given, callback in zip(self.callbacks, made, strict=True):
+        for maker, callback in zip(self.callbacks, made, strict=True):
             if not isinstance(callback, Callback):
-                name = getattr(given, "__name__", type(given).__name__)
-                what = f"made {type(callback).__name__}" if callable(given) else "is none"
+                name = getattr(maker, "__name__", type(maker).__name__)
+                what = f"made {type(callback).__name__}" if callable(maker) else "is none"
                 raise ConfigurationError(
                     f"callbacks= has {name}, which {what}: give what derives from Callback "
                     "(megatron_ext.train.trainer), or a class or function that makes one"
@@ -132,14 +135,17 @@ class Extensions:
             return config
         if OPTIMIZERS.get(traits.name, traits) != traits:
             raise ConfigurationError(f"there is an optimizer {traits.name!r} already; give yours another name")
-        for scheme in ("use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"):
-            if getattr(config.layout, scheme) and scheme not in traits.schemes:
-                raise ConfigurationError(
-                    f"--{scheme.replace('_', '-')} cannot run {traits.title}: its traits do not name the scheme; "
-                    "leave the flag out, or add the scheme to `schemes` if the update is element by element"
-                )
+        flag = config.layout.sharding.flag
+        if flag is not None and flag not in traits.schemes:
+            raise ConfigurationError(
+                f"{flag_of(flag)} cannot run {traits.title}: its traits do not name the scheme; leave the flag out, or "
+                "add the scheme to `schemes` if the update is element by element"
+            )
         OPTIMIZERS[traits.name] = traits
-        return replace(config, optimizer=replace(config.optimizer, optimizer=traits.name))
+        config = replace(config, optimizer=replace(config.optimizer, optimizer=traits.name))
+        if problems := [*matrices_are_whole(config, Facts())]:
+            raise ConfigurationError(problems)
+        return config
 
     def warnings(self, typed: Mapping[str, Any]) -> list[str]:
         """Return what of the values that the user typed, by field name, changes nothing next to the own parts."""
@@ -173,9 +179,9 @@ class Extensions:
                     "give it both"
                 )
         if made.train is None or len(made.train) < numbers.train:
-            held = 0 if made.train is None else len(made.train)
+            count = 0 if made.train is None else len(made.train)
             raise ConfigurationError(
-                f"the own training dataset has {held} samples, and the run reads {numbers.train}; repeat them (index "
+                f"the own training dataset has {count} samples, and the run reads {numbers.train}; repeat them (index "
                 "modulo their number), or lower --train-iters"
             )
         length = config.model.seq_length
@@ -229,7 +235,7 @@ class OwnSamples:
         """Return the number of samples: all of the first `samples` samples come from the only source."""
         return [samples]
 
-    def place(self, index: int) -> SampleWindow:
+    def window_at(self, index: int) -> SampleWindow:
         """Return where sample `index` lies."""
         return SampleWindow(0, index)
 

@@ -21,7 +21,7 @@ from megatron_ext.sharding.protocol import Sharding
 class Finding(NamedTuple):
     """Says what a rank found wrong."""
 
-    place: tuple[int, int]
+    position: tuple[int, int]
     """Place in the order of a forward pass. NaN spreads backward, so that of all findings the last one is the cause."""
 
     text: str
@@ -180,9 +180,9 @@ def _before_other_uses(weight: torch.Tensor, action: Callable[[torch.Tensor], No
         action(weight.grad)
 
     others: Any = weight._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
-    taken = list(others.items()) if others else []
+    hooks = list(others.items()) if others else []
     if others:
         others.clear()
     weight.register_post_accumulate_grad_hook(run)
-    if taken:
-        weight._post_accumulate_grad_hooks.update(taken)  # pyright: ignore[reportAttributeAccessIssue]
+    if hooks:
+        weight._post_accumulate_grad_hooks.update(hooks)  # pyright: ignore[reportAttributeAccessIssue]

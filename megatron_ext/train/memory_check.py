@@ -87,11 +87,11 @@ def as_exhausted(error: BaseException, config: Config, device: Device) -> Memory
     if not is_exhausted(error):
         return None
     stage, needed = estimate(config, fused=device.kind == "cuda")
-    held = device.memory()
+    memory = device.memory()
     first = " ".join(str(error).split()).split(". ")[0][:300]
     return MemoryExhaustedError(
-        f"memory has run out ({first}). This rank held {gigabytes(held.allocated)}, at most "
-        f"{gigabytes(held.max_allocated)}; by formula a rank of stage {stage}, which needs most, has "
+        f"memory has run out ({first}). This rank held {gigabytes(memory.allocated)}, at most "
+        f"{gigabytes(memory.max_allocated)}; by formula a rank of stage {stage}, which needs most, has "
         f"{gigabytes(needed.total)}: {described(needed.parts)}. What helps: {_advice(config, device.kind == 'cpu')}"
     )
 

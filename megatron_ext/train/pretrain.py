@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from megatron_ext.train.trained import Trained
 
 if TYPE_CHECKING:
     from megatron_ext.device.protocol import Device
+    from megatron_ext.train.callbacks.history import History
     from megatron_ext.train.run import Run
     from megatron_ext.train.trainer import Callback
 
@@ -71,41 +72,43 @@ def pretrain(
     Raises:
         TrainingError: something ended the run before its planned end.
     """
-    if isinstance(config, Configured):
-        configured = config
-    else:
-        configured = configure(config)
+    configured = config if isinstance(config, Configured) else configure(config)
+    if configured is not config:
         _tell(configured.typed.warnings)
     extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate)
-    with extensions.in_the_catalogue():
-        trained = _watched(configured, status, extensions)
-    return trained if returns_model else replace(trained, model=())
+    with extensions.in_the_catalogue(), _process_given_back(configured.config, status) as (status, ends):
+        configured = replace(configured, config=extensions.applied(configured.config))
+        _tell(extensions.warnings(configured.typed.values))
+        _claim(configured.config.checkpoint.save, status)
+        here = _install_device(configured.config, status)
+        # Only now may megatron-core be imported.
+        from megatron_ext.model.names import unwrapped
+        from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
 
-
-def _watched(configured: Configured, status: RunStatus | None, extensions: Extensions) -> Trained:
-    """Train, and leave the process as it was unless somebody ends it."""
-    ends = ExitStack()
-    if status is not None:
-        # Its owner reports a failure, with what the watch knows of it, and ends the process at once: groups whose other
-        # ranks are gone may not hold that up.
-        return _pretrain(configured, status, extensions, ends)
-    save = configured.config.checkpoint.save
-    with ExitStack() as process:
-        process.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
-        if save is not None:
-            process.callback(give_up, save)
-        status = RunStatus(environment.rank(), save=save)
-        try:
-            return _pretrain(configured, status, extensions, ends)
-        except BaseException:
-            # NCCL's groups would wait for operations in which another rank, which has failed, never takes part.
-            gives_back = environment.world_size() == 1 or configured.config.layout.device == "cpu"
-            with contextlib.suppress(Exception):  # the error that ended the run is the one to be seen
-                if gives_back:
-                    ends.close()
-                elif status.watch is not None:
-                    status.watch.close()
-            raise
+        _meet(configured, here, status, ends)
+        configured = _with_agreed_checkpoint(configured, extensions)
+        if layer_spec is None:  # the formulas are those of our layers
+            check_it_fits(configured.config, here)
+        with telling_of_memory(configured.config, here):
+            configured, attention = _with_chosen_kernels(configured, here)
+            run = _build(configured, here, status, extensions, ends)
+            _load(run, configured.config.checkpoint, configured.resume)
+            if run.rank == 0:
+                say(banner(run.config, _begun(run, extensions, attention)))
+            history, stop_reason = _train(run, status, extensions, ends)
+            ends.close()
+        if status.rank == 0:
+            _record_end(status, run.state.iteration, stop_reason)
+        elastic.dismiss_spares()
+    names = run.config.checkpoint.save, run.config.logging.metrics_file, run.config.logging.tensorboard_dir
+    return Trained(
+        run.state.iteration,
+        tuple(history.losses),
+        history.validation_losses,
+        stop_reason,
+        *(None if name is None else Path(name) for name in names),
+        model=tuple(unwrapped(run.chunks)) if returns_model else (),
+    )
 
 
 def _tell(warnings: Sequence[str]) -> None:
@@ -114,12 +117,41 @@ def _tell(warnings: Sequence[str]) -> None:
         warn(warning)
 
 
-def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions, ends: ExitStack) -> Trained:
-    """Train; `ends` gets what gives back what the run holds. It is closed here, unless an error ends the run."""
-    config = extensions.applied(configured.config)
-    _tell(extensions.warnings(configured.typed.values))
-    if config.checkpoint.save is not None and status.rank == 0:
-        _claim(config.checkpoint.save, status)
+@contextlib.contextmanager
+def _process_given_back(config: Config, status: RunStatus | None) -> Iterator[tuple[RunStatus, ExitStack]]:
+    """Leave the process as it was, unless somebody ends it.
+
+    Yields:
+        The status, and what gets what gives back what the run holds. A run that ends well closes it; after an error it
+        is closed here.
+    """
+    ends = ExitStack()
+    if status is not None:
+        # Its owner reports a failure, with what the watch knows of it, and ends the process at once: groups whose other
+        # ranks are gone may not hold that up.
+        yield status, ends
+        return
+    save = config.checkpoint.save
+    with ExitStack() as process:
+        process.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+        if save is not None:
+            process.callback(give_up, save)
+        status = RunStatus(environment.rank(), save=save)
+        try:
+            yield status, ends
+        except BaseException:
+            # NCCL's groups would wait for operations in which another rank, which has failed, never takes part.
+            gives_back = environment.world_size() == 1 or config.layout.device == "cpu"
+            with contextlib.suppress(Exception):  # the error that ended the run is the one to be seen
+                if gives_back:
+                    ends.close()
+                elif status.watch is not None:
+                    status.watch.close()
+            raise
+
+
+def _install_device(config: Config, status: RunStatus) -> "Device":
+    """Return the device, and import what computes on it."""
     warning = hardware_queues.prepare(config.layout)
     if warning and status.rank == 0:
         warn(warning)
@@ -131,16 +163,21 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions,
             kernels=external_kernels.asked_for(config),
         )
         require_fp8(config.training, here)
-        import torch
+        import megatron_ext.train.build  # noqa: F401 (with torch and megatron-core)
+    return here
 
-        # Only now may megatron-core be imported.
-        from megatron_ext.parallel import groups
-        from megatron_ext.parts.attention import choice as attention_kernel
-        from megatron_ext.sharding.choose import sharding_of
-        from megatron_ext.train import cpu_gemm
-        from megatron_ext.train.callbacks import profiling
-        from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
-        from megatron_ext.train.watching import begin_watch
+
+def _meet(configured: Configured, here: "Device", status: RunStatus, ends: ExitStack) -> None:
+    """Make the group of all ranks, and watch them from now on. It follows from typed flags alone, which no checkpoint
+    changes."""
+    import torch
+
+    from megatron_ext.parallel import groups
+    from megatron_ext.sharding.choose import sharding_of
+    from megatron_ext.train.callbacks import profiling
+    from megatron_ext.train.watching import begin_watch
+
+    config = configured.config
     ends.callback(
         torch.use_deterministic_algorithms,
         torch.are_deterministic_algorithms_enabled(),
@@ -149,7 +186,6 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions,
     profiling.begin(config, status.rank, here)
     if configured.search is None:  # before the ranks meet, where it can be known
         _require_checkpoint(config.checkpoint, configured.resume)
-    # The group of all ranks follows from typed flags alone, which no checkpoint changes.
     try:
         store = groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
     except PeerLostError as error:
@@ -158,23 +194,21 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions,
     elastic.keep_spares()
     status.watch = begin_watch(status, config.layout, here, store)
     ends.callback(status.watch.close)
+
+
+def _with_agreed_checkpoint(configured: Configured, extensions: Extensions) -> Configured:
+    """Return the configuration for the checkpoint that all ranks go on from."""
     if configured.search is not None:
         from megatron_ext.checkpoint.local.agreement import newest_snapshot
         from megatron_ext.checkpoint.native.agreement import agree
 
-        found = newest_snapshot(config, configured.search) or agree(configured.search, config.checkpoint)
-        before = configured.typed.warnings
-        configured = configure_for(configured, found)
+        search, before = configured.search, configured.typed.warnings
+        resume = newest_snapshot(configured.config, search) or agree(search, configured.config.checkpoint)
+        configured = configure_for(configured, resume)
         _tell([warning for warning in configured.typed.warnings if warning not in before])
-        config = extensions.applied(configured.config)
-    resume = configured.resume
-    _require_checkpoint(config.checkpoint, resume)
-    if extensions.layer_spec is None:  # the formulas are those of our layers
-        check_it_fits(config, here)
-    with telling_of_memory(config, here):
-        attention = attention_kernel.choose(graphs_of(here, config), here, None if resume is None else resume.saved)
-        configured = replace(configured, config=cpu_gemm.choose(attention.config, here, resume))
-        return _build_and_train(configured, here, status, extensions, attention.text, ends)
+        configured = replace(configured, config=extensions.applied(configured.config))
+    _require_checkpoint(configured.config.checkpoint, configured.resume)
+    return configured
 
 
 def require_fp8(training: TrainingConfig, here: "Device") -> None:
@@ -200,37 +234,44 @@ def graphs_of(here: "Device", config: Config) -> Config:
     return without_graphs(config)
 
 
-def _build_and_train(
-    configured: Configured,
-    here: "Device",
-    status: RunStatus,
-    extensions: Extensions,
-    attention: str | None,
-    ends: ExitStack,
-) -> Trained:
-    from megatron_ext.model.names import unwrapped
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.callbacks.history import History
-    from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
-    from megatron_ext.train.trainer import Trainer
+def _with_chosen_kernels(configured: Configured, here: "Device") -> tuple[Configured, str | None]:
+    """Return the configuration with the kernels that compute on this device, and what the banner says of attention."""
+    from megatron_ext.parts.attention import choice
+    from megatron_ext.train import cpu_gemm
 
-    config, resume = configured.config, configured.resume
+    resume = configured.resume
+    attention = choice.choose(graphs_of(here, configured.config), here, None if resume is None else resume.saved)
+    return replace(configured, config=cpu_gemm.choose(attention.config, here, resume)), attention.text
+
+
+def _build(configured: Configured, here: "Device", status: RunStatus, extensions: Extensions, ends: ExitStack) -> "Run":
+    from megatron_ext.train.build import build_run
+
     status.progress.phase = "the construction of the model and its data"
-    run = build_run(config, here, resume, extensions)
+    run = build_run(configured.config, here, configured.resume, extensions)
     ends.callback(run.loaders.close)
     ends.callback(run.release_graph)
     run.progress = status.progress
     for flag in run.sharding.host_memory_flags:
         if here.kind == "cpu" and run.rank == 0:
             say(f"warning: {flag} saves nothing with --device cpu: it is the same memory")
-    status.progress.phase = "loading what it begins with"
-    _load(run, config.checkpoint, resume)
-    if run.rank == 0:
-        say(banner(config, _begun(run, extensions, attention)))
+    return run
+
+
+def _train(run: "Run", status: RunStatus, extensions: Extensions, ends: ExitStack) -> "tuple[History, str | None]":
+    """Take the steps; return their losses, and why they ended before the planned end.
+
+    Raises:
+        StoppedBySignal: the run was stopped, and is saved.
+    """
+    from megatron_ext.train.callbacks.history import History
+    from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
+    from megatron_ext.train.trainer import Trainer
+
+    config, history = run.config, History()
     # One rank watches the stop file and tells the others at the end of a step.
     watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before())
     watched.for_good = not config.layout.elastic
-    history = History()
     with (
         watched as signals,
         StopDeadline(config.training.exit_signal_deadline, signals, status, lambda: _saved(config.checkpoint)),
@@ -249,24 +290,7 @@ def _build_and_train(
             raise
         if trainer.stop_reason is not None:
             launch.remember_stop(0, trainer.stop_reason)
-    ends.close()
-    if status.rank == 0:
-        _record_end(status, run.state.iteration, trainer.stop_reason)
-    elastic.dismiss_spares()
-    return Trained(
-        iteration=run.state.iteration,
-        losses=tuple(history.losses),
-        validation_losses=history.validation_losses,
-        stop_reason=trainer.stop_reason,
-        save=_path(config.checkpoint.save),
-        metrics_file=_path(config.logging.metrics_file),
-        tensorboard_dir=_path(config.logging.tensorboard_dir),
-        model=tuple(unwrapped(run.chunks)),
-    )
-
-
-def _path(name: str | None) -> Path | None:
-    return None if name is None else Path(name)
+    return history, trainer.stop_reason
 
 
 def _require_checkpoint(flags: CheckpointConfig, resume: Resume | None) -> None:
@@ -279,23 +303,24 @@ def _require_checkpoint(flags: CheckpointConfig, resume: Resume | None) -> None:
 
 
 def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
-    """Load the checkpoint that was found, or the Hugging Face model that the flags name in its place; say which."""
+    """Load the agreed checkpoint, or the Hugging Face model that the flags name in its place; say which."""
+    run.progress.phase = "loading what it begins with"
     if resume is not None:
         from megatron_ext.checkpoint.local.writer import restore_snapshot
-        from megatron_ext.checkpoint.native.load import load_found
+        from megatron_ext.checkpoint.native.load import load_saved
         from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
 
         if resume.is_snapshot:
             restore_snapshot(run, resume.iteration)
         else:
-            load_found(run, resume)
+            load_saved(run, resume)
         if not flags.finetune:
             check_data_is_that_of_the_checkpoint(run, resume)
     if flags.load is not None and run.rank == 0:
         verb = "finetuning from" if flags.finetune else "resuming at"
-        found = f"{verb} iteration {resume.iteration} of" if resume is not None else "starting afresh: none in"
+        what = f"{verb} iteration {resume.iteration} of" if resume is not None else "starting afresh: none in"
         where = f"the snapshots in {resume.path.parent}" if resume is not None and resume.is_snapshot else flags.load
-        say(f"checkpoint: {found} {where}")
+        say(f"checkpoint: {what} {where}")
     if flags.load_hf is not None and resume is None:
         from megatron_ext.checkpoint.huggingface.load import load_huggingface
 
@@ -338,8 +363,10 @@ def _begun(run: "Run", extensions: Extensions, attention: str | None) -> Begun:
     )
 
 
-def _claim(save: str, status: RunStatus) -> None:
-    """Make the save folder this job's own."""
+def _claim(save: str | None, status: RunStatus) -> None:
+    """Make the save folder this job's own. Rank 0 does."""
+    if save is None or status.rank != 0:
+        return
     try:
         _check_stop_file(save)
         hold_until_exit(save)

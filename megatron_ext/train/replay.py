@@ -119,9 +119,9 @@ def _flags(folder: Path, iteration: int) -> dict[str, Any]:
 def _alone(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that one process needs: not how ranks share the work, what is saved, logged and checked."""
     kept = {option.name for option in options() if option.group not in _LEFT_OUT and not option.saves_memory}
-    found = {name: value for name, value in values.items() if name in kept and name not in _CHECKS}
+    needed = {name: value for name, value in values.items() if name in kept and name not in _CHECKS}
     return {
-        **{name: value for name, value in found.items() if value is not None},
+        **{name: value for name, value in needed.items() if value is not None},
         "eval_iters": 0,
         "num_workers": 0,
         "verify_data": "off",
@@ -153,7 +153,7 @@ def _steps(configured: Configured, last: int, interval: int, rows: Mapping[int, 
     here = devices.install(configured.config.layout.device)
     # Only now may megatron-core be imported.
     from megatron_ext.checkpoint.native.agreement import agree
-    from megatron_ext.checkpoint.native.load import load_found
+    from megatron_ext.checkpoint.native.load import load_saved
     from megatron_ext.parallel import groups
     from megatron_ext.train.build import build_run
     from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
@@ -165,9 +165,9 @@ def _steps(configured: Configured, last: int, interval: int, rows: Mapping[int, 
         resume = agree(configured.search, config.checkpoint)
     run = build_run(config, here, resume)
     if resume is not None:
-        load_found(run, resume)
+        load_saved(run, resume)
         check_data_is_that_of_the_checkpoint(run, resume)
-    trainer, state, found = Trainer(run, []), run.state, []
+    trainer, state, steps = Trainer(run, []), run.state, []
     while state.iteration < last:
         if trainer.finished:
             raise ConfigurationError(f"the run ends after step {state.iteration}; give a step of it")
@@ -180,11 +180,11 @@ def _steps(configured: Configured, last: int, interval: int, rows: Mapping[int, 
             state.start_interval()
         samples = range(first, state.consumed_samples)
         numbers = (row.get("lm_loss") if logged else None, row.get("grad_norm") if logged else None)
-        found.append(Step(state.iteration, samples, loss, result.grad_norm, *numbers))
+        steps.append(Step(state.iteration, samples, loss, result.grad_norm, *numbers))
     run.release_graph()
     run.loaders.close()
     groups.destroy()
-    return found
+    return steps
 
 
 def _recorded(path: Path) -> dict[int, dict[str, Any]]:

@@ -3,7 +3,7 @@
 Holds what changes while a run trains, besides weights and optimizer state. All of it is saved and restored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -126,6 +126,8 @@ class Run:
     device: Device
     groups: ProcessGroupCollection
     p2p: P2PCommunicator
+    schedule: Callable[..., Any]
+    """The engine's function of a step's forward and backward passes, which it runs in the order of `plan.schedule`."""
     transformer_config: TransformerConfig
     sharding: Sharding
     """How data-parallel ranks divide the model among themselves."""

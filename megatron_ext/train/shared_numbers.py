@@ -70,9 +70,9 @@ class SharedNumbers:
     def summed_on_device(self, votes: StopVotes) -> torch.Tensor:
         """Return what `summed` takes, fp64 [7], on the device. Collective."""
         asked = self._vector.new_zeros(len(votes))
-        for place, vote in enumerate(votes):
+        for slot, vote in enumerate(votes):
             if vote:
-                asked[place] = float(vote)
+                asked[slot] = float(vote)
         self._vector = torch.cat([self._vector, asked])
         self._sum()
         return self._vector

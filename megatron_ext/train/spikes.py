@@ -95,7 +95,7 @@ def judge(run: Run, first: torch.Tensor, samples: range, before: RandomState) ->
         run.recorder = recorder
         set_random_state(run, after)
     differing = _differing(results, run)
-    return Verdict(results, differing, _suspects([results[place] for place in differing]))
+    return Verdict(results, differing, _suspects([results[position] for position in differing]))
 
 
 def _shifts(run: Run) -> tuple[int, int]:
@@ -108,10 +108,10 @@ def _shifts(run: Run) -> tuple[int, int]:
 
 def _run_again(run: Run, count: int, samples: range, states: Sequence[RandomState], shift: int) -> torch.Tensor:
     """Run the microbatches of the replica that is `shift` places further. Collective."""
-    place = (run.groups.dp.rank() + shift) % run.groups.dp.size()
+    replica = (run.groups.dp.rank() + shift) % run.groups.dp.size()
     with run.progress.loading():
-        microbatches = run.loaders.train.microbatches_of(place, samples.start, count)
-    set_random_state(run, states[place])
+        microbatches = run.loaders.train.microbatches_of(replica, samples.start, count)
+    set_random_state(run, states[replica])
     with run.sharding.gathered_before_update(run.chunks), torch.no_grad():
         losses = run_microbatches(run, microbatches, forward_only=True)
     if run.config.model.num_experts is not None:
@@ -123,10 +123,10 @@ def _of_all(run: Run, losses: torch.Tensor) -> dict[int, list[float]]:
     """Return what every replica computed: the mean losses of its microbatches, in their order. Collective."""
     holds = run.is_last_stage and run.groups.tp.rank() == 0
     own = (run.groups.dp.rank(), run.groups.cp.rank(), losses.double().tolist()) if holds else None
-    found: list[tuple[int, int, list[list[float]]] | None] = [None] * run.world_size
-    torch.distributed.all_gather_object(found, own)
+    of_ranks: list[tuple[int, int, list[list[float]]] | None] = [None] * run.world_size
+    torch.distributed.all_gather_object(of_ranks, own)
     replicas: dict[int, list[list[list[float]]]] = {}
-    for replica, _, pairs in sorted(one for one in found if one is not None):
+    for replica, _, pairs in sorted(one for one in of_ranks if one is not None):
         replicas.setdefault(replica, []).append(pairs)
     return {replica: [_mean(parts) for parts in zip(*ranks, strict=True)] for replica, ranks in replicas.items()}
 
@@ -140,14 +140,17 @@ def _mean(parts: Sequence[Sequence[float]]) -> float:
 def _add(results: Results, computed: Mapping[int, Sequence[float]], shift: int) -> None:
     for replica, losses in computed.items():
         for number, loss in enumerate(losses):
-            place = Place((replica + shift) % len(computed), number)
-            results.setdefault(place, []).append(Computed(replica, loss))
+            position = Place((replica + shift) % len(computed), number)
+            results.setdefault(position, []).append(Computed(replica, loss))
 
 
 def _differing(results: Results, run: Run) -> list[Place]:
     limit = _ROUNDING[run.config.training.params_bytes]
-    found = {place: max(_distance(runs[0].loss, one.loss) for one in runs) for place, runs in results.items()}
-    return sorted((place for place in found if found[place] > limit), key=lambda place: (-found[place], place))
+    distances = {position: max(_distance(runs[0].loss, one.loss) for one in runs) for position, runs in results.items()}
+    return sorted(
+        (position for position in distances if distances[position] > limit),
+        key=lambda position: (-distances[position], position),
+    )
 
 
 def _distance(one: float, other: float) -> float:
@@ -179,9 +182,9 @@ def _suspect(runs: Sequence[Computed]) -> int:
 
 def who(run: Run) -> dict[int, str]:
     """Return the ranks and machines of every replica, in words. Collective."""
-    found: list[tuple[int, int, str]] = [(0, 0, "")] * run.world_size
-    torch.distributed.all_gather_object(found, (run.groups.dp.rank(), run.rank, socket.gethostname()))
-    return {replica: _named([one for one in found if one[0] == replica]) for replica in {one[0] for one in found}}
+    ranks: list[tuple[int, int, str]] = [(0, 0, "")] * run.world_size
+    torch.distributed.all_gather_object(ranks, (run.groups.dp.rank(), run.rank, socket.gethostname()))
+    return {replica: _named([one for one in ranks if one[0] == replica]) for replica in {one[0] for one in ranks}}
 
 
 def _named(members: Sequence[tuple[int, int, str]]) -> str:

@@ -6,10 +6,8 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.config.derived.batch import evaluation_batch, num_microbatches
-from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import Batch
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.optim.loss_scale import loss_scale_of
@@ -88,15 +86,16 @@ class Gradients:
 
 def train_step(
     run: Run,
-    global_batch: int,
+    samples: range,
     before_update: Callable[[], None] = lambda: None,
     on_loss: Callable[[BatchLoss], None] = lambda loss: None,
 ) -> StepResult:
-    """Compute the gradients of the next `global_batch` samples and update the weights.
+    """Compute the gradients of a global batch and update the weights.
 
     A step whose samples are all left out (--skip-samples) computes and updates nothing; its loss is 0.
 
     Args:
+        samples: positions of its samples.
         before_update: called between the two.
         on_loss: called with the loss after that, also where it is NaN, when the weights are still those of the loss.
     Raises:
@@ -104,9 +103,10 @@ def train_step(
             has been changed then. An overflow that the dynamic loss scale handles is no error.
         DataError: no token counts in the loss.
     """
-    if leaves_out(run, global_batch):
+    global_batch = len(samples)
+    if run.loaders.skipped.covers(samples):
         return StepResult(0.0, 0, global_batch, False, None, _loss_scale(run), None)
-    gradients = compute_gradients(run, global_batch)
+    gradients = compute_gradients(run, samples)
     microbatches = len(gradients.of_microbatches)
     auxiliary = _auxiliary_losses(run, microbatches) if run.config.model.num_experts is not None else None
     before_update()
@@ -131,29 +131,22 @@ def train_step(
     return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary)
 
 
-def leaves_out(run: Run, global_batch: int) -> bool:
-    """Return whether all samples of the next step are left out."""
-    samples = range(run.state.consumed_samples, run.state.consumed_samples + global_batch)
-    return run.loaders.skipped.covers(samples)
-
-
-def compute_gradients(run: Run, global_batch: int) -> Gradients:
-    """Run the forward and backward passes of the next `global_batch` samples, and reduce the gradients. Collective."""
-    first = run.state.consumed_samples
+def compute_gradients(run: Run, samples: range) -> Gradients:
+    """Run the forward and backward passes of the samples at these positions, and reduce the gradients. Collective."""
     if (loss_scale := loss_scale_of(run.optimizer)) is not None:
-        loss_scale.tokens = global_batch * run.config.model.seq_length
+        loss_scale.tokens = len(samples) * run.config.model.seq_length
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     run.progress.phase = "the batch"
     with run.progress.loading():
-        microbatches = run.loaders.train.global_batch(first, num_microbatches(run.config, global_batch))
+        microbatches = run.loaders.train.global_batch(samples.start, num_microbatches(run.config, len(samples)))
     run.progress.begin_batch(FORWARD_BACKWARD)
     shared = SharedNumbers(run)
     evidence = run.gradient_watch.begin(shared.loss)
     losses = run_microbatches(run, microbatches, forward_only=False)
     shared.add_loss(_sum(losses))
-    return Gradients(range(first, first + global_batch), losses, shared, evidence)
+    return Gradients(samples, losses, shared, evidence)
 
 
 def _loss_scale(run: Run) -> float:
@@ -165,7 +158,7 @@ def _loss_scale(run: Run) -> float:
 def run_microbatches(
     run: Run, microbatches: list[Batch], *, forward_only: bool, micro_batch_size: int | None = None
 ) -> torch.Tensor:
-    """Run megatron-core's schedule over `microbatches` on every stage.
+    """Run the schedule over `microbatches` on every stage.
 
     Args:
         micro_batch_size: samples in one of them; default that of the training.
@@ -176,13 +169,12 @@ def run_microbatches(
     """
     config = run.config
     step = _summed_forward_step if config.training.linear_cross_entropy else _forward_step
-    schedule: Any = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))
-    taken = _on_device
+    schedule, batches = run.schedule, _on_device
     if run.captured_passes is not None and not forward_only and run.recorder is None:
-        schedule, taken = run.captured_passes, _one_by_one
+        schedule, batches = run.captured_passes, _one_by_one
     reports = schedule(
         forward_step_func=step if run.recorder is None else run.recorder.watched(step),
-        data_iterator=[taken(run, microbatches) for _ in run.chunks],
+        data_iterator=[batches(run, microbatches) for _ in run.chunks],
         model=list(run.chunks),
         num_microbatches=len(microbatches),
         seq_length=config.model.seq_length,
@@ -240,11 +232,6 @@ def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
         load_balancing=load_balancing if model.load_balancing_coefficient else None,
         z=z if model.moe_z_loss_coeff is not None else None,
     )
-
-
-def _virtual_size(config: Config) -> int | None:
-    size = config.layout.virtual_pipeline_model_parallel_size
-    return size if size > 1 else None
 
 
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from megatron_ext.inference.model import Model
 
 # What a run needs besides the model, and what inference takes no part in.
-_OF_A_RUN = ("--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--eval-interval", "0")
+_OF_A_RUN = (
+    *("--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--eval-interval", "0"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+)
 _WEIGHTS_ALONE = ("--use-checkpoint-args", "--finetune", "--no-load-optim", "--no-load-rng")
 _LONGEST = 2048
 """Positions that a Hugging Face model is given at once, where it can take more and --seq-length does not say."""
@@ -42,14 +45,14 @@ def configure_trained(argv: Sequence[str]) -> Configured:
         ConfigurationError: neither or both are given, there is no checkpoint, or the flags cannot work.
         DataError: as `train.configure.configure`.
     """
-    given = read(argv)
-    source = [name for name in ("load", "load_hf") if given.values.get(name) is not None]
-    if len(source) != 1 and not given.problems:
+    typed = read(argv)
+    source = [name for name in ("load", "load_hf") if typed.values.get(name) is not None]
+    if len(source) != 1 and not typed.problems:
         raise ConfigurationError("give a model with --load CHECKPOINT or --load-hf FOLDER, one of them")
-    flags = [*_OF_A_RUN, *argv, *_for_experts(given.values)]
+    flags = [*_OF_A_RUN, *argv, *_for_experts(typed.values)]
     if source == ["load_hf"]:
-        return configure([*flags, *_huggingface_flags(given.values)])
-    return configure([*flags, *_WEIGHTS_ALONE, *_saved_flags(given.values)])
+        return configure([*flags, *_huggingface_flags(typed.values)])
+    return configure([*flags, *_WEIGHTS_ALONE, *_saved_flags(typed.values)])
 
 
 def load_trained(argv: Sequence[str] | Configured) -> "Model":
@@ -59,7 +62,7 @@ def load_trained(argv: Sequence[str] | Configured) -> "Model":
         argv: --load or --load-hf, layout, --device, --ckpt-step and a tokenizer, as flags of pretrain_gpt.py, or what
             `configure_trained` made of them.
     Raises:
-        ConfigurationError, DataError, StorageError: as `configure_trained` and `checkpoint.native.load.load_found`.
+        ConfigurationError, DataError, StorageError: as `configure_trained` and `checkpoint.native.load.load_saved`.
     """
     configured = argv if isinstance(argv, Configured) else configure_trained(argv)
     config = configured.config
@@ -69,7 +72,7 @@ def load_trained(argv: Sequence[str] | Configured) -> "Model":
 
     from megatron_ext.checkpoint.huggingface.load import load_huggingface
     from megatron_ext.checkpoint.native.agreement import agree
-    from megatron_ext.checkpoint.native.load import load_found
+    from megatron_ext.checkpoint.native.load import load_saved
     from megatron_ext.inference.model import Model
     from megatron_ext.model.config import transformer_config
     from megatron_ext.model.gpt import build_model
@@ -86,7 +89,7 @@ def load_trained(argv: Sequence[str] | Configured) -> "Model":
     chunks = build_model(config, core, collection)
     weights: Any = _Weights(config, here, collection, chunks)
     if configured.resume is not None:
-        load_found(weights, configured.resume)
+        load_saved(weights, configured.resume)
     else:
         assert config.checkpoint.load_hf is not None
         load_huggingface(weights, config.checkpoint.load_hf)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.config.derived.batch import global_batch_size
+from megatron_ext.config.derived.batch import global_batch_size, training_steps
 from megatron_ext.errors import ConfigurationError, StoppedBySignal
 from megatron_ext.optim.curves import LearningRateCurve, Schedule, WeightDecayCurve, learning_rate, weight_decay
 from megatron_ext.optim.settings import set_rates
@@ -14,14 +14,13 @@ from megatron_ext.telemetry.metrics import Evaluated
 from megatron_ext.train.deferred_reads import LateSteps, can_read_late
 from megatron_ext.train.run import Position, Run
 from megatron_ext.train.shared_numbers import StopVotes
-from megatron_ext.train.step import BatchLoss, StepResult, leaves_out, train_step
+from megatron_ext.train.step import BatchLoss, StepResult, train_step
 
 
 @dataclass(frozen=True)
 class _UnderWay:
     """A step that was begun, and whose result nobody has asked for."""
 
-    before: Position
     after: Position
     result: Callable[[], tuple[StepResult, StopVotes | None]]
     """What waits for the device where it has not computed the result."""
@@ -41,33 +40,43 @@ class Trainer:
         self.learning_rate_curve = LearningRateCurve.from_config(run.config)
         self.decoupled_curve = LearningRateCurve.decoupled(run.config)
         self.weight_decay_curve = WeightDecayCurve.from_config(run.config)
+        self._steps = training_steps(run.config)
         self.stop_reason: str | None = None
         self.stopped_by_signal = False
         self.stop_votes: StopVotes | None = None
         """Votes of all ranks in the step that has ended; None where they were not asked in it."""
         wants_loss = any(_overrides(callback, "on_loss") for callback in callbacks)
         self._late = LateSteps(run) if can_read_late(run) and not wants_loss else None
+        self._newest: _UnderWay | None = None
+
+    @property
+    def position(self) -> Position:
+        """Where the next step begins: behind those that are under way, which `run.state` does not count yet."""
+        return self.run.state.position if self._newest is None else self._newest.after
 
     @property
     def finished(self) -> bool:
         """Whether the planned number of steps or samples is reached; with --skip-train, always."""
-        training, state = self.run.config.training, self.run.state
+        training, position = self.run.config.training, self.position
         if training.skip_train:
             return True
         if training.train_samples is not None:
             # A last step that would need more samples than are left is not taken.
-            return state.consumed_samples + self.next_batch_size > training.train_samples
-        return state.iteration >= (training.train_iters or 0)
+            return position.consumed_samples + self.next_batch_size > training.train_samples
+        return position.iteration >= self._steps
 
     @property
     def next_batch_size(self) -> int:
         """Return the number of samples of the next step."""
-        return global_batch_size(self.run.config, self.run.state.consumed_samples)
+        return global_batch_size(self.run.config, self.position.consumed_samples)
 
     @property
     def learning_rate(self) -> float:
-        """Return the learning rate of the next step: that of the flags, or what a user's own schedule makes of it."""
-        samples = self.run.state.scheduled_samples
+        """Return the learning rate of the step that follows those in `run.state`."""
+        return self._rate(self.run.state.scheduled_samples)
+
+    def _rate(self, samples: int) -> float:
+        """Return the rate after so many samples: that of the flags, or what a user's own schedule makes of it."""
         rate = learning_rate(samples, self.learning_rate_curve)
         return rate if self._schedule is None else _checked_rate(self._schedule(samples, rate), samples)
 
@@ -107,44 +116,47 @@ class Trainer:
         return self._end(self.begin_step(), tells=False)
 
     def _take_steps(self) -> None:
-        before: _UnderWay | None = None
         while not self.finished and self.stop_reason is None:
             self._tell("on_step_begin")
+            before = self._newest
             step = self.begin_step()
             if before is not None:
                 self._end(before)
-            before = step
             if self._ends_before_next():
-                self._end(before)
-                before = None
-        if before is not None:
-            self._end(before)
+                self._end(step)
+        if self._newest is not None:
+            self._end(self._newest)
 
     def begin_step(self) -> _UnderWay:
-        """Begin a step, and count in the state what is known of it: its samples."""
-        run, state = self.run, self.run.state
-        batch, before = self.next_batch_size, state.position
+        """Begin the step that follows those under way."""
+        run, before, batch = self.run, self.position, self.next_batch_size
+        samples = range(before.consumed_samples, before.consumed_samples + batch)
         set_rates(
             run.optimizer,
-            self.learning_rate,
-            weight_decay(state.scheduled_samples, self.weight_decay_curve),
-            None if self.decoupled_curve is None else learning_rate(state.scheduled_samples, self.decoupled_curve),
+            self._rate(before.scheduled_samples),
+            weight_decay(before.scheduled_samples, self.weight_decay_curve),
+            None if self.decoupled_curve is None else learning_rate(before.scheduled_samples, self.decoupled_curve),
         )
-        if self._late is None or leaves_out(run, batch):
+        if self._late is None or run.loaders.skipped.covers(samples):
             result = train_step(
-                run, batch, lambda: self._tell("before_update"), lambda loss: self._tell("on_loss", loss)
+                run, samples, lambda: self._tell("before_update"), lambda loss: self._tell("on_loss", loss)
             )
-            state.position = before.after(batch, updated=result.updated)
-            return _UnderWay(before, state.position, lambda: (result, None))
-        late = self._late.begin(batch, self._own_votes(), lambda: self._tell("before_update"))
-        state.position = before.after(batch, updated=True)
-        return _UnderWay(before, state.position, late.result)
+            self._newest = _UnderWay(before.after(batch, updated=result.updated), lambda: (result, None))
+        else:
+            late = self._late.begin(samples, self._own_votes(), lambda: self._tell("before_update"))
+            self._newest = _UnderWay(before.after(batch, updated=True), late.result)
+        return self._newest
 
     def _end(self, step: _UnderWay, *, tells: bool = True) -> StepResult:
-        """Count the result of a step and tell the callbacks, to whom the state is that after it."""
+        """Count a step in the state, and tell the callbacks."""
         state = self.run.state
-        now, state.position = state.position, step.before
-        result, self.stop_votes = step.result()  # an error leaves the state as it was before the step
+        try:
+            result, self.stop_votes = step.result()
+        except BaseException:
+            self._newest = None  # one that was begun after a bad step changes nothing
+            raise
+        if step is self._newest:
+            self._newest = None
         state.position = step.after
         state.consumed_tokens += result.tokens
         if result.updated:
@@ -155,7 +167,6 @@ class Trainer:
         state.interval_nan += math.isnan(result.loss)
         if tells:
             self._tell("on_step_end", result)
-        state.position = now
         return result
 
     def _ends_before_next(self) -> bool:
@@ -177,7 +188,8 @@ class Trainer:
 class Callback:
     """An extra of the loop: override what you need.
 
-    Called on every rank, in the order of the list, so that collectives may be used.
+    Called on every rank, in the order of the list, so that collectives may be used. `trainer.run.state` counts the
+    steps that have ended; `trainer.position` those too that are under way.
     """
 
     phase = "a report or check"
@@ -187,7 +199,7 @@ class Callback:
         """Run before the first step; the state may come from a checkpoint."""
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """Run before the microbatches of a step."""
+        """Run before the microbatches of a step, which begins at `trainer.position`."""
 
     def before_update(self, trainer: Trainer) -> None:
         """Run within a step, when its gradients are there and the weights are still those that they belong to."""
@@ -199,7 +211,7 @@ class Callback:
         """Run after a step; the state already counts it. See `ends_before_next`."""
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        """Return whether `on_step_end` must run before the next step begins; the state counts the step.
+        """Return whether `on_step_end` must run before the next step begins; `trainer.position` counts the step.
 
         If not, a GPU may have the next step by then, and its weights, gradients and random numbers may be later ones,
         while result and state are those of the step that `on_step_end` is told of.

@@ -92,9 +92,9 @@ class _Machine:
         end = self._position + count
         if end > len(self._content):
             raise ValueError("it ends too early")
-        taken = self._content[self._position : end]
+        content = self._content[self._position : end]
         self._position = end
-        return taken
+        return content
 
     def number(self, width: int) -> int:
         return int.from_bytes(self.take(width), "little")

@@ -72,8 +72,8 @@ def items(check: Check, most: int) -> Check:
     def check_items(value: Any) -> None:
         if type(value) is not list or len(value) > most:
             raise _error(value, f"no list of at most {most:,}")
-        for place, item in enumerate(value):
-            _inside(str(place), check, item)
+        for index, item in enumerate(value):
+            _inside(str(index), check, item)
 
     return check_items
 

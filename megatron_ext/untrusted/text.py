@@ -88,11 +88,11 @@ def _check_brackets(text: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         names = [name for name, _ in pairs]
-        raise twice({name for name in found if names.count(name) > 1} if len(pairs) < 1000 else set())
-    return found
+        raise twice({name for name in members if names.count(name) > 1} if len(pairs) < 1000 else set())
+    return members
 
 
 def twice(names: set[str]) -> TextError:

@@ -68,9 +68,9 @@ def read_trace(path: Path) -> tuple[dict[str, int], list[TracedStep]]:
     try:
         trace = load_json(read_file(path, _MOST_BYTES))
         fields({"schedule": _PLACE, "traceEvents": items(_event, _MOST_EVENTS)})(trace)
-        place = {name: trace["schedule"][name] for name in _PLACES}
-        _check_place(place)
-        return place, _steps(place, trace["traceEvents"])
+        schedule = {name: trace["schedule"][name] for name in _PLACES}
+        _check_place(schedule)
+        return schedule, _steps(schedule, trace["traceEvents"])
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     except TextError as error:
@@ -89,34 +89,34 @@ def _kind(event: Event) -> str:
     return "memory" if event.get("ph") == "C" else str(event.get("cat"))
 
 
-def _check_place(place: dict[str, int]) -> None:
-    rank, stage, stages = place["rank"], place["stage"], place["stages"]
-    if rank >= place["world_size"]:
-        raise TextError(f"rank {rank} of {place['world_size']}")
-    if stage >= stages or place["world_size"] % stages:
-        raise TextError(f"stage {stage} of {stages}, on {place['world_size']} ranks")
+def _check_place(schedule: dict[str, int]) -> None:
+    rank, stage, stages = schedule["rank"], schedule["stage"], schedule["stages"]
+    if rank >= schedule["world_size"]:
+        raise TextError(f"rank {rank} of {schedule['world_size']}")
+    if stage >= stages or schedule["world_size"] % stages:
+        raise TextError(f"stage {stage} of {stages}, on {schedule['world_size']} ranks")
 
 
-def _steps(place: dict[str, int], events: list[Event]) -> list[TracedStep]:
-    found: dict[str, TracedStep] = {}
+def _steps(schedule: dict[str, int], events: list[Event]) -> list[TracedStep]:
+    by_name: dict[str, TracedStep] = {}
     for event in events:
         if _kind(event) == "step":
             name = str(event["args"]["iteration"])
-            if name in found:
+            if name in by_name:
                 raise TextError(f"step {name} is in it twice")
-            found[name] = TracedStep(event, [], [], [])
+            by_name[name] = TracedStep(event, [], [], [])
     for event in events:
         kind = _kind(event)
         if kind not in ("pass", "wait", "memory"):
             continue
-        step = found.get(event["cat"] if kind == "memory" else str(event["args"]["iteration"]))
+        step = by_name.get(event["cat"] if kind == "memory" else str(event["args"]["iteration"]))
         if step is None:
             continue
         _check_times(step.event, event)
-        if kind == "pass" and event["args"]["chunk"] >= place["chunks"]:
-            raise TextError(f"chunk {event['args']['chunk']} of {place['chunks']}")
+        if kind == "pass" and event["args"]["chunk"] >= schedule["chunks"]:
+            raise TextError(f"chunk {event['args']['chunk']} of {schedule['chunks']}")
         {"pass": step.passes, "wait": step.waits, "memory": step.memory}[kind].append(event)
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _check_times(step: Event, event: Event) -> None:

@@ -46,7 +46,7 @@ class ModuleOutput:
 
     name: str
     microbatch: int
-    place: tuple[int, int, int]
+    position: tuple[int, int, int]
     """Tensor-, context- and data-parallel rank."""
     values_SBW: np.ndarray
 
@@ -111,19 +111,19 @@ def assemble_outputs(config: Config, parts: Iterable[ModuleOutput]) -> dict[str,
     The value of every name is a list: one output, or one of each tensor-parallel rank where these hold the same by
     design.
     """
-    found: dict[str, dict[tuple[int, int, int, int], np.ndarray]] = {}
+    by_module: dict[str, dict[tuple[int, int, int, int], np.ndarray]] = {}
     for part in parts:
-        found.setdefault(part.name, {})[(part.microbatch, *part.place)] = part.values_SBW
-    return {name: _whole(config, name, found[name]) for name in forward_order(config) if name in found}
+        by_module.setdefault(part.name, {})[(part.microbatch, *part.position)] = part.values_SBW
+    return {name: _whole(config, name, by_module[name]) for name in forward_order(config) if name in by_module}
 
 
 def _whole(config: Config, name: str, parts: dict[tuple[int, int, int, int], np.ndarray]) -> list[np.ndarray]:
-    microbatches, tensor, context, data = (1 + max(place[axis] for place in parts) for axis in range(4))
+    microbatches, tensor, context, data = (1 + max(position[axis] for position in parts) for axis in range(4))
     inner = name.split(".", 3)[3] if name.count(".") > 2 else ""
     divides_width = name.startswith("decoder.layers.") and _IN_A_LAYER[inner]
     divides_sequence = config.layout.sequence_parallel and not divides_width and name != LOSS
-    # SwiGLU's first matrix holds a part of the gate and a part of the other half on each rank.
-    stride = 2 if inner == "mlp.linear_fc1" and config.model.swiglu else 1
+    # A gated MLP's first matrix holds a part of the gate and a part of the other half on each rank.
+    stride = 2 if inner == "mlp.linear_fc1" and config.model.gated_linear_unit else 1
 
     def over_context(microbatch: int, dp: int, tensor_ranks: Sequence[int]) -> np.ndarray:
         pieces = []

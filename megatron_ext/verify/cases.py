@@ -41,6 +41,24 @@ MODELS = {
         f"--num-layers 4 {_LLAMA} {_UNTIED} --window-size 15,0 --window-attn-skip-freq [1,1,0,1] --reset-position-ids "
         "--reset-attention-mask"
     ),
+    "interleaved half rotation, none in layer 2": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --rotary-percent 0.5 --rotary-interleaved --no-rope-freq [0,1,0,0]"
+    ),
+    "GeGLU and multipliers": (
+        f"--num-layers 4 {_LLAMA.replace('--swiglu', '--geglu --openai-gelu')} --embedding-multiplier 8 "
+        "--residual-multiplier 0.7 --logits-multiplier 0.3 --softmax-scale 0.4"
+    ),
+    "experts in two layers": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
+        "--moe-layer-freq [0,1,0,1]"
+    ),
+    "query and key norm after rotation": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --qk-layernorm-place after"
+    ),
+    "LayerNorm without bias": (
+        f"--num-layers 4 {_LLAMA.replace('RMSNorm', 'LayerNorm')} {_UNTIED} --norm-parameters weight --qk-layernorm"
+    ),
+    "some biases": f"--num-layers 4 {_LLAMA} {_UNTIED} --add-output-bias --add-mlp-bias",
     "query and key norm, QKV bias": f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --add-qkv-bias",
     "OLMo-2": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --norm-position after --qk-layernorm --qk-layernorm-over projection"
@@ -318,6 +336,28 @@ RECOMPUTE = {
     "selective, all parts": "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
 }
 
+# Pieces that no other model has, each in layouts that might take it for the usual one.
+_PIECES = {
+    "TP2 SP PP2 VPP2, interleaved half rotation, none in layer 2": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 p2p, interleaved half rotation, none in layer 2": (2, f"{_CP2} p2p"),
+    "TP2 SP PP2 EP2, experts in two layers": (
+        4,
+        f"{_TP2_SP} --pipeline-model-parallel-size 2 {_EP2} {_ALLTOALL} --expert-tensor-parallel-size 1",
+    ),
+    "PP2, 1 and 3 layers, experts in two layers": (
+        2,
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+    ),
+    "TP4 SP, query and key norm after rotation": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+    "CP2 a2a, query and key norm after rotation": (2, f"{_CP2} a2a"),
+    "TP2 SP PP2 VPP2, LayerNorm without bias": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "TP2 SP PP2 VPP2, some biases": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "one process, recompute selective, some biases": (1, RECOMPUTE["selective, all parts"]),
+    "TP2 SP PP2 VPP2, GeGLU and multipliers": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 p2p, GeGLU and multipliers": (2, f"{_CP2} p2p"),
+    "one process, recompute selective, GeGLU and multipliers": (1, RECOMPUTE["selective, all parts"]),
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -375,6 +415,9 @@ def _cases() -> list[Case]:
         model = max((model for model in MODELS if name.endswith(f", {model}")), key=len)
         slow = name not in _QUICK_LATENTS
         cases.append(Case(name, model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
+    for name, (world_size, flags) in _PIECES.items():
+        model = next(model for model in MODELS if name.endswith(f", {model}"))
+        cases.append(Case(name, model, world_size, tuple(flags.split()), "PP2" not in name, slow_in_bf16=True))
     for mode, flags in RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
     return cases

@@ -103,11 +103,11 @@ def _compare(reader: _Reader, tokenizer: Tokenizer, texts: Sequence[str]) -> Non
     pairs = [(text, tokenizer.encode(text), reader.encode(text)) for text in texts]
     wrong = [pair for pair in pairs if pair[1] != pair[2]]
     if wrong:
-        text, ids, found = min(wrong, key=lambda pair: len(pair[0]))
+        text, ids, exported = min(wrong, key=lambda pair: len(pair[0]))
         raise DataError(
             f"the exported tokenizer, read by {reader.name}, gives other ids than "
             f"{tokenizer.identity()['type']} on {len(wrong)} of {len(pairs)} texts. The shortest is {_short(text)}: "
-            f"{_short(ids)} in training, {_short(found)} in the export. {_WAYS_OUT}"
+            f"{_short(ids)} in training, {_short(exported)} in the export. {_WAYS_OUT}"
         )
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return  # its folder, which says how to decode, was copied

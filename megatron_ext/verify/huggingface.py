@@ -99,15 +99,15 @@ def _corpus_samples(prefix: str, length: int, samples: int) -> torch.Tensor:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     data: Any = IndexedDataset(prefix)
-    found: list[int] = []
+    tokens: list[int] = []
     for document in range(len(data)):
-        found += data[document].tolist()
-        if len(found) > samples * length:
+        tokens += data[document].tolist()
+        if len(tokens) > samples * length:
             break
-    samples = min(samples, (len(found) - 1) // length)
+    samples = min(samples, (len(tokens) - 1) // length)
     if samples < 1:
-        raise ConfigurationError(f"--check-loss {prefix} has {len(found)} tokens; one sample needs {length + 1}")
-    return torch.tensor([found[start : start + length + 1] for start in range(0, samples * length, length)])
+        raise ConfigurationError(f"--check-loss {prefix} has {len(tokens)} tokens; one sample needs {length + 1}")
+    return torch.tensor([tokens[start : start + length + 1] for start in range(0, samples * length, length)])
 
 
 def _need_transformers() -> None:
@@ -122,7 +122,6 @@ def _tokens(config: Config) -> torch.Tensor:
     """Return tokens [1, sequence]: a text, where the tokenizer is at hand, else token ids from all over the
     vocabulary."""
     data = config.data
-    assert data.vocab_size is not None
     length = _LENGTH
     if config.model.position_embedding_type == "learned_absolute":
         length = min(length, config.model.max_position_embeddings)

@@ -95,9 +95,9 @@ class Differences:
 
     def problems(self) -> list[str]:
         """Return what is beyond the tolerances of fp32, in words; empty when the runs agree."""
-        found = [f"initial weights differ: {name}" for name in self.weights]
-        found += self.flaws
-        found += [
+        texts = [f"initial weights differ: {name}" for name in self.weights]
+        texts += self.flaws
+        texts += [
             f"first gradient of {name} is {distance:.1e} of its norm off (tolerance {GRADIENT_TOLERANCE:.0e})"
             for name, distance in self.gradients.items()
             if not distance <= GRADIENT_TOLERANCE
@@ -109,8 +109,8 @@ class Differences:
             ("validation loss", self.validation_loss, CURVE_TOLERANCE),
         ):
             if not distance <= tolerance:
-                found.append(f"{what} is {distance:.1e} off (tolerance {tolerance:.0e})")
-        return found
+                texts.append(f"{what} is {distance:.1e} off (tolerance {tolerance:.0e})")
+        return texts
 
 
 def compare(reference: RunRecord, other: RunRecord) -> Differences:

@@ -65,19 +65,19 @@ class Proof:
     @cached_property
     def outputs(self) -> dict[str, float]:
         """Return the relative distance of every module's output in the first step, in the order of a forward pass."""
-        found = {}
+        distances = {}
         for name, (known, *_) in self.reference.outputs.items():
             replicas = self.other.outputs.get(name, [])
             if replicas and all(replica.shape == known.shape for replica in replicas):
                 # Unlike Python's, numpy's largest of numbers and NaN is NaN.
-                found[name] = float(np.max([relative(replica, known) for replica in replicas]))
-        return found
+                distances[name] = float(np.max([relative(replica, known) for replica in replicas]))
+        return distances
 
     @cached_property
     def gradients(self) -> dict[str, float]:
         """Return the relative distance of every first gradient, in the order of a backward pass."""
-        found = _distances(self.reference.gradients, self.other.gradients)
-        return dict(reversed(found.items()))
+        distances = _distances(self.reference.gradients, self.other.gradients)
+        return dict(reversed(distances.items()))
 
     def far(self, distances: Mapping[str, float]) -> list[str]:
         """Return the names beyond the tolerance; NaN is beyond every tolerance."""

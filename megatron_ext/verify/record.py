@@ -73,8 +73,8 @@ def record(
     with extensions.in_the_catalogue():
         for what in ("initial weights", "first gradients", "final weights"):
             shards = (shard for result in results for shard in result.shards[what])
-            tensors[what], found = assemble(last.config, shards)
-            flaws += [f"{what}: {flaw}" for flaw in found]
+            tensors[what], problems = assemble(last.config, shards)
+            flaws += [f"{what}: {flaw}" for flaw in problems]
     return RunRecord(
         losses=last.losses,
         grad_norms=last.grad_norms,

@@ -140,18 +140,18 @@ def _differences(flags: list[str]) -> tuple[list[str], list[str], int]:
     from megatron_ext.train.step import compute_gradients, held_out_loss
 
     run: Any = _build(flags)
-    compute_gradients(run, 8)  # the first step of a bucket is reduced at its end
+    compute_gradients(run, range(8))  # the first step of a bucket is reduced at its end
     named: list[tuple[str, Any]] = list(global_named_parameters(run.chunks))
     buffers = [buffer for chunk in run.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     for _, weight in named:
         weight.main_grad.fill_(float("nan"))
     held_out_loss(run, run.loaders.train.global_batch(0, 2))
-    compute_gradients(run, 8)
+    compute_gradients(run, range(8))
     written = [buffer.grad_data.clone() for buffer in buffers]
     for buffer in buffers:
         vars(buffer).pop("reset")  # megatron-core's own is left
         buffer.grad_data.zero_()
-    compute_gradients(run, 8)
+    compute_gradients(run, range(8))
     bits = torch.int16 if buffers[0].grad_data.dtype == torch.bfloat16 else torch.int32
     wrong = [
         name

@@ -84,7 +84,7 @@ def _train(flags: list[str], late: bool) -> Trained:
 
     class Notes(Callback):
         def on_step_begin(self, trainer: Any) -> None:
-            begun.append(trainer.run.state.iteration + 1)
+            begun.append(trainer.position.iteration + 1)
 
         def ends_before_next(self, trainer: Any) -> bool:
             return False
@@ -184,7 +184,7 @@ def _stopped(flags: list[str]) -> Stopped:
 
     class Asks(Callback):
         def before_update(self, trainer: Any) -> None:
-            if trainer.run.rank == 1 and trainer.run.state.iteration == 2:
+            if trainer.run.rank == 1 and trainer.position.iteration == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         def ends_before_next(self, trainer: Any) -> bool:

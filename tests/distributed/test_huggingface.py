@@ -10,17 +10,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.checkpoint.native.tensors import Tensors
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.families import state_dict_mapping
+from megatron_ext.train.extensions import Extensions
 from megatron_ext.verify import huggingface
 from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.verify.record import record
 from tests.support.hf_models import (
+    FEWER,
     MODELS,
+    fixed,
     flags,
     forward,
+    greedy,
     our_logits,
     quiet_transformers,
     reference_logits,
+    their_greedy,
     whole_vocabulary,
+    write_gradients,
     write_model,
 )
 from tests.support.in_turn import in_turn
@@ -33,7 +43,10 @@ convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_chec
 TOLERANCE = 1e-5
 VERIFIED = ("Llama 3.1", "Qwen2", "GPT-2")
 # Of families and shapes, those whose tensors are cut in a way of their own. The others: see --all.
-CUT_IN_THEIR_OWN_WAY = {"Llama 2", "Llama with biases", "Qwen2", "OLMo-2", "Mixtral", "Qwen3-MoE", "GPT-2"}
+CUT_IN_THEIR_OWN_WAY = {
+    *("Llama 2", "Llama with biases", "Qwen2", "OLMo-2", "Mixtral", "Qwen3-MoE", "Qwen3-MoE with dense layers"),
+    *("Phi-3", "Nemotron", "GPT-2"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +108,38 @@ def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any)
     assert (ours(tp, pp)["--load-hf", name] - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_path: Path) -> None:
+    write_gradients(write_model(tmp_path / "model", name), tmp_path / "gradients")
+    one_batch = ["--global-batch-size", "2", "--seq-length", str(FEWER), "--clip-grad", "0"]
+    arguments = [*flags(["--load-hf", str(tmp_path / "model")], tp, pp), *one_batch]
+    found = record(arguments, tp * pp, 1, extensions=Extensions(datasets=fixed)).gradients
+    expected, folder = _tensors(tmp_path / "gradients"), HFFolder(tmp_path / "model")
+    config = resolve(folder.values, Facts())
+    for mapping in state_dict_mapping(config, folder.family):
+        ours = torch.from_numpy(found[mapping.parameter.name])
+        for span in mapping.ranges:
+            theirs = expected[span.tensor].T if mapping.transposed else expected[span.tensor]
+            rows = theirs[span.tensor_start : span.tensor_start + span.count]
+            part = ours[span.start : span.start + span.count]
+            assert (part - rows).norm() <= TOLERANCE * theirs.norm(), mapping.parameter.name
+
+
+@pytest.fixture(scope="module")
+def written_on(imported: dict[str, str]) -> dict[str, list[list[int]]]:
+    """How our models go on from `PROMPTS`."""
+    [found] = run_ranks(1, in_turn, greedy, [(["--load", folder], 24) for folder in imported.values()], timeout=550)
+    return dict(zip(imported, found, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_transformers(name: str, written_on: dict[str, Any], tmp_path: Path) -> None:
+    expected = their_greedy(write_model(tmp_path, name), 24)
+    assert len({token for tokens in expected for token in tokens}) > 8, "they go on with one and the same"
+    assert written_on[name] == expected
+
+
 def test_load_hf_into_stages_that_differ(models: dict[str, Any]) -> None:
     folder, expected = models["Llama 3.1"]
     uneven = ["--load-hf", str(folder), "--decoder-first-pipeline-num-layers", "3"]
@@ -125,7 +170,7 @@ def test_query_groups(name: str, heads: int, tp: int, tmp_path: Path) -> None:
     assert _difference(tp, flags(["--load-hf", str(tmp_path)], tp), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "Qwen3-MoE with dense layers"])
 def test_experts_on_two_ranks(name: str, imported: dict[str, str], models: dict[str, Any]) -> None:
     folder, expected = models[name]
     layout = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
@@ -193,8 +238,11 @@ def test_to_hf_gives_back_the_files(
     assert convert(arguments if verified else [*arguments, "--no-verify"]) == 0
     expected, found = _tensors(models[name][0]), _tensors(written)
     assert found.keys() == expected.keys()
+    added = _added(models[name][0])
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype, key
+        if added[key]:  # what our model has by the files that came back, is what it has by those that it read
+            found[key], tensor = found[key] + added[key], tensor + added[key]
         assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
     assert len(list(written.glob("*.safetensors"))) > 1
     assert ("largest difference of logits" in capsys.readouterr().out) == verified
@@ -203,6 +251,13 @@ def test_to_hf_gives_back_the_files(
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder, as the safetensors package itself reads them."""
     return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+def _added(folder: Path) -> dict[str, float]:
+    """What our model adds to each tensor of a folder."""
+    source = HFFolder(folder)
+    mappings = state_dict_mapping(resolve(source.values, Facts()), source.family)
+    return {name: mapping.added for mapping in mappings for name in mapping.tensor_shapes()}
 
 
 def _train(arguments: list[str], save: str | None) -> tuple[float, torch.Tensor | None]:

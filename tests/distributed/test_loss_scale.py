@@ -94,7 +94,7 @@ def _gradients(flags: str) -> dict[str, Any]:
     from megatron_ext.verify import gather
 
     run = build_run(configure(shlex.split(f"{MODEL} {flags} --device cpu")).config, device.install("cpu"))
-    compute_gradients(run, 4)
+    compute_gradients(run, range(4))
     scale = float(run.optimizer.get_loss_scale())
     found = {shard.name: shard.values / scale for shard in gather.gradients(run)}
     run.loaders.close()

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.pipeline_schedules import ORDERS, measure, run_order
-from megatron_ext.plan.schedule import order as planned
+from megatron_ext.plan.schedule import Schedule
 from megatron_ext.verify.ranks import run_ranks
 
 MOST_LIVE = {
@@ -25,5 +25,5 @@ def test_live_activations_are_those_of_the_formula(order: str) -> None:
 def test_the_planner_has_the_order_of_megatron_core(order: str, stages: int, microbatches: int, chunks: int) -> None:
     results = run_ranks(stages, run_order, order, microbatches, chunks, 0.0, 1)
     for stage, (_, _, worked) in enumerate(results):
-        works = planned(stage, stages, chunks, microbatches, stages)
+        works = Schedule(stages, chunks, microbatches, stages if chunks > 1 else 1).order(stage)
         assert [(work.forward, work.chunk) for work in works] == worked

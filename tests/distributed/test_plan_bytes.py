@@ -66,7 +66,7 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
     here = device.install("cpu")
     from benchmarks.traffic import Traffic
     from megatron_ext.plan.activations import Activations
-    from megatron_ext.plan.schedule import most_held, order
+    from megatron_ext.plan.schedule import most_held, schedule_of
     from megatron_ext.plan.shapes import Shapes
     from megatron_ext.plan.traffic import sent
     from megatron_ext.train.build import build_run
@@ -89,14 +89,8 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
             formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=shapes.is_last(stage, chunk))
             for chunk, layers in enumerate(shapes.stacks[stage])
         ]
-        layout = config.layout
-        works = order(
-            stage,
-            layout.pipeline_model_parallel_size,
-            len(chunks),
-            config.training.global_batch_size // config.training.micro_batch_size // layout.data_parallel_size,
-            layout.microbatch_group_size,
-        )
+        microbatches = config.training.global_batch_size // config.training.micro_batch_size
+        works = schedule_of(config, microbatches // config.layout.data_parallel_size).order(stage)
         again = [max(chunk.recomputed - chunk.loss, 0.0) for chunk in chunks]
         most = most_held(works, [chunk.held for chunk in chunks], again).bytes
         found.append(

@@ -94,9 +94,9 @@ def works(passes: Iterable[Pass]) -> list[Work]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_recorded_order_is_the_simulated_one(folder: Path, name: str) -> None:
     found = records(folder, name)
-    assert [record.place.rank for record in found] == list(range(LAYOUTS[name][0]))
+    assert [record.position.rank for record in found] == list(range(LAYOUTS[name][0]))
     for record in found:
-        place = record.place
+        place = record.position
         assert [step.iteration for step in record.steps] == [2, 3]
         for step in record.steps:
             microbatches = len({each.microbatch for each in step.passes})

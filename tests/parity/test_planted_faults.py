@@ -95,3 +95,19 @@ def test_gradient_scale_of_fsdp2(first_steps: Experiment) -> None:
     assert found.first_loss <= FIRST_LOSS_TOLERANCE  # and Adam hides it ever after
     assert wrong_gradients(found) == set(found.gradients)
     assert all(abs(distance - 0.5) < 1e-3 for distance in found.gradients.values())
+
+
+# Slow: what a rank leaves out of a piece is found by the same comparison as the faults above.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("TP2 SP PP2 VPP2, GeGLU and multipliers", planted.multiply_nothing_on_the_last_stage),
+        ("TP2 SP PP2 VPP2, interleaved half rotation, none in layer 2", planted.rotate_every_layer),
+        ("TP4 SP, query and key norm after rotation", planted.leave_rotated_heads_as_they_are),
+        ("TP2 SP PP2 VPP2, some biases", planted.add_the_bias_of_attention_on_every_rank),
+    ],
+)
+def test_a_piece_that_ranks_compute_otherwise(name: str, fault: Callable[[], None], first_steps: Experiment) -> None:
+    found = differences(first_steps, name, fault)
+    assert wrong_gradients(found)

@@ -5,10 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 VOCABULARY = 1003
 LENGTH = 64
+FEWER = LENGTH - 2
+"""Tokens of a sample whose next ones are among `TOKENS`: an even number, for sequence parallelism."""
+PROMPTS = [[17, 401, 33], [5], [900, 2, 77, 1002, 45, 3, 600, 8, 64, 250, 7]]
 TOKENS = [[(7919 * position + 101 * row) % VOCABULARY for position in range(LENGTH)] for row in range(2)]
 
 _DECODER: dict[str, Any] = {
@@ -21,6 +25,7 @@ _DECODER: dict[str, Any] = {
     "max_position_embeddings": 128,
     "head_dim": 12,
 }
+_UNTIED = {"tie_word_embeddings": False}
 _SCALING: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -37,6 +42,11 @@ _GPT2: dict[str, Any] = {
     "n_positions": 80,
 }
 
+_LATENTS: dict[str, Any] = {
+    **{name: value for name, value in _DECODER.items() if name != "head_dim"},
+    **{"num_key_value_heads": 6, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"num_hidden_layers": 4, "first_k_dense_replace": 4, "pad_token_id": None},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 2": {"model_type": "llama", **_DECODER, "num_key_value_heads": 6, "tie_word_embeddings": False},
     "Llama 3.1": {
@@ -61,6 +71,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "tie_word_embeddings": False,
     },
+    "Llama with biases of attention": {
+        **{"model_type": "llama", **_DECODER, "attention_bias": True, "mlp_bias": False},
+    },
+    "Llama with biases of the MLP": {
+        **{"model_type": "llama", **_DECODER, "attention_bias": False, "mlp_bias": True, "num_key_value_heads": 1},
+    },
+    "Seed-OSS with another bias": {
+        **{"model_type": "seed_oss", **_DECODER, "attention_bias": False, "attention_out_bias": True},
+        "pad_token_id": None,
+    },
+    "Qwen3-MoE with biases": {
+        **{"model_type": "qwen3_moe", **_DECODER, "moe_intermediate_size": 32, "num_experts": 6},
+        **{"num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True},
+    },
     "Mistral": {"model_type": "mistral", **_DECODER, "sliding_window": None, "tie_word_embeddings": False},
     "Mistral with a window": {
         **{"model_type": "mistral", **_DECODER, "sliding_window": 5, "tie_word_embeddings": False}
@@ -84,6 +108,89 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
     },
+    "Qwen3-MoE with dense layers": {
+        **{"model_type": "qwen3_moe", **_DECODER, "num_hidden_layers": 4, "moe_intermediate_size": 32},
+        **{"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [0, 3]},
+        "tie_word_embeddings": False,
+    },
+    "Qwen2 with windows": {
+        **{"model_type": "qwen2", **_DECODER, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 7},
+        **{"max_window_layers": 1, "tie_word_embeddings": False},
+    },
+    "Ministral": {
+        **{"model_type": "ministral", **_DECODER, "num_hidden_layers": 4, "sliding_window": 6},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "EXAONE 4.0": {
+        **{"model_type": "exaone4", **_DECODER, "head_dim": 8, "num_hidden_layers": 4, "sliding_window": 6},
+        "sliding_window_pattern": 2,
+    },
+    "EXAONE 4.0 without windows": {
+        **{"model_type": "exaone4", **_DECODER, "head_dim": 8, "sliding_window": None, "num_key_value_heads": 6},
+        "layer_types": ["full_attention"] * 2,
+    },
+    "SmolLM3": {
+        **{"model_type": "smollm3", **_DECODER, "num_hidden_layers": 4, "pad_token_id": None},
+        **{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 6},
+    },
+    "Gemma": {"model_type": "gemma", **_DECODER, "num_key_value_heads": 1, "pad_token_id": None, **_UNTIED},
+    "Granite": {
+        **{"model_type": "granite", **_DECODER, "head_dim": 8, "embedding_multiplier": 0.3, "logits_scaling": 3.0},
+        **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "tie_word_embeddings": True},
+        **{"attention_bias": True, "mlp_bias": True},
+    },
+    "Hunyuan": {
+        **{"model_type": "hunyuan_v1_dense", **_DECODER, "pad_token_id": None},
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0},
+    },
+    "OLMo": {"model_type": "olmo", **_DECODER, "head_dim": 8, "pad_token_id": None, "attention_bias": True},
+    "OLMo-3": {
+        **{"model_type": "olmo3", **_DECODER, "num_hidden_layers": 4, "sliding_window": 6, "pad_token_id": None},
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1000.0} for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "ERNIE 4.5": {
+        "model_type": "ernie4_5",
+        **_DECODER,
+        "use_bias": True,
+        "num_key_value_heads": 1,
+        "pad_token_id": None,
+    },
+    "Seed-OSS": {"model_type": "seed_oss", **_DECODER, "pad_token_id": None},
+    "Seed-OSS with biases": {
+        **{"model_type": "seed_oss", **_DECODER, "attention_out_bias": True, "mlp_bias": True},
+        **{"tie_word_embeddings": True, "pad_token_id": None},
+    },
+    "GLM": {"model_type": "glm", **_DECODER, "pad_token_id": None, "partial_rotary_factor": 0.5},
+    "Phi-3": {
+        **{"model_type": "phi3", **_DECODER, "head_dim": 8, "pad_token_id": None, "sliding_window": 9},
+        "partial_rotary_factor": 0.75,
+    },
+    "StarCoder2": {"model_type": "starcoder2", **_DECODER, "head_dim": 8, "sliding_window": 5},
+    "StarCoder2 without biases": {
+        **{"model_type": "starcoder2", **_DECODER, "use_bias": False, "tie_word_embeddings": False},
+        "hidden_act": "gelu",
+    },
+    "Arcee": {"model_type": "arcee", **_DECODER, "attention_bias": True, "mlp_bias": True},
+    "Nemotron": {"model_type": "nemotron", **_DECODER},
+    "Nemotron with biases": {
+        **{"model_type": "nemotron", **_DECODER, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+        **{"partial_rotary_factor": 1.0, "tie_word_embeddings": True},
+    },
+    "StableLM": {"model_type": "stablelm", **_DECODER, "head_dim": 8, "use_qkv_bias": True},
+    "OLMoE": {
+        **{"model_type": "olmoe", **_DECODER, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3},
+        **{"norm_topk_prob": True, "pad_token_id": None},
+    },
+    "DeepSeek-V3, dense": {
+        **{"model_type": "deepseek_v3", **_LATENTS, "q_lora_rank": 20, "tie_word_embeddings": False},
+        "rope_scaling": {
+            **{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16},
+            **{"beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+    },
+    "DeepSeek-V2, dense": {"model_type": "deepseek_v2", **_LATENTS, "q_lora_rank": None, "tie_word_embeddings": True},
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }
@@ -102,6 +209,64 @@ def write_model(folder: Path, name: str, **changes: Any) -> torch.nn.Module:
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.05))
     model.save_pretrained(folder)
     return model
+
+
+def write_gradients(model: torch.nn.Module, folder: Path) -> None:
+    """Write the gradients of the mean loss over the first of `TOKENS`, each predicted from those before, as the files
+    have the weights. The model is lost."""
+    tokens = torch.tensor(TOKENS)[:, : FEWER + 1]
+    logits = model(input_ids=tokens[:, :-1]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(folder)
+
+
+class Fixed:
+    """The first of `TOKENS` as a dataset."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = np.array(TOKENS[index % len(TOKENS)][: FEWER + 1])
+        mask, positions = np.ones(FEWER, np.float32), np.arange(FEWER)
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "position_ids": positions}
+
+
+def fixed(_config: Any, _tokenizer: Any, samples: Any) -> Any:
+    """Return `Fixed` as the datasets of a run."""
+    made = {name: Fixed(count) if count else None for name, count in vars(samples).items()}
+    return type(samples)(**made)
+
+
+_PENALTY = 1.5
+"""Without it, models that were not trained write one token over and over."""
+
+
+def greedy(task: tuple[list[str], int]) -> list[list[int]]:
+    """On ranks: load a checkpoint of ours, and go on from `PROMPTS` by so many tokens."""
+    from megatron_ext.inference.generation import generate
+    from megatron_ext.inference.sampling import Sampling
+    from megatron_ext.train.trained_model import load_trained
+
+    arguments, tokens = task
+    model = load_trained([*arguments, "--device", "cpu", "--seq-length", str(LENGTH), "--micro-batch-size", "3"])
+    sampling = Sampling(max_new_tokens=tokens, ignore_eod=True, repetition_penalty=_PENALTY)
+    return [one.tokens for one in generate(model, PROMPTS, sampling)]
+
+
+def their_greedy(model: Any, tokens: int) -> list[list[int]]:
+    """Return the same of transformers' model."""
+    settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "repetition_penalty": _PENALTY}
+    with torch.no_grad():
+        made = [model.generate(torch.tensor([ids]), max_new_tokens=tokens, **settings) for ids in PROMPTS]
+    return [ids[0, len(prompt) :].tolist() for ids, prompt in zip(made, PROMPTS, strict=True)]
 
 
 def reference_logits(model: torch.nn.Module) -> torch.Tensor:

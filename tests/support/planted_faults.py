@@ -138,3 +138,36 @@ def average_over_ranks() -> None:
 
     FSDPModule.set_gradient_divide_factor = lambda *_args: None  # pyright: ignore[reportAttributeAccessIssue]
     FSDPModule.set_force_sum_reduction_for_comms = lambda *_args: None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def multiply_nothing_on_the_last_stage() -> None:
+    from megatron_ext.model import gpt
+
+    multiply = gpt._multiply_outputs
+    gpt._multiply_outputs = lambda chunk, model: None if chunk.post_process else multiply(chunk, model)
+
+
+def rotate_every_layer() -> None:
+    from megatron_ext.parts import spec
+
+    spec._columns = lambda layer, tables: slice(None)
+
+
+def leave_rotated_heads_as_they_are() -> None:
+    from megatron_ext.parts.norm import compute as norm
+
+    norm._AfterRotation.of_rotated = lambda self, x: x
+
+
+def add_the_bias_of_attention_on_every_rank() -> None:
+    """The sum over tensor-parallel ranks then has it once for each."""
+    from megatron_ext.parts.linear import compute as linear
+
+    make = linear.BiasedRowLinear.__init__
+
+    def make_without_a_sum(self: Any, *sizes: int, **settings: Any) -> None:
+        make(self, *sizes, **settings)
+        if self.bias is not None:
+            self.register_forward_hook(lambda _module, _inputs, output: (output[0], output[1] * self.tp_group.size()))
+
+    linear.BiasedRowLinear.__init__ = make_without_a_sum  # pyright: ignore[reportAttributeAccessIssue]

@@ -134,8 +134,8 @@ def _write_weights(
     for one in mappings:
         dtype = source.dtype(one.parameter.name)
         for piece in source.pieces(one.parameter.name):
-            found = _parts(piece, one, entries, dtype, files)
-            parts.setdefault(piece.file, []).extend(found)
+            ranges = _parts(piece, one, entries, dtype, files)
+            parts.setdefault(piece.file, []).extend(ranges)
     for name, wanted in parts.items():
         path, expected = source.path / name, shards.get(name)
         try:
@@ -153,7 +153,7 @@ def _write_weights(
 def _all(wanted: list[tuple[int, FilePart]], path: Path) -> Iterator[FilePart]:
     """Yield the whole file: the wanted parts, and what lies between them."""
     position = 0
-    for offset, part in sorted(wanted, key=lambda place: place[0]):
+    for offset, part in sorted(wanted, key=lambda pair: pair[0]):
         if offset < position:
             raise DataError(f"{path}: two tensors overlap at {offset}. Take an earlier checkpoint.")
         if offset > position:
@@ -185,7 +185,7 @@ def _parts(
             continue
         offset = piece.offset + (low - piece.row) * width
         if mapping.is_copied and entry.dtype == dtype and tuple(columns) == entry.shape[1:]:
-            yield offset, FileRange((high - low) * width, files, entry.path, entry.place(low + shift))
+            yield offset, FileRange((high - low) * width, files, entry.path, entry.offset_of(low + shift))
             continue
         step = max(1, BLOCK // width)
         for start in range(low, high, step):
@@ -223,7 +223,7 @@ class _Target:
             self.entry.whole(writable=True).T[self.row : self.row + rows, columns] = values
         elif values.shape[1:] == self.entry.shape[1:]:
             bits = memoryview(np.ascontiguousarray(values)).cast("B")
-            write_all(self.files[self.entry.path], self.entry.place(self.row), bits)
+            write_all(self.files[self.entry.path], self.entry.offset_of(self.row), bits)
         else:
             self.entry.rows(self.row, rows, writable=True)[:, columns] = values
 
@@ -273,13 +273,13 @@ def _copy(source: SavedModel, folder: Path, names: Sequence[str]) -> list[str]:
     """Copy those of the tokenizer's files that have these names, and return the names."""
     data = source.config.data
     if data.tokenizer_type not in (None, "HuggingFaceTokenizer"):
-        found = {name: path for name, path in tokenizer_files(data).items() if name in names and path.is_file()}
-        for name, path in found.items():
+        files = {name: path for name, path in tokenizer_files(data).items() if name in names and path.is_file()}
+        for name, path in files.items():
             shutil.copyfile(path, folder / name)
-        return list(found)
+        return list(files)
     for origin in (source.path / TOKENIZER, *([Path(data.tokenizer_model)] if data.tokenizer_model else ())):
-        if found := copy_tokenizer(origin, folder, names):
-            return found
+        if files := copy_tokenizer(origin, folder, names):
+            return files
     return []
 
 

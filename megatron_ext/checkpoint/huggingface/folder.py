@@ -57,7 +57,8 @@ class HFFolder:
                 elif entry.dtype not in WIDTH:
                     problems.append(f"{name} has dtype {entry.dtype}; supported are {', '.join(WIDTH)}")
         if config.model.untie_embeddings_and_output_weights is False and self._has_an_output_layer_of_its_own():
-            problems.append("lm_head.weight differs from the embeddings, but config.json has tie_word_embeddings")
+            head = f"{self.family.names['output_layer'][0]}.weight"
+            problems.append(f"{head} differs from the embeddings, but config.json has tie_word_embeddings")
         if problems:
             raise DataError(
                 f"{self.path}: config.json does not match the tensors: "
@@ -67,13 +68,15 @@ class HFFolder:
 
     def dtype(self) -> str:
         """Return the dtype of the weights; where they differ, one that holds all of them."""
-        found = {entry.dtype for entry in self.entries.values() if entry.dtype in WIDTH}
-        return "F32" if found == {"F16", "BF16"} else max(found, key=WIDTH.__getitem__, default="F16")
+        dtypes = {entry.dtype for entry in self.entries.values() if entry.dtype in WIDTH}
+        return "F32" if dtypes == {"F16", "BF16"} else max(dtypes, key=WIDTH.__getitem__, default="F16")
 
     def _has_an_output_layer_of_its_own(self) -> bool:
         """Return whether the output layer differs from the embedding: old files of tied models hold the shared matrix
         twice; two different ones would be another model."""
-        head, table = self.entries.get("lm_head.weight"), self.entries.get(f"{self.family.names[_TABLE][0]}.weight")
+        head, table = (
+            self.entries.get(f"{self.family.names[module][0]}.weight") for module in ("output_layer", _TABLE)
+        )
         if head is None or table is None:
             return False
         if head.shape != table.shape or head.dtype != table.dtype:

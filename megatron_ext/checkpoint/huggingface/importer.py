@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ext.checkpoint.copying import BLOCK, ComputedBytes, FilePart, FileRange, Files, Literal, Zeros, gather
 from megatron_ext.checkpoint.dtypes import WIDTH
@@ -32,6 +32,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import ParameterMapping, state_dict_mapping
 from megatron_ext.parts.catalogue import states
+from megatron_ext.parts.stack import stack
 
 _CHUNK_BYTES = 32 << 20
 
@@ -83,36 +84,46 @@ def copy_tokenizer(source: Path, destination: Path, wanted: Sequence[str] = HUGG
 _STACKED = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.*)")
 
 
-def stacked_key(name: str) -> tuple[str, tuple[int, ...]]:
-    """Return a parameter's key in a checkpoint, and its place there: the layers of a model are one tensor, and so are
-    the experts of a layer: [layers, ...] or [layers, experts, ...]."""
-    found = _STACKED.fullmatch(name)
-    if found is None:
-        return name, ()
-    layer, expert, rest = found.groups()
+class Stacked(NamedTuple):
+    """Where a checkpoint holds a parameter, or a state."""
+
+    key: str
+    indices: tuple[int, ...]
+    """Of its layer, and of its expert, in the tensor of all: [layers, ...], [layers, experts, ...]."""
+
+    sizes: tuple[int, ...]
+    """Numbers of layers, and of experts, in that tensor."""
+
+
+def stacked(config: Config, name: str) -> Stacked:
+    """Return where a checkpoint holds a parameter: the experts of a layer are one tensor, and so are layers, unless
+    they have different parameters."""
+    match = _STACKED.fullmatch(name)
+    if match is None:
+        return Stacked(name, (), ())
+    layer, expert, rest = match.groups()
+    indices, sizes, prefix = (int(layer),), (config.model.num_layers,), "decoder.layers."
+    if stack(config).has_mixed_parameters:
+        indices, sizes, prefix = (), (), f"decoder.layers.{layer}."
     if expert is None:
-        return f"decoder.layers.{rest}", (int(layer),)
-    return f"decoder.layers.mlp.experts.experts.{rest}", (int(layer), int(expert))
-
-
-def stack_sizes(config: Config, place: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how many layers, and experts, the tensor holds in which a parameter has this place."""
-    return (config.model.num_layers, config.model.num_experts or 0)[: len(place)]
+        return Stacked(f"{prefix}{rest}", indices, sizes)
+    experts = config.model.num_experts or 0
+    return Stacked(f"{prefix}mlp.experts.experts.{rest}", (*indices, int(expert)), (*sizes, experts))
 
 
 def _weights(config: Config, folder: HFFolder) -> Iterator["_Item"]:
     """Yield the chunks of all weights, in the order in which they are written."""
     dtype = folder.dtype()
     for mapping in state_dict_mapping(config, folder.family):
-        key, place = stacked_key(mapping.parameter.name)
+        key, indices, sizes = stacked(config, mapping.parameter.name)
         rows, *rest = mapping.parameter.shape
-        size = (*stack_sizes(config, place), rows, *rest)
+        size = (*sizes, rows, *rest)
         row_bytes = WIDTH[dtype] * math.prod(rest)
         per_chunk = max(1, _CHUNK_BYTES // row_bytes)
         for start in range(0, rows, per_chunk):
             part = range(start, min(start + per_chunk, rows))
-            offsets = (*place, start, *(0 for _ in rest))
-            sizes = (*(1 for _ in place), len(part), *rest)
+            offsets = (*indices, start, *(0 for _ in rest))
+            sizes = (*(1 for _ in indices), len(part), *rest)
             yield _Item(key, offsets, sizes, size, len(part) * row_bytes, mapping, part)
 
 
@@ -153,7 +164,7 @@ def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> 
     except EOFError as error:
         raise DataError(f"{error}. Download or write it again.") from error
     assert size == position
-    tensors = {key: Tensor(dtype, size, tuple(found)) for (key, size), found in chunks.items()}
+    tensors = {key: Tensor(dtype, size, tuple(of_tensor)) for (key, size), of_tensor in chunks.items()}
     return torch_dist.write(tensors, objects), {path.name: {"bytes": size, "crc32": f"{checksum:08x}"}}
 
 
@@ -169,7 +180,7 @@ def _elements(folder: HFFolder, mapping: ParameterMapping, rows: range, dtype: s
         covered = high
         entry, first = folder.entries[span.tensor], span.tensor_start + low - span.start
         if mapping.is_copied and entry.dtype == dtype:
-            yield FileRange((high - low) * width, files, entry.path, entry.place(first))
+            yield FileRange((high - low) * width, files, entry.path, entry.offset_of(first))
             continue
         step = max(1, BLOCK // width)
         for start in range(first, first + high - low, step):
@@ -193,8 +204,8 @@ def _convert(entry: Entry, mapping: ParameterMapping, rows: range, dtype: str, t
 def _objects(config: Config) -> Iterator[tuple[str, Any]]:
     for state in states(config):
         assert state.kind == "extra", f"{state.name}: an import has parameters alone"
-        key, (layer, *_) = stacked_key(state.name)
-        yield f"{key}/shard_{layer}_{config.model.num_layers}", None
+        key, indices, sizes = stacked(config, state.name)
+        yield f"{key}/shard_{indices[0] if indices else 0}_{sizes[0] if sizes else 1}", None
     yield (
         "common_state/shard_0_1",
         {

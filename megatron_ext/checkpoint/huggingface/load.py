@@ -84,6 +84,6 @@ def _read_in_place(entry: Entry, row: int, target: torch.Tensor) -> None:
     try:
         with entry.path.open("rb", buffering=0) as file:
             bits = memoryview(target.view(-1).view(torch.uint8).numpy())
-            read_exactly(file.fileno(), entry.place(row), bits, entry.path)
+            read_exactly(file.fileno(), entry.offset_of(row), bits, entry.path)
     except EOFError as error:
         raise DataError(f"{error}. Download or write it again.") from error

@@ -46,7 +46,7 @@ class Entry:
         """Bytes of one index of the first dimension."""
         return math.prod(self.shape[1:]) * SAFETENSORS_WIDTHS[self.dtype]
 
-    def place(self, row: int) -> int:
+    def offset_of(self, row: int) -> int:
         """Return the offset of a row in the file."""
         return self.offset + row * self.row_bytes
 
@@ -57,7 +57,7 @@ class Entry:
         from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 
         mode, shape = "r+" if writable else "c", (count, *self.shape[1:])
-        return np.memmap(self.path, dtype=ARRAYS[self.dtype], mode=mode, offset=self.place(start), shape=shape)
+        return np.memmap(self.path, dtype=ARRAYS[self.dtype], mode=mode, offset=self.offset_of(start), shape=shape)
 
     def whole(self, *, writable: bool = False) -> "npt.NDArray":
         """Return a view of all of it."""

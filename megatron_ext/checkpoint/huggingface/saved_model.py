@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
-from megatron_ext.checkpoint.huggingface.importer import stack_sizes, stacked_key
+from megatron_ext.checkpoint.huggingface.importer import stacked
 from megatron_ext.checkpoint.native import manifest, torch_dist
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import CONFIG, checkpoint_at
@@ -81,8 +81,8 @@ class SavedModel:
         problems = []
         for mapping in state_dict_mapping(self.config, family_of(self.config)):
             parameter = mapping.parameter
-            key, place = stacked_key(parameter.name)
-            expected = (*stack_sizes(self.config, place), *parameter.shape)
+            key, _, sizes = stacked(self.config, parameter.name)
+            expected = (*sizes, *parameter.shape)
             entry = self.tensors.get(key)
             if entry is None:
                 problems.append(f"{key} is missing; it should have shape {list(expected)}")
@@ -95,7 +95,7 @@ class SavedModel:
             raise DataError(f"{self.path} does not match its {CONFIG}: {'; '.join(problems)}")
 
     def _require_our_layers(self) -> None:
-        known = {stacked_key(parameter.name)[0] for parameter in parameters(self.config)}
+        known = {stacked(self.config, parameter.name).key for parameter in parameters(self.config)}
         saved = (name for name in self.tensors if name.startswith("decoder.layers."))
         own = sorted(name for name in saved if name not in known and not name.endswith("_extra_state"))
         if own:
@@ -106,7 +106,7 @@ class SavedModel:
 
     def dtype(self, name: str = "embedding.word_embeddings.weight") -> str:
         """Return the dtype of a parameter's weights, as in safetensors."""
-        return self.tensors[stacked_key(name)[0]].dtype
+        return self.tensors[stacked(self.config, name).key].dtype
 
     def pieces(self, name: str) -> Iterator[Piece]:
         """Return the saved pieces of a parameter.
@@ -114,9 +114,9 @@ class SavedModel:
         Raises:
             DataError: one of them cannot be read.
         """
-        key, place = stacked_key(name)
+        key, indices, _ = stacked(self.config, name)
         for chunk in self.tensors[key].chunks:
-            inside = [index - start for index, start in zip(place, chunk.offsets, strict=False)]
+            inside = [index - start for index, start in zip(indices, chunk.offsets, strict=False)]
             if all(0 <= index < size for index, size in zip(inside, chunk.sizes, strict=False)):
                 yield self._piece(key, chunk, tuple(inside))
 
@@ -145,8 +145,8 @@ def _elements(path: Path, key: str, chunk: Chunk, dtype: str) -> "tuple[int, npt
     """Return where a chunk's elements begin in the file; or where they are not in order, the elements."""
     try:
         with path.open("rb", buffering=0) as file:
-            place = place_of_elements(file, chunk.offset, chunk.length, chunk.sizes, dtype)
-            return (0, _read(file, chunk, dtype)) if place is None else (place, None)
+            offset = place_of_elements(file, chunk.offset, chunk.length, chunk.sizes, dtype)
+            return (0, _read(file, chunk, dtype)) if offset is None else (offset, None)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise DataError(f"{path}: {key} cannot be read: {error}. Take an earlier checkpoint.") from error
 

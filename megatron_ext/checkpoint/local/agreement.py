@@ -16,7 +16,7 @@ from megatron_ext.checkpoint.local.folder import file_of, folder_of, iterations,
 from megatron_ext.checkpoint.local.peers import send_file
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native.agreement import told_by_the_first_rank
-from megatron_ext.checkpoint.native.folder import CONFIG, DATA, Found, iteration_folder
+from megatron_ext.checkpoint.native.folder import CONFIG, DATA, SavedCheckpoint, iteration_folder
 from megatron_ext.checkpoint.native.lock import name_of_contents
 from megatron_ext.checkpoint.native.resume import Resume, Search, read_resume
 from megatron_ext.config.schema import CheckpointConfig, Config
@@ -37,9 +37,9 @@ def newest_snapshot(config: Config, search: Search) -> Resume | None:
     world_size = torch.distributed.get_world_size()
     told: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(told, seen)
-    for iteration in sorted({iteration for held in told for iteration in held}, reverse=True):
-        held = [answer.get(iteration, {}) for answer in told]
-        reason = _unusable(held, world_size) or _bring(folder, iteration, held) or _damaged(folder, iteration)
+    for iteration in sorted({iteration for answers in told for iteration in answers}, reverse=True):
+        answers = [answer.get(iteration, {}) for answer in told]
+        reason = _unusable(answers, world_size) or _bring(folder, iteration, answers) or _damaged(folder, iteration)
         if reason is None:
             return told_by_the_first_rank(lambda iteration=iteration: _resume(folder, iteration, config))
         if torch.distributed.get_rank() == 0:
@@ -108,24 +108,24 @@ def _of_another_course(header: Mapping[str, Any], save: str, contents: str | Non
     return ""
 
 
-def _unusable(held: list[dict[int, str]], world_size: int) -> str | None:
+def _unusable(answers: list[dict[int, str]], world_size: int) -> str | None:
     """Return why the files of all machines together are no snapshot; None where they are."""
-    reasons = [reason for answer in held for _, reason in sorted(answer.items()) if reason]
+    reasons = [reason for answer in answers for _, reason in sorted(answer.items()) if reason]
     if reasons:
         return reasons[0]
-    missing = sorted(set(range(world_size)) - {rank for answer in held for rank in answer})
+    missing = sorted(set(range(world_size)) - {rank for answer in answers for rank in answer})
     return f"that of rank {missing[0]} is on no machine" if missing else None
 
 
-def _bring(folder: Path, iteration: int, held: list[dict[int, str]]) -> str | None:
+def _bring(folder: Path, iteration: int, answers: list[dict[int, str]]) -> str | None:
     """Send files to the ranks that have none; return why that failed. Collective."""
-    without = [rank for rank, answer in enumerate(held) if rank not in answer]
+    without = [rank for rank, answer in enumerate(answers) if rank not in answer]
     if not without:
         return None
     group = torch.distributed.new_group(backend="gloo")
     me, problem = torch.distributed.get_rank(), None
     for rank in without:
-        sender = next(other for other, answer in enumerate(held) if rank in answer)
+        sender = next(other for other, answer in enumerate(answers) if rank in answer)
         if me in (sender, rank):
             source = ranks_at(folder, iteration).get(rank) if me == sender else None
             target = None if me == sender else file_of(folder, iteration, rank)
@@ -152,12 +152,12 @@ def _resume(folder: Path, iteration: int, config: Config) -> Resume:
     for name in (CONFIG, DATA):
         if header.get(name) is not None:
             (path / name).write_text(header[name], encoding="utf-8")
-    found = read_resume(Found(path, iteration), use_checkpoint_args=config.checkpoint.use_checkpoint_args)
-    return replace(found, is_snapshot=True)
+    resume = read_resume(SavedCheckpoint(path, iteration), use_checkpoint_args=config.checkpoint.use_checkpoint_args)
+    return replace(resume, is_snapshot=True)
 
 
 def _first(problem: str | None) -> str | None:
     """Return the problem of the first rank that has one. Collective."""
     problems: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(problems, problem)
-    return next((found for found in problems if found is not None), None)
+    return next((one for one in problems if one is not None), None)

@@ -52,16 +52,16 @@ def layout_of(config: Config) -> dict[str, Any]:
 def iterations(folder: Path) -> list[int]:
     """Return the iterations of which there is something here, in ascending order."""
     names = os.listdir(folder) if folder.is_dir() else []
-    found = [_ITERATION.fullmatch(name) for name in names]
-    return sorted(int(match[1]) for match in found if match)
+    matches = [_ITERATION.fullmatch(name) for name in names]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def ranks_at(folder: Path, iteration: int) -> dict[int, Path]:
     """Return the files of an iteration by the rank whose they are; its own before a copy."""
     there = iteration_folder(folder, iteration)
     names = sorted(os.listdir(there), reverse=True) if there.is_dir() else []
-    found = {name: _FILE.fullmatch(name) for name in names}
-    return {int(match[1]): there / name for name, match in found.items() if match}
+    matches = {name: _FILE.fullmatch(name) for name in names}
+    return {int(match[1]): there / name for name, match in matches.items() if match}
 
 
 def remove_old(folder: Path, newest: int) -> None:

@@ -120,14 +120,14 @@ def restore(path: Path, into: Mapping[str, torch.Tensor]) -> None:
 def _listed(path: Path) -> dict[str, tuple[str, list[int], int]]:
     """Return each tensor's type, shape and first byte, as the header says."""
     entries = (read_header(path) or {}).get("tensors")
-    found = {}
+    tensors = {}
     for entry in entries if isinstance(entries, list) else [entries]:
         match entry:
             case [str(name), str(dtype), list(shape), int(begin)] if begin >= 0:
-                found[name] = dtype, shape, begin
+                tensors[name] = dtype, shape, begin
             case _:
                 raise DataError(f"the snapshot {path} has a header that none of ours has; {_REMEDY}")
-    return found
+    return tensors
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -141,9 +141,9 @@ def _opened(path: Path) -> IO[bytes]:
 
 def _copy(content: mmap.mmap, begin: int, tensor: torch.Tensor) -> None:
     # A copy, since the file is mapped to be read only, and must not stay mapped.
-    held = bytearray(content[begin : begin + tensor.numel() * tensor.element_size()])
+    copied = bytearray(content[begin : begin + tensor.numel() * tensor.element_size()])
     with torch.no_grad():
-        tensor.copy_(torch.frombuffer(held, dtype=tensor.dtype).view(tensor.shape))
+        tensor.copy_(torch.frombuffer(copied, dtype=tensor.dtype).view(tensor.shape))
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:

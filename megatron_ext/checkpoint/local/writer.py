@@ -166,12 +166,12 @@ def tensors_of(run: Saveable) -> dict[str, torch.Tensor]:
     Call it where all parameters are up to date. A weight whose memory megatron-core's FSDP has freed after use (ZeRO-3)
     is left out; it follows from the rows, which the buffers hold.
     """
-    found = {name: tensor.detach() for name, tensor in _all(run) if tensor.numel() and _has_memory(tensor)}
-    largest_first = sorted(found, key=lambda name: -found[name].numel() * found[name].element_size())
+    tensors = {name: tensor.detach() for name, tensor in _all(run) if tensor.numel() and _has_memory(tensor)}
+    largest_first = sorted(tensors, key=lambda name: -tensors[name].numel() * tensors[name].element_size())
     kept: dict[int, list[tuple[int, int]]] = {}
     chosen = set()
     for name in largest_first:
-        tensor = found[name]
+        tensor = tensors[name]
         begin = tensor.data_ptr()
         end = begin + tensor.numel() * tensor.element_size()
         ranges = kept.setdefault(tensor.untyped_storage().data_ptr(), [])
@@ -179,7 +179,7 @@ def tensors_of(run: Saveable) -> dict[str, torch.Tensor]:
             chosen.add(name)
             if tensor.is_contiguous():
                 ranges.append((begin, end))
-    return {name: tensor for name, tensor in found.items() if name in chosen}
+    return {name: tensor for name, tensor in tensors.items() if name in chosen}
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.native import torch_dist
+from megatron_ext.config.derived import layer_patterns
 from megatron_ext.config.parse.options import options_by_name, read_yaml_value
 from megatron_ext.config.parse.saved import shapes_and_function
 from megatron_ext.untrusted import inert_pickle
@@ -56,7 +57,19 @@ def model_flags(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of the model under our names, where they are given and had an effect."""
     was = {name: args.get(_ARGUMENT_NAMES.get(name, name)) for name in args.keys() | _ARGUMENT_NAMES.keys()}
     was["disable_bias_linear"] = not args["add_bias_linear"] if "add_bias_linear" in args else None
+    for name in layer_patterns.FIELDS:
+        if was.get(name) is not None:
+            was[name] = _as_typed(name, was[name])
     return was
+
+
+def _as_typed(name: str, value: object) -> str | None:
+    """Return a pattern over the layers, or a window, as flags take it; None for experts in every layer."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    text = ",".join(map(str, numbers))
+    if name == "moe_layer_freq" and {*numbers} == {1}:
+        return None
+    return f"[{text}]" if isinstance(value, list) and name != "window_size" else text
 
 
 def saved_model(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,12 +85,12 @@ def saved_model(args: Mapping[str, Any]) -> dict[str, Any]:
         without_effect |= {name for name in names if name.startswith("rope_scaling")}
     if was.get("num_experts") is None:
         without_effect |= {name for name in names if name.startswith("moe_")}
-    found = {}
+    values = {}
     for name in names:
         if was.get(name) is not None and name not in without_effect:
             with suppress(ValueError):  # it has no counterpart here: loading names it
-                found[name] = read_yaml_value(options_by_name()[name], was[name])
-    return found
+                values[name] = read_yaml_value(options_by_name()[name], was[name])
+    return values
 
 
 def _common_state(checkpoint: Path) -> bytes:
@@ -85,7 +98,7 @@ def _common_state(checkpoint: Path) -> bytes:
     if legacy.exists():
         return read_inside(checkpoint, legacy.name, _LARGEST)
     with file_inside(checkpoint, ".metadata").open("rb") as file:
-        place = torch_dist.read_objects(file)[_COMMON]
-    with file_inside(checkpoint, place.file).open("rb") as file:
-        file.seek(place.offset)
-        return file.read(min(place.length, _LARGEST))
+        entry = torch_dist.read_objects(file)[_COMMON]
+    with file_inside(checkpoint, entry.file).open("rb") as file:
+        file.seek(entry.offset)
+        return file.read(min(entry.length, _LARGEST))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_ext.checkpoint.native.folder import Found
+from megatron_ext.checkpoint.native.folder import SavedCheckpoint
 from megatron_ext.checkpoint.native.resume import Resume, Search, read_resume
 from megatron_ext.checkpoint.native.verify import damage
 from megatron_ext.config.schema import CheckpointConfig
@@ -27,13 +27,13 @@ def agree(search: Search, flags: CheckpointConfig) -> Resume | None:
     chosen = first_whole(lambda: search, flags)
     if chosen is None:
         return None
-    found, damaged = chosen
+    checkpoint, damaged = chosen
     return told_by_the_first_rank(
-        lambda: read_resume(found, use_checkpoint_args=flags.use_checkpoint_args, damaged=damaged)
+        lambda: read_resume(checkpoint, use_checkpoint_args=flags.use_checkpoint_args, damaged=damaged)
     )
 
 
-def first_whole(search: Callable[[], Search], flags: CheckpointConfig) -> tuple[Found, list[str]] | None:
+def first_whole(search: Callable[[], Search], flags: CheckpointConfig) -> tuple[SavedCheckpoint, list[str]] | None:
     """Return the first candidate that is as its manifest says, and what is wrong with those before it. Collective.
 
     Args:
@@ -47,19 +47,19 @@ def first_whole(search: Callable[[], Search], flags: CheckpointConfig) -> tuple[
     """
     folder, candidates = told_by_the_first_rank(lambda: _candidates(search()))
     damaged: list[str] = []
-    for found in candidates:
-        if found.warning:
-            _warn(found.warning)
-        problems = damage(found.path)
+    for candidate in candidates:
+        if candidate.warning:
+            _warn(candidate.warning)
+        problems = damage(candidate.path)
         if not problems:
             if problems is None:
-                _warn(f"{found.path} has no manifest: whether it is damaged is not known")
+                _warn(f"{candidate.path} has no manifest: whether it is damaged is not known")
             if damaged:
-                _warn(f"{'; '.join(damaged)}; using the next whole checkpoint, {found.path}")
-            return found, damaged
-        damaged.append(f"the checkpoint {found.path} is damaged ({', '.join(problems[:5])})")
+                _warn(f"{'; '.join(damaged)}; using the next whole checkpoint, {candidate.path}")
+            return candidate, damaged
+        damaged.append(f"the checkpoint {candidate.path} is damaged ({', '.join(problems[:5])})")
         if flags.no_fallback:
-            others = [str(other.iteration) for other in candidates if other is not found]
+            others = [str(other.iteration) for other in candidates if other is not candidate]
             offer = f"leave --no-fallback out to use another: {', '.join(others)}" if others else "there is no other"
             raise DataError(f"{damaged[0]}; {offer}.")
     if damaged:
@@ -69,7 +69,7 @@ def first_whole(search: Callable[[], Search], flags: CheckpointConfig) -> tuple[
     return None
 
 
-def _candidates(search: Search) -> tuple[str, tuple[Found, ...]]:
+def _candidates(search: Search) -> tuple[str, tuple[SavedCheckpoint, ...]]:
     if isinstance(search.error, OSError):
         raise StorageError(f"--load {search.folder}: {search.error.strerror}. Fix the folder, or give another one.")
     if search.error is not None:

@@ -85,29 +85,29 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapsh
     others: dict[str, Any] = {"train_state": asdict(run.state), "iteration": run.state.iteration}
     if own := own_parameters.names(run.config):
         others[OWN_PARAMETERS] = own
-    taken = []
+    snapshot = []
     if not run.config.checkpoint.no_save_optim:
         written = {
             id(weight.data)
             for weight in models.weights.values()
             if is_main_replica(weight.replica_id)  # pyright: ignore[reportAttributeAccessIssue]
         }
-        taken = optimizer_state.take(optimizer_parts(run), run.config.optimizer, copy, written)
+        snapshot = optimizer_state.take(optimizer_parts(run), run.config.optimizer, copy, written)
         others |= {
             "optimizer_step": optimizer_state.step_count(optimizer_parts(run)),
             "grad_scaler": grad_scaler_state(run),
         }
     if not run.config.checkpoint.no_save_rng:
         others |= {"rng_grid": rng_grid(run), "rng_state": _rng_state(run)}
-    return RunSnapshot(models, state_dict, taken, others)
+    return RunSnapshot(models, state_dict, snapshot, others)
 
 
-def to_save(taken: RunSnapshot, exchange: Exchange) -> ShardedStateDict:
+def to_save(snapshot: RunSnapshot, exchange: Exchange) -> ShardedStateDict:
     """Return what this rank writes. Collective over the data-parallel ranks where they have shards of the optimizer."""
-    state_dict = {**taken.state_dict, **taken.others}
-    if taken.optimizer:
+    state_dict = {**snapshot.state_dict, **snapshot.others}
+    if snapshot.optimizer:
         state_dict["optimizer"] = optimizer_state.state_to_save(
-            taken.optimizer, taken.models.weights, taken.models.replicas, exchange
+            snapshot.optimizer, snapshot.models.weights, snapshot.models.replicas, exchange
         )
     return state_dict
 
@@ -124,9 +124,9 @@ def _spread(models: Contents, run: Saveable) -> None:
         load = loads.setdefault(group, [0] * group.size())
         writer = load.index(min(load))
         load[writer] += weight.data.numel()
-        *place, replica = weight.replica_id
+        *others, replica = weight.replica_id
         models.replicas[name] = replica
-        weight.replica_id = (*place, (replica - writer) % group.size())
+        weight.replica_id = (*others, (replica - writer) % group.size())
 
 
 def _of_the_run(models: Contents, run: Saveable) -> bool:
@@ -228,10 +228,10 @@ def rng_grid(run: Saveable) -> list[int]:
 
 
 def _rng_state(run: Saveable) -> ShardedObject:
-    place = (run.groups.pp.rank(), run.groups.dp_cp.rank(), run.groups.tp.rank())
+    coordinates = (run.groups.pp.rank(), run.groups.dp_cp.rank(), run.groups.tp.rank())
     tracked = {name: state.clone() for name, state in random_tracker().get_states().items()}
     state = {"dropout": run.device.rng_state(), "tracker": tracked}
-    return ShardedObject("rng_state", state, tuple(rng_grid(run)), place)
+    return ShardedObject("rng_state", state, tuple(rng_grid(run)), coordinates)
 
 
 def random_tracker() -> Any:
@@ -248,28 +248,28 @@ def _chunks(run: Saveable) -> dict[str, Any]:
 def models_of(run: Saveable) -> Contents:
     """Return the model chunks alone, by reference."""
     metadata = {**CONTENT_METADATA, "dp_cp_group": run.groups.dp_cp}
-    state_dict, found = {}, {}
+    state_dict, weights = {}, {}
     for key, chunk in _chunks(run).items():
         saved = chunk.sharded_state_dict(metadata=metadata)
         state_dict[key] = {
             name: divided(value, run.groups.tp) if isinstance(value, ShardedTensor) else value
             for name, value in saved.items()
         }
-        found |= {
+        weights |= {
             f"{key}.{name}": value
             for name, value in state_dict[key].items()
             if isinstance(value, ShardedTensor | ShardedTensorFactory)
         }
-    names = {id(weight.data): name for name, weight in found.items()}
-    rows = {name: shard for name, weight in found.items() if (shard := row_shard(weight.data)) is not None}
+    names = {id(weight.data): name for name, weight in weights.items()}
+    rows = {name: shard for name, weight in weights.items() if (shard := row_shard(weight.data)) is not None}
     for name, shard in rows.items():
         key, _, inner = name.partition(".")
-        weight = found[name]
+        weight = weights[name]
         if not shard.local.numel():
             del state_dict[key][inner]  # an empty entry would be saved, as one of all ranks
             continue
         state_dict[key][inner] = pieces(weight, shard, shard.local.to(_dtype(run)), weight.key)
-    return Contents(state_dict, found, names, rows)
+    return Contents(state_dict, weights, names, rows)
 
 
 def _dtype(run: Saveable) -> torch.dtype:

@@ -57,8 +57,8 @@ def tokenizer_files(data: DataConfig) -> dict[str, Path]:
     """Return name of the copy -> file, whether it is there or not."""
     if data.tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is not None:
         folder = Path(data.tokenizer_model)
-        found = {name: folder / name for name in HUGGINGFACE_FILES if (folder / name).is_file()}
-        return found or {"tokenizer.json": folder / "tokenizer.json"}
+        files = {name: folder / name for name in HUGGINGFACE_FILES if (folder / name).is_file()}
+        return files or {"tokenizer.json": folder / "tokenizer.json"}
     names = _SINGLE_FILES.get(data.tokenizer_type or "", {})
     return {name: Path(value) for field, name in names.items() if (value := getattr(data, field)) is not None}
 

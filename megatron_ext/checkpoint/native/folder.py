@@ -31,7 +31,7 @@ _WRITTEN_LAST = (".metadata", "metadata.json")
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedCheckpoint:
     """A checkpoint to resume from."""
 
     path: Path
@@ -56,13 +56,13 @@ def saved_iterations(folder: str | Path) -> list[int]:
         names = [name for name in os.listdir(folder) if _ITERATION.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = {name: int(name.removeprefix("iter_")) for name in names}
+    iterations = {name: int(name.removeprefix("iter_")) for name in names}
     # Other programs may write more zeros; such a folder is not where the iteration is looked for.
-    proper = {iteration for name, iteration in found.items() if iteration_folder(folder, iteration).name == name}
+    proper = {iteration for name, iteration in iterations.items() if iteration_folder(folder, iteration).name == name}
     return sorted(iteration for iteration in proper if _is_whole(iteration_folder(folder, iteration)))
 
 
-def find_latest(folder: str | Path) -> Found | None:
+def find_latest(folder: str | Path) -> SavedCheckpoint | None:
     """Return the first of `find_all`."""
     return next(iter(find_all(folder)), None)
 
@@ -76,11 +76,11 @@ def checkpoint_at(path: Path) -> Path | None:
     """
     if (path / ".metadata").is_file():
         return path
-    found = find_to_load(path)
-    return found[0].path if found else None
+    candidates = find_to_load(path)
+    return candidates[0].path if candidates else None
 
 
-def find_to_load(load: str | Path, step: int | None = None) -> list[Found]:
+def find_to_load(load: str | Path, step: int | None = None) -> list[SavedCheckpoint]:
     """Return the checkpoints that --load and --ckpt-step ask for, in the order in which to try them.
 
     Args:
@@ -100,7 +100,7 @@ def find_to_load(load: str | Path, step: int | None = None) -> list[Found]:
         return [find_iteration(named.parent, int(named.name.removeprefix("iter_")))]
     if not _is_whole(named):
         raise DataError(f"{named} is not whole, or in Megatron-LM's legacy format: a free pickle, which is not read.")
-    return [Found(named, 0)]
+    return [SavedCheckpoint(named, 0)]
 
 
 def load_problem(load: str, step: int | None) -> str | None:
@@ -129,7 +129,7 @@ def _named_checkpoint(load: str | Path) -> Path | None:
     return None
 
 
-def find_all(folder: str | Path) -> list[Found]:
+def find_all(folder: str | Path) -> list[SavedCheckpoint]:
     """Return the whole checkpoints in the order in which to try them: the one that the tracker names, then the newest
     first.
 
@@ -145,7 +145,7 @@ def find_all(folder: str | Path) -> list[Found]:
     if said is not None and said.isdecimal() and int(said) in newest_first:
         return [find_iteration(folder, step) for step in sorted(newest_first, key=lambda step: step != int(said))]
     if said == RELEASE and _is_whole(Path(folder) / RELEASE):
-        return [Found(Path(folder) / RELEASE, 0)]
+        return [SavedCheckpoint(Path(folder) / RELEASE, 0)]
     if said is None:
         problem = f"{tracker} is missing"
     elif said.isdecimal():
@@ -161,12 +161,12 @@ def find_all(folder: str | Path) -> list[Found]:
             f"{problem}, and there is no whole checkpoint in {folder}. Give the right folder with --load, or remove "
             "the file to start afresh."
         )
-    found = [find_iteration(folder, step) for step in newest_first]
-    newest = found[0]
-    return [replace(newest, warning=f"{problem}; using the newest whole checkpoint, {newest.path}"), *found[1:]]
+    candidates = [find_iteration(folder, step) for step in newest_first]
+    newest = candidates[0]
+    return [replace(newest, warning=f"{problem}; using the newest whole checkpoint, {newest.path}"), *candidates[1:]]
 
 
-def find_iteration(folder: str | Path, iteration: int) -> Found:
+def find_iteration(folder: str | Path, iteration: int) -> SavedCheckpoint:
     """Return the checkpoint of `iteration`.
 
     Raises:
@@ -176,7 +176,7 @@ def find_iteration(folder: str | Path, iteration: int) -> Found:
     if not path.is_dir() or not _is_whole(path):
         there = ", ".join(map(str, saved_iterations(folder))) or "none"
         raise DataError(f"{path} is missing or not whole; the whole checkpoints in {folder} are those of: {there}.")
-    return Found(path, iteration)
+    return SavedCheckpoint(path, iteration)
 
 
 def make_partial(folder: str | Path, iteration: int) -> Path:

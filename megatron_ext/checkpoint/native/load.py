@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
 from megatron_ext.checkpoint.native import contents
 from megatron_ext.checkpoint.native.agreement import first_whole
-from megatron_ext.checkpoint.native.folder import CONFIG, RELEASE, Found
+from megatron_ext.checkpoint.native.folder import CONFIG, RELEASE, SavedCheckpoint
 from megatron_ext.checkpoint.native.resume import search_in
 from megatron_ext.checkpoint.native.safe_reading import UNREADABLE, SafeReader, no_code_from_files
 from megatron_ext.checkpoint.native.snapshot import Saveable
@@ -35,17 +35,17 @@ def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
     Returns:
         The checkpoint's iteration; None where the folder holds no checkpoint.
     Raises:
-        DataError, StorageError: as `first_whole` and `load_found`.
+        DataError, StorageError: as `first_whole` and `load_saved`.
     """
     flags = run.config.checkpoint
     chosen = first_whole(lambda: search_in(folder, flags.ckpt_step), flags)
     if chosen is None:
         return None
-    load_found(run, chosen[0])
+    load_saved(run, chosen[0])
     return chosen[0].iteration
 
 
-def load_found(run: Saveable, found: Found) -> None:
+def load_saved(run: Saveable, checkpoint: SavedCheckpoint) -> None:
     """Put the tensors and the progress of the checkpoint, which all ranks have agreed on, into `run`. Collective.
 
     In the layout that saved it, the run then goes on exactly as if it had not been interrupted, unless --finetune and
@@ -56,34 +56,34 @@ def load_found(run: Saveable, found: Found) -> None:
         RuntimeError: another rank was lost meanwhile.
     """
     try:
-        with no_code_from_files(found.path), run.sharding.weights_in_place(run.chunks):
-            _read(run, found)
+        with no_code_from_files(checkpoint.path), run.sharding.weights_in_place(run.chunks):
+            _read(run, checkpoint)
     except UNREADABLE as error:
         if is_lost_peer(error):
             raise
-        reason = _reason(_refusal_of_metadata(found) if "metadata is None" in str(error) else error)
+        reason = _reason(_refusal_of_metadata(checkpoint) if "metadata is None" in str(error) else error)
         raise DataError(
-            f"the checkpoint {found.path} cannot be read as one of this model: {reason}. Compare its "
+            f"the checkpoint {checkpoint.path} cannot be read as one of this model: {reason}. Compare its "
             "config.yaml with the flags given; if they agree, it is damaged: move it away, and the one before is used."
         ) from error
 
 
-def _refusal_of_metadata(found: Found) -> BaseException:
+def _refusal_of_metadata(checkpoint: SavedCheckpoint) -> BaseException:
     """Return why `.metadata` was refused, which torch swallows: it looks for another file, and has none."""
     try:
-        SafeReader(found.path).read_metadata()
+        SafeReader(checkpoint.path).read_metadata()
     except (*UNREADABLE, DataError) as error:
         return error
     return DataError("its .metadata could not be read at first; a second time it could")
 
 
-def _read(run: Saveable, found: Found) -> None:
-    path = found.path
+def _read(run: Saveable, checkpoint: SavedCheckpoint) -> None:
+    path = checkpoint.path
     common = dist_checkpointing.load_common_state_dict(str(path))
-    _require_own_layers(run, found, common)
+    _require_own_layers(run, checkpoint, common)
     megatrons = megatron_lm.wrote(common)
     translated = _as_ours(run, path, common) if megatrons else common
-    parts = _wanted(run, found, translated)
+    parts = _wanted(run, checkpoint, translated)
     to_load = contents.to_load(run, parts)
     without: dict[str, list[str]] = {}
     if megatrons:
@@ -97,12 +97,12 @@ def _read(run: Saveable, found: Found) -> None:
     contents.restore(run, to_load, parts, loaded)
 
 
-def _require_own_layers(run: Saveable, found: Found, common: Mapping[str, Any]) -> None:
+def _require_own_layers(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> None:
     """Require the layers that the checkpoint was trained with, where they have parameters of their own."""
     lacking = set(common.get(contents.OWN_PARAMETERS, ())) - set(own_parameters.names(run.config))
     if lacking:
         raise ConfigurationError(
-            f"the checkpoint {found.path} was trained with layers of one's own, whose parameters "
+            f"the checkpoint {checkpoint.path} was trained with layers of one's own, whose parameters "
             f"{', '.join(sorted(lacking))} this model does not have; start it from the script that brings them "
             "(layer_spec= and layer_parameters=)"
         )
@@ -136,11 +136,11 @@ def _as_ours(run: Saveable, path: Path, common: Mapping[str, Any]) -> dict[str, 
     return megatron_lm.as_ours(common)
 
 
-def _wanted(run: Saveable, found: Found, common: Mapping[str, Any]) -> contents.Parts:
+def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> contents.Parts:
     """Return what the flags ask for, of what is there."""
-    path = found.path
+    path = checkpoint.path
     # Made from a Hugging Face model, or released by somebody: training begins with a new optimizer.
-    if common.get("weights_only") or found.path.name == RELEASE:
+    if common.get("weights_only") or checkpoint.path.name == RELEASE:
         return contents.Parts(optimizer=False, rng=False, progress=False)
     flags = run.config.checkpoint
     optimizer = not (flags.finetune or flags.no_load_optim)

@@ -84,22 +84,22 @@ def hold_again(folder: str | Path) -> None:
 def give_up(folder: str | Path) -> None:
     """Unlock a folder that this process goes on without; does nothing where it has not locked it."""
     key = os.path.realpath(folder)
-    held = _held.pop(key, None)
+    lock_file = _held.pop(key, None)
     _contents.pop(key, None)
-    if held is None:
+    if lock_file is None:
         return
-    for file in [one for one in _open if os.path.samestat(os.fstat(one.fileno()), os.fstat(held.fileno()))]:
+    for file in [one for one in _open if os.path.samestat(os.fstat(one.fileno()), os.fstat(lock_file.fileno()))]:
         _open.remove(file)
         file.close()
 
 
 def is_lost(folder: str | Path) -> bool:
     """Return whether this process has locked the folder, and its lock is not there any more."""
-    held = _held.get(os.path.realpath(folder))
-    if held is None:
+    lock_file = _held.get(os.path.realpath(folder))
+    if lock_file is None:
         return False
     try:
-        return not os.path.samestat(os.fstat(held.fileno()), os.lstat(Path(folder) / LOCK))
+        return not os.path.samestat(os.fstat(lock_file.fileno()), os.lstat(Path(folder) / LOCK))
     except OSError:
         return True
 

@@ -97,23 +97,23 @@ def read(folder: Path) -> Files | None:
 
 def problems(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return what is wrong with those files, each named; empty where they are as the manifest says."""
-    found = []
+    reasons = []
     for name, entry in files.items():
         path = folder / name
         if not os.path.lexists(path):
-            found.append(f"{name} is missing")
+            reasons.append(f"{name} is missing")
             continue
         try:
             size = file_inside(folder, name, nested=True).stat().st_size
             if size != entry["bytes"]:
-                found.append(f"{name} has {size} bytes instead of {entry['bytes']}")
+                reasons.append(f"{name} has {size} bytes instead of {entry['bytes']}")
             elif checksum(path) != entry["crc32"]:
-                found.append(f"{name} has another checksum than {entry['crc32']}")
+                reasons.append(f"{name} has another checksum than {entry['crc32']}")
         except DataError as error:
-            found.append(f"{name}: {error}")
+            reasons.append(f"{name}: {error}")
         except OSError as error:
-            found.append(f"{name} cannot be read: {error.strerror}")
-    return found
+            reasons.append(f"{name} cannot be read: {error.strerror}")
+    return reasons
 
 
 def _is_entry(entry: Any) -> bool:

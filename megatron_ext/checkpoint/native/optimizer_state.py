@@ -39,7 +39,7 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
         rows: rows of the weight or of optimizer state that is cut as it is.
         key: global name in the checkpoint.
     """
-    found: Pieces = {}
+    of_rows: Pieces = {}
     start = 0
     for part in _parts(weight):
         stop = start + part.local_shape[0]
@@ -54,7 +54,7 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
             data = data.view((1,) * axis + tuple(data.shape))
             offset = list(part.global_offset)
             offset[axis] += low - start
-            found[str(len(found))] = replace(
+            of_rows[str(len(of_rows))] = replace(
                 part,
                 key=key,
                 data=data,
@@ -66,7 +66,7 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
                 replica_id=(*part.replica_id[:-1], shard.replica),  # pyright: ignore[reportIndexIssue]
             )
         start = stop
-    return found
+    return of_rows
 
 
 def joined(shard: RowShard, loaded: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -102,7 +102,7 @@ def take(
 ) -> list[OptimizerSnapshot]:
     """Copy the state of this rank, of the weights that it writes (by their id()); of a sharded optimizer, its
     shards."""
-    taken = []
+    snapshots = []
     for number, part in enumerate(parts):
         initialize_state(part, config)
         own = {
@@ -112,12 +112,12 @@ def take(
             for index, (parameter, tensors) in enumerate(own_state(part, config))
             if part.divides_state or id(parameter) in written
         }
-        taken.append(OptimizerSnapshot(part, traits_of(config).state_names(config), own))
-    return taken
+        snapshots.append(OptimizerSnapshot(part, traits_of(config).state_names(config), own))
+    return snapshots
 
 
 def state_to_save(
-    taken: Sequence[OptimizerSnapshot], weights: Mapping[str, Any], replicas: Mapping[str, int], exchange: Exchange
+    snapshots: Sequence[OptimizerSnapshot], weights: Mapping[str, Any], replicas: Mapping[str, int], exchange: Exchange
 ) -> Contents:
     """Return the state that this rank writes, whole for each weight. Collective over the data-parallel ranks.
 
@@ -127,7 +127,7 @@ def state_to_save(
         exchange: how shards move between ranks.
     """
     values, writers = {}, {}
-    for one in taken:
+    for one in snapshots:
         states, writer = one.part.to_save(one.own, one.moments, exchange)
         values |= states
         if writer is not None:
@@ -199,10 +199,11 @@ def step_count(parts: Sequence[OptimizerPart]) -> int:
 def set_step_count(parts: Sequence[OptimizerPart], config: OptimizerConfig, count: int) -> None:
     """Set the number of updates. Every parameter gets a tensor of its own: a shared one would be advanced once for
     each."""
-    if not traits_of(config).counts_updates:
-        return
+    traits = traits_of(config)
     for torch_optimizer in _torch_optimizers(parts):
         for group in torch_optimizer.param_groups:
+            if not traits.updating(group.get("update")).counts_updates:
+                continue
             if is_torchs(torch_optimizer, config):
                 for main in group["params"]:
                     state = torch_optimizer.state[main]
@@ -226,7 +227,7 @@ def _begin(
     torch_optimizer: torch.optim.Optimizer,
     config: OptimizerConfig,
 ) -> None:
-    traits = traits_of(config)
+    traits = traits_of(config).updating(group.get("update"))
     for kept in traits.kept(config):
         if state.get(kept.name) is None:
             dtype = getattr(torch, kept.dtype)
@@ -244,7 +245,8 @@ def own_state(
     shards."""
     for parameter, main in part.main_parameters():
         torch_optimizer, updated = part.updater.updated_by(main)
-        tensors = {name: torch_optimizer.state[updated][name] for name in traits_of(config).state_names(config)}
+        state = torch_optimizer.state[updated]
+        tensors = {name: state[name] for name in traits_of(config).state_names(config) if name in state}
         if part.saves_master(parameter):
             tensors[MASTER] = part.updater.master_of(main)
         yield parameter, tensors
@@ -260,11 +262,11 @@ def _written_by(tensor: Any, replica: int, rank: int) -> Any:
 
 def _pieces(weight: Any, shards: Sequence[RowShard], values: torch.Tensor, key: str) -> Pieces:
     """Return how to save, or where to load, the values of rows that follow one another, shard by shard."""
-    found: list[ShardedTensor] = []
+    tensors: list[ShardedTensor] = []
     for shard in shards:
         own = values[shard.first - shards[0].first : shard.stop - shards[0].first]
-        found += pieces(weight, shard, own, key).values()
-    return {str(index): piece for index, piece in enumerate(found)}
+        tensors += pieces(weight, shard, own, key).values()
+    return {str(index): piece for index, piece in enumerate(tensors)}
 
 
 def _like_weights(

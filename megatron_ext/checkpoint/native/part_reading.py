@@ -28,9 +28,9 @@ def place_of_tensor(file: BinaryIO, offset: int, length: int, shape: Sequence[in
 
 
 def read_part(
-    file: BinaryIO, place: int, shape: Sequence[int], dtype: torch.dtype, begin: Sequence[int], lengths: Sequence[int]
+    file: BinaryIO, offset: int, shape: Sequence[int], dtype: torch.dtype, begin: Sequence[int], lengths: Sequence[int]
 ) -> torch.Tensor | None:
-    """Return the elements from `begin` on, `lengths` of them along each axis, of the tensor at `place`.
+    """Return the elements from `begin` on, `lengths` of them along each axis, of the tensor at `offset`.
 
     Returns:
         None where the file ends before them.
@@ -44,7 +44,7 @@ def read_part(
     count = 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
     width = WIDTH[_CODES[dtype]]
     buffer = bytearray(count * width)
-    file.seek(place + first * width)
+    file.seek(offset + first * width)
     if file.readinto(buffer) != len(buffer):  # pyright: ignore[reportAttributeAccessIssue]
         return None
     return torch.frombuffer(buffer, dtype=dtype).as_strided(tuple(lengths), strides)

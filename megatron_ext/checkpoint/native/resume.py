@@ -17,14 +17,14 @@ from typing import Any
 
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native.extra_files import TOKENIZER
-from megatron_ext.checkpoint.native.folder import CONFIG, DATA, Found, find_to_load
+from megatron_ext.checkpoint.native.folder import CONFIG, DATA, SavedCheckpoint, find_to_load
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.errors import DataError
 from megatron_ext.untrusted.folder import file_inside
 
 
 @dataclass(frozen=True)
-class Resume(Found):
+class Resume(SavedCheckpoint):
     """A checkpoint to resume from, with what a run takes from it besides the tensors."""
 
     saved: Mapping[str, Any] | None = None
@@ -46,7 +46,7 @@ class Search:
     """Holds what one look into the --load folder found."""
 
     folder: str
-    candidates: tuple[Found, ...] = ()
+    candidates: tuple[SavedCheckpoint, ...] = ()
     """The checkpoints in the order in which to try them."""
     error: DataError | OSError | None = None
     """Why there is none, where that is an error; a folder without a checkpoint is none."""
@@ -74,18 +74,18 @@ def look(values: Mapping[str, Any]) -> Search | None:
     search = search_in(values["load"], values.get("ckpt_step"))
     if not search.candidates:
         return search
-    found = search.candidates[0]
+    checkpoint = search.candidates[0]
     if not values.get("no_fallback"):
-        found = _first_with_intact_flags(search.candidates)
-    resume = read_resume(found, use_checkpoint_args=bool(values.get("use_checkpoint_args")))
+        checkpoint = _first_with_intact_flags(search.candidates)
+    resume = read_resume(checkpoint, use_checkpoint_args=bool(values.get("use_checkpoint_args")))
     return Search(search.folder, search.candidates, resume=resume)
 
 
-def read_resume(found: Found, *, use_checkpoint_args: bool, damaged: Sequence[str] = ()) -> Resume:
+def read_resume(checkpoint: SavedCheckpoint, *, use_checkpoint_args: bool, damaged: Sequence[str] = ()) -> Resume:
     """Read what a run takes from the checkpoint besides the tensors.
 
     Args:
-        found: the checkpoint.
+        checkpoint: where it is.
         use_checkpoint_args: whether the flags of one that Megatron-LM wrote are asked for; otherwise loading compares
             them.
         damaged: what is wrong with those that come before it.
@@ -94,7 +94,7 @@ def read_resume(found: Found, *, use_checkpoint_args: bool, damaged: Sequence[st
     """
     from megatron_ext.data.record import read_record  # imports numpy, which a run without --load waits for later
 
-    path = found.path
+    path = checkpoint.path
     saved = read_saved(file_inside(path, CONFIG)) if _is_listed(path, CONFIG) else None
     if saved is None and use_checkpoint_args:
         # Pickles and archives, which hardly any run reads.
@@ -102,12 +102,12 @@ def read_resume(found: Found, *, use_checkpoint_args: bool, damaged: Sequence[st
 
         args = read_args(path)
         saved = None if args is None else saved_model(args)
-    return Resume(path, found.iteration, found.warning, saved, read_record(path / DATA), tuple(damaged))
+    return Resume(path, checkpoint.iteration, checkpoint.warning, saved, read_record(path / DATA), tuple(damaged))
 
 
-def _first_with_intact_flags(candidates: Sequence[Found]) -> Found:
+def _first_with_intact_flags(candidates: Sequence[SavedCheckpoint]) -> SavedCheckpoint:
     """Return the first whose small files are as they were written; where no checkpoint's are, the first of all."""
-    return next((found for found in candidates if _flags_are_intact(found.path)), candidates[0])
+    return next((candidate for candidate in candidates if _flags_are_intact(candidate.path)), candidates[0])
 
 
 def _flags_are_intact(checkpoint: Path) -> bool:

@@ -75,7 +75,7 @@ class SafeReader(FileSystemReader):
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         with file_inside(path.parent, path.name).open("rb") as file:
             content = read_metadata(file)
-        for name in {place.relative_path for place in content.storage_data.values()}:
+        for name in {storage.relative_path for storage in content.storage_data.values()}:
             file_inside(path.parent, name)
         content.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return content
@@ -113,8 +113,8 @@ class SafeReader(FileSystemReader):
             _check(file, stored.offset, stored.length, index.fqn, _LARGEST_OBJECT)
             return False
         shape, dtype = self._chunks[index.fqn, index.offset]
-        place = place_of_tensor(file, stored.offset, stored.length, shape, dtype)
-        part = None if place is None else read_part(file, place, shape, dtype, item.storage_offsets, item.lengths)
+        offset = place_of_tensor(file, stored.offset, stored.length, shape, dtype)
+        part = None if offset is None else read_part(file, offset, shape, dtype, item.storage_offsets, item.lengths)
         if part is None:
             _check(file, stored.offset, stored.length, index.fqn)
             return False
@@ -151,15 +151,15 @@ def read_metadata(file: IO[bytes]) -> metadata.Metadata:
 
 
 def _entry(tensor: torch_dist.Tensor) -> metadata.TensorStorageMetadata:
-    given = tensor.properties
+    stored = tensor.properties
     properties = metadata.TensorProperties(
         dtype=getattr(torch, DTYPES.get(tensor.dtype, tensor.dtype)),
-        requires_grad=given.requires_grad,
-        memory_format=_FORMATS[given.memory_format],
-        pin_memory=given.pin_memory,
+        requires_grad=stored.requires_grad,
+        memory_format=_FORMATS[stored.memory_format],
+        pin_memory=stored.pin_memory,
     )
     if hasattr(properties, "strides"):  # older versions of torch do not note them
-        properties.strides = given.strides
+        properties.strides = stored.strides
     chunks = [
         metadata.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
     ]

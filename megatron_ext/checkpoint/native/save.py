@@ -119,16 +119,16 @@ class Save:
             _on_first_rank(run, folder, self._begin)
             with run.gathered_parameters():
                 copy = partial(self._kept.memory.copy, self._copies) if background else as_it_is
-                taken = contents.take(run, copy, self._kept.models)
+                snapshot = contents.take(run, copy, self._kept.models)
                 if background:
-                    self._kept.models = taken.models
+                    self._kept.models = snapshot.models
                 if not aside:
                     self._copies.wait()
-                    self._prepare(taken, background)
+                    self._prepare(snapshot, background)
                 if not background:
                     self._write(None)
             if background:
-                arguments = (taken if aside else None,)
+                arguments = (snapshot if aside else None,)
                 self._thread = threading.Thread(target=self._write_aside, args=arguments, daemon=True)
                 self._thread.start()
 
@@ -191,9 +191,9 @@ class Save:
         if self._kept.size is not None:
             _check_space(self.folder, self._kept.size)
 
-    def _prepare(self, taken: contents.RunSnapshot, background: bool) -> None:
+    def _prepare(self, snapshot: contents.RunSnapshot, background: bool) -> None:
         """Make the engine's plan for a first save, or take it up for one that the training waits for. Collective."""
-        state_dict = contents.to_save(taken, self._kept.exchange if background else IN_PLACE)
+        state_dict = contents.to_save(snapshot, self._kept.exchange if background else IN_PLACE)
         is_first = self._kept.size is None
         if is_first:
             size = _sum_over_ranks(contents.size(state_dict), self.run.device)
@@ -210,21 +210,21 @@ class Save:
             except FileNotFoundError:
                 self._partial.mkdir(parents=True, exist_ok=True)
 
-    def _write_aside(self, taken: contents.RunSnapshot | None) -> None:
+    def _write_aside(self, snapshot: contents.RunSnapshot | None) -> None:
         """Run `_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
         self.run.device.bind_thread()
-        self._write(taken)
+        self._write(snapshot)
 
-    def _write(self, taken: contents.RunSnapshot | None) -> None:
+    def _write(self, snapshot: contents.RunSnapshot | None) -> None:
         """Write this rank's shards. Failures wait for `finish`.
 
         Args:
-            taken: what to write, where it is not planned yet.
+            snapshot: what to write, where it is not planned yet.
         """
         try:
             self._copies.wait()
-            if taken is not None:
-                state_dict = contents.to_save(taken, self._kept.exchange)
+            if snapshot is not None:
+                state_dict = contents.to_save(snapshot, self._kept.exchange)
                 self._request = self._planned(state_dict, validate=False)
             assert self._request is not None
             written = checksums.watch(self._request)

@@ -29,10 +29,10 @@ class Tensors:
         self.path = Path(checkpoint)
         self._reader = _Reader(self.path)
         try:
-            found = self._reader.read_metadata().state_dict_metadata
+            entries = self._reader.read_metadata().state_dict_metadata
         except Exception as error:
             raise DataError(f"{self.path} is no checkpoint that can be read: {error}") from error
-        self._entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+        self._entries = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
     def names(self) -> list[str]:
         """Return the global names: parameters, then the optimizer's state (`optimizer.state.exp_avg.<parameter>`)."""
@@ -62,18 +62,18 @@ class Tensors:
         """Check that files hold all elements: no memory is taken for elements that no file has."""
         entry, places = self._entries[name], self._reader.read_metadata().storage_data
         for chunk in entry.chunks:
-            place = places[MetadataIndex(name, chunk.offsets)]
-            size = (self.path / place.relative_path).stat().st_size
+            stored = places[MetadataIndex(name, chunk.offsets)]
+            size = (self.path / stored.relative_path).stat().st_size
             wanted = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
-            if wanted > place.length or place.offset + place.length > size:
+            if wanted > stored.length or stored.offset + stored.length > size:
                 raise DataError(
-                    f"{self.path}: {name} cannot be read: {place.relative_path} has {size:,} bytes, and no room for "
-                    f"{wanted:,} at {place.offset:,}. Take an earlier checkpoint."
+                    f"{self.path}: {name} cannot be read: {stored.relative_path} has {size:,} bytes, and no room for "
+                    f"{wanted:,} at {stored.offset:,}. Take an earlier checkpoint."
                 )
-        held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-        if held != math.prod(entry.size):
+        total = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        if total != math.prod(entry.size):
             raise DataError(
-                f"{self.path}: {name} cannot be read: its files hold {held:,} elements of {math.prod(entry.size):,}. "
+                f"{self.path}: {name} cannot be read: its files hold {total:,} elements of {math.prod(entry.size):,}. "
                 "Take an earlier checkpoint."
             )
 

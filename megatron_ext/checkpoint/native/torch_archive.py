@@ -191,13 +191,13 @@ def _records(file: BinaryIO, offset: int, length: int) -> dict[str, tuple[int, i
     is_archive = os.pread(file.fileno(), 4, offset) == b"PK\3\4" and tail[-_END.size :].startswith(b"PK\5\6")
     if not is_archive or comment or position + size != end or size > _LARGEST_TABLE:
         raise _no_archive()
-    table, at, found = os.pread(file.fileno(), size, offset + position), 0, {}
+    table, at, records = os.pread(file.fileno(), size, offset + position), 0, {}
     for _ in range(count):
         name, *record, at = _record(table, at)
-        found[name] = tuple(record)
-    if at != len(table) or len(found) != count:
+        records[name] = tuple(record)
+    if at != len(table) or len(records) != count:
         raise _no_archive()
-    return found
+    return records
 
 
 def _record(table: bytes, at: int) -> tuple[str, int, int, int]:

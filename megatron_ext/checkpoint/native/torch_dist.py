@@ -199,7 +199,7 @@ def _saved(content: Any) -> Saved:
     entries, stored = state.get("state_dict_metadata"), state.get("storage_data")
     if type(entries) is not dict or type(stored) is not dict:
         raise _wrong("has no tables of tensors and places")
-    places = dict(_keyed_place(key, place) for key, place in stored.items())
+    places = dict(_keyed_place(key, file_range) for key, file_range in stored.items())
     if len(places) != len(stored):
         raise _wrong("gives a tensor two places")
     tensors: dict[str, Tensor] = {}
@@ -214,15 +214,15 @@ def _saved(content: Any) -> Saved:
             raise _wrong(f"has {plain_text(entry)} where it should describe {plain_text(name)}")
     if any(name in tensors for name, offsets in places if offsets is None):
         raise _wrong("has a tensor that is an object, too")
-    objects = {name: Chunk((), (), *place) for (name, offsets), place in places.items() if offsets is None}
+    objects = {name: Chunk((), (), *file_range) for (name, offsets), file_range in places.items() if offsets is None}
     return Saved(tensors, objects)
 
 
 _Place = tuple[str, int, int]  # file, offset, length
 
 
-def _keyed_place(key: Any, place: Any) -> tuple[tuple[str, tuple[int, ...] | None], _Place]:
-    index, state = _state(key, _METADATA, "MetadataIndex"), _state(place, _FILES, "_StorageInfo")
+def _keyed_place(key: Any, info: Any) -> tuple[tuple[str, tuple[int, ...] | None], _Place]:
+    index, state = _state(key, _METADATA, "MetadataIndex"), _state(info, _FILES, "_StorageInfo")
     name, offsets = index.get("fqn"), index.get("offset")
     if type(name) is not str:
         raise _wrong(f"has {plain_text(name)} for a tensor's name")
@@ -239,8 +239,8 @@ def _read_tensor(name: str, entry: Made, places: Mapping[Any, _Place], most: int
     dtype, properties = _read_properties(state.get("properties"))
     if type(chunks) is not list or len(chunks) > most:
         raise _wrong(f"places {plain_text(name)} more often than it has places")
-    found = tuple(_read_chunk(name, chunk, size, places) for chunk in chunks)
-    return Tensor(code_of(dtype), size, found, properties)
+    stored = tuple(_read_chunk(name, chunk, size, places) for chunk in chunks)
+    return Tensor(code_of(dtype), size, stored, properties)
 
 
 def _read_chunk(name: str, chunk: Any, size: tuple[int, ...], places: Mapping[Any, _Place]) -> Chunk:

@@ -16,21 +16,21 @@ def damage(checkpoint: Path) -> list[str] | None:
         None where it has no manifest, so that nothing can be said.
     """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found: list[str] | None
+    damages: list[str] | None
     try:
         if rank == 0:
             check_folder(checkpoint)
         files = manifest.read(checkpoint)
     except (OSError, ValueError, DataError) as error:
-        files, found = {}, [str(error)]
+        files, damages = {}, [str(error)]
     else:
-        found = None if files is None else []
+        damages = None if files is None else []
     if files:
         by_size = sorted(files, key=lambda name: (files[name]["bytes"], name))
         own = {name: files[name] for name in by_size[rank::world_size]}
-        found = manifest.problems(checkpoint, own)
+        damages = manifest.problems(checkpoint, own)
     answers: list[list[str] | None] = [None] * world_size
-    torch.distributed.all_gather_object(answers, found)
+    torch.distributed.all_gather_object(answers, damages)
     if all(answer is None for answer in answers):
         return None
     return list(dict.fromkeys(problem for answer in answers for problem in answer or ()))

@@ -8,7 +8,6 @@ What earlier releases and forks had besides (`earlier_options.py`) is taken with
 """
 
 import functools
-import re
 from dataclasses import dataclass
 
 from megatron_ext.config.compat.megatron_accepted import ACCEPTED
@@ -37,21 +36,9 @@ class MegatronOption:
     def is_neutral(self, values: list[str]) -> bool:
         """Return whether these values ask for nothing (`--context-parallel-size 1`), so that the flag may pass
         silently."""
-        given = " ".join(values)
-        if self.flag in _NEUTRAL_FORMS:
-            return _NEUTRAL_FORMS[self.flag](given)
-        return self.neutral is not None and any(_same(given, one) for one in self.neutral.split(";"))
+        typed = " ".join(values)
+        return self.neutral is not None and any(_same(typed, one) for one in self.neutral.split(";"))
 
-
-def _experts_in_every_layer(text: str) -> bool:
-    """Return whether a value of --moe-layer-freq says so: `1` (MindSpeed's `-1` too), or a list of ones, such as
-    `([1]*48)`."""
-    term = r"\[\s*1\s*(,\s*1\s*)*,?\s*\]\s*(\*\s*\d+\s*)?"
-    return re.fullmatch(rf"-?1|\(?\s*{term}(\+\s*{term})*\)?", text.strip()) is not None
-
-
-_NEUTRAL_FORMS = {"--moe-layer-freq": _experts_in_every_layer}
-"""Flags whose values ask for nothing in more than one form."""
 
 _REFUSED_VALUES = {
     ("--dataloader-type", "external"): (
@@ -61,11 +48,11 @@ _REFUSED_VALUES = {
 """Values of flags that otherwise change nothing here -> why they do."""
 
 
-def _same(given: str, neutral: str) -> bool:
-    if given == neutral:
+def _same(typed: str, neutral: str) -> bool:
+    if typed == neutral:
         return True
     try:
-        return float(given) == float(neutral)
+        return float(typed) == float(neutral)
     except ValueError:
         return False
 
@@ -88,14 +75,14 @@ def earlier_options() -> dict[str, MegatronOption]:
 
 
 def _read_tables(*tables: tuple[tuple[tuple[str, str], ...], bool]) -> dict[str, MegatronOption]:
-    found: dict[str, MegatronOption] = {}
+    by_flag: dict[str, MegatronOption] = {}
     for table, accepted in tables:
         for reason, flags in table:
             for entry in " ".join(flags.split()).split(", "):
                 option = _read_entry(entry, reason, accepted)
-                assert option.flag not in found, f"{option.flag} is listed twice"
-                found[option.flag] = option
-    return found
+                assert option.flag not in by_flag, f"{option.flag} is listed twice"
+                by_flag[option.flag] = option
+    return by_flag
 
 
 def _read_entry(entry: str, reason: str, accepted: bool) -> MegatronOption:

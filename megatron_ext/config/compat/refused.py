@@ -49,7 +49,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --moe-single-grouped-bias, --moe-input-jitter-eps N, --moe-expert-capacity-factor N,
         --moe-pad-expert-input-to-capacity, --moe-pad-experts-for-cuda-graph-inference,
         --moe-token-drop-policy N =probs, --moe-apply-probs-on-input, --moe-latent-size N,
-        --moe-mlp-glu-interleave-size N, --moe-expert-rank-capacity-factor N, --moe-layer-freq N =1,
+        --moe-mlp-glu-interleave-size N, --moe-expert-rank-capacity-factor N,
         --moe-use-upcycling, --moe-upcycling-granularity N =1, --moe-routing-trace-path N,
         --moe-routing-trace-max-training-iters N, --moe-routing-trace-capture-logits,
         --moe-routing-trace-capture-hidden-states, --moe-routing-trace-dump-weights,
@@ -131,7 +131,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """
         --rotary-seq-len-interpolation-factor N =1, --yarn-original-max-position-embeddings N, --yarn-beta-fast N,
         --yarn-beta-slow N, --yarn-correction-range-round-to-int, --no-yarn-correction-range-round-to-int,
-        --no-rope-freq N, --mrope-section N...
+        --mrope-section N...
         """,
     ),
     (

@@ -110,11 +110,11 @@ def samples_at_iteration(config: Config, iteration: int) -> int:
 
 
 def _samples_by_schedule(schedule: list[tuple[int, int]], iteration: int) -> int:
-    consumed = taken = 0
+    consumed = done = 0
     for (_, size), (end, _) in pairwise(schedule):
-        steps = min(iteration - taken, -(-(end - consumed) // size)) if consumed < end else 0
-        consumed, taken = consumed + steps * size, taken + steps
-    return consumed + (iteration - taken) * schedule[-1][1]
+        steps = min(iteration - done, -(-(end - consumed) // size)) if consumed < end else 0
+        consumed, done = consumed + steps * size, done + steps
+    return consumed + (iteration - done) * schedule[-1][1]
 
 
 def batch_phases(config: Config) -> list[BatchPhase]:
@@ -167,6 +167,12 @@ def _first_of(share: float, number: int) -> int:
 def training_steps(config: Config) -> int:
     """Return the optimizer steps of the whole run."""
     return sum(phase.steps for phase in batch_phases(config))
+
+
+def training_samples(config: Config) -> int:
+    """Return the samples of the whole run: --train-samples, or those of --train-iters."""
+    samples, steps = config.training.train_samples, config.training.train_iters
+    return samples_at_iteration(config, steps or 0) if samples is None else samples
 
 
 LOSS_CHUNKS = {"cpu": 128, "cuda": 4096}

@@ -45,14 +45,14 @@ def obstacles(config: Config, *, on_cpu: bool, uncapturing_torch: str | None) ->
         on_cpu: whether the ranks are CPU processes.
         uncapturing_torch: the installed torch's version if it cannot capture, else None.
     """
-    found = [_of_the_device(config)] if on_cpu else []
+    texts = [_of_the_device(config)] if on_cpu else []
     if uncapturing_torch is not None and not on_cpu:
-        found.append(
+        texts.append(
             f"torch {uncapturing_torch} (it cannot capture a backward pass whose weights have hooks: install torch "
             "2.15)"
         )
     parts = (_of_divided_models, _of_passes_that_differ, _of_untried_flags, _of_parts_that_are_timed)
-    return [*found, *(text for part in parts for text in part(config))]
+    return [*texts, *(text for part in parts for text in part(config))]
 
 
 def _of_the_device(config: Config) -> str:

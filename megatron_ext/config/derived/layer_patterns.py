@@ -1,6 +1,11 @@
 """Reads flags that say which layers have something: a number, or a pattern over the layers, as Megatron writes them."""
 
 import ast
+import functools
+from typing import Literal
+
+FIELDS = ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq")
+"""Fields of the model that are read here. One value may be written in several ways."""
 
 _LONGEST, _MOST_LAYERS = 1000, 100_000  # characters of a pattern, and layers in it
 
@@ -20,11 +25,15 @@ def read_window(text: str) -> int | None:
     return None if left == -1 else left + 1
 
 
-def read_pattern(text: str, layers: int) -> tuple[bool, ...]:
+Counted = Literal["all but the last", "the last", "the first"]
+
+
+@functools.lru_cache(64)
+def read_pattern(text: str, layers: int, counted: Counted = "all but the last") -> tuple[bool, ...]:
     """Return in which of the layers a pattern has a 1.
 
-    A number N stands for N - 1 layers with it and one without, in turn; a list, `[1,1,0]*4` or `([1]*3+[0])*2`, for
-    itself.
+    A number N stands for N layers in turn, of which those that are `counted` have it; a list, `[1,1,0]*4` or
+    `([1]*3+[0])*2`, for itself.
 
     Raises:
         ValueError: it is neither, or has another number of layers.
@@ -34,10 +43,23 @@ def read_pattern(text: str, layers: int) -> tuple[bool, ...]:
     except (SyntaxError, RecursionError, MemoryError):
         value = None
     if isinstance(value, int) and value > 0:
-        return tuple((number + 1) % value != 0 for number in range(layers))
+        places = (number % value for number in range(layers))
+        if counted == "the first":
+            return tuple(place == 0 for place in places)
+        return tuple((place == value - 1) == (counted == "the last") for place in places)
     if isinstance(value, list) and len(value) == layers and set(value) <= {0, 1}:
         return tuple(bool(one) for one in value)
     raise ValueError(text)
+
+
+def is_dealt(
+    pattern: str | None, layers: int, number: int, counted: Counted = "all but the last", *, otherwise: bool = False
+) -> bool:
+    """Return whether a pattern has a 1 in layer `number`; `otherwise`, where there is none or it cannot be read."""
+    try:
+        return otherwise if pattern is None else read_pattern(pattern, layers, counted)[number]
+    except ValueError:
+        return otherwise
 
 
 def _value(node: ast.AST) -> int | list[int] | None:
@@ -46,9 +68,9 @@ def _value(node: ast.AST) -> int | list[int] | None:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             return number
         case ast.List(elts=elements):
-            found = [_value(element) for element in elements]
+            values = [_value(element) for element in elements]
             return (
-                [one for one in found if isinstance(one, int)] if all(isinstance(one, int) for one in found) else None
+                [one for one in values if isinstance(one, int)] if all(isinstance(one, int) for one in values) else None
             )
         case ast.BinOp(left=left, op=operation, right=right):
             first, second = _value(left), _value(right)

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Scheme = Literal["use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"]
-"""A field of the layout by which data-parallel ranks divide optimizer state. DDP without one runs every optimizer."""
+from megatron_ext.config.derived.sharding import FLAGS, Flag
 
 StateType = Literal["float32", "bfloat16", "float16"]
 """The type of a state, as torch names it."""
@@ -56,7 +55,8 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """All that the program knows of one optimizer. Its update must be element by element, as a shard is any range."""
+    """All that the program knows of one optimizer. Unless it `needs_whole_matrices`, its update must be element by
+    element, as a shard is any range."""
 
     name: str
     """As `--optimizer` takes it."""
@@ -73,12 +73,20 @@ class OptimizerTraits:
 
     states: tuple[State, ...]
 
-    schemes: frozenset[Scheme]
-    """Sharding schemes that can run it."""
+    schemes: frozenset[Flag]
+    """Sharding schemes that can run it, by flag. DDP runs every optimizer."""
 
     built_as: Literal["adam", "sgd"]
     """What megatron-core is asked to build. Where that is another, `torch_class` takes its place before the first
     update; else the engine may take a fused kernel of Transformer Engine or apex."""
+
+    of_elements: "OptimizerTraits | None" = None
+    """What updates, in its place, all that the catalogue updates as "element" (`Parameter.update`): embeddings, output
+    layer, norms, biases. None: it updates every parameter."""
+
+    needs_whole_matrices: bool = False
+    """Whether the update of a matrix depends on all of it. Its class is then given whole ones, or stacks of those of
+    experts, [experts, rows, columns], and a layout that has none is refused. `of_elements` updates the rest."""
 
     in_16_bits: "OptimizerTraits | None" = None
     """The traits of the class that keeps averages in bf16 or fp16, where --exp-avg-dtype or --exp-avg-sq-dtype asks for
@@ -102,6 +110,15 @@ class OptimizerTraits:
 
     elsewhere: Mapping[str, Elsewhere] = field(default_factory=dict)
     """What it is called elsewhere, by program of `foreign/`."""
+
+    @property
+    def each(self) -> tuple["OptimizerTraits", ...]:
+        """The optimizers of a run: itself, and what updates other parameters in its place."""
+        return (self,) if self.of_elements is None else (self, self.of_elements)
+
+    def updating(self, update: str | None) -> "OptimizerTraits":
+        """Return which of `each` updates parameters of this kind (`Parameter.update`)."""
+        return self.each[-1 if update == "element" else 0]
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -131,14 +148,14 @@ class OptimizerTraits:
 
     def state_names(self, settings: Any) -> tuple[str, ...]:
         """Names of the states that are kept with these settings."""
-        return tuple(state.name for state in self.kept(settings))
+        return tuple(dict.fromkeys(state.name for traits in self.each for state in traits.kept(settings)))
 
     def bytes_each(self, settings: Any) -> int:
         """Return the bytes of state for each element that is updated, without the fp32 master of a 16-bit weight."""
         return sum(_BYTES[state.dtype] for state in self.kept(settings))
 
 
-_ALL_SCHEMES: frozenset[Scheme] = frozenset({"use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"})
+_ALL_SCHEMES: frozenset[Flag] = frozenset(FLAGS)
 
 _FULL_ADAM = OptimizerTraits(
     name="adam",
@@ -220,6 +237,6 @@ def has_short_averages(settings: Any) -> bool:
     return not {settings.exp_avg_dtype, settings.exp_avg_sq_dtype} <= {"fp32"}
 
 
-def run_by(scheme: Scheme) -> list[OptimizerTraits]:
+def run_by(scheme: Flag) -> list[OptimizerTraits]:
     """Return the optimizers that a sharding scheme can run."""
     return [traits for traits in OPTIMIZERS.values() if scheme in traits.schemes]

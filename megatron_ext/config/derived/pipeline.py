@@ -30,10 +30,10 @@ def read_pipeline_layout(text: str) -> list[str]:
     """
     unrolled = text.replace(",", "").replace(" ", "")
     for pattern in (_GROUP, _LETTER):
-        while (found := pattern.search(unrolled)) is not None:
-            if len(unrolled) + len(found[1]) * int(found[2]) > _MOST_CHARACTERS:
+        while (match := pattern.search(unrolled)) is not None:
+            if len(unrolled) + len(match[1]) * int(match[2]) > _MOST_CHARACTERS:
                 raise ValueError(f"it has more than {_MOST_CHARACTERS} layers")
-            unrolled = unrolled[: found.start()] + found[1] * int(found[2]) + unrolled[found.end() :]
+            unrolled = unrolled[: match.start()] + match[1] * int(match[2]) + unrolled[match.end() :]
     wrong = re.search(r"[^EtL|]", unrolled)
     if wrong is not None:
         if wrong[0] == "m":

@@ -56,20 +56,22 @@ def _place(
     return first, second, replica, stage
 
 
-def rank_of(layout: LayoutConfig, place: Coordinates) -> int:
+def rank_of(layout: LayoutConfig, position: Coordinates) -> int:
     """Return the rank at a place: the inverse of `coordinates`."""
     sizes = axis_sizes(layout)
-    outer = place.dp * sizes.pp + place.pp if layout.use_tp_pp_dp_mapping else place.pp * sizes.dp + place.dp
-    return place.tp + sizes.tp * (place.cp + sizes.cp * outer)
+    outer = (
+        position.dp * sizes.pp + position.pp if layout.use_tp_pp_dp_mapping else position.pp * sizes.dp + position.dp
+    )
+    return position.tp + sizes.tp * (position.cp + sizes.cp * outer)
 
 
 def groups(layout: LayoutConfig, axis: Axis) -> list[list[int]]:
     """Return the ranks that differ only along one axis, group by group, each in the order of that axis."""
-    found: dict[Coordinates, list[int]] = {}
+    members: dict[Coordinates, list[int]] = {}
     for rank in range(layout.world_size):
-        place = coordinates(layout, rank)
-        found.setdefault(place._replace(**{axis: 0}), []).append(rank)
-    return list(found.values())
+        position = coordinates(layout, rank)
+        members.setdefault(position._replace(**{axis: 0}), []).append(rank)
+    return list(members.values())
 
 
 class ExpertCoordinates(NamedTuple):

@@ -96,25 +96,25 @@ class _Reading:
 
     def contradictions(self, where: str = "") -> list[str]:
         """Return a problem for each field that two names give different values, and note that it has none."""
-        found = []
-        for name, given in self.spelled.items():
-            (first, value), *others = given.values()
+        problems = []
+        for name, spellings in self.spelled.items():
+            (first, value), *others = spellings.values()
             different = [shown for shown, other in others if other != value]
-            found += [f"{where}{first} and {shown} are the same option; keep one of them" for shown in different]
+            problems += [f"{where}{first} and {shown} are the same option; keep one of them" for shown in different]
             self.unread |= {name} if different else set()
-        return found
+        return problems
 
     def spellings(self) -> dict[str, str]:
         """Return what `Typed.spellings` says of the fields that were given here."""
-        found = {}
-        for name, given in self.spelled.items():
-            flag, names = flag_of(name), [one if one.startswith("--") else flag_of(one) for one in given]
+        old_names = {}
+        for name, by_spelling in self.spelled.items():
+            flag, names = flag_of(name), [one if one.startswith("--") else flag_of(one) for one in by_spelling]
             if flag in names:
                 continue
             old = names[0]
             meaning = old_spellings.find(old)
-            found[flag if meaning is None or meaning[1] is None else f"{flag} {meaning[1]}"] = old
-        return found
+            old_names[flag if meaning is None or meaning[1] is None else f"{flag} {meaning[1]}"] = old
+        return old_names
 
 
 def _renamed(text: str, spellings: Mapping[str, str]) -> str:
@@ -153,9 +153,9 @@ def read(argv: Sequence[str]) -> Typed:
     if command_line.config_path is not None:
         _read_file(file, command_line.config_path)
     command_line.problems += command_line.contradictions()
-    given = file.implied | command_line.implied | file.values | command_line.values
+    merged = file.implied | command_line.implied | file.values | command_line.values
     spellings = _Reading(spelled=file.spelled | command_line.spelled).spellings()
-    listed, wrong_lists = data_lists.with_listed_data(given)
+    listed, wrong_lists = data_lists.with_listed_data(merged)
     values, dropped = without_effect(_with_default_tokenizer(listed))
     if not command_line.dry_run:
         _refuse_devices(command_line)
@@ -247,9 +247,9 @@ def _read_program_value(reading: _Reading, flag: str, text: str) -> None:
             reading.problems.append(f"{flag} {text} is not above 0; use {flag} 80")
 
 
-def _read_known(reading: _Reading, given: str, inline: str | None, words: list[str]) -> None:
+def _read_known(reading: _Reading, word: str, inline: str | None, words: list[str]) -> None:
     """Read a flag of the schema, or one of Megatron's others; underscores in it stand for hyphens."""
-    flag = given if given in options_by_flag() else given.replace("_", "-")
+    flag = word if word in options_by_flag() else word.replace("_", "-")
     texts = words if inline is None else [inline, *words]
     if flag in options_by_flag():
         _read_option(reading, flag, options_by_flag()[flag], inline, words)
@@ -260,9 +260,9 @@ def _read_known(reading: _Reading, given: str, inline: str | None, words: list[s
         _refuse_extra(reading, flag, texts[known.most_values :])
         _judge_megatron(reading, known, own)
     else:
-        instead = other_programs.advice(given)
-        problem = _unknown(given, reading.unread) if instead is None else f"{given} is unknown: {instead}"
-        reading.unknown.append((given, problem))
+        instead = other_programs.advice(word)
+        problem = _unknown(word, reading.unread) if instead is None else f"{word} is unknown: {instead}"
+        reading.unknown.append((word, problem))
 
 
 def _read_old(reading: _Reading, flag: str, old: tuple[str, str | None], inline: str | None, words: list[str]) -> None:
@@ -298,10 +298,10 @@ def _read_option(reading: _Reading, flag: str, option: Option, inline: str | Non
 
 def _taken(reading: _Reading, flag: str, option: Option, text: str) -> str:
     """Return the value that stands for this text, with a warning where that does something else to the same end."""
-    taken, instead = old_spellings.taken_value(option.name, text)
+    current, instead = old_spellings.taken_value(option.name, text)
     if instead is not None:
         reading.warnings.append(f"{flag} {text} changes nothing here: {instead}")
-    return taken
+    return current
 
 
 def _judge_megatron(reading: _Reading, known: megatron_options.MegatronOption, values: list[str]) -> None:

@@ -32,12 +32,12 @@ def with_listed_data(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         path = values.get(name)
         if path is None:
             continue
-        found: dict[str, tuple[str, ...]] = {}
+        prefixes: dict[str, tuple[str, ...]] = {}
         try:
             if (problem := path_problem(flag_of(name), path, "read")) is not None:
                 problems.append(problem)
             else:
-                found = dict(_read(name, path))
+                prefixes = dict(_read(name, path))
         except FileNotFoundError:
             continue
         except (OSError, TextError, UnicodeDecodeError) as error:
@@ -45,10 +45,10 @@ def with_listed_data(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         del listed[name]
         problems += [
             f"{flag_of(name)} {path} and {flag_of(field)} name the same data; keep one of them"
-            for field in found
+            for field in prefixes
             if field in listed
         ]
-        listed |= found
+        listed |= prefixes
     return listed, problems
 
 

@@ -37,14 +37,14 @@ class EvalTask:
 
     def problems(self) -> list[str]:
         """Return why the task cannot be done, its files apart; empty where it can."""
-        found = []
+        texts = []
         if self.kind not in KINDS:
-            found.append(f"{self.name}: task is {self.kind}; choose {', '.join(KINDS)}")
+            texts.append(f"{self.name}: task is {self.kind}; choose {', '.join(KINDS)}")
         if not self.valid_data:
-            found.append(f"{self.name}: no valid_data; name at least one file")
+            texts.append(f"{self.name}: no valid_data; name at least one file")
         if self.overlapping_eval is not None and self.overlapping_eval < 1:
-            found.append(f"{self.name}: overlapping_eval is {self.overlapping_eval}; give at least 1")
-        return found
+            texts.append(f"{self.name}: overlapping_eval is {self.overlapping_eval}; give at least 1")
+        return texts
 
     def missing(self) -> list[str]:
         """Return which of its files are not there."""

@@ -50,8 +50,8 @@ examples:
 def about(word: str) -> str:
     """Return the flags that have `word` in their name, group or sentence; the nearest names where none has."""
     wanted = word.lstrip("-").replace("_", "-").lower()
-    found = [option for option in options() if wanted in _searched(option)]
-    if not found:
+    matching = [option for option in options() if wanted in _searched(option)]
+    if not matching:
         import difflib  # as for what an unknown flag meant: nobody else waits for it
 
         names = [option.flag.removeprefix("--") for option in options()]
@@ -59,7 +59,7 @@ def about(word: str) -> str:
         hint = f"; near it: {', '.join(f'--{name}' for name in close)}" if close else ""
         return f"no flag speaks of {word!r}{hint}. --help lists all of them."
     lines: list[str] = []
-    for group, of_group in itertools.groupby(found, lambda option: option.group):
+    for group, of_group in itertools.groupby(matching, lambda option: option.group):
         lines += [*([""] if lines else []), f"{group}:"]
         for option in of_group:
             lines += _option(option)

@@ -67,7 +67,7 @@ def flag_of(name: str) -> str:
 @functools.cache
 def options() -> tuple[Option, ...]:
     """Return every option, in the order of the schema."""
-    found = []
+    declared = []
     for group in dataclasses.fields(Config):
         group_type = typing.cast(type, group.type)
         hints = typing.get_type_hints(group_type)
@@ -75,10 +75,10 @@ def options() -> tuple[Option, ...]:
             value_type, many = _single_type(hints[field.name])
             told = dict(field.metadata)
             told["metavar"] = told["metavar"] or _metavar(value_type, many, told["choices"])
-            found.append(
+            declared.append(
                 Option(name=field.name, group=group.name, type=value_type, many=many, default=field.default, **told)
             )
-    return tuple(found)
+    return tuple(declared)
 
 
 @functools.cache

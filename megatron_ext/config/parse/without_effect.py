@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION
+from megatron_ext.config.derived.sharding import given_schemes
 from megatron_ext.config.parse.options import flag_of, options_by_name
 
 _READ_BY = {
@@ -17,11 +18,6 @@ _READ_BY = {
     "tiktoken_pattern": ("TikTokenizer",),
 }
 """Field -> the kinds of tokenizer that read it; another kind is what its own files say."""
-
-_OF_DDP = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size")
-_OF_FSDP = (
-    "--use-megatron-fsdp divides what --data-parallel-sharding-strategy says, and overlaps its traffic layer by layer"
-)
 
 
 def without_effect(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -73,14 +69,8 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in ("save_interval", "exit_interval", "exit_duration_in_mins"):
         if values.get(name) == 0 and not (name == "save_interval" and values.get("save") is None):
             yield name, "0 is no interval, and nothing happens by it"
-    if values.get("use_megatron_fsdp"):
-        for name in _OF_DDP:
-            if name in values:
-                yield name, _OF_FSDP
-    if values.get("use_torch_fsdp2"):
-        for name in ("overlap_grad_reduce", "overlap_param_gather"):
-            if name in values:
-                yield name, "--use-torch-fsdp2 overlaps its traffic layer by layer"
+    for scheme in given_schemes(values):
+        yield from ((name, reason) for name, reason in scheme.ignores.items() if name in values)
     yield from _of_gradients(values)
     yield from _of_fp8(values)
     yield from _of_graphs(values)
@@ -119,10 +109,10 @@ def _of_gradients(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in asked:
             yield name, "without --bf16 gradients have the precision of the weights"
         return
-    for scheme in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if values.get(scheme):
+    for scheme in given_schemes(values):
+        if scheme.keeps_gradients_in_fp32:
             for name in asked:
-                yield name, f"{flag_of(scheme)} sums and keeps gradients in fp32"
+                yield name, f"{flag_of(str(scheme.flag))} sums and keeps gradients in fp32"
 
 
 def _of_experts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -70,7 +70,7 @@ class DataConfig:
     tokenizer_model: str | None = option(
         None, "The tokenizer's file, or its folder for HuggingFaceTokenizer.", resume="tokenizer"
     )
-    vocab_size: int | None = option(
+    vocab_size: int = option(
         None,
         "Entries of the vocabulary before padding; default the tokenizer's, for TikTokenizer 131072. "
         "NullTokenizer needs it.",

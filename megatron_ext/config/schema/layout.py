@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_ext.config.derived.sharding import FSDP, Scheme, scheme_of
 from megatron_ext.config.schema.option import free
 
 
@@ -151,10 +152,14 @@ class LayoutConfig:
         return tuple(self.context_parallel_size > 1 and kind != "a2a" for kind in self.cp_comm_type)
 
     @property
+    def sharding(self) -> Scheme:
+        """What data-parallel ranks divide."""
+        return scheme_of(self)
+
+    @property
     def flags_that_divide_weights(self) -> list[str]:
         """The flags that were given, of those under which no rank keeps whole weights between steps (FSDP)."""
-        schemes = {"--use-torch-fsdp2": self.use_torch_fsdp2, "--use-megatron-fsdp": self.use_megatron_fsdp}
-        return [flag for flag, given in schemes.items() if given]
+        return ["--" + flag.replace("_", "-") for flag in FSDP if getattr(self, flag)]
 
     @property
     def needs_several_hardware_queues(self) -> bool:

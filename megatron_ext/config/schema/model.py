@@ -15,7 +15,7 @@ class ModelConfig:
     hidden_size: int = option(None, "Width of the residual stream.", resume="shape", required="768", at_least=1)
     ffn_hidden_size: int = option(
         None,
-        "Width inside the MLP; default 4 x hidden size, or 2/3 of that rounded to 64 with --swiglu.",
+        "Width inside the MLP; default 4 x hidden size, or 2/3 of that rounded to 64 with a gate.",
         resume="shape",
         at_least=1,
     )
@@ -70,6 +70,13 @@ class ModelConfig:
         resume="function",
         metavar="N|LIST",
     )
+    no_rope_freq: str | None = option(
+        None,
+        "Which layers rotate nothing, with --position-embedding-type rope; default none. N: every N-th layer; a list "
+        "such as [0,0,0,1]*6: those with a 1.",
+        resume="function",
+        metavar="N|LIST",
+    )
     use_rope_scaling: bool = option(
         False,
         "Stretch the rotary frequencies as Llama 3.1 does.",
@@ -101,6 +108,7 @@ class ModelConfig:
                 Need("group_query_attention", False, "keys and values of its own for every head"),
                 Need("add_qkv_bias", False, "projections without bias"),
                 Need("qk_layernorm_over", "head", "norms over its latents"),
+                Need("qk_layernorm_place", "before", "norms over its latents"),
             ]
         },
     )
@@ -154,9 +162,26 @@ class ModelConfig:
         at_least=0,
     )
     swiglu: bool = option(False, "SwiGLU activation in the MLP (gate x SiLU).", resume="shape")
+    geglu: bool = option(
+        False, "GeGLU activation in the MLP (gate x GELU), with --openai-gelu in its tanh form.", resume="shape"
+    )
     squared_relu: bool = option(False, "Squared ReLU activation in the MLP.", resume="function")
     openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.", resume="function")
     normalization: str = option("LayerNorm", "Kind of norm.", resume="shape", choices=("LayerNorm", "RMSNorm"))
+    norm_parameters: str = option(
+        "all",
+        "What norms have of their own: a weight and, in LayerNorm, a bias (all); a weight alone; or nothing.",
+        resume="shape",
+        choices=("all", "weight", "none"),
+        needs={
+            fewer: [
+                Need("normalization", "LayerNorm", "LayerNorm"),
+                Need("norm_position", "before", "norms before attention and MLP"),
+                Need("transformer_impl", "local", "layers of this program's own"),
+            ]
+            for fewer in ("weight", "none")
+        },
+    )
     norm_position: str = option(
         "before",
         "Whether norms stand before attention and MLP, or after them, on what they add to the residual stream.",
@@ -165,11 +190,36 @@ class ModelConfig:
         needs={"after": [Need("transformer_impl", "local", "layers of this program's own")]},
     )
     norm_epsilon: float = option(1e-5, "Epsilon inside the norms.", resume="function", positive=True)
+    embedding_multiplier: float = option(
+        1.0, "Factor of the word embeddings that enter the layers.", resume="function", positive=True
+    )
+    residual_multiplier: float = option(
+        1.0, "Factor of what attention and MLP add to the residual stream.", resume="function", positive=True
+    )
+    logits_multiplier: float = option(1.0, "Factor of the logits.", resume="function", positive=True)
+    softmax_scale: float | None = option(
+        None,
+        "Factor of the products of queries and keys; default 1 / the square root of the head size.",
+        resume="function",
+        positive=True,
+    )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
     )
     disable_bias_linear: bool = option(False, "No biases in the linear layers.", resume="shape")
     add_qkv_bias: bool = option(False, "A bias in the QKV projection even with --disable-bias-linear.", resume="shape")
+    add_output_bias: bool = option(
+        False,
+        "A bias in attention's output projection even with --disable-bias-linear.",
+        resume="shape",
+        needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
+    )
+    add_mlp_bias: bool = option(
+        False,
+        "Biases in the MLP even with --disable-bias-linear.",
+        resume="shape",
+        needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
+    )
     qk_layernorm: bool = option(False, "Normalize queries and keys.", resume="shape")
     qk_layernorm_over: str = option(
         "head",
@@ -184,8 +234,30 @@ class ModelConfig:
             ]
         },
     )
+    qk_layernorm_place: str = option(
+        "before",
+        "Whether --qk-layernorm normalizes queries and keys before they are rotated, or after it, as Hunyuan does.",
+        resume="function",
+        choices=("before", "after"),
+        needs={
+            "after": [
+                Need("qk_layernorm", True, "norms of queries and keys"),
+                Need("norm_parameters", "all", "norms with all of their parameters"),
+                Need("qk_layernorm_over", "head", "norms of single heads"),
+                Need("position_embedding_type", "rope", "rotary positions"),
+                Need("transformer_impl", "local", "layers of this program's own"),
+            ]
+        },
+    )
     num_experts: int | None = option(
         None, "Replace each layer's MLP by a mixture of this many experts.", resume="shape", at_least=1, at_most=65_536
+    )
+    moe_layer_freq: str | None = option(
+        None,
+        "Which layers have experts, the others an MLP; default all. N: one of N layers, the first; a list such as "
+        "[0]*3+[1]*58: those with a 1.",
+        resume="shape",
+        metavar="N|LIST",
     )
     moe_ffn_hidden_size: int | None = option(
         None, "Width inside each expert; default the width of the MLP that they replace.", resume="shape", at_least=1
@@ -269,6 +341,11 @@ class ModelConfig:
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     @property
+    def gated_linear_unit(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.swiglu or self.geglu
+
+    @property
     def expert_ffn_hidden_size(self) -> int:
         """Width inside each expert; where nothing is said, that of the MLP that they replace."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
@@ -288,3 +365,13 @@ class ModelConfig:
     def has_qkv_bias(self) -> bool:
         """Whether the projection of queries, keys and values has a bias."""
         return self.add_qkv_bias or not self.disable_bias_linear
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.add_output_bias or not self.disable_bias_linear
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether both matrices of the MLP have a bias."""
+        return self.add_mlp_bias or not self.disable_bias_linear

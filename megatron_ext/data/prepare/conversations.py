@@ -81,9 +81,9 @@ class ConversationFormat:
 
 
 def _alpaca(fields: Mapping[str, Any], _key: str) -> list[Message]:
-    instruction, given, answer = (_text(fields, name, name == "input") for name in ("instruction", "input", "output"))
-    content = f"{instruction}\n\n{given}" if given else instruction
-    question = {"role": "user", "content": content, "instruction": instruction, "input": given}
+    instruction, context, answer = (_text(fields, name, name == "input") for name in ("instruction", "input", "output"))
+    content = f"{instruction}\n\n{context}" if context else instruction
+    question = {"role": "user", "content": content, "instruction": instruction, "input": context}
     return [*_system(fields), question, {"role": "assistant", "content": answer}]
 
 
@@ -144,8 +144,8 @@ def _text(fields: Mapping[str, Any], name: str, optional: bool = False) -> str:
     if value is None and optional:
         return ""
     if not isinstance(value, str):
-        found = f"holds {type(value).__name__}, not text" if name in fields else "is missing"
-        raise DataError(f'key "{name}" {found}; the keys are {sorted(fields)} (--data-format)')
+        what = f"holds {type(value).__name__}, not text" if name in fields else "is missing"
+        raise DataError(f'key "{name}" {what}; the keys are {sorted(fields)} (--data-format)')
     if any(mark in value for mark in _MARKS):
         raise DataError(f'key "{name}" holds one of the noncharacters U+FDD0 to U+FDD2, which mark places here')
     return value

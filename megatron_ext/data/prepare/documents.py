@@ -56,9 +56,9 @@ class RawDocument(NamedTuple):
         if isinstance(self.payload, dict):
             return self._values(self.payload, keys)
         if len(self.payload) > LONG:
-            found = self._long_texts(self.payload, keys)
-            if found is not None:
-                return found
+            long_texts = self._long_texts(self.payload, keys)
+            if long_texts is not None:
+                return long_texts
         if self.is_json and _fast_loads is not None:
             try:
                 fields = _fast_loads(self.payload)
@@ -110,8 +110,8 @@ class RawDocument(NamedTuple):
     def _values(self, fields: dict[str, Any], keys: Sequence[str]) -> list[Text]:
         for key in keys:
             if not isinstance(fields.get(key), (str, bytes)):
-                found = f"holds {type(fields[key]).__name__}, not text" if key in fields else "is missing"
-                raise DataError(f'{self.where}: key "{key}" {found}; the keys are {_named(fields)} (--json-keys)')
+                what = f"holds {type(fields[key]).__name__}, not text" if key in fields else "is missing"
+                raise DataError(f'{self.where}: key "{key}" {what}; the keys are {_named(fields)} (--json-keys)')
         return [fields[key] for key in keys]
 
 
@@ -163,7 +163,7 @@ class Block:
 class InputHashes:
     """Holds the SHA-256 and the size of every input file that has been read to its end, by the file's number."""
 
-    found: dict[int, tuple[str, int]] = field(default_factory=dict)
+    of_files: dict[int, tuple[str, int]] = field(default_factory=dict)
 
 
 def read_blocks(
@@ -190,19 +190,19 @@ def read_blocks(
     """
     before = sum(file.size() or 0 for file in files[: start.file])
     for number, file in enumerate(files[start.file :], start=start.file):
-        place = start if number == start.file else ReadPosition(number)
+        begin = start if number == start.file else ReadPosition(number)
         with open_input(file) as (stream, hashing):
             if file.kind in ("parquet", "arrow"):
-                yield from _row_blocks(file, keys, place, before, needs_all_keys)
+                yield from _row_blocks(file, keys, begin, before, needs_all_keys)
             else:
                 cut = _cut_lines if file.kind == "json" else partial(_cut_text, split_on)
-                cuts = cut(stream, place, file.path)
+                cuts = cut(stream, begin, file.path)
                 for payload, position, size, end in cuts:
                     yield Block(file.path, position, payload, size, end, before + hashing.bytes_read)
             digest = hashing.finish()
         before += hashing.bytes_read
         if hashes is not None:
-            hashes.found[number] = (digest, hashing.bytes_read)
+            hashes.of_files[number] = (digest, hashing.bytes_read)
 
 
 def read_documents(files: Sequence[InputFile], keys: Sequence[str] = ("text",)) -> Iterator[RawDocument]:
@@ -214,19 +214,19 @@ _Cut = tuple[bytes | bytearray | list[bytes | None], int, int, ReadPosition]  # 
 
 
 def _row_blocks(
-    file: InputFile, keys: Sequence[str], place: ReadPosition, bytes_before: int, needs_all_keys: bool
+    file: InputFile, keys: Sequence[str], position: ReadPosition, bytes_before: int, needs_all_keys: bool
 ) -> Iterator[Block]:
     size, total = file.size() or 0, row_count(file)
-    for rows, first, text_bytes in read_rows(file, keys, place.offset, needs_all_keys):
+    for rows, first, text_bytes in read_rows(file, keys, position.offset, needs_all_keys):
         behind = first + len(rows)
-        end = ReadPosition(place.file, behind, behind + 1)
+        end = ReadPosition(position.file, behind, behind + 1)
         # A parquet file is not read from front to back: its rows tell how far it is.
         share = size * behind // total if total else 0
         yield Block(file.path, first + 1, rows, text_bytes, end, bytes_before + share)
 
 
-def _cut_lines(stream: BufferedIOBase, place: ReadPosition, path: str) -> Iterator[_Cut]:
-    _skip(stream, place.offset)
+def _cut_lines(stream: BufferedIOBase, position: ReadPosition, path: str) -> Iterator[_Cut]:
+    _skip(stream, position.offset)
     rest = b""  # the beginning of a line, whose end has not been read
     while True:
         lines = bytearray(len(rest) + BLOCK_BYTES)
@@ -238,7 +238,7 @@ def _cut_lines(stream: BufferedIOBase, place: ReadPosition, path: str) -> Iterat
         if is_one_line:  # the last line without an end, or a long line, which gets a block of its own
             lines += stream.readline(MOST_RECORD)
             if len(lines) > MOST_RECORD:
-                raise _too_large(path, place, "line")
+                raise _too_large(path, position, "line")
             whole = len(lines)
         rest = bytes(memoryview(lines)[whole:])
         del lines[whole:]
@@ -246,24 +246,24 @@ def _cut_lines(stream: BufferedIOBase, place: ReadPosition, path: str) -> Iterat
             return
         # numpy counts 4 times as fast, but makes an array as long as the lines.
         count = lines.count(b"\n") if is_one_line else np.count_nonzero(np.frombuffer(lines, np.uint8) == _LINE_END)
-        end = ReadPosition(place.file, place.offset + len(lines), place.position + int(count))
-        cut = lines, place.position, len(lines), end
+        end = ReadPosition(position.file, position.offset + len(lines), position.position + int(count))
+        cut = lines, position.position, len(lines), end
         del lines
         yield cut
         del cut
-        place = end
+        position = end
 
 
-def _cut_text(split_on: str | None, stream: BufferedIOBase, place: ReadPosition, path: str) -> Iterator[_Cut]:
+def _cut_text(split_on: str | None, stream: BufferedIOBase, position: ReadPosition, path: str) -> Iterator[_Cut]:
     if not split_on:
-        if place.position == 1:
+        if position.position == 1:
             content = stream.read(MOST_RECORD + 1)
             if len(content) > MOST_RECORD:
-                raise _too_large(path, place, "text")
-            yield [content], 1, len(content), ReadPosition(place.file, len(content), 2)
+                raise _too_large(path, position, "text")
+            yield [content], 1, len(content), ReadPosition(position.file, len(content), 2)
         return
     separator = split_on.encode()
-    _skip(stream, place.offset)
+    _skip(stream, position.offset)
     pending, is_last = b"", False
     while not is_last:
         chunk = stream.read(BLOCK_BYTES)
@@ -271,17 +271,17 @@ def _cut_text(split_on: str | None, stream: BufferedIOBase, place: ReadPosition,
         pieces = (pending + chunk).split(separator)
         pending = b"" if is_last else pieces.pop()
         if len(pending) > MOST_RECORD:
-            raise _too_large(path, place, "text")
+            raise _too_large(path, position, "text")
         size = sum(map(len, pieces)) + len(separator) * len(pieces)
-        end = ReadPosition(place.file, place.offset + size, place.position + len(pieces))
+        end = ReadPosition(position.file, position.offset + size, position.position + len(pieces))
         if pieces:
-            yield [piece or None for piece in pieces], place.position, size, end
-        place = end
+            yield [piece or None for piece in pieces], position.position, size, end
+        position = end
 
 
-def _too_large(path: str, place: ReadPosition, what: str) -> DataError:
+def _too_large(path: str, at: ReadPosition, what: str) -> DataError:
     return DataError(
-        f"{path}:{place.position}: a {what} of more than {MOST_RECORD:,} bytes, which is no document: it was not read; "
+        f"{path}:{at.position}: a {what} of more than {MOST_RECORD:,} bytes, which is no document: it was not read; "
         "repair the file, or leave it out of --input"
     )
 

@@ -123,12 +123,12 @@ class ConversationEncoder:
         room: list[int] = []
         for number in sorted(range(len(whole)), key=lambda number: -len(whole[number][0])):
             length = len(whole[number][0])
-            place = next((place for place, left in enumerate(room) if left >= length), len(room))
-            if place == len(room):
+            sequence = next((sequence for sequence, left in enumerate(room) if left >= length), len(room))
+            if sequence == len(room):
                 sequences.append([])
                 room.append(size)
-            sequences[place].append(number)
-            room[place] -= length
+            sequences[sequence].append(number)
+            room[sequence] -= length
         return [self._sequence([whole[n] for n in sorted(numbers)]) for numbers in sequences]
 
     def _sequence(self, documents: Sequence[_Document]) -> _Document:
@@ -156,13 +156,13 @@ def _by_offsets(tokenizer: LibraryTokenizer, rendered: Rendered, in_a_frame: boo
 
 def _bytes(rendered: Rendered, eod: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ids and whether each is trained on, of a tokenizer that cuts a text anywhere."""
-    borders = sorted({0, len(rendered.text), *(place for span in rendered.spans for place in span)})
+    borders = sorted({0, len(rendered.text), *(border for span in rendered.spans for border in span)})
     ids: list[int] = []
     trained: list[bool] = []
     for first, end in itertools.pairwise(borders):
-        found: list[int] = []
+        part_ids: list[int] = []
         for number, part in enumerate(rendered.text[first:end].split(END_OF_TEXT)):
-            found += ([eod] if number else []) + list(part.encode())
-        ids += found
-        trained += [any(begin <= first < stop for begin, stop in rendered.spans)] * len(found)
+            part_ids += ([eod] if number else []) + list(part.encode())
+        ids += part_ids
+        trained += [any(begin <= first < stop for begin, stop in rendered.spans)] * len(part_ids)
     return np.array(ids, np.int64), np.array(trained, bool)

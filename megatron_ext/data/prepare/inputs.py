@@ -89,10 +89,10 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
             if (path / "state.json").is_file():
                 files += _of_datasets(path)
             elif path.is_dir():
-                found = sorted(file for file in path.rglob("*") if _classify(file) and file.is_file())
-                if not found:
+                inside = sorted(file for file in path.rglob("*") if _classify(file) and file.is_file())
+                if not inside:
                     raise ConfigurationError(f"--input {path} is a folder with no {_ACCEPTED} file in it")
-                files += [file for file in map(_classify, found) if file]
+                files += [file for file in map(_classify, inside) if file]
             elif (file := _classify(path)) is not None:
                 files.append(file)
             else:
@@ -108,16 +108,16 @@ def _find_remote(url: str) -> list[InputFile]:
     """Return the files that a URL names: a file, a folder, or a pattern."""
     system, path = file_system(url)
     what = f"--input {url}"
-    found: list[str] = []
+    addresses: list[str] = []
     if any(sign in path for sign in "*?["):
-        found = _readable(tried_again(what, lambda: system.glob(path)))
+        addresses = _readable(tried_again(what, lambda: system.glob(path)))
     elif (named := entry(what, system, path)) is not None:
         is_folder = named["type"] == "directory"
-        found = _readable(tried_again(what, lambda: system.find(path))) if is_folder else [path]
-    if not found:
+        addresses = _readable(tried_again(what, lambda: system.find(path))) if is_folder else [path]
+    if not addresses:
         raise ConfigurationError(f"--input {url} does not exist, or holds no {_ACCEPTED} file")
     files = []
-    for one in found:
+    for one in addresses:
         file = _classify(Path(one))
         if file is None:
             raise ConfigurationError(f"--input {url}: the name of an input must end in one of {_ACCEPTED}")

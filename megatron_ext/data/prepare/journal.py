@@ -35,7 +35,7 @@ class Journal:
     """Holds what a run needs to go on where an earlier one stopped."""
 
     job: dict[str, Any]  # all that decides the output
-    place: ReadPosition = ReadPosition()  # noqa: RUF009 (frozen)
+    position: ReadPosition = ReadPosition()  # noqa: RUF009 (frozen)
     progress: Progress = Progress()
     written: list[Written] = field(default_factory=list)
     blocks: int = 0
@@ -44,11 +44,11 @@ class Journal:
 
     def save(self, path: Path) -> None:
         """Replace the file in one step."""
-        done = {number: found for number, found in self.hashes.found.items() if number < self.place.file}
+        done = {number: content for number, content in self.hashes.of_files.items() if number < self.position.file}
         text = json.dumps(
             {
                 "job": self.job,
-                "place": vars(self.place),
+                "place": vars(self.position),
                 "progress": vars(self.progress),
                 "written": [vars(one) for one in self.written],
                 "blocks": self.blocks,
@@ -65,7 +65,7 @@ class Journal:
             fields = load_json(read_file(path, _LARGEST))
             return Journal(
                 job=fields["job"],
-                place=ReadPosition(**fields["place"]),
+                position=ReadPosition(**fields["place"]),
                 progress=Progress(**fields["progress"]),
                 written=[Written(**one) for one in fields["written"]],
                 blocks=fields["blocks"],

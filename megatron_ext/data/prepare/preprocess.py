@@ -175,14 +175,14 @@ class _Run:
         sizes = [file.size() for file in self._files]
         total = None if None in sizes else sum(size for size in sizes if size)
         fresh = Journal(job=identity, progress=Progress(bytes_total=total), written=[Written() for _ in job.keys])
-        found = Journal.load(self._journal_path) if self._can_continue else None
-        if found is not None:
-            outputs = zip(job.keys, found.written, strict=False)
+        earlier = Journal.load(self._journal_path) if self._can_continue else None
+        if earlier is not None:
+            outputs = zip(job.keys, earlier.written, strict=False)
             itemsize = None if job.is_text else token_dtype(self._tokenizer.vocab_size)().itemsize
             is_there = all(IndexedWriter.holds(job.output(key), done, itemsize) for key, done in outputs)
-            if found.job == identity and is_there:
-                self._note(f"going on behind {found.progress.documents} documents that an earlier run encoded")
-                return found
+            if earlier.job == identity and is_there:
+                self._note(f"going on behind {earlier.progress.documents} documents that an earlier run encoded")
+                return earlier
             self._note(f"{self._journal_path} is of other inputs or flags: starting from the beginning")
         self._journal_path.unlink(missing_ok=True)
         return fresh
@@ -190,7 +190,7 @@ class _Run:
     def _encode_all(self, report: Callable[[Progress], None]) -> None:
         job, journal = self._job, self._journal
         columns = job.keys if job.is_text else conversation_format(job, self._tokenizer).columns
-        blocks = read_blocks(self._files, columns, job.split_on, journal.place, journal.hashes, job.is_text)
+        blocks = read_blocks(self._files, columns, job.split_on, journal.position, journal.hashes, job.is_text)
         first = next(blocks, None)
         if first is None:
             return
@@ -241,7 +241,7 @@ class _Run:
             bytes_read=encoded.bytes_read,
             bytes_total=done.bytes_total,
         )
-        journal.place = encoded.end
+        journal.position = encoded.end
         if self._is_fast and encoded.sample is not None:
             _spread(journal.samples, journal.blocks, encoded.sample)
         journal.blocks += 1
@@ -277,12 +277,12 @@ class _Run:
             writer.discard()
 
     def _write_manifest(self) -> None:
-        progress, found = self._journal.progress, self._journal.hashes.found
+        progress, hashes = self._journal.progress, self._journal.hashes.of_files
         write_manifest(
             Path(f"{self._job.output_prefix}_manifest.json"),
             {
                 "inputs": [
-                    {"path": file.path, "bytes": found[number][1], "sha256": found[number][0]}
+                    {"path": file.path, "bytes": hashes[number][1], "sha256": hashes[number][0]}
                     for number, file in enumerate(self._files)
                 ],
                 "tokenizer": tokenizer_record(self._tokenizer),
@@ -303,12 +303,12 @@ class _Run:
 
 def _check_format(job: EncodeJob) -> None:
     """Refuse flags that the format of the documents does not read."""
-    given = {"--chat-template": job.chat_template, "--seq-length": job.seq_length}
+    values = {"--chat-template": job.chat_template, "--seq-length": job.seq_length}
     if job.is_text or job.data_format == "completion":
-        unread = ["--chat-template"] if job.data_format == "completion" else [*given, "--train-on-inputs"]
-        given["--train-on-inputs"] = job.train_on_inputs or None
+        unread = ["--chat-template"] if job.data_format == "completion" else [*values, "--train-on-inputs"]
+        values["--train-on-inputs"] = job.train_on_inputs or None
         for flag in unread:
-            if given[flag] is not None:
+            if values[flag] is not None:
                 raise ConfigurationError(
                     f"{flag} is not read by --data-format {job.data_format}; leave it out, or give --data-format "
                     "alpaca, sharegpt or messages"
@@ -360,10 +360,10 @@ def _first_sample(block: Block, keys: Sequence[str]) -> list[str]:
     left = _FIRST_SAMPLE_CHARACTERS
     for record in block.documents():
         try:
-            found = record.texts(keys)
+            of_keys = record.texts(keys)
         except DataError:
             continue
-        for text in found:
+        for text in of_keys:
             texts.append(beginning(text, left))
             left -= len(texts[-1])
         if left <= 0:

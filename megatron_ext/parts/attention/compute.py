@@ -82,9 +82,14 @@ class CausalSelfAttention(SelfAttention):
             per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
             return split_and_rotate(mixed[0], per_group, table, interleaved=interleaved)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in self._projected(hidden_states))
-        if table is None:
-            return query, key, value
-        return rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved), value
+        if table is not None:
+            query, key = rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved)
+        return *self._rotated_and_normed(query, key), value
+
+    def _rotated_and_normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both through their norms, where these stand after the rotation."""
+        of_query, of_key = (getattr(norm, "of_rotated", None) for norm in (self.q_layernorm, self.k_layernorm))
+        return (query, key) if of_query is None or of_key is None else (of_query(query), of_key(key))
 
     @property
     def _splits_at_once(self) -> bool:
@@ -112,6 +117,7 @@ class CausalSelfAttention(SelfAttention):
         if isinstance(angles, torch.Tensor):
             query = rotate(query, angles, interleaved=self.config.rotary_interleaved)
             key = rotate(key, angles, interleaved=self.config.rotary_interleaved)
+        query, key = self._rotated_and_normed(query, key)
         if query.size(2) > 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         attention: Any = self.core_attention

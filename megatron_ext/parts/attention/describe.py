@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
+from megatron_ext.config.derived.layer_patterns import is_dealt, read_window
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.attention.ways import Asked, refusals
 from megatron_ext.parts.norm.describe import Norm
@@ -111,6 +111,9 @@ class Attention(Part):
     rotary: Rotary | None
     qk_norm: Literal["head", "projection"] | None
     """Whether queries and keys are normalized, head by head or all heads of a token at once."""
+
+    qk_norm_after_rotation: bool
+    """Whether that is done to rotated queries and keys."""
 
     norm: Norm
     """What these norms are."""
@@ -272,22 +275,22 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         head_size=model.kv_channels,
         value_head_size=model.kv_channels,
         window=window_of(model, number),
-        rotary=_rotary(model),
+        rotary=None if is_dealt(model.no_rope_freq, model.num_layers, number, "the last") else _rotary(model),
         qk_norm=model.qk_layernorm_over if model.qk_layernorm else None,  # pyright: ignore[reportArgumentType]
+        qk_norm_after_rotation=model.qk_layernorm_place == "after",
         norm=norm,
         qkv_bias=model.has_qkv_bias,
-        output_bias=not model.disable_bias_linear,
+        output_bias=model.has_output_bias,
     )
 
 
 def window_of(model: ModelConfig, number: int) -> int | None:
     """Return the window of layer `number`; none where the flags cannot be read, which a rule says."""
-    if model.window_size is None:
+    pattern = model.window_attn_skip_freq
+    if model.window_size is None or not is_dealt(pattern, model.num_layers, number, otherwise=True):
         return None
     try:
-        pattern = model.window_attn_skip_freq
-        has_window = pattern is None or read_pattern(pattern, model.num_layers)[number]
-        return read_window(model.window_size) if has_window else None
+        return read_window(model.window_size)
     except ValueError:
         return None
 

@@ -103,7 +103,10 @@ class Experts(Part):
         """Yield what a mixture of experts does not go with."""
         layout = config.layout
         if self.mlp.bias:
-            yield "--num-experts with biases in the linear layers: experts have none; add --disable-bias-linear"
+            if config.model.disable_bias_linear:
+                yield "--num-experts with --add-mlp-bias: experts have no biases; leave --add-mlp-bias out"
+            else:
+                yield "--num-experts with biases in the linear layers: experts have none; add --disable-bias-linear"
         if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
             yield (
                 f"--num-experts with --tensor-model-parallel-size {layout.tensor_model_parallel_size} would route "

@@ -28,8 +28,8 @@ from megatron_ext.parts.attention.cached import WholeSequences
 from megatron_ext.parts.attention.compute import SDPAttention
 from megatron_ext.parts.attention.rope import rotate
 from megatron_ext.parts.latent_attention.describe import LatentAttention
-from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
-from megatron_ext.parts.norm.compute import norm_class, uninitialized
+from megatron_ext.parts.linear.compute import BiasedRowLinear, ColumnLinear, RowLinear
+from megatron_ext.parts.norm.compute import norm_builder, uninitialized
 
 
 class WholeLinear(torch.nn.Module):
@@ -89,7 +89,7 @@ class LatentSelfAttention(MegatronModule):
             pg_collection,
             window=attention.window,
         )
-        self.linear_proj: Any = RowLinear(
+        self.linear_proj: Any = (BiasedRowLinear if attention.output_bias else RowLinear)(
             attention.context_size,
             hidden,
             config=config,
@@ -108,7 +108,7 @@ class LatentSelfAttention(MegatronModule):
         self.linear_kv_up_proj = column(
             rank, attention.query_heads * (attention.head_size - attention.position_size + attention.value_head_size)
         )
-        norm: Any = norm_class(attention.norm.kind) if attention.qk_norm is not None else None
+        norm: Any = norm_builder(attention.norm) if attention.qk_norm is not None else None
         self.q_layernorm = norm and query_rank and norm(config, query_rank, attention.norm.epsilon)
         self.kv_layernorm = norm and norm(config, rank, attention.norm.epsilon)
 

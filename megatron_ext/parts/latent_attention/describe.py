@@ -175,6 +175,16 @@ class LatentAttention(Attention):
                 f"--fp8-format {training.fp8_format} has no products for the latents of --multi-latent-attention; "
                 "leave --fp8-format out to train in bf16"
             )
+        if model.softmax_scale is not None:
+            yield (
+                f"--softmax-scale {model.softmax_scale:g} with --multi-latent-attention, whose scale follows from its "
+                "heads; leave --softmax-scale out, or use --mscale-all-dim"
+            )
+        if model.no_rope_freq is not None:
+            yield (
+                f"--no-rope-freq {model.no_rope_freq} with --multi-latent-attention, all of whose layers rotate; leave "
+                "--no-rope-freq out"
+            )
         if self.position_size % 2:
             yield (
                 f"--qk-pos-emb-head-dim {self.position_size} is odd, but channels are rotated in pairs; use "
@@ -216,9 +226,10 @@ def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAt
         window=window_of(model, number),
         rotary=Rotary(model.rotary_base, 1.0, yarn if model.rope_type != "rope" else None, interleaved=True),
         qk_norm="head" if model.qk_layernorm else None,
+        qk_norm_after_rotation=False,
         norm=norm,
         qkv_bias=False,
-        output_bias=not model.disable_bias_linear,
+        output_bias=model.has_output_bias,
         query_rank=model.q_lora_rank,
         rank=model.kv_lora_rank,
         position_size=model.qk_pos_emb_head_dim,

@@ -116,6 +116,20 @@ class RowLinear(RowParallelLinear):
         return linear(input, weight)
 
 
+class BiasedColumnLinear(ColumnLinear):
+    """The same with a bias, whatever the engine's configuration says of all linear layers."""
+
+    def __init__(self, *sizes: int, bias: bool, **settings: Any) -> None:
+        super().__init__(*sizes, bias=True, **settings)
+
+
+class BiasedRowLinear(RowLinear):
+    """The same with a bias, whatever the engine's configuration says of all linear layers."""
+
+    def __init__(self, *sizes: int, bias: bool, **settings: Any) -> None:
+        super().__init__(*sizes, bias=True, **settings)
+
+
 def keep_gathered(chunk: torch.nn.Module, config: Config) -> None:
     """Have the column-parallel layers of a model chunk keep what they gather, where the flags ask for it."""
     for module in chunk.modules():

@@ -54,13 +54,13 @@ class Mlp(Part):
 
     def inside(self, share: Share, *, gated: int) -> float:
         """Return the bytes a token of its inside, undivided; `gated`: how many widths a gate keeps on a CPU."""
-        times = (3 if share.fused else gated) if self.gated else 2
+        times = (3 if share.fused and self.activation == "silu" else gated) if self.gated else 2
         return times * self.width * share.width
 
 
 def mlp_of(model: ModelConfig, width: int) -> Mlp:
     """Return the model's MLP of this width."""
-    return Mlp(model.swiglu, _activation(model), width, bias=not model.disable_bias_linear)
+    return Mlp(model.gated_linear_unit, _activation(model), width, bias=model.has_mlp_bias)
 
 
 def _activation(model: ModelConfig) -> Activation:

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.device.kernels import rms_norm
 from megatron_ext.device.triton import choice
 from megatron_ext.parts.attention.describe import Attention
+from megatron_ext.parts.norm.describe import Norm
 
 NormBuilder = Callable[..., torch.nn.Module]
 """Builds a norm from `config` (megatron-core's), `hidden_size` (channels that are normalized together) and `eps`."""
@@ -69,6 +70,39 @@ class LayerNorm(torch.nn.Module):
         from megatron_ext.device.triton.norm import norm_of_sum
 
         return norm_of_sum(x, residual, self.weight, self.bias, self.eps)
+
+
+class PlainLayerNorm(torch.nn.Module):
+    """LayerNorm without a bias, and without a weight where `weighted` is false (OLMo, arXiv:2402.00838)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, weighted: bool) -> None:
+        super().__init__()
+        self.shape, self.eps = (hidden_size,), eps
+        self.weight = uninitialized(config, hidden_size) if weighted else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
+        return F.layer_norm(x, self.shape, self.weight, None, self.eps)
+
+
+class _AfterRotation:
+    """Leaves queries or keys alone where megatron-core normalizes them, which is before they are rotated."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def of_rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized x."""
+        norm: Any = super()
+        return norm.forward(x)
+
+
+class RMSNormAfterRotation(_AfterRotation, RMSNorm):
+    """RMSNorm of rotated queries or keys."""
+
+
+class LayerNormAfterRotation(_AfterRotation, LayerNorm):
+    """LayerNorm of rotated queries or keys."""
 
 
 class ProjectionNorm(torch.nn.Module):
@@ -141,6 +175,13 @@ def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:
     return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[normalization]
 
 
+def norm_builder(norm: Norm) -> NormBuilder:
+    """Return what builds a norm."""
+    if norm.owns == "all":
+        return norm_class(norm.kind)
+    return partial(PlainLayerNorm, weighted=norm.has_weight)
+
+
 def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormBuilder | None, NormBuilder | None]:
     """Return what builds the norm of the queries, and that of its keys; None where there is none.
 
@@ -153,8 +194,11 @@ def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormB
     """
     if attention.qk_norm is None:
         return None, None
+    if attention.qk_norm_after_rotation:
+        late = {"RMSNorm": RMSNormAfterRotation, "LayerNorm": LayerNormAfterRotation}[attention.norm.kind]
+        return late, late
     if attention.qk_norm == "head":
-        return norm_class(attention.norm.kind), norm_class(attention.norm.kind)
+        return norm_builder(attention.norm), norm_builder(attention.norm)
     assert attention.norm.kind == "RMSNorm", f"no {attention.norm.kind} here is over the whole projection"
     builder = partial(ProjectionNorm, tp_group=tp_group)
     return partial(builder, heads=attention.query_heads), partial(builder, heads=attention.groups)

@@ -16,15 +16,23 @@ class Norm:
 
     kind: Literal["LayerNorm", "RMSNorm"]
     epsilon: float
+    owns: Literal["all", "weight", "none"] = "all"
+    """Whether it has a weight and the bias of its kind, a weight alone, or nothing."""
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether it has a weight."""
+        return self.owns != "none"
 
     @property
     def has_bias(self) -> bool:
         """Whether it has a bias."""
-        return self.kind == "LayerNorm"
+        return self.kind == "LayerNorm" and self.owns == "all"
 
     def parameters(self, place: Place, width: int) -> Iterator[Parameter]:
         """Yield the parameters of a norm of `width` channels."""
-        yield place.vector("weight", width, "ones", sequence_parallel=True)
+        if self.has_weight:
+            yield place.vector("weight", width, "ones", sequence_parallel=True)
         if self.has_bias:
             yield place.vector("bias", width, sequence_parallel=True)
 

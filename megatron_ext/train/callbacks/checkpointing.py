@@ -36,13 +36,16 @@ class Checkpointing(Callback):
             self._save.hold_update()
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        return bool(self.interval) and trainer.run.state.iteration % self.interval == 0
+        return self._is_due(trainer.position.iteration)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         if self._save is not None and self._save.written():
             self._finish()
-        if self.ends_before_next(trainer):
+        if self._is_due(trainer.run.state.iteration):
             self._start(trainer)
+
+    def _is_due(self, iteration: int) -> bool:
+        return bool(self.interval) and iteration % self.interval == 0
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         """Finish a background save of an earlier step where all ranks are there for it, else give it up aloud."""
@@ -133,14 +136,16 @@ class Snapshots(Callback):
         self._writer.remove_later()
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        step = trainer.run.state.iteration
-        return step % self._interval == 0 and not (self._save_interval and step % self._save_interval == 0)
+        return self._is_due(trainer.position.iteration)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if not self.ends_before_next(trainer):
+        if not self._is_due(trainer.run.state.iteration):
             return
         self._report(trainer)
         self._stopped = self._writer.take()
+
+    def _is_due(self, step: int) -> bool:
+        return step % self._interval == 0 and not (self._save_interval and step % self._save_interval == 0)
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         """Let the last one be written, which the restart finds; not for long, since the peer of a copy may be gone."""

@@ -104,12 +104,14 @@ class Evaluation(Callback):
             self._validate(trainer)
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        iteration = trainer.run.state.iteration
-        return bool(self.interval) and iteration % self.interval == 0 and iteration >= self.first
+        return self._is_due(trainer.position.iteration)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if self.ends_before_next(trainer):
+        if self._is_due(trainer.run.state.iteration):
             self._validate(trainer)
+
+    def _is_due(self, iteration: int) -> bool:
+        return bool(self.interval) and iteration % self.interval == 0 and iteration >= self.first
 
     def on_end(self, trainer: Trainer) -> None:
         if not trainer.finished:

@@ -9,7 +9,7 @@ from megatron_ext.config.derived.batch import training_steps
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import NumericError
 from megatron_ext.optim.loss_scale import loss_scale_of
-from megatron_ext.train.run import Position, Run
+from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult, compute_gradients
 from megatron_ext.train.trainer import Callback, Trainer
 
@@ -37,12 +37,10 @@ class Overflows(Callback):
         self._most = min(training.loss_scale_patience, max(1, training_steps(config) // 2))
         self._count = 0
         self._is_least = False
-        self._before = Position(0, 0, 0)
 
     def on_step_begin(self, trainer: Trainer) -> None:
         scale = trainer.run.optimizer.get_loss_scale()
         self._is_least = self._is_fixed or bool(scale <= torch.full_like(scale, self._least))  # both in fp32
-        self._before = trainer.run.state.position
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Count the step. Collective where it raises.
@@ -55,15 +53,13 @@ class Overflows(Callback):
         self._count = self._count + 1 if self._is_least and not result.updated else 0
         if self._count < self._most:
             return
-        run, after = trainer.run, trainer.run.state.position
-        run.state.position = self._before
-        fits = largest_scale_without_overflow(run, result.global_batch_size)
-        run.state.position = after
+        run, end = trainer.run, trainer.run.state.consumed_samples
+        fits = largest_scale_without_overflow(run, range(end - result.global_batch_size, end))
         flag, instead = "--min-loss-scale", ""
         if self._is_fixed:
             flag, instead = "--loss-scale", ", or leave it out for a dynamic scale"
         told = (
-            f"the gradients overflowed in all of the last {self._count} steps, to iteration {after.iteration}, at "
+            f"the gradients overflowed in all of the last {self._count} steps, to iteration {run.state.iteration}, at "
             f"{flag} {_number(self._least)}, and no weight has changed in them. "
         )
         if fits is None:
@@ -77,9 +73,9 @@ class Overflows(Callback):
         )
 
 
-def largest_scale_without_overflow(run: Run, global_batch: int) -> float | None:
-    """Return the largest power of 2 up to the present loss scale at which the gradients of the next `global_batch`
-    samples do not overflow; None where they do at 2^-40 of it. Collective.
+def largest_scale_without_overflow(run: Run, samples: range) -> float | None:
+    """Return the largest power of 2 up to the present loss scale at which the gradients of these samples do not
+    overflow; None where they do at 2^-40 of it. Collective.
 
     It computes them six times, and leaves those of the last time. No weight changes.
     """
@@ -90,7 +86,7 @@ def largest_scale_without_overflow(run: Run, global_batch: int) -> float | None:
     def fits(halvings: int) -> bool:
         assert loss_scale is not None
         with loss_scale.tried(2.0 ** (highest - halvings)):
-            compute_gradients(run, global_batch)
+            compute_gradients(run, samples)
             return not run.optimizer.prepare_grads()
 
     halvings = bisect_left(range(_HALVINGS + 1), True, key=fits)

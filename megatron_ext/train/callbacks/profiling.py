@@ -35,7 +35,7 @@ class Profiling(Callback):
         self._step: AbstractContextManager[object] | None = None
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        iteration = trainer.run.state.iteration + 1
+        iteration = trainer.position.iteration + 1
         self._profiler.before_step(iteration)
         if self._open_range is not None:
             self._step = self._open_range(f"step {iteration}")
@@ -122,7 +122,7 @@ class Schedule(Callback):
 
     def on_step_begin(self, trainer: Trainer) -> None:
         run = trainer.run
-        if run.state.iteration + 1 not in self._steps:
+        if trainer.position.iteration + 1 not in self._steps:
             return
         self._recorder.begin_step()
         self._timers = run.transformer_config.timers

@@ -30,10 +30,11 @@ from megatron_ext.train.trainer import Callback, Trainer
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 
 
-def check_data_parallel_replicas(run: Run, last_good: int) -> None:
+def check_data_parallel_replicas(run: Run, iteration: int, last_good: int) -> None:
     """Compare all weights within the data-parallel groups (expert-data-parallel for experts). Collective.
 
     Args:
+        iteration: the step before whose update it is.
         last_good: the iteration at which the last check passed.
     Raises:
         NumericError: replicas differ, on every rank; it names the ranks in the minority and the parameters.
@@ -42,11 +43,11 @@ def check_data_parallel_replicas(run: Run, last_good: int) -> None:
     dense = [(name, parameter) for name, parameter in parameters if not _is_expert(parameter)]
     experts = [(name, parameter) for name, parameter in parameters if _is_expert(parameter)]
     what = "data-parallel replicas"
-    found = _differences(dense, run.groups.dp_cp, what) + _differences(experts, run.groups.expt_dp, what)
-    _raise_together(run, found, last_good)
+    differing = _differences(dense, run.groups.dp_cp, what) + _differences(experts, run.groups.expt_dp, what)
+    _raise_together(run, differing, iteration, last_good)
 
 
-def check_model_parallel_copies(run: Run, last_good: int) -> None:
+def check_model_parallel_copies(run: Run, iteration: int, last_good: int) -> None:
     """Compare the weights that tensor-parallel ranks hold whole, and the tied embeddings of the first and last stage.
 
     The function is collective; arguments and errors are those of `check_data_parallel_replicas`.
@@ -56,12 +57,12 @@ def check_model_parallel_copies(run: Run, last_good: int) -> None:
     dense = [(name, parameter) for name, parameter in copies if not _is_expert(parameter)]
     experts = [(name, parameter) for name, parameter in copies if _is_expert(parameter)]
     what = "tensor-parallel copies"
-    found = _differences(dense, run.groups.tp, what) + _differences(experts, run.groups.expt_tp, what)
+    differing = _differences(dense, run.groups.tp, what) + _differences(experts, run.groups.expt_tp, what)
     ends = run.groups.embd  # none on the stages between
     if ends is not None and not run.config.model.untie_embeddings_and_output_weights:
         tied = [named for named in parameters if named[0] == WORD_EMBEDDINGS]
-        found += _differences(tied, ends, "tied embeddings of the first and last stage")
-    _raise_together(run, found, last_good)
+        differing += _differences(tied, ends, "tied embeddings of the first and last stage")
+    _raise_together(run, differing, iteration, last_good)
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:
@@ -103,19 +104,19 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _raise_together(run: Run, found: list[str], last_good: int) -> None:
+def _raise_together(run: Run, differing: list[str], iteration: int, last_good: int) -> None:
     """Let every rank know what one of them found, and raise it on all."""
-    anything = torch.tensor(len(found), device=run.device.torch_device)
+    anything = torch.tensor(len(differing), device=run.device.torch_device)
     torch.distributed.all_reduce(anything, op=torch.distributed.ReduceOp.MAX)
     if not int(anything):
         return
     of_ranks: list[list[str]] = [[] for _ in range(run.world_size)]
-    torch.distributed.all_gather_object(of_ranks, found)
+    torch.distributed.all_gather_object(of_ranks, differing)
     texts = list(dict.fromkeys(text for texts in of_ranks for text in texts))
     more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
     raise NumericError(
         f"weights that must be equal are not: {'; '.join(texts[:3])}{more}; found at iteration "
-        f"{run.state.iteration + 1}, before its update. At iteration {last_good} they were equal. Next: resume from a "
+        f"{iteration}, before its update. At iteration {last_good} they were equal. Next: resume from a "
         f"checkpoint of iteration {last_good} or earlier (--ckpt-step); if the same rank is named again, take its "
         f"machine out."
     )
@@ -150,10 +151,10 @@ class ReplicaCheck(Callback):
         self._last_good = [trainer.run.state.iteration] * len(self._checks)
 
     def before_update(self, trainer: Trainer) -> None:
-        iteration = trainer.run.state.iteration + 1
+        iteration = trainer.position.iteration + 1
         for index, (interval, check) in enumerate(self._checks):
             if iteration % interval == 0:
-                check(trainer.run, self._last_good[index])
+                check(trainer.run, iteration, self._last_good[index])
                 self._last_good[index] = iteration - 1
 
 

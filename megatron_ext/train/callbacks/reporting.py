@@ -107,7 +107,7 @@ class Reporting(Callback):
         self._under_way += 1
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        return trainer.run.config.logging.log_params_norm and any(self._wanted(trainer))
+        return trainer.run.config.logging.log_params_norm and any(self._wanted(trainer.position.iteration))
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         state, config = trainer.run.state, trainer.run.config
@@ -117,7 +117,7 @@ class Reporting(Callback):
         self._interval_seconds += seconds
         self._interval_tokens += result.global_batch_size * config.model.seq_length
         self._interval_steps += 1
-        to_steps, to_log = self._wanted(trainer)
+        to_steps, to_log = self._wanted(state.iteration)
         if not (to_steps or to_log):
             return
         norm = parameters_norm(trainer.run) if config.logging.log_params_norm else None
@@ -153,9 +153,8 @@ class Reporting(Callback):
         for sink in sinks:
             sink.close()
 
-    def _wanted(self, trainer: Trainer) -> tuple[bool, bool]:
+    def _wanted(self, iteration: int) -> tuple[bool, bool]:
         """Return whether the step is for the sinks of steps, and whether it is for those of the log."""
-        iteration = trainer.run.state.iteration
         return iteration % self.step_interval == 0, iteration == 1 or iteration % self.log_interval == 0
 
     def _metrics(self, trainer: Trainer, result: StepResult, norm: float | None) -> StepMetrics:
@@ -200,11 +199,11 @@ class Status(Callback):
         self._status = status
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        self._status.iteration = trainer.run.state.iteration + 1
+        self._status.iteration = trainer.position.iteration + 1
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         # The next step was begun already where numbers are read late.
-        begun, after = self._status.iteration, trainer.run.state.iteration + 1
+        begun, after = self._status.iteration, trainer.position.iteration + 1
         self._status.iteration = after if begun is None else min(begun, after)
 
 
@@ -223,12 +222,12 @@ class SampleIds(Callback):
         samples, end = trainer.run.loaders.samples, trainer.run.state.consumed_samples
         skipped = trainer.run.loaders.skipped
         used = [index for index in range(end - result.global_batch_size, end) if index not in skipped]
-        places = [samples.place(index) for index in used]
+        places = [samples.window_at(index) for index in used]
         self._file.write_row(
             {
                 "iteration": trainer.run.state.iteration,
                 "sources": [source.name for source in samples.sources],
-                "samples": [[place.source, place.number] for place in places],
+                "samples": [[window.source, window.number] for window in places],
             }
         )
 

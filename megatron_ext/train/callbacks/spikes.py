@@ -74,19 +74,19 @@ class SpikeCheck(Callback):
 
 def _hardware(run: Run, what: str, verdict: Verdict) -> NumericError:
     """Return the error that names who is wrong. Collective."""
-    names = who(run)
-    place = verdict.differing[0]
-    told = ", ".join(f"{one.loss:.6g} on {names[one.replica]}" for one in verdict.results[place])
+    names, last_good = who(run), run.state.iteration
+    position = verdict.differing[0]
+    told = ", ".join(f"{one.loss:.6g} on {names[one.replica]}" for one in verdict.results[position])
     weights = ""
     try:  # weights that differ explain it, and name the parameter
         if run.config.training.check_weight_hash_across_dp_replicas_interval:  # which is where there are replicas
-            check_data_parallel_replicas(run, run.state.iteration)
-        check_model_parallel_copies(run, run.state.iteration)
+            check_data_parallel_replicas(run, last_good + 1, last_good)
+        check_model_parallel_copies(run, last_good + 1, last_good)
     except NumericError as error:
         weights = f" Their weights differ: {str(error).partition('; found at')[0]}."
     return NumericError(
         f"{what}, and the same samples and weights give another loss when they are computed again: microbatch "
-        f"{place.microbatch} of data-parallel rank {place.replica} has {told}. Suspect: "
+        f"{position.microbatch} of data-parallel rank {position.replica} has {told}. Suspect: "
         f"{', then '.join(names[suspect] for suspect in verdict.suspects)}.{weights} This iteration changed no weight. "
         "Next: take that machine out and resume from the last checkpoint"
     )
@@ -103,7 +103,7 @@ def _data(run: Run, what: str, verdict: Verdict, loss: BatchLoss, limit: float) 
         warn(f"{told}. Samples {loss.samples.start}-{loss.samples[-1]}; with --save they are written down")
         return
     folder = Path(run.config.checkpoint.save) / f"spike-{run.state.iteration + 1}"
-    rows = [_row(run, loss, place, verdict) for place in sorted(verdict.results)]
+    rows = [_row(run, loss, position, verdict) for position in sorted(verdict.results)]
     rows = [row for row in rows if any(sample not in run.loaders.skipped for sample in row["samples"])]
     worst = max(rows, key=lambda row: _order(row["losses"][0]))
     guilty = [row for row in rows if row is worst or _order(row["losses"][0]) > limit]
@@ -119,18 +119,18 @@ def _data(run: Run, what: str, verdict: Verdict, loss: BatchLoss, limit: float) 
     )
 
 
-def _row(run: Run, loss: BatchLoss, place: Place, verdict: Verdict) -> dict[str, Any]:
+def _row(run: Run, loss: BatchLoss, position: Place, verdict: Verdict) -> dict[str, Any]:
     samples = microbatch_sample_ids(
         loss.samples.start,
-        place.microbatch,
+        position.microbatch,
         micro_batch_size=run.config.training.micro_batch_size,
-        dp_rank=place.replica,
+        dp_rank=position.replica,
         dp_size=run.groups.dp.size(),
     )
-    runs = verdict.results[place]
+    runs = verdict.results[position]
     return {
         "iteration": run.state.iteration + 1,
-        "microbatch": place.microbatch,
+        "microbatch": position.microbatch,
         "samples": samples,
         "data_parallel_ranks": [one.replica for one in runs],
         "losses": [one.loss for one in runs],
@@ -150,10 +150,14 @@ def _samples(run: Run, guilty: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for sample in row["samples"]:
             if sample in run.loaders.skipped:
                 continue
-            found = {"sample": sample, "loss_of_microbatch": row["losses"][0], "from": describe_sample(train, sample)}
+            described = {
+                "sample": sample,
+                "loss_of_microbatch": row["losses"][0],
+                "from": describe_sample(train, sample),
+            }
             if len(rows) < _TEXTS:
-                found["text"] = tokenizer.decode([int(token) for token in train[sample]["tokens"]])
-            rows.append(found)
+                described["text"] = tokenizer.decode([int(token) for token in train[sample]["tokens"]])
+            rows.append(described)
     return rows
 
 

@@ -40,7 +40,7 @@ class Stopping(Callback):
         self.deadline = None if exit_duration_in_mins is None else time.monotonic() + 60.0 * exit_duration_in_mins
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        return self._at_exit_interval(trainer)
+        return self._at_exit_interval(trainer.position.iteration)
 
     def votes(self) -> StopVotes:
         asked = self._asked()
@@ -56,7 +56,7 @@ class Stopping(Callback):
             trainer.stop(reason, by_signal=True)
         elif overdue:
             trainer.stop("--exit-duration-in-mins is over")
-        elif self._at_exit_interval(trainer):
+        elif self._at_exit_interval(trainer.run.state.iteration):
             trainer.stop(f"--exit-interval {self.exit_interval}")
 
     def _of_all_ranks(self, trainer: Trainer) -> tuple[int, bool]:
@@ -74,8 +74,8 @@ class Stopping(Callback):
         signalled, overdue = seen.tolist()
         return signalled, bool(overdue)
 
-    def _at_exit_interval(self, trainer: Trainer) -> bool:
-        return bool(self.exit_interval) and trainer.run.state.iteration % self.exit_interval == 0
+    def _at_exit_interval(self, iteration: int) -> bool:
+        return bool(self.exit_interval) and iteration % self.exit_interval == 0
 
     def _is_overdue(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline

@@ -43,10 +43,10 @@ class Stragglers(Callback):
         self._were_slow: set[int] = set()
 
     def on_start(self, trainer: Trainer) -> None:
-        found: list[tuple[str, int]] = [("", 0)] * self._run.world_size
-        torch.distributed.all_gather_object(found, (socket.gethostname(), self._run.groups.pp.rank()))
-        self._hosts = [host for host, _ in found]
-        self._ranks = SlowRanks([stage for _, stage in found])
+        ranks: list[tuple[str, int]] = [("", 0)] * self._run.world_size
+        torch.distributed.all_gather_object(ranks, (socket.gethostname(), self._run.groups.pp.rank()))
+        self._hosts = [host for host, _ in ranks]
+        self._ranks = SlowRanks([stage for _, stage in ranks])
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         self._steps += 1
@@ -71,9 +71,9 @@ class Stragglers(Callback):
 
     def _begin(self) -> None:
         """Send the times of the two steps before this one; NaN stands for a time that is not known."""
-        taken = self._clock.take_compute()
-        self._known += len(taken)
-        self._times.extend(taken)
+        new_times = self._clock.take_compute()
+        self._known += len(new_times)
+        self._times.extend(new_times)
         own = [self._time(step) for step in range(self._steps - _EVERY, self._steps)]
         # Made on a GPU it would wait for what the GPU has been given.
         sent = torch.tensor(own, dtype=torch.float64).view(-1).to(self._run.device.torch_device, non_blocking=True)
@@ -83,8 +83,8 @@ class Stragglers(Callback):
 
     def _time(self, step: int) -> ComputeTime:
         """Return how long a step took, counted from 1."""
-        place = step - self._known + len(self._times) - 1
-        return self._times[place] if step > _FIRST_STEPS and 0 <= place < len(self._times) else _UNKNOWN
+        index = step - self._known + len(self._times) - 1
+        return self._times[index] if step > _FIRST_STEPS and 0 <= index < len(self._times) else _UNKNOWN
 
     def _read(self, iteration: int) -> None:
         """Compare the steps of the exchanges that are there."""

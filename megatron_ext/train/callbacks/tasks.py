@@ -42,11 +42,14 @@ class Tasks(Callback):
         self._evaluated_at = trainer.run.state.iteration
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        return bool(self.interval) and trainer.run.state.iteration % self.interval == 0
+        return self._is_due(trainer.position.iteration)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if self.ends_before_next(trainer):
+        if self._is_due(trainer.run.state.iteration):
             self._evaluate(trainer)
+
+    def _is_due(self, iteration: int) -> bool:
+        return bool(self.interval) and iteration % self.interval == 0
 
     def on_end(self, trainer: Trainer) -> None:
         if trainer.finished and self._evaluated_at != trainer.run.state.iteration:
@@ -78,11 +81,11 @@ class Samples(Callback):
         check_prompts(model, self._ids, self._sampling)
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        return trainer.run.state.iteration % self.interval == 0
+        return trainer.position.iteration % self.interval == 0
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         state = trainer.run.state
-        if not self.ends_before_next(trainer):
+        if state.iteration % self.interval:
             return
         made = generate(self.model, self._ids, self._sampling, rows=evaluation_batch(trainer.run.config)[1])
         samples = tuple(

@@ -58,7 +58,8 @@ def test_orders_of_epochs_and_of_splits_differ(tmp_path: Path):
     both = _train(tmp_path, prefix, 30)
     assert both.train is not None
     assert both.valid is not None
-    assert [both.train.place(at).number for at in range(30)] != [both.valid.place(at).number for at in range(30)]
+    numbers = [[samples.window_at(at).number for at in range(30)] for samples in (both.train, both.valid)]
+    assert numbers[0] != numbers[1]
 
 
 def test_a_held_out_sample_is_named_by_its_place_in_its_source(tmp_path: Path):
@@ -112,7 +113,7 @@ def test_an_order_of_several_epochs_depends_on_how_many_samples_are_taken(
 
 
 def _numbered(dataset: Any) -> list[tuple[int, int]]:
-    return [(place.source, place.number) for place in map(dataset.place, range(len(dataset)))]
+    return [(place.source, place.number) for place in map(dataset.window_at, range(len(dataset)))]
 
 
 def test_a_place_of_the_shuffled_order_is_where_its_tokens_are(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_place_of_the_shuffled_order_is_where_its_tokens_are(tmp_path: Path) -
     config = Config(model=ModelConfig(seq_length=SEQ), training=TrainingConfig(seed=3), data=data)
     train: Any = build_datasets(config, ByteTokenizer(), Splits(40, 0, 0)).train
     for index in range(40):
-        place = train.place(index)
+        place = train.window_at(index)
         part = train._parts[place.source]
         length = (9, 11)[place.source]
         stream = [

@@ -35,12 +35,12 @@ def test_a_blend_is_exact_at_every_position(weights: Sequence[float]):
         assert blend.counts(index) == counted
         for weight, count in zip(weights, counted, strict=True):
             assert abs(count - index * weight / sum(weights)) <= blend.error + 1e-9
-        source, number = blend.place(index)
+        source, number = blend.source_at(index)
         assert number == counted[source]
         counted[source] += 1
     far = 10**14
     assert sum(blend.counts(far)) == far
-    assert blend.counts(far + 1)[blend.place(far)[0]] == blend.place(far)[1] + 1
+    assert blend.counts(far + 1)[blend.source_at(far)[0]] == blend.source_at(far)[1] + 1
 
 
 def test_shares_of_a_split_are_megatron_cores():
@@ -230,7 +230,7 @@ def test_sources_of_one_size_have_orders_of_their_own(tmp_path: Path):
     for number, path in enumerate(paths):
         write(Path(path), 20_000 * number, 60)
     dataset = build(tmp_path, train=60, valid=0, train_data_path=("1", paths[0], "1", paths[1])).train
-    places = [dataset.place(index) for index in range(60)]
+    places = [dataset.window_at(index) for index in range(60)]
     orders = [[place.number for place in places if place.source == source] for source in (0, 1)]
     assert len(orders[0]) == len(orders[1]) == 30
     assert orders[0] != orders[1]

@@ -18,7 +18,7 @@ from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.families import FAMILIES, family_of, state_dict_mapping
+from megatron_ext.families import FAMILIES, family_of, obstacles, state_dict_mapping
 from megatron_ext.families.hf_config import hf_config, read_hf_config
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.train.configure import configure
@@ -27,6 +27,7 @@ from tests.support.small_models import LLAMA, OLMO2, small_config
 QWEN3 = {**LLAMA, "qk_layernorm": True}
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "moe_ffn_hidden_size": 24}
 MIXTRAL, QWEN3_MOE = {**LLAMA, **EXPERTS}, {**QWEN3, **EXPERTS, "moe_router_pre_softmax": True}
+WINDOWS = {"window_size": "7,0", "window_attn_skip_freq": "2"}
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -68,11 +69,38 @@ def test_a_family_is_a_file() -> None:
         ({**LLAMA, "disable_bias_linear": False, "add_qkv_bias": True}, "llama"),
         ({**LLAMA, "group_query_attention": False, "kv_channels": 20}, "llama"),
         ({**LLAMA, "add_qkv_bias": True}, "qwen2"),
+        ({**LLAMA, "add_qkv_bias": True, "add_output_bias": True}, "llama"),
+        ({**LLAMA, "add_qkv_bias": True, "add_output_bias": True, "add_mlp_bias": True}, "llama"),
+        ({**LLAMA, "add_mlp_bias": True}, "llama"),
+        ({**LLAMA, "add_output_bias": True}, "seed_oss"),
+        ({**QWEN3_MOE, "add_qkv_bias": True, "add_output_bias": True}, "qwen3_moe"),
+        ({**LLAMA, "window_size": "7,0"}, "mistral"),
+        ({**LLAMA, "window_size": "7,0", "window_attn_skip_freq": "2"}, "ministral"),
+        ({**LLAMA, "rotary_interleaved": True}, "ernie4_5"),
+        ({**LLAMA, "no_rope_freq": "4"}, "smollm3"),
+        ({**LLAMA, "no_rope_freq": "[1,0,0,0]", **WINDOWS}, "smollm3"),
+        ({**QWEN3, "norm_position": "after"}, "exaone4"),
+        ({**QWEN3, "qk_layernorm_place": "after"}, "hunyuan_v1_dense"),
+        ({**OLMO2, **WINDOWS}, "olmo3"),
+        ({**LLAMA, "normalization": "LayerNorm", "norm_parameters": "none"}, "olmo"),
+        ({**LLAMA, "swiglu": False, "geglu": True, "openai_gelu": True, "embedding_multiplier": 8.0}, "gemma"),
+        ({**LLAMA, "residual_multiplier": 0.5}, "granite"),
+        ({**QWEN3, "norm_position": "after", **WINDOWS, "no_rope_freq": "2"}, "exaone4"),
+        ({**LLAMA, "window_size": "-1,0"}, "llama"),
+        ({**LLAMA, "rotary_interleaved": True, "rotary_percent": 0.5}, "glm"),
+        ({**LLAMA, "rotary_percent": 0.5}, "phi3"),
+        ({**LLAMA, "normalization": "LayerNorm"}, "stablelm"),
+        ({**LLAMA, "normalization": "LayerNorm", "swiglu": False, "squared_relu": True}, "nemotron"),
+        ({**LLAMA, "normalization": "LayerNorm", "swiglu": False, "window_size": "7,0"}, "starcoder2"),
+        ({**LLAMA, "swiglu": False, "squared_relu": True}, "arcee"),
+        ({**QWEN3, **EXPERTS, "qk_layernorm_over": "projection"}, "olmoe"),
         (QWEN3, "qwen3"),
         (OLMO2, "olmo2"),
         (MIXTRAL, "mixtral"),
         (QWEN3_MOE, "qwen3_moe"),
         ({**QWEN3, **EXPERTS}, "qwen3_moe"),
+        ({**QWEN3_MOE, "moe_layer_freq": "[0,1,1,0]"}, "qwen3_moe"),
+        ({**MIXTRAL, "moe_layer_freq": "1"}, "mixtral"),
         ({"openai_gelu": True}, "gpt2"),
         ({"group_query_attention": True, "num_query_groups": 4}, "gpt2"),
     ],
@@ -84,12 +112,12 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
 @pytest.mark.parametrize(
     ("model", "obstacle"),
     [
-        ({**LLAMA, "normalization": "LayerNorm"}, r"--normalization RMSNorm \(not LayerNorm\)"),
-        ({**LLAMA, "rotary_percent": 0.5}, r"--rotary-percent 1 \(not 0.5\)"),
+        ({**QWEN3, "normalization": "LayerNorm"}, r"--normalization RMSNorm \(not LayerNorm\)"),
+        ({**OLMO2, "rotary_percent": 0.5}, r"is olmo2, which has --rotary-percent 1 \(not 0.5\)"),
         ({"squared_relu": True}, "is gpt2, which has no --squared-relu"),
         ({"kv_channels": 20}, r"--kv-channels 16 \(not 20\)"),
         ({**QWEN3, "add_qkv_bias": True}, "is qwen2, which has no --qk-layernorm"),
-        ({**LLAMA, "swiglu": False}, "which has --swiglu"),
+        ({**QWEN3_MOE, "swiglu": False}, "is qwen3_moe, which has --swiglu"),
         ({**OLMO2, "norm_position": "before"}, r"is olmo2, which has --norm-position after \(not before\)"),
         ({**LLAMA, "norm_position": "after"}, r"is llama, which has --norm-position before \(not after\)"),
         (
@@ -101,12 +129,20 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
             {**QWEN3_MOE, "moe_router_score_function": "sigmoid"},
             r"is qwen3_moe, which has --moe-router-score-function softmax \(not sigmoid\)",
         ),
+        ({**MIXTRAL, "moe_layer_freq": "[0,1,1,1]"}, "is mixtral, which has no --moe-layer-freq"),
         ({"openai_gelu": True, **EXPERTS}, "is mixtral, which has --position-embedding-type rope"),
     ],
 )
 def test_without_a_family_the_flag_in_the_way_is_named(model: dict[str, Any], obstacle: str) -> None:
     with pytest.raises(ConfigurationError, match=obstacle):
         family_of(small_config(model))
+
+
+def test_what_some_layers_have_and_others_have_not() -> None:
+    mixed = small_config({**MIXTRAL, "moe_layer_freq": "[0,1,1,1]"})
+    assert obstacles(mixed, FAMILIES["mixtral"]) == ["no --moe-layer-freq"]
+    windows = small_config({**QWEN3, "norm_position": "after", **WINDOWS})
+    assert obstacles(windows, FAMILIES["exaone4"]) == ["--no-rope-freq [0,1,0,1] (not None)"]
 
 
 @pytest.mark.parametrize("model", [{}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE, OLMO2])
@@ -122,7 +158,15 @@ def test_ranges_cover_every_row_once(model: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [{"openai_gelu": True}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE, OLMO2]
+    "model",
+    [
+        *({"openai_gelu": True}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE, OLMO2),
+        *({**LLAMA, "rotary_percent": 0.5, "rotary_interleaved": True}, {**LLAMA, "no_rope_freq": "[0,0,0,1]"}),
+        {**QWEN3_MOE, "moe_layer_freq": "[0,1,1,0]"},
+        *({**QWEN3, "qk_layernorm_place": "after"}, {**LLAMA, "logits_multiplier": 1 / 49, "softmax_scale": 0.3}),
+        {**LLAMA, "window_size": "7,0", "window_attn_skip_freq": "[1,1,0,1]"},
+        {**LLAMA, "normalization": "LayerNorm", "swiglu": False, "squared_relu": True, "rotary_percent": 0.25},
+    ],
 )
 def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Path) -> None:
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 16.0} if model else {}
@@ -149,20 +193,23 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, '"bert" is not supported; use one of gpt2, llama, mistral'),
-        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window is 4096"),
+        ({"model_type": "bert"}, '"bert" is not supported; use one of arcee, ernie4_5, exaone4, '),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], some layers without experts"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2, some layers"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is true, a sliding window"),
-        ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "layer_types names sliding_attention"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers \[0\] leave no layer with experts"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2 and mlp_only_layers"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers is 1, and no list of layers"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "but there is no use_sliding_window"),
+        ({"model_type": "ministral", "layer_types": ["full_attention"] * 2}, "supported is a list of 1 times full_att"),
+        ({"model_type": "ministral", "layer_types": ["chunked_attention"]}, r'layer_types is \["chunked_attention"\]'),
+        ({"model_type": "qwen2", "max_window_layers": -1}, "max_window_layers is -1, and not a natural integer"),
+        ({"model_type": "phi3", "rope_scaling": {"rope_type": "longrope"}}, 'rope_type is "longrope"; only default'),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type is "yarn"; only default and llama3'),
         ({"rope_parameters": {"rope_type": "dynamic"}}, 'rope_type is "dynamic"'),
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "differ between layers"),
+        ({"model_type": "arcee", "hidden_act": "gelu"}, 'is "gelu", but the MLP here is squared ReLU: relu2'),
+        ({"model_type": "starcoder2", "hidden_act": "relu2"}, "supported are gelu_new, gelu_pytorch_tanh, gelu"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", but the MLP here is SwiGLU'),
-        ({"model_type": "olmo2", "attention_bias": True}, "attention_bias is true, which has no flag"),
-        ({"attention_bias": True}, "mlp_bias is false, but attention_bias is true"),
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ({"num_hidden_layers": "4"}, 'num_hidden_layers is "4", and not a positive integer'),
         ({"num_key_value_heads": 3}, "4 is not divisible by num_key_value_heads 3"),

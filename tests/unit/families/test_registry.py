@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.families.protocol import usual_values
 from tests.support.family_configs import GPT2_WRITTEN, SCALING, WRITTEN, read_config
 
+_LAST = "[1,1,1,0]", "[0,0,0,1]"
 READ: dict[str, Any] = {
     "num_layers": 3,
     "hidden_size": 48,
@@ -90,8 +92,7 @@ def _problems(folder: Path, content: dict[str, Any]) -> list[str]:
 def test_every_value_of_a_decoder_is_read(family: str, tmp_path: Path) -> None:
     more, flags = FAMILIES_OF_DECODERS[family]
     found = read_config(tmp_path, {**WRITTEN, "model_type": family.split()[0], **more})
-    windows = {"window_size": None, "window_attn_skip_freq": None}
-    assert found == {**READ, **windows, **flags}
+    assert found == {**usual_values(), **READ, **flags}
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -186,10 +187,6 @@ def test_forms_in_which_the_same_is_said(content: dict[str, Any], expected: dict
     assert {name: found[name] for name in expected} == expected
 
 
-WINDOW = (
-    "a sliding window, which is not supported. Where no sequence is longer than the window it has no effect: set it "
-    "to null in a copy of config.json"
-)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, only 1 is supported"),
     (
@@ -218,26 +215,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"quantization_config": {}},
         "quantization_config: quantized weights are not supported; use the unquantized model",
     ),
-    ({"mlp_bias": True}, "mlp_bias is true, but attention_bias is false: biases are in all layers or none"),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0, and not a positive integer"),
-    ({"model_type": "mixtral", "sliding_window": 16}, f"sliding_window is 16: {WINDOW}"),
-    *(
-        ({"model_type": family, "use_sliding_window": True}, f"use_sliding_window is true, {WINDOW}")
-        for family in ("qwen2", "qwen3", "qwen3_moe")
-    ),
     *(
         (
-            {"model_type": family, "layer_types": ["full_attention", "sliding_attention"]},
-            f"layer_types names sliding_attention: {WINDOW}",
+            {"model_type": family, "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+            "layer_types names sliding_attention, but there is no use_sliding_window",
         )
-        for family in ("qwen2", "qwen3", "qwen3_moe")
-    ),
-    *(
-        (
-            {"model_type": family, "attention_bias": True},
-            "attention_bias is true, which has no flag; only false is supported",
-        )
-        for family in ("olmo2", "qwen3", "qwen3_moe")
+        for family in ("qwen2", "qwen3")
     ),
     (
         {"model_type": "qwen3_moe", "norm_topk_prob": True, "num_experts_per_tok": 1},
@@ -269,15 +253,49 @@ def test_what_our_model_cannot_be_is_refused_by_name(changes: dict[str, Any], pr
 def test_every_value_of_gpt_2_is_read(changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     found = read_config(tmp_path, {**GPT2_WRITTEN, **changes})
     assert found == {
+        **usual_values(),
         **{"num_layers": 3, "hidden_size": 48, "ffn_hidden_size": 50, "num_attention_heads": 6, "kv_channels": 8},
         **{"num_query_groups": 6, "openai_gelu": False, "norm_epsilon": 3e-5, "vocab_size": 77},
         **{"untie_embeddings_and_output_weights": True, "max_position_embeddings": 99},
         **{"position_embedding_type": "learned_absolute", "swiglu": False, "squared_relu": False},
         **{"normalization": "LayerNorm", "norm_position": "before", "disable_bias_linear": False},
         **{"group_query_attention": False, "qk_layernorm": False, "qk_layernorm_over": "head"},
-        **{"window_size": None, "window_attn_skip_freq": None},
         **expected,
     }
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "[0,1,1]"),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, None),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 2}, None),
+        ({"model_type": "mixtral"}, None),
+        ({"model_type": "ministral"}, None),
+        ({"model_type": "ministral", "layer_types": ["sliding_attention", *["full_attention"] * 2]}, "[1,0,0]"),
+    ],
+)
+def test_which_layers_have_a_window(content: dict[str, Any], pattern: str | None, tmp_path: Path) -> None:
+    experts = {"num_experts_per_tok": 2} if content["model_type"] in ("qwen3_moe", "mixtral") else {}
+    found = read_config(tmp_path, {**WRITTEN, **experts, "sliding_window": 16, **content})
+    assert (found["window_size"], found["window_attn_skip_freq"]) == ("15,0", pattern)
+
+
+@pytest.mark.parametrize(
+    ("content", "fixed", "windows"),
+    [
+        ({"model_type": "smollm3"}, "[0,0,0,1]", None),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 2}, "[0,1,0,1]", None),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 1]}, None, None),
+        ({"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 1], "use_sliding_window": True}, *["[1,0,0,0]"] * 2),
+        ({"model_type": "exaone4"}, "[0,0,0,1]", "[1,1,1,0]"),
+        ({"model_type": "exaone4", "layer_types": [*["full_attention"] * 3, "sliding_attention"]}, *_LAST),
+        ({"model_type": "exaone4", "layer_types": ["full_attention"] * 4, "sliding_window": None}, None, None),
+    ],
+)
+def test_which_layers_rotate(content: dict[str, Any], fixed: str | None, windows: str | None, tmp_path: Path) -> None:
+    found = read_config(tmp_path, {**WRITTEN, "num_hidden_layers": 4, "sliding_window": 16, **content})
+    assert (found["no_rope_freq"], found["window_attn_skip_freq"]) == (fixed, windows)
 
 
 def test_mistrals_window_counts_the_querys_own_position(tmp_path: Path) -> None:

@@ -23,7 +23,13 @@ def _config(**model: Any) -> Config:
         **{"num_query_groups": 2, "group_query_attention": True, "norm_epsilon": 2e-5, "init_method_std": 0.03},
         **{"max_position_embeddings": 99, "rotary_base": 5000.0, "padded_vocab_size": 128, "hidden_dropout": 0.2},
         **{"attention_dropout": 0.3, "untie_embeddings_and_output_weights": True, "disable_bias_linear": True},
-        **{"num_experts": 5, "moe_ffn_hidden_size": 24, "moe_router_topk": 3, "moe_aux_loss_coeff": (0.07,)},
+        **{
+            "swiglu": True,
+            "num_experts": 5,
+            "moe_ffn_hidden_size": 24,
+            "moe_router_topk": 3,
+            "moe_aux_loss_coeff": (0.07,),
+        },
         **{"moe_router_load_balancing_type": ("aux_loss",), "moe_z_loss_coeff": 0.01},
     }
     return Config(model=ModelConfig(**{**sizes, **model}), layout=LayoutConfig(), data=DataConfig(vocab_size=77))
@@ -33,6 +39,7 @@ OUR_DECODER = {
     **{name: value for name, value in WRITTEN.items() if name != "rope_scaling"},
     **{"rope_scaling": None, "attention_dropout": 0.0},
 }
+NO_WINDOWS = {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 3}
 OUR_MIXTURE = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.07, "output_router_logits": False}
 
 
@@ -54,8 +61,8 @@ OUR_MIXTURE = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.07, "output_r
             {"attention_bias": False, "mlp_bias": False, "rope_scaling": SCALING},
         ),
         ("mistral", {}, {"sliding_window": None}),
-        ("qwen2", {}, {"use_sliding_window": False}),
-        ("qwen3", {}, {"attention_bias": False, "use_sliding_window": False}),
+        ("qwen2", {}, NO_WINDOWS),
+        ("qwen3", {}, {"attention_bias": False, **NO_WINDOWS}),
         ("olmo2", {}, {"attention_bias": False}),
         (
             "mixtral",
@@ -68,7 +75,7 @@ OUR_MIXTURE = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.07, "output_r
                 {"moe_router_pre_softmax": before},
                 {
                     **OUR_MIXTURE,
-                    **{"attention_bias": False, "use_sliding_window": False, "num_experts": 5},
+                    **{"attention_bias": False, "use_sliding_window": False, "sliding_window": None, "num_experts": 5},
                     **{"moe_intermediate_size": 24, "norm_topk_prob": not before},
                     **{"decoder_sparse_step": 1, "mlp_only_layers": []},
                 },
@@ -96,7 +103,7 @@ def test_every_key_of_a_decoder_is_written(
 
 @pytest.mark.parametrize("tanh", [True, False])
 def test_every_key_of_gpt_2_is_written(tanh: bool) -> None:
-    found = hf_config(_config(openai_gelu=tanh, num_experts=None), FAMILIES["gpt2"], "float32")
+    found = hf_config(_config(openai_gelu=tanh, swiglu=False, num_experts=None), FAMILIES["gpt2"], "float32")
     assert found == {
         **GPT2_WRITTEN,
         "architectures": ["GPT2LMHeadModel"],
@@ -120,6 +127,8 @@ def test_every_key_of_gpt_2_is_written(tanh: bool) -> None:
         ({"group_query_attention": False}, ["--group-query-attention is true and there false"]),
         ({"num_query_groups": 6}, ["--num-query-groups is 2 and there 6"]),
         ({"norm_epsilon": 1e-6}, ["--norm-epsilon is 2e-05 and there 1e-06"]),
+        ({"num_layers": 3, "window_size": "-1,0"}, []),
+        ({"num_layers": 3, "window_size": "4,0"}, ["--window-size is None and there 4,0"]),
         ({"squared_relu": True}, ["--squared-relu is false and there true"]),
         ({"hidden_dropout": 0.0}, ["--hidden-dropout is 0.2 and there 0"]),
         ({"max_position_embeddings": 4}, ["--max-position-embeddings is 99 and there 4"]),
@@ -194,6 +203,7 @@ def test_rows_of_heads_whose_values_have_a_size_of_their_own(fused: bool) -> Non
             "window": None,
             "rotary": None,
             "qk_norm": None,
+            "qk_norm_after_rotation": False,
             "qkv_bias": False,
             "output_bias": False,
             "norm": Norm("RMSNorm", 1e-5),

@@ -100,6 +100,7 @@ def test_a_layer_is_what_the_flags_say() -> None:
             value_head_size=10,
             window=None,
             rotary=first.attention.rotary,
+            qk_norm_after_rotation=False,
             qk_norm="projection",
             norm=Norm("RMSNorm", 0.25),
             qkv_bias=True,

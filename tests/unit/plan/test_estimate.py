@@ -12,7 +12,7 @@ from megatron_ext.plan.estimate import Times, _in_turn, step_time
 from megatron_ext.plan.hardware import Constants, Machine, hardware
 from megatron_ext.plan.links import latency, span, transfer
 from megatron_ext.plan.preview import _shown
-from megatron_ext.plan.schedule import few_microbatches, most_held, order
+from megatron_ext.plan.schedule import Schedule, most_held
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import by_formula, shortest, simulate
 from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, slow_stages
@@ -109,9 +109,9 @@ def test_one_overlap_hides_what_is_its_own() -> None:
 
 
 def test_the_first_moment_of_the_most_is_told() -> None:
-    works = order(0, 2, 1, 4, 2)
+    works = Schedule(2, 1, 4).order(0)
     assert most_held(works, [2.0], [1.0]) == schedule.Most(5.0, 0, [2])
-    interleaved = order(0, 2, 2, 4, 2)
+    interleaved = Schedule(2, 2, 4, 2).order(0)
     found = most_held(interleaved, [1.0, 3.0], [0.0, 5.0])
     now, most = [0, 0], (-1.0, 0, [0, 0])
     for forward, chunk, _ in interleaved:
@@ -125,22 +125,23 @@ def test_the_first_moment_of_the_most_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "chunks", "microbatches", "group", "few"),
-    [(4, 1, 16, 4, 16), (4, 1, 17, 4, 16), (4, 1, 99, 4, 16), (4, 2, 17, 4, 17), (4, 2, 100, 6, 28), (2, 2, 99, 4, 19)],
+    [(4, 1, 16, 1, 16), (4, 1, 17, 1, 16), (4, 1, 99, 1, 16), (4, 2, 17, 4, 17), (4, 2, 100, 6, 28), (2, 2, 99, 4, 19)],
 )
 def test_few_microbatches_leave_the_same_last_group(
     stages: int, chunks: int, microbatches: int, group: int, few: int
 ) -> None:
-    assert few_microbatches(stages, chunks, microbatches, group) == few
-    assert chunks == 1 or few % group == microbatches % group
+    assert Schedule(stages, chunks, microbatches, group).few().microbatches == few
+    assert few % group == microbatches % group
 
 
 def test_pipelines_of_equal_stages_wait_by_the_formula() -> None:
     forward, backward = [[1.0, 1.0]] * 4, [[2.0, 2.0]] * 4
-    assert by_formula(forward, backward, 8, 0.5) == Times(8 * 6 + 3 / 2 * 6 + 2 * 3 * 0.5, 48.0)
-    assert shortest(forward, backward, 8, 0.5) == Times(48 + 3 * (3 + 1.0), 48.0)
-    assert simulate(forward, backward, 8, 4).total == 48 + 3 * 3
-    assert simulate([[1.0]] * 4, [[2.0]] * 4, 100, 4).total == pytest.approx(3 * 103)
-    assert simulate([[1.0]], [[2.0]], 5, 1) == Times(15.0, 15.0)
+    schedule = Schedule(4, 2, 8, 4)
+    assert by_formula(schedule, forward, backward, 0.5) == Times(8 * 6 + 3 / 2 * 6 + 2 * 3 * 0.5, 48.0)
+    assert shortest(schedule, forward, backward, 0.5) == Times(48 + 3 * (3 + 1.0), 48.0)
+    assert simulate(schedule, forward, backward).total == 48 + 3 * 3
+    assert simulate(Schedule(4, 1, 100), [[1.0]] * 4, [[2.0]] * 4).total == pytest.approx(3 * 103)
+    assert simulate(Schedule(1, 1, 5), [[1.0]], [[2.0]]) == Times(15.0, 15.0)
     times = Times(20.0, 16.0)
     assert (times.bubble, times.bubble_share) == (0.25, pytest.approx(0.2))
     assert (Times(0.0, 0.0).bubble, Times(0.0, 0.0).bubble_share) == (0.0, 0.0)
@@ -154,14 +155,14 @@ def test_stages_that_share_cores_take_the_sum_of_their_work_or_the_longest_wait(
 @pytest.mark.parametrize(
     ("stages", "chunks", "there_are", "group", "wanted", "shown"),
     [
-        (1, 1, 99, 1, None, 4), (4, 1, 99, 4, None, 8), (4, 1, 8, 4, None, 8), (2, 2, 99, 6, None, 12),
-        (4, 1, 99, 4, 3, 3), (4, 2, 99, 4, 3, 4), (4, 2, 99, 4, 11, 8), (4, 2, 9, 4, 9, 9), (4, 2, 10, 4, 9, 8),
+        (1, 1, 99, 1, None, 4), (4, 1, 99, 1, None, 8), (4, 1, 8, 1, None, 8), (2, 2, 99, 6, None, 12),
+        (4, 1, 99, 1, 3, 3), (4, 2, 99, 4, 3, 4), (4, 2, 99, 4, 11, 8), (4, 2, 9, 4, 9, 9), (4, 2, 10, 4, 9, 8),
     ],
 )  # fmt: skip
 def test_whole_groups_are_drawn(
     stages: int, chunks: int, there_are: int, group: int, wanted: int | None, shown: int
 ) -> None:
-    assert _shown(stages, chunks, there_are, group, wanted) == shown
+    assert _shown(Schedule(stages, chunks, there_are, group), wanted) == shown
 
 
 def lane(name: str, *microbatches: float) -> Lane:

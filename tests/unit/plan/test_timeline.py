@@ -18,7 +18,7 @@ from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import memory
 from megatron_ext.plan.preview import ends, equal_stages, preview
 from megatron_ext.plan.question import placeholders
-from megatron_ext.plan.schedule import order
+from megatron_ext.plan.schedule import Schedule
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import finish
 from megatron_ext.plan.timeline import Lane, Pass, Timeline, as_text, duration, slow_stages
@@ -96,14 +96,15 @@ def test_a_few_microbatches_show_the_memory_of_all() -> None:
         assert lane.peak[1] == pytest.approx(memory(resolved, stage, Shapes(resolved), fused=True).total, rel=1e-12)
 
 
-@pytest.mark.parametrize(("stages", "chunks", "group"), [(1, 1, 1), (2, 2, 2), (4, 1, 4), (3, 2, 5), (4, 3, 4)])
+@pytest.mark.parametrize(("stages", "chunks", "group"), [(1, 1, 1), (2, 2, 2), (4, 1, 1), (3, 2, 5), (4, 3, 4)])
 def test_the_picture_is_that_of_the_simulation(stages: int, chunks: int, group: int) -> None:
     forward = [[1.0 + 0.3 * ((3 * stage + chunk) % 4) for chunk in range(chunks)] for stage in range(stages)]
     backward = [[2.1 * seconds for seconds in chunk] for chunk in forward]
-    found = ends(forward, backward, 4 * group, group, 0.25)
-    assert max(found.values()) == pytest.approx(finish(forward, backward, 4 * group, group, 0.25), rel=1e-12)
+    schedule = Schedule(stages, chunks, 4 * stages if chunks == 1 else 4 * group, group)
+    found = ends(schedule, forward, backward, 0.25)
+    assert max(found.values()) == pytest.approx(finish(schedule, forward, backward, 0.25), rel=1e-12)
     for stage in range(stages):
-        assert tuple(work for where, work in found if where == stage) == order(stage, stages, chunks, 4 * group, group)
+        assert tuple(work for where, work in found if where == stage) == schedule.order(stage)
 
 
 def svgs(page: str) -> list[ElementTree.Element]:

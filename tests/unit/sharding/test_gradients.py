@@ -23,7 +23,7 @@ def test_copies_that_another_rank_counts_are_outside_of_the_norm() -> None:
         copy, other = _weight(run, "final_layernorm.weight"), _weight(run, "final_layernorm.bias")
         for marked in (copy, other):
             marked.shared = True  # pyright: ignore[reportAttributeAccessIssue]
-        compute_gradients(run, 4)
+        compute_gradients(run, range(4))
         run.optimizer.prepare_grads()
         mains = {
             id(weight): main for part in run.sharding.parts(run.optimizer) for weight, main in part.main_parameters()
@@ -49,7 +49,7 @@ def test_copies_that_another_rank_counts_are_outside_of_the_norm() -> None:
 
 def test_weights_without_a_gradient_are_not_updated() -> None:
     with built() as run:
-        compute_gradients(run, 4)
+        compute_gradients(run, range(4))
         run.optimizer.prepare_grads()
         parts = run.sharding.parts(run.optimizer)
         everything = [id(weight) for weight, _ in gradients_of_update(parts)]

@@ -47,7 +47,7 @@ def close(first: RecordedStep, second: RecordedStep) -> bool:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     written = [record(rank) for rank in range(4)]
     found = read(write_all(tmp_path, written))
-    assert [each.place for each in found] == [each.place for each in written]
+    assert [each.position for each in found] == [each.position for each in written]
     for theirs, ours in zip(found, written, strict=True):
         assert all(close(*steps) for steps in zip(theirs.steps, ours.steps, strict=True))
 
@@ -62,7 +62,7 @@ def test_every_row_of_the_joined_trace_has_a_name() -> None:
 
 def test_ranks_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     written = [record(rank, world_size=12) for rank in range(12)]
-    assert [each.place.rank for each in read(write_all(tmp_path, written))] == list(range(12))
+    assert [each.position.rank for each in read(write_all(tmp_path, written))] == list(range(12))
 
 
 def test_the_busiest_pipeline_is_drawn_and_its_slow_stage_named(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_tables_of_positions_are_kept_while_a_graph_reads_them(graphs: list[Reco
 def test_graphs_are_made_where_the_configuration_has_them(flag: str) -> None:
     device: Any = SimpleNamespace(kind="cuda", synchronize=lambda: None)
     config = small_config(training={"cuda_graph_impl": flag, "cuda_graph_warmup_steps": 4})
-    found = build.captured_passes(config, device, [], _Watch())  # pyright: ignore[reportArgumentType]
+    found = build.captured_passes(config, device, _Schedule(), [], _Watch())  # pyright: ignore[reportArgumentType]
     assert (found is not None) == (flag == "full_iteration")
     if found is not None:
         assert found._graph.cuda_graph_warmup_steps == 4

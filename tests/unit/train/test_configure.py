@@ -2,7 +2,8 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -13,6 +14,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.train import configure as module
 from megatron_ext.train.configure import configure, configure_for
 from megatron_ext.train.pretrain import pretrain
+from megatron_ext.verify.cases import CASES, MODELS, RECIPE
 from tests.support.small_models import small_config
 from tests.support.small_runs import MODEL
 
@@ -273,3 +275,15 @@ def test_flags_that_change_nothing_are_told(
 ) -> None:
     found = module.warnings_of_flags(Typed(typed), _config(**flags), Facts(saved=saved))
     assert [text.startswith(begin) for text, begin in zip(found, told, strict=True)] == [True] * len(told)
+
+
+def test_a_field_holds_a_value_unless_its_type_says_that_it_may_hold_none() -> None:
+    """In every layout of docs/parity.md."""
+    groups = [getattr(Config(), group.name) for group in dataclasses.fields(Config)]
+    hints = {name: hint for group in groups for name, hint in get_type_hints(type(group)).items()}
+    for case in CASES.values():
+        flags = [*f"{RECIPE} {MODELS[case.model]} --seq-length 32 --mock-data --vocab-size 257".split(), *case.flags]
+        config = configure(flags, world_size=case.world_size).config
+        values = {name: value for group in dataclasses.asdict(config).values() for name, value in group.items()}
+        empty = [name for name, value in values.items() if value is None and NoneType not in get_args(hints[name])]
+        assert not empty, (case.name, empty)

@@ -22,7 +22,7 @@ VOTES = StopVotes(0, 1, 0)
 def _begin(run: Run, steps: LateSteps, before_update: Any = lambda: None) -> LateStep:
     for group in run.optimizer.param_groups:
         group["lr"] = 1e-2
-    return steps.begin(4, VOTES, before_update)
+    return steps.begin(range(4), VOTES, before_update)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
@@ -32,7 +32,7 @@ def test_a_late_step_has_the_bits_of_one_that_is_read_at_once(clip: float) -> No
     with built(flags) as run:
         for group in run.optimizer.param_groups:
             group["lr"] = 1e-2
-        at_once = [train_step(run, 4) for _ in range(3)]
+        at_once = [train_step(run, range(4)) for _ in range(3)]
         expected = weights(run)
     with built(flags, reads_wait=True) as run:
         steps = LateSteps(run)
@@ -82,7 +82,11 @@ def test_a_bad_gradient_ends_the_run_whether_it_is_in_the_norm_or_not(
     with built(reads_wait=late) as run:
         spoil = _bad_gradient(run, outside_norm=outside_norm, value=value)
         before = weights(run)
-        take = (lambda: _begin(run, LateSteps(run), spoil).result()) if late else (lambda: train_step(run, 4, spoil))
+        take = (
+            (lambda: _begin(run, LateSteps(run), spoil).result())
+            if late
+            else (lambda: train_step(run, range(4), spoil))
+        )
         with pytest.raises(NumericError, match=r"gradient of decoder\.final_layernorm\.weight, iteration 1 "):
             take()
         assert are_equal(weights(run), before)

@@ -179,6 +179,6 @@ def test_an_own_dataset_is_one_source() -> None:
     samples = OwnSamples(_Dataset(12), 4)
     assert (len(samples), samples[5], samples.counts(7)) == (12, _Dataset(12)[5], [7])
     assert samples.sources == [Source("_Dataset", 12)]
-    assert samples.place(5) == SampleWindow(0, 5)
+    assert samples.window_at(5) == SampleWindow(0, 5)
     assert samples.part(0) is samples
     assert samples.order_depends_on == []

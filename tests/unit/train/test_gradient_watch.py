@@ -76,7 +76,7 @@ def test_a_bad_loss_comes_after_everything(bad: float) -> None:
     found = watch.diagnose(evidence)
     assert found is not None
     assert found.text == "NaN or infinity in the loss"
-    assert found.place > (1, 1)
+    assert found.position > (1, 1)
 
 
 def test_a_rank_that_is_alone_reads_gradients_when_they_are_bad(monkeypatch: pytest.MonkeyPatch) -> None:

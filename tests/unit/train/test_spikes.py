@@ -144,7 +144,7 @@ def test_a_second_look_at_a_batch_repeats_its_dropout_and_leaves_the_generators_
 
     with built("--hidden-dropout 0.5 --num-experts 4 --disable-bias-linear", loss=loss) as run:
         before = random_state(run)
-        gradients = compute_gradients(run, 4)
+        gradients = compute_gradients(run, range(4))
         after = _drawn_after(run)
         graded.clear()
         verdict = judge(run, gradients.of_microbatches, gradients.samples, before)

@@ -116,7 +116,7 @@ class Hears(Callback):
             self.heard.append(f"{self.name} begins")
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        self.begun = trainer.run.state.iteration + 1
+        self.begun = trainer.position.iteration + 1
         if not self.name:
             self.heard.append(f"begin {self.begun}")
 
@@ -124,7 +124,7 @@ class Hears(Callback):
         return StopVotes(otherwise=int(self.begun == self.asks_at))
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        return trainer.run.state.iteration == self.at_once
+        return trainer.position.iteration == self.at_once
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         state = trainer.run.state

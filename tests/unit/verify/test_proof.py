@@ -406,7 +406,7 @@ def test_outputs_are_copied_with_their_global_names_and_places(
     ]
     names += [LOSS] if post_process else []
     assert [(part.name, part.microbatch) for part in taps.parts] == [(n, m) for m in range(2) for n in names]
-    assert {part.place for part in taps.parts} == {(5, 6, 7)}
+    assert {part.position for part in taps.parts} == {(5, 6, 7)}
     for part in taps.parts:
         assert part.values_SBW.shape == ((4, 2, 1) if part.name == LOSS else (4, 2, 3))
     assert [part.values_SBW[0, 0, 0] for part in taps.parts][:4] == [0.0, 3.0, 3.0, 7.0]

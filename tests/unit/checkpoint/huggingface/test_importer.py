@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_ext.checkpoint import copying
+from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface import exporter, importer, saved_model
 from megatron_ext.checkpoint.huggingface.arrays import ARRAYS, converted
 from megatron_ext.checkpoint.huggingface.exporter import export_huggingface
@@ -19,6 +21,7 @@ from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.checkpoint.huggingface.importer import import_huggingface
 from megatron_ext.checkpoint.huggingface.safetensors import create
 from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
+from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.cli import convert_checkpoint
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
@@ -52,10 +55,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _write(folder: Path, name: str) -> dict[str, np.ndarray]:
-    """Write a model of random weights in fp32, and return them."""
+def _write(folder: Path, model: str | dict[str, Any]) -> dict[str, np.ndarray]:
+    """Write a model of random weights in fp32, one of `MODELS` by name or a config.json, and return them."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    (folder / "config.json").write_text(json.dumps(MODELS[model] if isinstance(model, str) else model))
     family, values = read_hf_config(folder)
     config = resolve(values, Facts())
     shapes = {n: shape for part in state_dict_mapping(config, family) for n, shape in part.tensor_shapes().items()}
@@ -97,6 +100,32 @@ def test_weights_go_there_and_back(name: str, tmp_path: Path) -> None:
             assert np.array_equal(found[tensor], converted(values, "F32", code)), tensor
         itemsize = np.dtype(ARRAYS[code]).itemsize
         assert exported.size == sum(values.size for values in weights.values()) * itemsize
+
+
+NEMOTRON = {"model_type": "nemotron", **_LLAMA, "num_key_value_heads": 4}
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("code", ["F32", "BF16", "F16"])
+def test_norms_stored_as_what_they_differ_from_1(code: str, tmp_path: Path) -> None:
+    """Our model has the sum, rounded once; an export gives what an import makes the same of, bit for bit."""
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    weights = {name: converted(values, "F32", code) for name, values in _write(source, NEMOTRON).items()}
+    for name, entry in create(source / "model.safetensors", {n: w.shape for n, w in weights.items()}, code).items():
+        entry.whole(writable=True)[...] = weights[name]
+    import_huggingface(source, saved)
+    found, dtype = Tensors(saved / "iter_0000000"), getattr(torch, DTYPES[code])
+    for ours, theirs in (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm")):
+        for kind, added in (("weight", 1.0), ("bias", 0.0)):
+            layers = [weights[f"model.layers.{layer}.{theirs}.{kind}"] for layer in range(2)]
+            expected = torch.from_numpy(np.stack(layers)).view(dtype).double() + added
+            assert torch.equal(found.read(f"decoder.layers.{ours}.{kind}"), expected.to(dtype)), (ours, kind)
+    export_huggingface(SavedModel(saved), tmp_path / "back", with_tokenizer=False)
+    import_huggingface(tmp_path / "back", tmp_path / "again")
+    again, written = Tensors(tmp_path / "again" / "iter_0000000"), _read(tmp_path / "back")
+    assert all(torch.equal(again.read(name), found.read(name)) for name in found.names())
+    assert all(np.array_equal(written[name], weights[name]) for name in weights if "norm.weight" not in name)
+    assert not np.array_equal(written["model.norm.weight"], weights["model.norm.weight"]), "a sum is rounded"
 
 
 @pytest.mark.usefixtures("_small")

@@ -14,7 +14,7 @@ from megatron_ext.checkpoint.local import rank_file
 from megatron_ext.checkpoint.local.agreement import newest_snapshot
 from megatron_ext.checkpoint.local.folder import file_of, folder_of, layout_of
 from megatron_ext.checkpoint.native import lock, manifest
-from megatron_ext.checkpoint.native.folder import Found, iteration_folder
+from megatron_ext.checkpoint.native.folder import SavedCheckpoint, iteration_folder
 from megatron_ext.checkpoint.native.resume import Resume, Search
 from megatron_ext.config.parse.files import to_yaml
 from megatron_ext.config.schema import Config
@@ -71,7 +71,7 @@ def checkpoint_9(save: Path, content: str = "of this run") -> None:
 
 
 def search(tmp_path: Path, newest: int = 9) -> Search:
-    return Search(str(tmp_path / "save"), (Found(iteration_folder(tmp_path / "save", newest), newest),))
+    return Search(str(tmp_path / "save"), (SavedCheckpoint(iteration_folder(tmp_path / "save", newest), newest),))
 
 
 def test_the_newest_whole_snapshot_gives_flags_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

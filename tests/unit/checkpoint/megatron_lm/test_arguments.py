@@ -88,6 +88,15 @@ def test_the_model_under_our_names() -> None:
     assert arguments.model_flags({}) == {"norm_epsilon": None, "disable_bias_linear": None}
 
 
+def test_windows_and_patterns_over_layers_under_our_names() -> None:
+    given = {"window_size": (4095, 0), "window_attn_skip_freq": 4, "no_rope_freq": [0, 1], "moe_layer_freq": [0, 1, 1]}
+    written = {"window_size": "4095,0", "window_attn_skip_freq": "4", "no_rope_freq": "[0,1]"}
+    found = arguments.model_flags(given)
+    assert {name: found[name] for name in given} == {**written, "moe_layer_freq": "[0,1,1]"}
+    for everywhere in (1, [1, 1], None):
+        assert arguments.model_flags({"moe_layer_freq": everywhere})["moe_layer_freq"] is None
+
+
 @pytest.mark.parametrize(
     ("grouped", "bias", "scaled", "experts"), itertools.product(YES_NO, (True, False, None), YES_NO, (None, 4))
 )

@@ -8,7 +8,7 @@ import pytest
 from megatron_ext import device
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native.agreement import agree
-from megatron_ext.checkpoint.native.folder import Found
+from megatron_ext.checkpoint.native.folder import SavedCheckpoint
 from megatron_ext.checkpoint.native.resume import Search
 from megatron_ext.config.schema import CheckpointConfig
 from megatron_ext.errors import DataError, StorageError
@@ -51,7 +51,7 @@ def test_the_first_whole_checkpoint_is_gone_on_from(
 ) -> None:
     """What is wrong with those before it is said, of the first five files, or --no-fallback forbids it."""
     paths = [_checkpoint(tmp_path / f"iter_{3 - number}", state) for number, state in enumerate(states)]
-    found = tuple(Found(path, 3 - number, f"warning {3 - number}") for number, path in enumerate(paths))
+    found = tuple(SavedCheckpoint(path, 3 - number, f"warning {3 - number}") for number, path in enumerate(paths))
     flags = CheckpointConfig(no_fallback=no_fallback)
     bad = [f"the checkpoint {path} is damaged ({', '.join(f'f{n} is missing' for n in range(5))})" for path in paths]
     if place is None or (no_fallback and place):

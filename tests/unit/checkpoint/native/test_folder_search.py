@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.native import folder as places
-from megatron_ext.checkpoint.native.folder import TRACKER, Found, find_all, find_to_load, iteration_folder
+from megatron_ext.checkpoint.native.folder import TRACKER, SavedCheckpoint, find_all, find_to_load, iteration_folder
 from megatron_ext.errors import DataError
 
 # Numbers whose names begin alike, whose order as text is another one, and the first that needs eight digits.
@@ -67,12 +67,12 @@ def test_the_tracker_names_the_first_and_the_newest_follow(
     assert places.saved_iterations(tmp_path) == sorted(STEPS)
     found = find_all(tmp_path)
     if tracker == "release":
-        assert found == [Found(tmp_path / "release", 0)]
+        assert found == [SavedCheckpoint(tmp_path / "release", 0)]
         return
     newest = iteration_folder(tmp_path, 10000000)
     warning = f"{tmp_path / TRACKER} {said}; using the newest whole checkpoint, {newest}" if said else None
-    expected = [Found(iteration_folder(tmp_path, step), step) for step in tried]
-    assert found == [Found(expected[0].path, expected[0].iteration, warning), *expected[1:]]
+    expected = [SavedCheckpoint(iteration_folder(tmp_path, step), step) for step in tried]
+    assert found == [SavedCheckpoint(expected[0].path, expected[0].iteration, warning), *expected[1:]]
     assert places.find_latest(tmp_path) == found[0]
 
 
@@ -97,7 +97,7 @@ def test_a_link_to_a_checkpoint_is_that_checkpoint(tmp_path: Path) -> None:
     path = iteration_folder(tmp_path / "saved", 7)
     _fill(path, ".metadata", "metadata.json")
     (tmp_path / "best").symlink_to(path)
-    assert find_to_load(tmp_path / "best") == [Found(path, 7)]
+    assert find_to_load(tmp_path / "best") == [SavedCheckpoint(path, 7)]
     assert places.load_problem(str(tmp_path / "best"), None) is None
 
 
@@ -111,7 +111,7 @@ def test_the_step_that_is_asked_for_is_the_only_one(tmp_path: Path) -> None:
         path = iteration_folder(tmp_path, step)
         for load, asked in ((tmp_path, step), (path, None), (path, step)):
             if step in STEPS:
-                assert find_to_load(load, asked) == [Found(path, step)], (load, asked)
+                assert find_to_load(load, asked) == [SavedCheckpoint(path, step)], (load, asked)
                 continue
             with pytest.raises(DataError) as caught:
                 find_to_load(load, asked)

@@ -30,6 +30,24 @@ def test_patterns_are_megatrons(text: str, pattern: list[int]) -> None:
     assert [is_layer_window_attention((7, 0), theirs, number + 1) for number in range(4)] == list(map(bool, pattern))
 
 
+@pytest.mark.parametrize(("text", "pattern"), [("2", [0, 1, 0, 1]), ("3", [0, 0, 1, 0]), ("[1,0,0,1]", [1, 0, 0, 1])])
+def test_a_number_may_stand_for_the_last_layer_of_so_many(text: str, pattern: list[int]) -> None:
+    """As in Megatron's --no-rope-freq."""
+    assert read_pattern(text, 4, "the last") == tuple(map(bool, pattern))
+    config = small_config({**LLAMA, "no_rope_freq": text})
+    assert [int(layer.attention.rotary is None) for layer in layers(config)] == pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [("1", [1, 1, 1, 1]), ("2", [1, 0, 1, 0]), ("3", [1, 0, 0, 1]), ("[0]+[1]*3", [0, 1, 1, 1]), ("-1", [1, 1, 1, 1])],
+)
+def test_a_number_may_stand_for_the_first_layer_of_so_many(text: str, pattern: list[int]) -> None:
+    """As in Megatron's --moe-layer-freq; -1 is MindSpeed's word for all layers."""
+    found = layers(small_config({**LLAMA, "num_experts": 4, "moe_layer_freq": text}))
+    assert [int(layer.experts is not None) for layer in found] == pattern
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "0", "-2", "[1,0]", "[1,1,1,2]", "[1]*10**9", "[1]*1000000000", "__import__('os')", "[1" * 500, "True", "1.5"],

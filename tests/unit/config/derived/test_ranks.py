@@ -24,6 +24,7 @@ from megatron_ext.config.derived.ranks import (
     groups,
     rank_of,
 )
+from megatron_ext.config.derived.sharding import SCHEMES
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, padded_vocabulary, resolve
 from megatron_ext.config.schema import Config, TrainingConfig
@@ -34,7 +35,7 @@ from megatron_ext.plan.flops import (
     flops_per_token,
     parameters_without_embeddings,
 )
-from megatron_ext.plan.state_bytes import divided, state_bytes
+from megatron_ext.plan.state_bytes import StateBytes, state_bytes
 from megatron_ext.rules.validate import problems
 from tests.support.wrong_flags import BASE
 
@@ -225,11 +226,12 @@ def test_bytes_per_parameter(line: str, expected: float):
 
 
 @pytest.mark.parametrize(
-    ("kind", "gigabytes"), [("ddp", 112), ("optim", 49), ("optim_grads", 38.5), ("optim_grads_params", 28)]
+    ("kind", "gigabytes"), [("no_shard", 112), ("optim", 49), ("optim_grads", 38.5), ("optim_grads_params", 28)]
 )
 def test_zero_of_seven_billion_parameters_on_four_ranks(kind: str, gigabytes: float):
     """As the paper counts: 16-bit weights and gradients, and 12 bytes of optimizer state."""
-    assert divided(2, 2, 12, kind, ranks=4).total * 7 == gigabytes
+    scheme = next(each for each in SCHEMES if each.values.get("data_parallel_sharding_strategy") == kind)
+    assert StateBytes(2, 2, 12, scheme.shares(4)).total * 7 == gigabytes
 
 
 def test_the_report_shows_layout_batch_and_length():

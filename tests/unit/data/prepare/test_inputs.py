@@ -117,8 +117,8 @@ def test_reading_goes_on_behind_any_block(tmp_path: Path, name: str):
         resumed = InputHashes()
         rest = read_blocks(files, ("text",), split_on, blocks[count - 1].end, resumed)
         assert before + [record for block in rest for record in block.documents()] == whole
-        assert resumed.found.items() <= hashes.found.items()
-        assert 1 in resumed.found
+        assert resumed.of_files.items() <= hashes.of_files.items()
+        assert 1 in resumed.of_files
     *_, last = read_blocks(files, ("text",), split_on, ReadPosition(1))
     assert last.bytes_read == blocks[-1].bytes_read == (tmp_path / name).stat().st_size + len(b"one--two")
 
@@ -180,7 +180,7 @@ def test_the_hash_is_that_of_the_file_on_the_disk(tmp_path: Path):
     (tmp_path / "in.jsonl.gz").write_bytes(packed)
     hashes = InputHashes()
     list(read_blocks(find_files([str(tmp_path / "in.jsonl.gz")]), ("text",), hashes=hashes))
-    assert hashes.found == {0: (hashlib.sha256(packed).hexdigest(), len(packed))}
+    assert hashes.of_files == {0: (hashlib.sha256(packed).hexdigest(), len(packed))}
 
 
 @pytest.mark.usefixtures("small_blocks")

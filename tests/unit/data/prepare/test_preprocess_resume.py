@@ -152,7 +152,7 @@ def test_a_journal_comes_back_as_it_was(tmp_path: Path):
     """But for the hash of the file that is being read, of which only a part is known."""
     journal = Journal(
         job={"inputs": [["a", 1, 2]]},
-        place=ReadPosition(2, 77, 8),
+        position=ReadPosition(2, 77, 8),
         progress=Progress(1, 2, 3, 4, 5, None),
         written=[Written(10, 2, 1), Written(4, 2, 2)],
         blocks=9,
@@ -162,7 +162,7 @@ def test_a_journal_comes_back_as_it_was(tmp_path: Path):
     journal.save(tmp_path / "journal")
     found = Journal.load(tmp_path / "journal")
     assert found is not None
-    assert found.hashes.found == {0: ("x", 1), 1: ("y", 2)}
+    assert found.hashes.of_files == {0: ("x", 1), 1: ("y", 2)}
     assert dataclasses.replace(found, hashes=journal.hashes) == journal
     assert Journal.load(tmp_path / "none") is None
     for content in ("{", "[]", "{}"):

@@ -29,5 +29,5 @@ def test_more_than_half_are_a_majority(ranks: list[int], hashes: list[int], said
 
 def test_a_rank_that_is_alone_agrees_with_itself() -> None:
     with built() as run:
-        check_data_parallel_replicas(run, 0)
-        check_model_parallel_copies(run, 0)
+        check_data_parallel_replicas(run, 1, 0)
+        check_model_parallel_copies(run, 1, 0)

@@ -22,7 +22,7 @@ class FailsIn(Callback):
         self.event = event
 
     def before_update(self, trainer: Any) -> None:
-        if self.event == "the step" and trainer.run.state.iteration == 2:
+        if self.event == "the step" and trainer.position.iteration == 2:
             raise OwnError
 
     def ends_before_next(self, trainer: Any) -> bool:

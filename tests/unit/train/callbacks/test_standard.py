@@ -26,7 +26,7 @@ class Hears(Callback):
         self.waited_for: list[int] = []
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        self.waited_for += self.ended[-1:] if trainer.run.state.iteration in self.ended[-1:] else []
+        self.waited_for += self.ended[-1:] if trainer.position.iteration in self.ended[-1:] else []
 
     def ends_before_next(self, trainer: Trainer) -> bool:
         return False

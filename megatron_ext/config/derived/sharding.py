@@ -1,0 +1,215 @@
+"""Describes how data-parallel ranks divide a run: what of it, by which flags, and what that cannot run with.
+
+    scheme = config.layout.sharding
+    scheme.shares(8)           # (1, 1, 8): over how many ranks weights, gradients and optimizer state are divided
+
+What is divided says when it is exchanged: gradients layer by layer after each microbatch, where they are divided, or
+else in buckets after the last one; weights layer by layer for every pass, or else, where the state is divided, once a
+step. A new scheme is its flags in `schema/layout.py`, its entry here, and its file in `sharding/`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+Flag = Literal["use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"]
+"""A field of the layout that asks for a scheme. DDP has none."""
+
+FLAGS: tuple[Flag, ...] = get_args(Flag)
+FSDP = FLAGS[1:]
+"""The flags under which no rank keeps whole weights between steps."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scheme:
+    """All that the program knows of one way to divide weights, gradients and optimizer state."""
+
+    values: Mapping[str, Any]
+    """Fields of the layout, with the values that ask for it; the first is its flag."""
+
+    implementation: str
+    """`module:class` of its `Sharding`."""
+
+    weights: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+    """Whether each rank keeps a part of these."""
+
+    title: str = ""
+    overlaps: tuple[str, ...] = ()
+    complexity: int = 0
+    """The planner's name (none: it does not choose the scheme), the fields that it sets as well, and which of two
+    schemes it prefers: the lower one."""
+
+    divides_more: str = ""
+    """Flags of what keeps less on each rank, for a run that does not fit."""
+
+    keeps_weights_in_fp32: bool = False
+    keeps_gradients_in_fp32: bool = False
+    """Whether these are fp32, whatever is computed with: the weights as their own masters."""
+
+    between: Literal["reductions", "steps", "whole steps"] = "reductions"
+    """When copies (--num-distributed-optimizer-instances) sum the parts of their gradients: after each reduction, or
+    once a step; or all of them once a step."""
+
+    gives_whole_matrices: bool = False
+    """Whether a rank updates whole matrices, where the optimizer needs them."""
+
+    own: tuple[str, ...] = ()
+    """Fields of the layout that it alone reads."""
+
+    ignores: Mapping[str, str] = field(default_factory=dict)
+    """Fields that change nothing with it, and why."""
+
+    cannot: Callable[[Any], Iterator[str]] = lambda config: iter(())
+    """Yields what of a resolved configuration it does not go with, in sentences with a setting that works."""
+
+    @property
+    def flag(self) -> Flag | None:
+        """The field of the layout that asks for it; None for DDP."""
+        return next((flag for flag in FLAGS if flag in self.values), None)
+
+    def shares(self, ranks: int) -> tuple[int, int, int]:
+        """Return over how many of the ranks weights, gradients and optimizer state are divided.
+
+        Source: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 5).
+        """
+        return ranks if self.weights else 1, ranks if self.gradients else 1, ranks if self.optimizer else 1
+
+
+def _fsdp2_cannot(config: Any) -> Iterator[str]:
+    layout, experts = config.layout, config.model.num_experts
+    if layout.torch_fsdp2_cpu_offload and config.optimizer.optimizer_cpu_offload:
+        yield (
+            "--torch-fsdp2-cpu-offload keeps the optimizer's state where the weights are, in host memory, and "
+            "--optimizer-cpu-offload would copy it there; leave --optimizer-cpu-offload out"
+        )
+    if layout.use_distributed_optimizer:
+        yield (
+            "--use-torch-fsdp2 shards the optimizer's state already, and --use-distributed-optimizer would shard it "
+            "again; keep one of them"
+        )
+    if layout.ddp_bucket_size is not None:
+        yield "--use-torch-fsdp2 gathers and reduces layer by layer, not in buckets; leave --ddp-bucket-size out"
+    if (stages := layout.pipeline_model_parallel_size) > 1:
+        yield (
+            f"--use-torch-fsdp2 with --pipeline-model-parallel-size {stages} would gather a stage's weights anew for "
+            "every microbatch in flight; use --pipeline-model-parallel-size 1, or --use-distributed-optimizer instead "
+            "of --use-torch-fsdp2"
+        )
+    if experts is not None:
+        yield (
+            f"--use-torch-fsdp2 with --num-experts {experts}: experts are divided over other ranks than the rest, and "
+            "FSDP2 has one division; use --use-distributed-optimizer instead of --use-torch-fsdp2"
+        )
+    if config.training.fp16:
+        yield (
+            "--use-torch-fsdp2 has no loss scaling, which --fp16 needs; use --bf16 instead of --fp16, or "
+            "--use-megatron-fsdp instead of --use-torch-fsdp2"
+        )
+
+
+def _megatron_fsdp_cannot(config: Any) -> Iterator[str]:
+    layout, experts = config.layout, config.model.num_experts
+    if layout.use_torch_fsdp2:
+        yield (
+            "--use-megatron-fsdp divides what --data-parallel-sharding-strategy says, and --use-torch-fsdp2 would "
+            "divide it again; keep one of them"
+        )
+    if (stages := layout.pipeline_model_parallel_size) > 1:
+        yield (
+            f"--use-megatron-fsdp with --pipeline-model-parallel-size {stages}: megatron-core's FSDP takes all ranks "
+            "for data- and tensor-parallel ones, and knows no stages; use --pipeline-model-parallel-size 1, or "
+            "--use-distributed-optimizer instead of --use-megatron-fsdp"
+        )
+    if config.optimizer.optimizer_cpu_offload:
+        # FSDP2 has one division of all weights, and experts another.
+        instead = "--use-torch-fsdp2" if experts is None else "--use-distributed-optimizer"
+        yield (
+            "--use-megatron-fsdp with --optimizer-cpu-offload: the fp32 masters lie in one buffer, of which no part "
+            f"can leave the device by itself; use {instead} instead of --use-megatron-fsdp"
+        )
+    if experts is not None and layout.data_parallel_sharding_strategy == "no_shard":
+        yield (
+            f"--data-parallel-sharding-strategy no_shard with --num-experts {experts}: the gradients of experts are no "
+            "replicas where those of the rest are, and there is one norm for both; use "
+            "--data-parallel-sharding-strategy optim, or leave --use-megatron-fsdp and "
+            "--data-parallel-sharding-strategy out"
+        )
+    if config.training.linear_cross_entropy:
+        yield (
+            "--linear-cross-entropy reads the output layer's weight itself, and --use-megatron-fsdp gathers it for the "
+            "layer's own forward pass alone; leave --linear-cross-entropy out"
+        )
+
+
+DDP = Scheme(
+    {},
+    "megatron_ext.sharding.ddp:DataParallel",
+    title="DDP",
+    overlaps=("overlap_grad_reduce",),
+    divides_more="--use-distributed-optimizer",
+    gives_whole_matrices=True,
+)
+ZERO_1 = replace(
+    DDP,
+    values={"use_distributed_optimizer": True},
+    optimizer=True,
+    title="ZeRO-1",
+    overlaps=("overlap_grad_reduce", "overlap_param_gather"),
+    complexity=1,
+    divides_more="--use-torch-fsdp2 in place of --use-distributed-optimizer",
+)
+FSDP2 = Scheme(
+    {"use_torch_fsdp2": True},
+    "megatron_ext.sharding.fsdp2:FSDP2",
+    *(True, True, True),
+    title="FSDP2",
+    complexity=2,
+    keeps_weights_in_fp32=True,
+    keeps_gradients_in_fp32=True,
+    own=("torch_fsdp2_no_reshard_after_forward", "torch_fsdp2_cpu_offload"),
+    ignores=dict.fromkeys(ZERO_1.overlaps, "--use-torch-fsdp2 overlaps its traffic layer by layer"),
+    cannot=_fsdp2_cannot,
+)
+
+
+def _megatron_fsdp(strategy: str, *divides: bool, **traits: Any) -> Scheme:
+    return Scheme(
+        {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy},
+        "megatron_ext.sharding.megatron_fsdp:MegatronFSDP",
+        *divides,
+        complexity=3,
+        keeps_gradients_in_fp32=True,
+        own=("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"),
+        ignores=dict.fromkeys(
+            ("use_distributed_optimizer", *ZERO_1.overlaps, "ddp_bucket_size"),
+            "--use-megatron-fsdp divides what --data-parallel-sharding-strategy says, and overlaps its traffic layer "
+            "by layer",
+        ),
+        cannot=_megatron_fsdp_cannot,
+        **{"between": "steps", **traits},
+    )
+
+
+SCHEMES = (
+    DDP,
+    ZERO_1,
+    _megatron_fsdp("no_shard", divides_more=DDP.divides_more),
+    _megatron_fsdp("optim", False, False, True, between="whole steps", divides_more=ZERO_1.divides_more),
+    _megatron_fsdp("optim_grads", False, True, True, title="ZeRO-2"),
+    _megatron_fsdp("optim_grads_params", True, True, True, title="ZeRO-3"),
+    FSDP2,
+)
+"""The schemes, the simplest first. ZeRO-2 and ZeRO-3 are Megatron-FSDP's."""
+
+
+def scheme_of(layout: Any) -> Scheme:
+    """Return the scheme that a `LayoutConfig` asks for; of several that exclude each other, the last."""
+    fields = vars(layout)
+    return next(each for each in reversed(SCHEMES) if all(fields[name] == value for name, value in each.values.items()))
+
+
+def given_schemes(values: Mapping[str, Any]) -> list[Scheme]:
+    """Return for each flag that is given a scheme that it may ask for, from values by field name."""
+    return [next(each for each in SCHEMES if each.flag == flag) for flag in reversed(FLAGS) if values.get(flag)]

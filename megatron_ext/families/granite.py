@@ -1,0 +1,50 @@
+"""Granite: Llama with factors of embeddings, of what layers add, of products of queries and keys, and of logits."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families.protocol import Family
+from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import (
+    DECODER_FLAGS,
+    DECODER_NAMES,
+    bias_json,
+    bias_values,
+    biases_of_attention,
+    decoder_json,
+    decoder_values,
+)
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    return {
+        **decoder_values(reading),
+        **bias_values(reading),
+        "embedding_multiplier": reading.number("embedding_multiplier", 1.0),
+        "residual_multiplier": reading.number("residual_multiplier", 1.0),
+        "logits_multiplier": 1.0 / reading.number("logits_scaling", 1.0),
+        "softmax_scale": reading.number("attention_multiplier", 1.0),
+    }
+
+
+def _write(config: Config) -> dict[str, Any]:
+    model = config.model
+    return {
+        **decoder_json(config),
+        **bias_json(config),
+        "embedding_multiplier": model.embedding_multiplier,
+        "residual_multiplier": model.residual_multiplier,
+        "logits_scaling": float(f"{1.0 / model.logits_multiplier:.15g}"),  # without the rounding of two inverses
+        "attention_multiplier": model.softmax_scale or model.kv_channels**-0.5,
+    }
+
+
+GRANITE = Family(
+    "granite",
+    "GraniteForCausalLM",
+    DECODER_NAMES,
+    DECODER_FLAGS,
+    _read,
+    _write,
+    dependent_flags=biases_of_attention,
+)

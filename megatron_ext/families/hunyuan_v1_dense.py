@@ -1,0 +1,42 @@
+"""Hunyuan, dense: Llama with norms of the heads of queries and keys, after they are rotated."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families.protocol import Family
+from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import (
+    DECODER_FLAGS,
+    DECODER_NAMES,
+    bias_json,
+    bias_values,
+    biases_of_attention,
+    decoder_json,
+    decoder_values,
+)
+
+_NAMES = {
+    **DECODER_NAMES,
+    "self_attention.q_layernorm": ("self_attn.query_layernorm",),
+    "self_attention.k_layernorm": ("self_attn.key_layernorm",),
+}
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    return {**decoder_values(reading, alpha=True), **bias_values(reading, mlp=False)}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    return {**decoder_json(config), **bias_json(config, mlp=False)}
+
+
+HUNYUAN = Family(
+    "hunyuan_v1_dense",
+    "HunYuanDenseV1ForCausalLM",
+    _NAMES,
+    {**DECODER_FLAGS, "qk_layernorm": True, "qk_layernorm_place": "after", "disable_bias_linear": True},
+    _read,
+    _write,
+    {"rms_norm_eps": 1e-5},
+    dependent_flags=biases_of_attention,
+)

@@ -1,0 +1,38 @@
+"""Nemotron: LayerNorm whose weight is stored as what it differs from 1, squared ReLU, half of the channels rotated."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families.protocol import Family
+from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import (
+    DECODER_FLAGS,
+    DECODER_NAMES,
+    bias_json,
+    bias_values,
+    biases_of_attention,
+    decoder_json,
+    decoder_values,
+)
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    return {**decoder_values(reading, epsilon="norm_eps", activation="relu2", partial=True), **bias_values(reading)}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    partial = {"partial_rotary_factor": config.model.rotary_percent}
+    return {**decoder_json(config, "norm_eps"), **partial, **bias_json(config)}
+
+
+NEMOTRON = Family(
+    "nemotron",
+    "NemotronForCausalLM",
+    {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.up_proj",)},
+    {**DECODER_FLAGS, "swiglu": False, "squared_relu": True, "normalization": "LayerNorm"},
+    _read,
+    _write,
+    {"norm_eps": 1e-5, "partial_rotary_factor": 0.5, "max_position_embeddings": 4096},
+    dependent_flags=biases_of_attention,
+    added={"input_layernorm": 1.0, "pre_mlp_layernorm": 1.0, "decoder.final_layernorm": 1.0},
+)

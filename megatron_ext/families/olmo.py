@@ -1,0 +1,40 @@
+"""OLMo: Llama whose norms are LayerNorm without parameters; without clipped queries, keys and values."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families.protocol import Family
+from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import (
+    DECODER_FLAGS,
+    DECODER_NAMES,
+    bias_json,
+    bias_values,
+    biases_of_attention,
+    decoder_json,
+    decoder_values,
+    refuse_others,
+)
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    refuse_others(reading, {"clip_qkv": None})
+    return {**decoder_values(reading, epsilon=None), **bias_values(reading, mlp=False)}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    return {**decoder_json(config, epsilon=None), **bias_json(config, mlp=False), "clip_qkv": None}
+
+
+OLMO = Family(
+    "olmo",
+    "OlmoForCausalLM",
+    {name: theirs for name, theirs in DECODER_NAMES.items() if "layernorm" not in name},
+    {
+        **{**DECODER_FLAGS, "normalization": "LayerNorm", "norm_parameters": "none", "norm_epsilon": 1e-5},
+        "disable_bias_linear": True,
+    },
+    _read,
+    _write,
+    dependent_flags=biases_of_attention,
+)

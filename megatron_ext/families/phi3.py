@@ -1,0 +1,42 @@
+"""Phi-3 and Phi-4, without longrope: fused matrices, and a share of the channels is rotated."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families.protocol import Family
+from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import (
+    DECODER_FLAGS,
+    DECODER_NAMES,
+    QKV,
+    decoder_json,
+    decoder_values,
+    window_json,
+    window_values,
+)
+
+_NAMES = {**DECODER_NAMES, QKV: ("self_attn.qkv_proj",), "mlp.linear_fc1": ("mlp.gate_up_proj",)}
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    values = {**decoder_values(reading, partial=True), **window_values(reading)}
+    reading.understand("original_max_position_embeddings")  # read with longrope alone
+    if values.get("use_rope_scaling"):
+        reading.problems.append("rope_type is llama3, which no Phi-3 has; only default is supported")
+    return values
+
+
+def _write(config: Config) -> dict[str, Any]:
+    partial = {"partial_rotary_factor": config.model.rotary_percent}
+    return {**decoder_json(config), **partial, **window_json(config)}
+
+
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    _NAMES,
+    {**DECODER_FLAGS, "disable_bias_linear": True, "use_rope_scaling": False},
+    _read,
+    _write,
+    {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+)

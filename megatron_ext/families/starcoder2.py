@@ -1,0 +1,46 @@
+"""StarCoder2: rotary positions with LayerNorm and GELU, with biases in all matrices or in none."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families.protocol import Family
+from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import (
+    DECODER_FLAGS,
+    DECODER_NAMES,
+    decoder_json,
+    decoder_values,
+    window_json,
+    window_values,
+)
+
+_NAMES = {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.c_fc",), "mlp.linear_fc2": ("mlp.c_proj",)}
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    values = {
+        **decoder_values(reading, epsilon="norm_epsilon", activation="gelu_pytorch_tanh"),
+        **window_values(reading),
+    }
+    return {**values, "disable_bias_linear": not reading.boolean("use_bias", True)}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    content = {**decoder_json(config, "norm_epsilon"), **window_json(config)}
+    return {**content, "use_bias": not config.model.disable_bias_linear}
+
+
+STARCODER2 = Family(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    _NAMES,
+    {**DECODER_FLAGS, "swiglu": False, "normalization": "LayerNorm"},
+    _read,
+    _write,
+    {
+        "num_key_value_heads": 2,
+        "norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+    },
+)
