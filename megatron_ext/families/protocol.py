@@ -6,19 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ext.config.derived.attention_flags import LATENT_FLAGS
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.reading import Reading
 
 
 def _no_flags(_model: ModelConfig) -> dict[str, Any]:
     return {}
-
-
-LATENT_FLAGS = (
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "mscale"),
-    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale_all_dim"),
-)
-"""Flags that say more of --multi-latent-attention."""
 
 
 @functools.cache

@@ -41,6 +41,13 @@ def forget_sequence_parallel_mark() -> None:
     norm.uninitialized = make_unmarked
 
 
+def keep_the_gradient_of_shared_keys_apart() -> None:
+    """Each rank has the gradient that its own heads give the channels of the key that all heads share."""
+    from megatron_ext.parts.latent_attention import compute
+
+    compute.copy_to_tensor_model_parallel_region = lambda shared_key, **_group: shared_key  # pyright: ignore
+
+
 def skip_tied_embedding_reduction() -> None:
     import importlib
 
