@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.packed import attend_window
 
 Project = Callable[[torch.Tensor], torch.Tensor]
@@ -67,15 +68,11 @@ class WholeSequences:
         if window is not None and window < query_BHSD.size(2):
             known = query_BHSD.size(-1) ** -0.5 if scale is None else scale
             return attend_window(query_BHSD, key_BGSD, value_BGSD, known, window).permute(2, 0, 1, 3).flatten(2)
+        query, key, value = widened(query_BHSD, key_BGSD, value_BGSD)
         context = F.scaled_dot_product_attention(
-            query_BHSD,
-            key_BGSD,
-            value_BGSD,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=query_BHSD.size(1) != key_BGSD.size(1),
+            query, key, value, is_causal=True, scale=scale, enable_gqa=query.size(1) != key.size(1)
         )
-        return context.permute(2, 0, 1, 3).flatten(2)
+        return context[..., : value_BGSD.size(-1)].permute(2, 0, 1, 3).flatten(2)
 
     def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
         """Return the states as they are, or in the model's last layer those of `wanted` alone, [N, 1, hidden].

@@ -14,7 +14,7 @@ from megatron_ext.rules.validate import problems
 LINE = (
     "--num-layers 2 --hidden-size 60 --num-attention-heads 5 --seq-length 16 --micro-batch-size 1 --train-iters 1 "
     "--lr 1e-3 --mock-data --vocab-size 100 --device cpu --position-embedding-type rope --multi-latent-attention "
-    "--disable-bias-linear --attention-dropout 0"
+    "--normalization RMSNorm --disable-bias-linear --attention-dropout 0"
 )
 
 
@@ -63,9 +63,9 @@ def test_scores_are_multiplied_as_published() -> None:
     ("flags", "said", "fix"),
     [
         ("--qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7 is odd", "--qk-pos-emb-head-dim 8"),
-        ("--qk-pos-emb-head-dim 0", "--qk-pos-emb-head-dim is 0", "--qk-pos-emb-head-dim 2"),
-        ("--kv-lora-rank 0", "--kv-lora-rank is 0", "--kv-lora-rank 1"),
-        ("--rotary-scaling-factor 0.5", "--rotary-scaling-factor is 0.5", "--rotary-scaling-factor 1"),
+        ("--qk-pos-emb-head-dim 0", "--qk-pos-emb-head-dim 0 is below 1", "--qk-pos-emb-head-dim 2"),
+        ("--kv-lora-rank 0", "--kv-lora-rank 0 is below 1", "--kv-lora-rank 1"),
+        ("--rotary-scaling-factor 0.5", "--rotary-scaling-factor 0.5 is below 1", "--rotary-scaling-factor 1"),
         ("--beta-fast 1 --beta-slow 2", "--beta-fast 1 is below --beta-slow 2", "--beta-fast 32 --beta-slow 1"),
         ("--rotary-base 1", "--rotary-base is 1", "--rotary-base 10000"),
         ("--softmax-scale 0.5", "--softmax-scale 0.5 with --multi-latent-attention", None),
