@@ -1,6 +1,5 @@
-"""DeepSeek-V2 and V3 whose layers all have an MLP: multi-head latent attention, rotated in pairs of neighbours."""
+"""DeepSeek-V3 whose layers all have an MLP: multi-head latent attention, rotated in pairs of neighbours."""
 
-from dataclasses import replace
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
@@ -29,9 +28,8 @@ _SIZES = {
     "v_head_dim": "v_head_dim",
 }
 _OF_EXPERTS = (
-    *("n_routed_experts", "num_experts", "num_local_experts", "n_shared_experts", "moe_intermediate_size", "n_group"),
-    *("topk_group", "topk_method", "scoring_func", "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor"),
-    *("moe_layer_freq", "aux_loss_alpha", "seq_aux", "ep_size"),
+    *("n_shared_experts", "moe_intermediate_size", "n_group", "topk_group", "topk_method", "scoring_func", "seq_aux"),
+    *("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "moe_layer_freq", "aux_loss_alpha", "ep_size"),
 )
 
 
@@ -55,7 +53,9 @@ def _read(reading: Reading) -> dict[str, Any]:
             f"whose {values['num_layers']} layers are all dense"
         )
     # Of layers that are not there, and of modules after the model, which is the same without them.
-    reading.understand(*_OF_EXPERTS, "num_nextn_predict_layers", "num_mtp_layers")
+    reading.understand(*_OF_EXPERTS)
+    for key in ("n_routed_experts", "num_nextn_predict_layers"):  # which have two names
+        reading.get(key)
     return values
 
 
@@ -80,7 +80,7 @@ def _what_yarn_can_say(model: ModelConfig) -> dict[str, Any]:
     return {} if read else {"mscale": 1.0, "mscale_all_dim": 0.0}
 
 
-V3 = Family(
+DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     {**DECODER_NAMES, **_OF_ATTENTION},
@@ -94,12 +94,7 @@ V3 = Family(
         **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
         **{"v_head_dim": 128, "first_k_dense_replace": 3, "max_position_embeddings": 4096},
     },
+    {"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"},
     dependent_flags=_what_yarn_can_say,
     is_common=True,
-)
-V2 = replace(
-    V3,
-    model_type="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
-    defaults={**V3.defaults, "first_k_dense_replace": 0, "max_position_embeddings": 2048},
 )
