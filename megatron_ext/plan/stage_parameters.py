@@ -31,7 +31,7 @@ class ElementCounts:
     dense: int
     experts: int
     norms: int
-    """Number of elements of the norm weights among them."""
+    """Number of elements of the norm weights among them, and of projections that every rank has whole."""
 
     mixer: int
     """Number of elements of the mixer's matrices."""
@@ -243,6 +243,9 @@ def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, e
         return ElementCounts(0, elements * experts // expert_ranks, 0, 0, 0, matrix)
     if parameter.sequence_parallel and matrix:
         # Whole on every rank of tensor parallelism, which divides its tokens instead.
+        # Their gradients are added over the ranks as those of norms are.
+        if ".self_attention." in parameter.name:
+            return ElementCounts(elements, 0, elements, matrix // tensor, 0, matrix)
         return ElementCounts(elements, 0, 0, 0, matrix // tensor, 0)
     mixer = matrix if ".self_attention." in parameter.name else 0
     norm = elements if "layernorm" in parameter.name else 0
