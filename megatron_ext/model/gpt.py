@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import make_viewless_tensor
 
-from megatron_ext.config.derived.ranks import chunk_layers
+from megatron_ext.config.derived.rank_order import chunk_layers
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.data.packing import Documents
 from megatron_ext.device.kernels import linear

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ext.checkpoint.huggingface.folder import HFFolder
+from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.families import state_dict_mapping
 from megatron_ext.train.extensions import Extensions
-from megatron_ext.verify import huggingface
+from megatron_ext.verify import exported_model
 from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.record import record
+from megatron_ext.verify.recorded_training import record
 from tests.support.hf_models import (
     FEWER,
     MODELS,
@@ -34,8 +34,8 @@ from tests.support.hf_models import (
     write_gradients,
     write_model,
 )
-from tests.support.in_turn import in_turn
 from tests.support.plain_process import in_plain_process
+from tests.support.several_models import in_turn
 
 quiet_transformers()
 
@@ -265,8 +265,8 @@ def _added(folder: Path) -> dict[str, float]:
 def _train(arguments: list[str], save: str | None) -> tuple[float, torch.Tensor | None]:
     """Load, take three steps, and save; the last loss and the logits afterwards."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.huggingface.load import load_huggingface
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
@@ -308,7 +308,7 @@ def _kept_interpreter(world_size: int, function: Callable[..., Any], *arguments:
 def test_a_trained_model_exports(
     models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface, "run_ranks", _kept_interpreter)
+    monkeypatch.setattr(exported_model, "run_ranks", _kept_interpreter)
     saved, written = tmp_path / "saved", tmp_path / "hf"
     arguments = flags(["--load-hf", str(models["Qwen3"][0])], tp=2, pp=2)
     parts = [logits for _, logits in run_ranks(4, _train, arguments, str(saved))]

@@ -10,7 +10,7 @@ from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.parts.attention.ways import WAYS
 from megatron_ext.parts.stack import layers
-from megatron_ext.rules.parts import parts_are_computed
+from megatron_ext.rules.part_rules import parts_are_computed
 from megatron_ext.verify.ranks import run_ranks
 
 LENGTH = 64
@@ -31,6 +31,10 @@ FLAGS: dict[str, tuple[int, str]] = {
     "prefill": (1, ""),
     "one token": (1, ""),
 }
+_LATENT = (
+    "--group-query-attention=false --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 6"
+)
 PIECES = {
     "plain": "--attention-dropout 0",
     "window": "--window-size 12,0 --attention-dropout 0",
@@ -38,6 +42,9 @@ PIECES = {
     "window beyond the sequence": "--window-size 500,0 --attention-dropout 0",
     "dropout": "--attention-dropout 0.25",
     "window, dropout": "--window-size 12,0 --attention-dropout 0.25",
+    "latent": f"{_LATENT} --attention-dropout 0",
+    "latent, window": f"{_LATENT} --window-size 12,0 --attention-dropout 0",
+    "latent, dropout": f"{_LATENT} --attention-dropout 0.25",
 }
 
 
@@ -59,7 +66,7 @@ def _reference(heads: list[torch.Tensor], window: int | None, ends: list[int], s
     seen = (distance >= 0) & (document[:, None] == document)
     if window is not None:
         seen &= distance < window
-    key, value = (tensor.repeat_interleave(2, 1) for tensor in (key, value))
+    key, value = (tensor.repeat_interleave(query.size(1) // key.size(1), 1) for tensor in (key, value))
     return (query @ key.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ value
 
 
@@ -77,7 +84,12 @@ def _difference(way: str, piece: str) -> float:
     config = _config(way, piece)
     described = layers(config)[0].attention
     generator = torch.Generator().manual_seed(1)
-    shapes = (2, 8, LENGTH, 8), (2, 4, LENGTH, 8), (2, 4, LENGTH, 8), (2, 8, LENGTH, 8)
+    queries, groups, size, of_value = (
+        *(described.query_heads, described.groups),
+        *(described.head_size, described.value_head_size),
+    )
+    each = (queries, size), (groups, size), (groups, of_value), (queries, of_value)
+    shapes = [(2, number, LENGTH, channels) for number, channels in each]
     *heads, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     for tensor in heads:
         tensor.requires_grad_()
@@ -161,4 +173,4 @@ def test_pieces_are_refused_where_a_way_lacks_them() -> None:
         "--window-size is 12,0; use --window-size -1,0, or --cp-comm-type all_gather"
     ]
     assert len(_refused("Transformer Engine", "window")) == 1
-    assert all(way.lacks.keys() <= {"dropout", "window"} for way in WAYS.values()), "a piece that no test has"
+    assert all(way.lacks.keys() <= {"dropout", "window", "latent"} for way in WAYS.values()), "a piece that no test has"

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.checkpoint.huggingface import safetensors
-from megatron_ext.checkpoint.huggingface.folder import HFFolder
-from megatron_ext.checkpoint.megatron_lm.arguments import read_args
-from megatron_ext.checkpoint.native import manifest, torch_dist
-from megatron_ext.checkpoint.native.folder import find_all
+from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
+from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args
+from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
+from megatron_ext.checkpoint.native.checkpoint_folder import find_all
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.data.record import read_record
+from megatron_ext.data.data_record import read_record
 from megatron_ext.errors import DataError
 from megatron_ext.families import FAMILIES
 from megatron_ext.families.hf_config import differences, read_hf_config
@@ -136,7 +136,7 @@ def checkpoint(folder: Path) -> Read:
     def read(chance: random.Random) -> None:
         for name, content in files.items():
             (place / name).write_bytes(content)
-        manifest.write(place, manifest.describe(place, [place / name for name in files]))
+        checkpoint_manifest.write(place, checkpoint_manifest.describe(place, [place / name for name in files]))
         (folder / "latest_checkpointed_iteration.txt").write_bytes(b"3")
         target = chance.choice([*(place / name for name in (*files, "manifest.json")), *folder.glob("*.txt")])
         before = target.read_bytes()
@@ -144,11 +144,11 @@ def checkpoint(folder: Path) -> Read:
         same = target.read_bytes() == before
         found = find_all(folder)[0]
         try:
-            listed = manifest.read(found.path)
+            listed = checkpoint_manifest.read(found.path)
         except ValueError as error:
             raise DataError(str(error)) from None
         assert listed is not None
-        wrong = manifest.problems(found.path, listed)
+        wrong = checkpoint_manifest.problems(found.path, listed)
         assert bool(wrong) != (same or target.suffix == ".txt"), target
         read_args(found.path)
         read_record(place / "config.yaml")

@@ -18,6 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.data.packing import Documents
 from megatron_ext.parts.attention import context_parallel
+from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.cached import WholeSequences
 from megatron_ext.parts.attention.packed import attend_documents, attend_window
 from megatron_ext.parts.attention.rope import TokenAngles, rotate, split_and_rotate
@@ -182,15 +183,19 @@ class SDPAttention(torch.nn.Module):
         return context_BHSV.permute(2, 0, 1, 3).flatten(2)
 
     def _whole(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            query_BHSD,
-            key_BGSD,
-            value_BGSV,
+        # Most of torch's kernels know one size of heads alone, and the others hold all scores.
+        query, key, value = widened(query_BHSD, key_BGSD, value_BGSV)
+        context = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
             scale=self.softmax_scale,
-            enable_gqa=query_BHSD.size(1) != key_BGSD.size(1),
+            enable_gqa=query.size(1) != key.size(1),
         )
+        channels = value_BGSV.size(-1)
+        return context if channels == context.size(-1) else context[..., :channels]
 
     @torch.compiler.disable
     def _divided(

@@ -81,7 +81,7 @@ WAYS: dict[str, Way] = {
     "Transformer Engine": Way(
         lambda config: config.model.transformer_impl == "transformer_engine",
         "--transformer-impl transformer_engine computes attention by Transformer Engine",
-        {"window": "which was never run with windows here"},
+        {"window": "which was never run with windows here", "latent": "which was never run with latents here"},
         "--transformer-impl local",
     ),
 }

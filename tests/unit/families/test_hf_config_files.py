@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron_ext import families
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
-from megatron_ext.checkpoint.huggingface.folder import HFFolder
+from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError

@@ -10,7 +10,7 @@ from megatron_ext.parallel import groups
 from megatron_ext.parts.stack import layers, stack
 from megatron_ext.plan.activations import Activations
 from tests.support.saved_bytes import bytes_held_for_backward
-from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config
+from tests.support.small_models import LATENTS, LLAMA, OLMO2, build_small_model, small_config
 
 S, B, H, F, HEADS = 32, 2, 64, 96, 4
 UNIT = 4 * S * B * H
@@ -91,6 +91,9 @@ def test_a_layer_is_what_docs_say() -> None:
         {"squared_relu": True, "swiglu": False, "position_embedding_type": "learned_absolute"},
         {"hidden_dropout": 0.1},
         {"untie_embeddings_and_output_weights": False},
+        LATENTS,
+        {**LATENTS, "q_lora_rank": None, "v_head_dim": 20},
+        {**LATENTS, "qk_layernorm": False},
     ],
     ids=lambda model: " ".join(model),
 )

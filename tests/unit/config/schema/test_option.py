@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.config.parse.arguments import parse
-from megatron_ext.config.parse.files import to_yaml
+from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.parse.options import Option, names_by_resume, options, options_by_name
 from megatron_ext.config.parse.saved import adopt, read_saved, shapes_and_function
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.schema import Config, model
+from megatron_ext.config.schema import Config, model_flags
 from megatron_ext.config.schema.option import Resume, option
 from megatron_ext.rules.validate import problems
 from tests.support.wrong_flags import BASE
@@ -77,7 +77,7 @@ def test_each_field_has_one_of_the_roles():
 def test_a_field_without_a_role_cannot_be_declared():
     with pytest.raises(TypeError, match="resume"):
         option(False, "A part of the model.")  # pyright: ignore[reportCallIssue]
-    assert not hasattr(model, "free"), "a field of the model names its role in full"
+    assert not hasattr(model_flags, "free"), "a field of the model names its role in full"
 
 
 def test_a_field_of_the_model_that_may_change_has_a_reason():
