@@ -26,7 +26,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import say
 
 if TYPE_CHECKING:
-    from megatron_ext.inference.model import Model
+    from megatron_ext.inference.inference_model import Model
 
 _HARNESS = "LM_EVAL"
 _ROWS = ("--micro-batch-size", "8")

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config.derived import attention_flags as attention_kernels
-from megatron_ext.config.derived.batch import read_schedule
+from megatron_ext.config.derived.batch_size import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
 from megatron_ext.config.derived.lr_scale import scale
-from megatron_ext.config.derived.pipeline import read_pipeline_layout
+from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
 from megatron_ext.config.derived.sharding import FSDP
 from megatron_ext.config.schema import Config
-from megatron_ext.config.schema.model import ModelConfig
-from megatron_ext.config.schema.training import TrainingConfig
+from megatron_ext.config.schema.model_flags import ModelConfig
+from megatron_ext.config.schema.training_flags import TrainingConfig
 
 # A check takes less than a step, which reads every weight too, and more than once: less than 0.1% of the time.
 STEPS_BETWEEN_REPLICA_CHECKS = 1000
@@ -49,7 +49,7 @@ class Facts:
         skip_samples_error: why --skip-samples cannot be read, or None.
         eval_tasks_problems: why the tasks of --eval-tasks cannot be done; empty without it.
         missing_task_files: files that the tasks of --eval-tasks name and that do not exist.
-        load_problem: why --load cannot be what the user means (`checkpoint.native.folder.load_problem`), or None.
+        load_problem: why --load cannot be what the user means (`checkpoint_folder.load_problem`), or None.
     """
 
     world_size: int | None = None

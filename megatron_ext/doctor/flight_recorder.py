@@ -19,9 +19,9 @@ from typing import Any
 
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parallel.operations import group_title
-from megatron_ext.resilience.verdict import NOBODY, RankReport, hang_text, numbers_text
-from megatron_ext.untrusted.folder import read_inside
+from megatron_ext.resilience.hang_diagnosis import NOBODY, RankReport, hang_text, numbers_text
 from megatron_ext.untrusted.inert_pickle import read
+from megatron_ext.untrusted.untrusted_folder import read_inside
 
 _NAME = re.compile(r"\w*_rank_(\d{1,6})")
 _LARGEST = 256 << 20  # bytes of one dump: 2,000 operations take 2 MB, with their stacks 20

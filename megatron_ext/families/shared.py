@@ -163,9 +163,9 @@ def _activation(model: ModelConfig) -> str:
 def gelu_values(reading: Reading, key: str, usual: str) -> dict[str, Any]:
     """Return the flag of the form of GELU; `usual`: where the key is missing or null."""
     activation = reading.get(key, usual)
-    if activation not in _GELUS:
+    if str(activation) not in _GELUS:
         reading.problems.append(f"{key} is {json.dumps(activation)}; supported are {', '.join(_GELUS)}")
-    return {"openai_gelu": _GELUS.get(activation, False)}
+    return {"openai_gelu": _GELUS.get(str(activation), False)}
 
 
 def heads_fill_width(model: ModelConfig) -> dict[str, Any]:
@@ -313,7 +313,10 @@ def _rotary_values(reading: Reading, partial: bool, head: int | None, yarn: bool
     }
     if head is not None and kind == "dynamic" and rotary.get("alpha") is not None:
         # NTK-aware interpolation by a fixed factor: HunYuanDenseV1RotaryEmbedding.compute_ntk_alpha_rope_parameters.
-        values["rotary_base"] *= rotary.number("alpha", 1.0) ** (head / max(head - 2, 1))
+        try:
+            values["rotary_base"] *= rotary.number("alpha", 1.0) ** (head / max(head - 2, 1))
+        except OverflowError:
+            rotary.problems.append(f"alpha is {rotary.get('alpha')}, for which no base of the frequencies is finite")
         rotary.understand("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which that does not read
         kind = "default"
     if kind == "llama3":
@@ -364,10 +367,17 @@ def yarn_json(model: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": "yarn", "factor": model.rotary_scaling_factor, **values}
 
 
-def _contradictions(reading: Reading, name: str, beside: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:
+def _contradictions(reading: Reading, name: str, outer: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:
     """Yield where another place says something else than what is taken from `name`; that nothing is scaled is said by
-    no more than a default. `beside`: keys that may stand next to it."""
-    places = {"": {key: reading.content.get(key) for key in beside}}
+    no more than a default.
+
+    Args:
+        reading: the whole file.
+        name: the place that is taken.
+        outer: keys that may stand next to it.
+        taken: what it says.
+    """
+    places = {"": {key: reading.content.get(key) for key in outer}}
     if name == "rope_scaling":
         places["rope_parameters: "] = reading.get("rope_parameters") or {}
     for place, content in places.items():

@@ -26,6 +26,7 @@ from megatron_ext.parts.stack import layers
 def _read(reading: Reading) -> dict[str, Any]:
     every = reading.integer("no_rope_layer_interval", 4)
     rotates = [(number + 1) % every != 0 for number in layer_numbers(reading)]
+    reading.understand("max_window_layers")  # in published files; transformers does not read it
     named = reading.get("no_rope_layers")  # 1 in layers that rotate
     if isinstance(named, list) and len(named) == len(rotates) and {*map(str, named)} <= {"0", "1"}:
         rotates = [one == 1 for one in named]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from megatron_ext.config.parse.eval_tasks import EvalTask
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.inference.files import read_documents, read_items, text_of
-from megatron_ext.inference.model import Model
+from megatron_ext.inference.inference_model import Model
 from megatron_ext.inference.scoring import Scorable, Score, score
+from megatron_ext.inference.task_files import read_documents, read_items, text_of
 from megatron_ext.tokenizer.library import LibraryTokenizer
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 Results = dict[str, float]
 """Names of metrics and their values; counts too."""

@@ -10,7 +10,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_ext.config.derived.pipeline import core_layout, is_uneven, layer_counts
+from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, layer_counts
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.mlp.describe import Activation
 from megatron_ext.parts.stack import layers, stack

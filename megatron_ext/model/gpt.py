@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import make_viewless_tensor
 
-from megatron_ext.config.derived.ranks import chunk_layers
+from megatron_ext.config.derived.rank_order import chunk_layers
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.data.packing import Documents
 from megatron_ext.device.kernels import linear
@@ -282,19 +282,17 @@ def _build_chunk(
 
 def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
     """Have the chunk's modules multiply what they put out by the model's factors."""
-    modules: list[tuple[float, Any]] = [
-        (model.residual_multiplier, branch)
-        for layer in gpt.decoder.layers
-        for branch in (layer.self_attention, layer.mlp)
-    ]
-    if gpt.pre_process:
+    modules: list[tuple[float, Any]] = []
+    if model.residual_multiplier != 1.0:
+        branches = [branch for layer in gpt.decoder.layers for branch in (layer.self_attention, layer.mlp)]
+        modules += [(model.residual_multiplier, branch) for branch in branches]
+    if model.embedding_multiplier != 1.0 and gpt.pre_process:
         modules.append((model.embedding_multiplier, gpt.embedding.word_embeddings))
-    if gpt.post_process:
+    if model.logits_multiplier != 1.0 and gpt.post_process:
         # The logits are a product with it.
         modules.append((model.logits_multiplier, gpt.decoder.final_layernorm))
     for factor, module in modules:
-        if factor != 1.0:
-            module.register_forward_hook(partial(_multiplied, factor))
+        module.register_forward_hook(partial(_multiplied, factor))
 
 
 def _multiplied(factor: float, _module: torch.nn.Module, _inputs: object, output: Any) -> Any:

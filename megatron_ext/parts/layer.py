@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.data.packing import Documents
-from megatron_ext.device.triton import choice
+from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.attention.cached import WholeSequences
 from megatron_ext.parts.norm.compute import LayerNorm, RMSNorm, norm_class
 
@@ -62,7 +62,7 @@ class PreNormLayer(TransformerLayer):
             and (self.hidden_dropout == 0.0 or not self.training)
             and not self.recompute_pre_mlp_layernorm
             and isinstance(self.pre_mlp_layernorm, RMSNorm | LayerNorm)
-            and choice.take_rows(output)
+            and kernel_choice.take_rows(output)
         )
 
     def _inferred(self, hidden_states: torch.Tensor, rotary_pos_emb: Any, inference: WholeSequences) -> torch.Tensor:

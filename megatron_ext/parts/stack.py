@@ -162,8 +162,8 @@ class Stack:
 
     @property
     def has_mixed_parameters(self) -> bool:
-        """Whether some layers have experts and others have not: a checkpoint then holds each layer by itself, and else
-        the same parameter of all as one tensor."""
+        """Whether some layers have experts and others an MLP: a checkpoint then holds each layer by itself, and
+        otherwise the same parameter of all as one tensor."""
         return len({layer.experts is None for layer, _ in self.kinds}) > 1
 
     def total(self, of: Callable[[Layer], float]) -> float:

@@ -10,8 +10,8 @@ loses between blocks; 8% of the memory are left for these.
 
 from collections import Counter
 
-from megatron_ext.config.derived.batch import batch_phases, num_microbatches, training_steps
-from megatron_ext.config.derived.ranks import (
+from megatron_ext.config.derived.batch_size import batch_phases, num_microbatches, training_steps
+from megatron_ext.config.derived.rank_order import (
     axis_sizes,
     chunk_layers,
     coordinates,
@@ -34,7 +34,7 @@ from megatron_ext.plan.flops import (
 from megatron_ext.plan.hardware import TABLE
 from megatron_ext.plan.memory import worst_stage
 from megatron_ext.plan.schedule import schedule_of
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 
 _MOST_RANKS_LISTED = 64

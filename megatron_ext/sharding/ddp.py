@@ -15,7 +15,7 @@ that underflows.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -29,7 +29,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.derived.optimizers import traits_of
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.device.weight_gradients import expect_first, products_write, takes_first, write_
 from megatron_ext.errors import TrainingError
 from megatron_ext.sharding.engine import (
@@ -67,7 +67,7 @@ class WritingDataParallel(DistributedDataParallel):
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         add: Any = super()._make_backward_post_hook(param)
-        weight: Any = param
+        weight, overlaps = cast(Any, param), self.ddp_config.overlap_grad_reduce
 
         def hook(*unused: Any) -> None:
             gradient: torch.Tensor | None = weight.grad
@@ -75,6 +75,9 @@ class WritingDataParallel(DistributedDataParallel):
             if gradient is None or (added and not adds_all_the_same) or not takes_first(weight.main_grad):
                 return add(*unused)
             write_(weight.main_grad, gradient.data)
+            if not overlaps:
+                weight.grad = None
+                return None
             # The engine's hook takes the gradient away and counts the weight as ready; it must not add what is there.
             weight.grad_added_to_main_grad, weight.zero_out_wgrad = True, False
             try:

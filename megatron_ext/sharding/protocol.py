@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.config.schema import Config
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.optim import gradient_norm
 from megatron_ext.sharding.parts import OptimizerPart
 

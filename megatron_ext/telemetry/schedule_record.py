@@ -58,7 +58,7 @@ class Place:
 
     @property
     def pipeline(self) -> int:
-        """Number of the pipeline that the rank is in: ranks of a stage are neighbours (config/derived/ranks.py)."""
+        """The pipeline that the rank is in: ranks of a stage are neighbours (config/derived/rank_order.py)."""
         return self.rank % (self.world_size // self.stages)
 
 

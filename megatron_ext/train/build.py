@@ -16,15 +16,15 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.derived.batch import evaluation_batch
+from megatron_ext.config.derived.batch_size import evaluation_batch
 from megatron_ext.config.derived.cuda_graphs import makes_graphs
 from megatron_ext.config.parse.blend import is_url
 from megatron_ext.config.schema import Config
-from megatron_ext.data.batch import StageView
 from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.microbatch import StageView
 from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe_sample
 from megatron_ext.data.skipped import NOTHING, SkippedSamples, skipped_samples
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.own_layers import mark_own_parameters

@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext import environment
 from megatron_ext.config.schema import Config
-from megatron_ext.data.checksums import REMEDY, BackgroundCheck, Block, first_damage, known_blocks, some_blocks
+from megatron_ext.data.data_manifest import REMEDY, BackgroundCheck, Block, first_damage, known_blocks, some_blocks
 from megatron_ext.data.splits import SPLITS, split_files
 from megatron_ext.errors import DataError
 from megatron_ext.terminal import warn

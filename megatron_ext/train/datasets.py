@@ -5,7 +5,7 @@ import os
 import torch
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.derived.batch import (
+from megatron_ext.config.derived.batch_size import (
     evaluation_batch,
     global_batch_size,
     samples_at_iteration,
@@ -13,17 +13,17 @@ from megatron_ext.config.derived.batch import (
     training_steps,
 )
 from megatron_ext.config.schema import Config
-from megatron_ext.data.checksums import Judged, judge, made_with
 from megatron_ext.data.corpus import Splits, build_datasets
-from megatron_ext.data.record import data_record, differences
+from megatron_ext.data.data_manifest import Judged, judge, made_with
+from megatron_ext.data.data_record import data_record, differences
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
 from megatron_ext.data.stored import exists
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.terminal import say, warn
-from megatron_ext.tokenizer.build import tokenizer_from_flags
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.tokenizer.simple import NullTokenizer
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.train.data_check import check_before_the_first_step
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.run import Run

@@ -22,8 +22,8 @@ from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Sour
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.parts.own_parameters import OwnParameters, in_every_layer
-from megatron_ext.rules.sharding import matrices_are_whole
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.rules.sharding_rules import matrices_are_whole
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 if TYPE_CHECKING:
     import torch

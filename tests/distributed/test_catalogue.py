@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.derived.ranks import expert_coordinates
+from megatron_ext.config.derived.rank_order import expert_coordinates
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
 from megatron_ext.parts import stack as config_layers
 from megatron_ext.parts.catalogue import Parameter, count_per_rank, parameters, stages, states, tensor_size
 from megatron_ext.parts.stack import Layer
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
+from tests.support.several_models import in_turn
 from tests.support.small_models import LATENTS, LLAMA, OLMO2, build_small_model, small_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -7,8 +7,8 @@ numbers per token (masks and sums of the loss, token ids), and have a rotary tab
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
 from tests.support.selection import chosen, marked
+from tests.support.several_models import end_layout
 
 BASE = (
     "--device cpu --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
@@ -67,7 +67,7 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
     from benchmarks.traffic import Traffic
     from megatron_ext.plan.activations import Activations
     from megatron_ext.plan.schedule import most_held, schedule_of
-    from megatron_ext.plan.shapes import Shapes
+    from megatron_ext.plan.stage_parameters import Shapes
     from megatron_ext.plan.traffic import sent
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

@@ -10,7 +10,7 @@ from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.parts.attention.ways import WAYS
 from megatron_ext.parts.stack import layers
-from megatron_ext.rules.parts import parts_are_computed
+from megatron_ext.rules.part_rules import parts_are_computed
 from megatron_ext.verify.ranks import run_ranks
 
 LENGTH = 64

@@ -22,7 +22,7 @@ from megatron_ext.verify.cases import MODELS, RECIPE
 from megatron_ext.verify.gather import assemble
 from megatron_ext.verify.parity import STEPS, compare
 from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.record import RunRecord, record
+from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support.launched import finish, start_python
 from tests.support.selection import marked
 
@@ -122,7 +122,7 @@ def test_the_example_runs_as_a_program(tmp_path: Path) -> None:
 def _own_run(flags: list[str], folder: str, loads: bool, more: Extensions = EXTENSIONS) -> list[Any]:
     """On a rank: save the example's run after three steps, or load what was saved; its weights either way."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.verify import gather
 
@@ -187,7 +187,7 @@ def _has_another(config: Any, layer: Any) -> list[Parameter]:
 def _mistakes() -> list[str]:
     found = []
     for own in (_lacks_one, _has_another):
-        from tests.support.in_turn import end_layout
+        from tests.support.several_models import end_layout
 
         with pytest.raises(ConfigurationError) as caught:
             _own_run([*FLAGS, "--device", "cpu"], "", True, dataclasses.replace(EXTENSIONS, layer_parameters=own))

@@ -17,7 +17,7 @@ from megatron_ext.train.extensions import Extensions
 from megatron_ext.verify.cases import MODELS, RECIPE
 from megatron_ext.verify.parity import compare
 from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.record import RunRecord, record
+from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support.selection import marked
 from tests.support.two_optimizers import EVEN_STEPS, SGD_AND_ADAM
 

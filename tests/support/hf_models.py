@@ -211,7 +211,7 @@ def write_model(folder: Path, name: str, **changes: Any) -> torch.nn.Module:
     return model
 
 
-def write_gradients(model: torch.nn.Module, folder: Path) -> None:
+def write_gradients(model: Any, folder: Path) -> None:
     """Write the gradients of the mean loss over the first of `TOKENS`, each predicted from those before, as the files
     have the weights. The model is lost."""
     tokens = torch.tensor(TOKENS)[:, : FEWER + 1]
@@ -301,8 +301,8 @@ def our_logits(arguments: list[str]) -> torch.Tensor | None:
         This rank's part of the vocabulary, [2, LENGTH, part], on the last stage.
     """
     from megatron_ext import device
-    from megatron_ext.checkpoint.huggingface.load import load_huggingface
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
 

@@ -127,9 +127,9 @@ def double_the_gradient_of_one_expert() -> None:
 
 def give_each_rank_two_neighbouring_chunks() -> None:
     """Ranks read chunks 2r and 2r + 1, while attention and positions think of r and 2 x size - 1 - r."""
-    from megatron_ext.data import batch
+    from megatron_ext.data import microbatch
 
-    batch.context_chunks = lambda rank, size: (2 * rank, 2 * rank + 1)
+    microbatch.context_chunks = lambda rank, size: (2 * rank, 2 * rank + 1)
 
 
 def turn_the_ring_around() -> None:

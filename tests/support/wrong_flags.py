@@ -29,6 +29,13 @@ EXAMPLES = {
         "--num-query-groups 4",
     ),
     "Windows that look ahead": Example("--window-size 7,1 --attention-dropout 0", "--window-size 7,0"),
+    "Layers without rotation in a model that rotates nothing": Example(
+        "--no-rope-freq 4", "--position-embedding-type rope"
+    ),
+    "A factor that a norm takes out again": Example(
+        "--residual-multiplier 0.5 --norm-position after", "--residual-multiplier 1"
+    ),
+    "Experts in no layer": Example(f"{_EXPERTS} --num-experts 8 --moe-layer-freq [0]*8", "--moe-layer-freq 1"),
     "Norms over the projection without norms of queries and keys": Example(
         "--normalization RMSNorm --qk-layernorm-over projection", "--qk-layernorm"
     ),
@@ -394,15 +401,10 @@ WRONG = [
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [0]*8", "gives no layer its --num-experts"),
     ("--moe-layer-freq [0]+[1]*7", "--moe-layer-freq without --num-experts"),
     (f"{_EXPERTS} --num-experts 8 --add-mlp-bias", "experts have no biases; leave --add-mlp-bias out"),
-    ("--add-output-bias --transformer-impl transformer_engine", "layers of this program's own"),
     ("--residual-multiplier 0.5 --norm-position after", "use --residual-multiplier 1"),
     ("--softmax-scale 0", "--softmax-scale 0 is not above 0"),
     ("--swiglu --geglu", "--swiglu and --geglu name different activations"),
     ("--no-rope-freq 4", "says which layers rotate nothing, but with --position-embedding-type learned_absolute none"),
-    (
-        "--position-embedding-type rope --no-rope-freq 4 --transformer-impl transformer_engine",
-        "--no-rope-freq 4 needs layers of this program's own, but --transformer-impl is transformer_engine",
-    ),
     ("--window-size 7,0", "block by block, whose kernels have no dropout, but --attention-dropout is 0.1"),
     (
         "--window-size 7,0 --attention-dropout 0 --world-size 2 --context-parallel-size 2 --cp-comm-type p2p",

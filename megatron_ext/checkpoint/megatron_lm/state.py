@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-from megatron_ext.checkpoint.megatron_lm.arguments import model_flags
+from megatron_ext.checkpoint.megatron_lm.saved_flags import model_flags
 from megatron_ext.config.parse.options import flag_of, names_by_resume
 from megatron_ext.config.parse.saved import model_names
 from megatron_ext.config.resolve import padded_vocabulary

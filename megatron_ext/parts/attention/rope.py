@@ -14,8 +14,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
-from megatron_ext.config.derived.ranks import context_chunks
-from megatron_ext.device.triton import choice
+from megatron_ext.config.derived.rank_order import context_chunks
+from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.attention.describe import Attention, RotaryScaling, YarnScaling
 
 
@@ -136,7 +136,7 @@ def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = Fal
     """
     if torch.compiler.is_compiling():
         return rotate_reference(x_BHSD, table, interleaved=interleaved)
-    if choice.take(x_BHSD):
+    if kernel_choice.take(x_BHSD):
         from megatron_ext.device.triton import rotary
 
         return rotary.rotate(x_BHSD, table, interleaved=interleaved)
@@ -156,7 +156,7 @@ def split_and_rotate(
         table: from `RotaryTable`; None to rotate nothing.
         interleaved: see `rotate`.
     """
-    if choice.take(mixed_SBGM):
+    if kernel_choice.take(mixed_SBGM):
         from megatron_ext.device.triton import rotary
 
         channels = mixed_SBGM.size(-1) // (heads_per_group + 2)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 
 from megatron_ext.device.kernels import nothing_is_trained, swiglu
-from megatron_ext.device.triton import choice
+from megatron_ext.device.triton import kernel_choice
 
 
 class FeedForward(MLP):
@@ -24,7 +24,7 @@ class FeedForward(MLP):
         first: Any = self.linear_fc1
         second: Any = self.linear_fc2
         fuses = self.config.bias_activation_fusion
-        if fuses and per_token_scale is None and choice.take(hidden_states):
+        if fuses and per_token_scale is None and kernel_choice.take(hidden_states):
             from megatron_ext.device.triton import swiglu as kernel
 
             return second(kernel.swiglu(first(hidden_states)[0]))

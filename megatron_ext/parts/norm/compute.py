@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
 from megatron_ext.device.kernels import rms_norm
-from megatron_ext.device.triton import choice
+from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.norm.describe import Norm
 
@@ -59,7 +59,7 @@ class LayerNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
-        if choice.take_rows(x):
+        if kernel_choice.take_rows(x):
             from megatron_ext.device.triton.norm import layer_norm
 
             return layer_norm(x, self.weight, self.bias, self.eps)

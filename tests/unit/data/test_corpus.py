@@ -8,9 +8,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.data.data_record import differences
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.loader import BatchLoader
-from megatron_ext.data.record import differences
 from megatron_ext.data.samples import describe_sample
 from megatron_ext.data.splits import SPLITS
 from megatron_ext.data.synthetic import MockDataset

@@ -28,52 +28,6 @@ def _group(rank: int, size: int) -> Any:
     return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
 
-class _Recorded:
-    """Stands for GPT: it keeps what it was built with."""
-
-    made: list["_Recorded"]
-
-    def __init__(self, **given: Any) -> None:
-        self.given, self.post_process = given, given["post_process"]
-        self.made.append(self)
-
-    def to(self, **_where: object) -> "_Recorded":
-        return self
-
-    def modules(self) -> list["_Recorded"]:
-        return [self]
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_chunk_embeds_and_the_last_has_the_output_layer(
-    rank: int, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks of a rank lie apart: the first rank's first begins the model, the last rank's last one ends it."""
-    masked: list[_Recorded] = []
-    monkeypatch.setattr(_Recorded, "made", [], raising=False)
-    monkeypatch.setattr(gpt, "GPT", _Recorded)
-    monkeypatch.setattr(gpt, "multiply_in_fp8", lambda *_: None)
-    monkeypatch.setattr(gpt, "block_spec", lambda config, kinds, tp, layer_spec: kinds)
-    monkeypatch.setattr(gpt, "_mask_vocabulary_padding", lambda made, config, tp: masked.append(made))
-    interleaved = {"num_virtual_stages_per_pipeline_rank": chunks} if chunks > 1 else {}
-    layout = {"pipeline_model_parallel_size": 2, "world_size": 2, **interleaved}
-    config = small_config({"num_layers": 2 * chunks, "max_position_embeddings": 48}, layout=layout)
-    groups: Any = SimpleNamespace(pp=_group(rank, 2), tp=_group(0, 1))
-    core: Any = SimpleNamespace(
-        gradient_accumulation_fusion=False, use_cpu_initialization=True, params_dtype=None, recompute_modules=None
-    )
-    gpt.build_model(config, core, groups)
-    found = [(one.given["pre_process"], one.given["post_process"], one.given["vp_stage"]) for one in _Recorded.made]
-    last = chunks - 1
-    assert found == [
-        (rank == 0 and chunk == 0, rank == 1 and chunk == last, chunk if chunks > 1 else None)
-        for chunk in range(chunks)
-    ]
-    assert masked == ([_Recorded.made[-1]] if rank == 1 else [])
-    assert {one.given["max_sequence_length"] for one in _Recorded.made} == {48}, "of which the text is a part"
-
-
 @pytest.mark.parametrize(
     ("vocabulary", "rank", "expected"), [(6, 0, 4), (6, 1, 2), (8, 1, 4), (4, 0, 4), (4, 1, 0), (3, 0, 3), (3, 1, 0)]
 )

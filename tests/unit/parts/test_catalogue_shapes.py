@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 
 from megatron_ext.config.derived import attention_flags as attention_kernels
-from megatron_ext.config.derived.pipeline import core_layout, is_uneven, read_pipeline_layout
-from megatron_ext.config.derived.ranks import coordinates, expert_coordinates, rank_of
+from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, read_pipeline_layout
+from megatron_ext.config.derived.rank_order import coordinates, expert_coordinates, rank_of
 from megatron_ext.config.schema import DataConfig, LayoutConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts import own_parameters

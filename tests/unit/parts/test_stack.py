@@ -15,9 +15,9 @@ from megatron_ext.parts.stack import Layer, layers, stack
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_flops
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.traffic import sent
-from megatron_ext.rules.training import recomputed_parts_are_known
+from megatron_ext.rules.training_rules import recomputed_parts_are_known
 from tests.support.small_models import LLAMA, small_config
 
 MIXTURE = {**LLAMA, "num_layers": 4, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}

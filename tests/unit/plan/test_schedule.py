@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.plan.preview import ends
 from megatron_ext.plan.schedule import Schedule, most_held, most_held_of_stage
 from megatron_ext.plan.simulate import by_formula, finish, shortest, simulate
+from megatron_ext.plan.simulated_timeline import ends
 
 ROOT = Path(__file__).parents[3]
 

@@ -24,8 +24,8 @@ from megatron_ext.parts.linear.scaled_products import (
     product,
     quantize,
 )
-from megatron_ext.rules.fp8 import fp8_has_layers_of_its_own
-from tests.support.in_turn import end_layout
+from megatron_ext.rules.fp8_rules import fp8_has_layers_of_its_own
+from tests.support.several_models import end_layout
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 MANTISSA = {E4M3: 3, E5M2: 2}
