@@ -49,8 +49,8 @@ def _read(reading: Reading) -> dict[str, Any]:
         reading.refuse_unless(key, usual, usual, f"only {str(usual).lower()} is supported")
     if dense < values["num_layers"]:
         reading.problems.append(
-            f"first_k_dense_replace is {dense}: the other layers have experts, which is not supported yet; only models "
-            f"whose {values['num_layers']} layers are all dense"
+            f"first_k_dense_replace is {dense} of num_hidden_layers {values['num_layers']}: the other layers have "
+            "experts, which is not supported yet; only models whose layers are all dense"
         )
     # Of layers that are not there, and of modules after the model, which is the same without them.
     reading.understand(*_OF_EXPERTS)

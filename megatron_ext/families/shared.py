@@ -168,6 +168,10 @@ def gelu_values(reading: Reading, key: str, usual: str) -> dict[str, Any]:
     return {"openai_gelu": _GELUS.get(str(activation), False)}
 
 
+NO_PADDING = {"pad_token_id": None}
+"""What is written in families whose default is an entry that a smaller vocabulary does not have."""
+
+
 def heads_fill_width(model: ModelConfig) -> dict[str, Any]:
     """Return the size of a head in families that have no key for it (`Family.dependent_flags`)."""
     return {"kv_channels": model.hidden_size // model.num_attention_heads}

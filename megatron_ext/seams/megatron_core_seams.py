@@ -244,6 +244,17 @@ DATA = (
         (f"{_DATASETS}.gpt_dataset.GPTDataset",),
     ),
     Seam(
+        f"{_DATASETS}.gpt_dataset.GPTDataset.__getitem__",
+        "overridden without its masks of padding; returns tokens, labels, loss_mask and position_ids",
+        ("idx",),
+    ),
+    Seam(
+        f"{_DATASETS}.gpt_dataset.GPTDataset._query_document_sample_shuffle_indices",
+        "the tokens of a sample and one more, int64, as the first of three values",
+        ("idx",),
+        (f"{_DATASETS}.gpt_dataset.GPTDataset.__getitem__",),
+    ),
+    Seam(
         f"{_DATASETS}.gpt_dataset.GPTDataset.build_low_level_dataset",
         "overridden: tokens behind a URL are read through fsspec; returns what has sequence_lengths and get",
         ("dataset_path", "config"),

@@ -22,6 +22,7 @@ from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.cached import WholeSequences
 from megatron_ext.parts.attention.packed import attend_documents, attend_window
 from megatron_ext.parts.attention.rope import TokenAngles, rotate, split_and_rotate
+from megatron_ext.parts.attention.short import attend_short, takes
 
 _ALL = slice(None)
 
@@ -61,7 +62,7 @@ class CausalSelfAttention(SelfAttention):
             return self._inferred(query, key, value, rotary_pos_emb, packed_seq_params)
         attend: Any = self.core_attention
         heads_BHSD = self._heads(hidden_states, rotary_pos_emb)
-        if not (isinstance(attend, SDPAttention) and attend.reads_views(heads_BHSD[1], packed_seq_params)):
+        if not (isinstance(attend, SDPAttention) and attend.reads_views(heads_BHSD, packed_seq_params)):
             # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
             heads_BHSD = tuple(head.contiguous() for head in heads_BHSD)
         if packed_seq_params is not None:
@@ -155,11 +156,15 @@ class SDPAttention(torch.nn.Module):
         # Under sequence parallelism the whole block already draws from this rank's own generator.
         self.fork_generator = not config.sequence_parallel
 
-    def reads_views(self, key_BGSD: torch.Tensor, documents: Documents | None) -> bool:
-        """Return whether heads may lie in any order: a GPU's kernels read rows of channels that begin at multiples of
-        16 bytes wherever they are."""
-        aligned = key_BGSD.size(-1) * key_BGSD.element_size() % 16 == 0
-        return key_BGSD.device.type == "cuda" and aligned and self._is_whole(documents)
+    def reads_views(self, heads_BHSD: tuple[torch.Tensor, ...], documents: Documents | None) -> bool:
+        """Return whether heads of whole sequences stay as they lie. A GPU's kernels read rows of channels that begin at
+        multiples of 16 bytes; a CPU reads any, and views of one product keep no more memory than copies."""
+        query, key, value = heads_BHSD
+        if key.device.type == "cuda":
+            return self._is_whole(documents) and key.size(-1) * key.element_size() % 16 == 0
+        if torch.compiler.is_compiling() or not self._is_whole(documents):
+            return False
+        return query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
 
     def _is_whole(self, documents: Documents | None) -> bool:
         return documents is None and self.cp_group is None and self.window is None
@@ -183,6 +188,9 @@ class SDPAttention(torch.nn.Module):
         return context_BHSV.permute(2, 0, 1, 3).flatten(2)
 
     def _whole(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor) -> torch.Tensor:
+        if takes(query_BHSD, self.dropout):
+            scale = self.softmax_scale or 1.0 / math.sqrt(query_BHSD.size(-1))
+            return attend_short(query_BHSD, key_BGSD, value_BGSV, scale)
         # Most of torch's kernels know one size of heads alone, and the others hold all scores.
         query, key, value = widened(query_BHSD, key_BGSD, value_BGSV)
         context = F.scaled_dot_product_attention(

@@ -5,6 +5,7 @@ key/value heads of a rank, w bytes of an element, a rank holds of each layer
 
     heads         w T (D (q + g) + V g)     queries, keys, values (with all_gather: keys and values of all positions)
     core          w T V q + 4 T q           attention's result and the normalizer of its softmax; SDPA keeps no weights
+                  w T S q                   in short sequences in fp32 on a CPU: the weights (parts/attention/short)
     projection    w T V q                   input of the output projection
 
 and of its context-parallel ranks c each sends, with Q and KV this rank's queries, and keys with values:
@@ -27,6 +28,9 @@ from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Core, Exchange, Part, Place, Product, Share, State
 
 _FP32 = 4
+
+SHORT = 128
+"""Positions of the longest sequences whose attention keeps its weights on a CPU."""
 
 WINDOW_ROWS = 128
 """Queries of a window that are computed at once where no kernel knows windows."""
@@ -191,7 +195,17 @@ class Attention(Part):
             numbers = queries + groups if self.qk_norm == "head" else 2
             heads += (share.width * (self.head_size * queries + keys) + _FP32 * numbers) * share.tokens
         context = share.width * share.tokens * self.value_head_size * queries
-        return {"heads": heads, "core": context + _FP32 * share.tokens * queries, "projection": context}
+        core = context + _FP32 * share.tokens * queries
+        if self._keeps_weights(share):
+            core = share.width * share.tokens * share.length * queries
+        return {"heads": heads, "core": core, "projection": context}
+
+    def _keeps_weights(self, share: Share) -> bool:
+        """Return whether whole, short sequences are computed without a kernel."""
+        config = share.config
+        whole = share.context == 1 or "a2a" in config.layout.cp_comm_type
+        plain = self.window is None and config.model.attention_dropout == 0.0 and not config.data.reset_attention_mask
+        return whole and plain and not share.fused and share.width == _FP32 and share.length <= SHORT
 
     def gradients(self, share: Share) -> float:
         """Return those of queries, keys and values."""

@@ -148,7 +148,9 @@ def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = Fal
 def split_and_rotate(
     mixed_SBGM: torch.Tensor, heads_per_group: int, table: torch.Tensor | None, *, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries [B, H, S, D], keys and values [B, G, S, D], contiguous, the first two rotated as `rotate` does.
+    """Return queries [B, H, S, D], keys and values [B, G, S, D], the first two rotated as `rotate` does.
+
+    They are contiguous where something is rotated, and else views where they can be.
 
     Args:
         mixed_SBGM: the product that has them all: of each of G groups its queries' heads, its key and its value.
@@ -209,6 +211,8 @@ class _SplitRotation(torch.autograd.Function):
         ctx.save_for_backward(table)
         ctx.shape, ctx.heads_per_group, ctx.interleaved = mixed.shape, heads_per_group, interleaved
         queries, key, value = _heads(mixed, heads_per_group)
+        if table is None:
+            return queries.flatten(1, 2), key, value
         turned_queries, turned_key = mixed.new_empty(queries.shape), mixed.new_empty(key.shape)
         _turn_into(turned_queries, queries, _of_groups(table), 1, interleaved)
         _turn_into(turned_key, key, table, 1, interleaved)

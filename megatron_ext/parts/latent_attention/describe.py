@@ -6,7 +6,8 @@ In training it is attention with as many key heads as query heads. With T tokens
 D = N + P and V channels of a key and of a value head, P of them rotated, R and Q channels of the latents of keys and
 queries, w bytes of an element, a rank holds of each layer
 
-    heads         w T h (2 D + max(D, V))   queries, keys, values, which are filled up to the size of keys
+    heads         w T h (2 D + max(D, V))   queries, keys, values, which are filled up to the size of keys (V where
+                                            attention is computed block by block, and in core)
     core          w T h max(D, V) + 4 T h   attention's result and the normalizer of its softmax
     projection    w T h V                   input of the output projection
     latents       w T (2 Q + 2 R + P) + 8 T before and after their norms, and 1/RMS (/t with sequence parallelism)
@@ -119,9 +120,11 @@ class LatentAttention(Attention):
     def held(self, share: Share) -> Mapping[str, float]:
         """Return the bytes of queries, keys and values, of what they attended to, of that as the output projection's
         input, and of the latents."""
-        heads, filled = self.query_heads // share.tensor, max(self.head_size, self.value_head_size)
-        of_all = share.context if "all_gather" in share.config.layout.cp_comm_type else 1
-        # Heads are filled up after they were gathered.
+        heads, exchanges = self.query_heads // share.tensor, {*share.config.layout.cp_comm_type}
+        of_all = share.context if "all_gather" in exchanges else 1
+        in_parts = self.window is not None or share.config.data.reset_attention_mask
+        in_parts = in_parts or (share.context > 1 and exchanges != {"a2a"})
+        filled = self.value_head_size if in_parts else max(self.head_size, self.value_head_size)
         of_heads = self.head_size + of_all * (self.head_size + filled)
         # A norm that keeps its input keeps what it is a part of.
         whole = self.qk_norm is not None and self.norm.keeps_its_input(share)

@@ -42,17 +42,17 @@ def test_other_constants_take_effect() -> None:
 
 
 @pytest.mark.parametrize(("factor", "original", "betas"), [(40.0, 4096, (32.0, 1.0)), (4.0, 32, (8.0, 7.9))])
-def test_yarn_is_that_of_megatron_core(factor: float, original: int, betas: tuple[float, float]) -> None:
-    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+def test_yarn_is_that_of_transformers(factor: float, original: int, betas: tuple[float, float]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    theirs: Any = YarnRotaryEmbedding(
-        64, use_cpu_initialization=True, scaling_factor=factor, original_max_position_embeddings=original,
-        beta_fast=betas[0], beta_slow=betas[1], mscale=0.7, mscale_all_dim=0.4,
-    )  # fmt: skip
-    angles, length = theirs(8)
+    parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": factor, "mscale": 0.7, "mscale_all_dim": 0.4}
+    parameters |= {"original_max_position_embeddings": original, "beta_fast": betas[0], "beta_slow": betas[1]}
+    config: Any = LlamaConfig(head_dim=64, rope_parameters=parameters)  # pyright: ignore[reportCallIssue]
+    expected, length = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     scaling = YarnScaling(factor, original, *betas, 0.7, 0.4)
     ours = yarn_inverse_frequencies(_frequencies(10000.0, 64), scaling, 10000.0)
-    torch.testing.assert_close(ours * 7, angles[7, 0, 0, :32], rtol=2e-6, atol=0)
+    torch.testing.assert_close(ours, expected, rtol=2e-6, atol=0)
     assert scaling.of_table == pytest.approx(length, rel=1e-12)
 
 
