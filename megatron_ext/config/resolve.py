@@ -290,10 +290,9 @@ def _group(name: str, values: dict[str, Any]) -> Any:
 
 
 def _same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
-    (name, value), (other_name, other_value) = one, other
+    (name, value), (other_name, old) = one, other
     return name == other_name and (
-        value is other_value
-        or (type(value) is type(other_value) and type(value) in (int, str) and value == other_value)
+        value is old or (type(value) is type(old) and type(value) in (int, str) and value == old)
     )
 
 

@@ -138,10 +138,8 @@ class Shapes:
         """Return the elements that a rank of this stage holds of each of its layers, the largest first."""
         if stage not in self._layer_sizes:
             sizes = {kind: part.dense + part.experts for kind, part in self.layers.items()}
-            of_layers = (
-                sizes[kind] for chunk in self.stacks[stage] for kind, number in chunk.kinds for _ in range(number)
-            )
-            self._layer_sizes[stage] = sorted(of_layers, reverse=True)
+            each = (sizes[kind] for chunk in self.stacks[stage] for kind, number in chunk.kinds for _ in range(number))
+            self._layer_sizes[stage] = sorted(each, reverse=True)
         return self._layer_sizes[stage]
 
     def kinds_of_stage(self, stage: int) -> Counter[Layer]:

@@ -198,10 +198,7 @@ _CONTEXT = {
     "TP2 CP2 PP2 p2p, untied": (8, f"--tensor-model-parallel-size 2 {_CP2} p2p --pipeline-model-parallel-size 2"),
     "TP2 SP CP2 PP2 p2p, untied": (8, f"{_TP2_SP} {_CP2} p2p --pipeline-model-parallel-size 2"),
     "TP2 SP CP2 PP2 all_gather, tied": (8, f"{_TP2_SP} {_CP2} all_gather --pipeline-model-parallel-size 2"),
-    "TP2 SP CP2 PP2 a2a, learned positions, biases": (
-        8,
-        f"{_TP2_SP} {_CP2} a2a --pipeline-model-parallel-size 2",
-    ),
+    "TP2 SP CP2 PP2 a2a, learned positions, biases": (8, f"{_TP2_SP} {_CP2} a2a --pipeline-model-parallel-size 2"),
     "TP2 SP CP4 all_gather, query and key norm, QKV bias": (8, f"{_TP2_SP} {_CP4} all_gather"),
     "CP2 PP2 VPP2 all_gather, untied": (4, f"{_CP2} all_gather {_PP2_VPP2}"),
     "CP2 DP2 p2p distributed optimizer, overlap, tied": (4, f"{_CP2} p2p {_OVERLAP}"),
@@ -258,10 +255,7 @@ _EXPERT_LAYOUTS = {
     "EP2, expert DP2, ZeRO-2, alltoall": (4, f"{_EP2} {_MEGATRON_FSDP} optim_grads {_ALLTOALL}"),
     "TP2 SP EP2, ZeRO-3": (4, f"{_TP2_SP} {_EP2} {_MEGATRON_FSDP} optim_grads_params"),
     "EP2, HSDP 2 x 2, distributed optimizer, overlap": (4, f"{_EP2} {_OVERLAP} {_TWO_COPIES}"),
-    "EP2, HSDP 2 x 2, ZeRO-3, alltoall": (
-        4,
-        f"{_EP2} {_MEGATRON_FSDP} optim_grads_params {_TWO_COPIES} {_ALLTOALL}",
-    ),
+    "EP2, HSDP 2 x 2, ZeRO-3, alltoall": (4, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params {_TWO_COPIES} {_ALLTOALL}"),
     "EP2 PP2 DP2": (4, f"{_EP2} --pipeline-model-parallel-size 2 {_ALLTOALL}"),
     "EP2 PP2 DP4, expert DP2, distributed optimizer": (
         8,
@@ -285,10 +279,7 @@ _OLMO2 = {
     "TP2 SP FSDP2": (4, f"{_TP2_SP} {_FSDP2}"),
     "TP2 SP ZeRO-3": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
     "one process, recompute full uniform": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
-    "one process, recompute selective": (
-        1,
-        "--recompute-granularity selective --recompute-modules core_attn mlp",
-    ),
+    "one process, recompute selective": (1, "--recompute-granularity selective --recompute-modules core_attn mlp"),
 }
 _QUICK_OLMO2 = {"TP4"}
 
