@@ -38,8 +38,7 @@ MODEL = (
     ),
     Seam(
         f"{_CORE}.transformer.mlp.MLP.forward",
-        "overridden by a shorter one in inference mode and for SwiGLU on a CPU, which computes what it does without "
-        "fusions, clamps and scales",
+        "overridden by a shorter one, which computes what it does without fusions, clamps and scales",
         ("hidden_states", "per_token_scale"),
     ),
     Seam(

@@ -79,9 +79,11 @@ class CausalSelfAttention(SelfAttention):
         # A GPU's kernels read heads where they are, where nothing is to be rotated.
         written = table is not None or hidden_states.device.type == "cpu"
         if written and self._splits_at_once and not torch.compiler.is_compiling():
-            mixed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
-            per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
-            return split_and_rotate(mixed[0], per_group, table, interleaved=interleaved)
+            product: Any = self.linear_qkv
+            mixed, groups = product(hidden_states)[0], self.num_query_groups_per_partition
+            per_group = self.num_attention_heads_per_partition // groups
+            mixed_SBGM = mixed.view(*mixed.shape[:-1], groups, -1)
+            return split_and_rotate(mixed_SBGM, per_group, table, interleaved=interleaved)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in self._projected(hidden_states))
         if table is not None:
             query, key = rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved)
