@@ -23,6 +23,8 @@ from megatron_ext.optim.loss_scale import of_the_mean
 _OTHER_NAMES = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+    (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj.layer_norm_"),
+    (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj.layer_norm_"),
     ("optimizer.state.param.", "optimizer.state.fp32_param."),
 )
 # Whole tensors by the names of the weights; the others are flat buffers that belong to one layout.
