@@ -27,7 +27,7 @@ from megatron_ext.parts.protocol import Core, Exchange, Part, Place, Product, Sh
 
 _FP32 = 4
 
-WINDOW_ROWS = 128
+WINDOW_ROWS = 64
 """Queries of a window that are computed at once where no kernel knows windows."""
 
 
