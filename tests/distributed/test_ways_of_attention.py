@@ -91,9 +91,9 @@ def _difference(way: str, piece: str) -> float:
     if way in ("prefill", "one token"):
         with torch.no_grad():
             cache: Any = KeyValueCache(LENGTH, [LENGTH - 1] * 2, LENGTH - 1, torch.device("cpu"))
-            first = cache.attend(1, *(tensor[:, :, :-1] for tensor in heads), 0.3, described.window)
+            first = cache.attend(1, *(tensor[:, :, :-1] for tensor in heads), scale=0.3, window=described.window)
             cache.advance()
-            last = cache.attend(1, *(tensor[:, :, -1:] for tensor in heads), 0.3, described.window)
+            last = cache.attend(1, *(tensor[:, :, -1:] for tensor in heads), scale=0.3, window=described.window)
             found = first if way == "prefill" else last
             part = expected[:, :, :-1] if way == "prefill" else expected[:, :, -1:]
             return float((found - part.permute(2, 0, 1, 3).flatten(2)).abs().max())
