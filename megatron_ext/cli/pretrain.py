@@ -62,7 +62,6 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
 
 def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, Any]) -> int:
     """Print what --dry-run does, of a user's own optimizer and layers too, and return the exit code."""
-    from megatron_ext.parts.own_parameters import in_every_layer
     from megatron_ext.plan.dry_run import describe, verdict
 
     typed, config = configured.typed, configured.config
@@ -73,9 +72,8 @@ def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, An
         for warning in extensions.warnings(typed.values) if environment.rank() == 0 else ():
             warn(warning)
         config = extensions.applied(config)
-    with in_every_layer(own.get("layer_parameters")):
-        memory, fits = verdict(config, device_memory_gb=typed.device_memory_gb, device_name=typed.device_name)
-        say("\n\n".join([describe(config), *([scaled] if scaled else []), "\n".join(memory)]))
+    memory, fits = verdict(config, device_memory_gb=typed.device_memory_gb, device_name=typed.device_name)
+    say("\n\n".join([describe(config), *([scaled] if scaled else []), "\n".join(memory)]))
     return 0 if fits else 1
 
 

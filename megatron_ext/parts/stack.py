@@ -23,6 +23,7 @@ from megatron_ext.parts.latent_attention.describe import latent_attention_of
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.protocol import Part
+from megatron_ext.parts.ways import Asked, refusals
 
 
 class Branch(NamedTuple):
@@ -122,6 +123,21 @@ class Layer:
         """Names of what holds its parameters, in the order of a forward pass."""
         every = ((branch.before, *branch.part.modules, branch.after) for branch in self.branches)
         return tuple(name for names in every for name in names if name is not None)
+
+    def pieces(self, config: Config) -> dict[str, Asked]:
+        """Return what it asks of a way of computing it that not every one has (`parts/ways.py`)."""
+        asked = Asked(f"--norm-position is {self.norm_places}", "--norm-position before")
+        places = {"norms after": self.norms_after, "no norms before": not self.norms_before}
+        pieces = {place: asked for place, is_so in places.items() if is_so}
+        for branch in self.branches:
+            pieces |= branch.part.pieces(config)
+        return pieces
+
+    def cannot(self, config: Config) -> Iterator[str]:
+        """Yield why this configuration cannot compute it, each with a setting that works."""
+        yield from refusals(config, self.pieces(config))
+        for branch in self.branches:
+            yield from branch.part.cannot(config)
 
     def core_flops(self, length: int) -> float:
         """Return the floating-point operations of one token, forward, besides products with weights."""

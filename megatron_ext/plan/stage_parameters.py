@@ -13,7 +13,6 @@ from collections.abc import Iterable
 
 from megatron_ext.config.derived.pipeline_split import first_layers, layer_counts
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig
-from megatron_ext.parts import own_parameters
 from megatron_ext.parts.catalogue import (
     WORD_EMBEDDINGS,
     Parameter,
@@ -21,6 +20,7 @@ from megatron_ext.parts.catalogue import (
     layer_parameters,
     output_parameters,
 )
+from megatron_ext.parts.own_parameters import OwnParameters, with_own_parameters
 from megatron_ext.parts.stack import Layer, Stack, stack
 
 
@@ -80,7 +80,7 @@ class Shapes:
             layout.tensor_model_parallel_size,
             layout.expert_tensor_size,
             layout.expert_model_parallel_size,
-            own_parameters.current(),
+            getattr(config, "own_parameters", None),
         )
 
     def representatives(self) -> list[int]:
@@ -210,14 +210,14 @@ def _parts(
     tensor: int,
     expert_tensor: int,
     expert_ranks: int,
-    own: own_parameters.OwnParameters | None,
+    own: OwnParameters | None,
 ) -> tuple[ElementCounts, int, dict[Layer, ElementCounts], ElementCounts]:
     """Return the embedding, the word embeddings in it, a layer of each kind, and what follows the layers.
 
     Args:
-        own: what lists own parameters now; the catalogue asks it.
+        own: lists the parameters of own layers.
     """
-    config = Config(model=model, data=data)
+    config = with_own_parameters(Config(model=model, data=data), own)
 
     def held(parameters: Iterable[Parameter], experts: int = 0) -> ElementCounts:
         parts = (_part(parameter, tensor, expert_tensor, experts, expert_ranks) for parameter in parameters)

@@ -12,15 +12,10 @@ from megatron_ext.rules.suggest import groups_fit, listed
 
 
 def fp8_has_layers_of_its_own(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse --fp8-format for layers that it does not reach, and where it reaches none."""
+    """Refuse --fp8-format where it reaches no layer, and next to another scale of gradients."""
     model, training = config.model, config.training
     if training.fp8_format is None:
         return
-    if model.num_experts is not None:
-        yield (
-            f"--fp8-format {training.fp8_format} has no grouped products for the experts of --num-experts "
-            f"{model.num_experts}; leave --fp8-format out to train them in bf16"
-        )
     if training.fp16:
         yield (
             f"--fp8-format {training.fp8_format} with --fp16 was never tried: gradients have two scales then; "

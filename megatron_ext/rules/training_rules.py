@@ -8,7 +8,6 @@ from megatron_ext.config.derived.optimizers import OPTIMIZERS, has_short_average
 from megatron_ext.config.derived.pipeline_split import layer_counts
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
-from megatron_ext.parts.stack import stack
 from megatron_ext.rules.pipeline_rules import split_is_right
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
 
@@ -222,12 +221,6 @@ def recomputed_parts_are_known(config: Config, facts: Facts) -> Iterator[str]:
         yield f"{typed} frees tensors that --torch-compile's code still refers to; leave one of the two out"
     elif "layernorm" in parts and config.model.transformer_impl == "transformer_engine":
         yield f"{typed}: Transformer Engine's norms are inside its linear layers; use core_attn or mlp"
-    elif "layernorm" in parts and _norms_stand_after(config):
-        yield f"{typed}: of norms after attention and MLP no output is kept to be computed anew; use core_attn or mlp"
-
-
-def _norms_stand_after(config: Config) -> bool:
-    return positive(config.model.num_layers) and any(not kind.norms_before for kind, _ in stack(config).kinds)
 
 
 def _samples_at_once(config: Config) -> int | None:

@@ -49,6 +49,7 @@ RULES: tuple[Rule, ...] = (
 RULES_OF_RECOMPUTATION: tuple[Rule, ...] = (
     training_rules.recomputation_is_complete,
     training_rules.recomputed_parts_are_known,
+    part_rules.parts_are_computed_again,
     layout.kept_gathers_are_those_of_plain_layers,
 )
 """All rules that ask what is recomputed: where nothing else changes, a search asks no others."""

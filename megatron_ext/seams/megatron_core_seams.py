@@ -29,11 +29,11 @@ MODEL = (
     ),
     Seam(
         f"{_CORE}.transformer.transformer_layer.TransformerLayer.forward",
-        "overridden by a forward pass for training alone; TransformerBlock calls it with these names",
+        "overridden by a shorter forward pass; TransformerBlock calls it with these names",
     ),
     Seam(
         f"{_CORE}.transformer.attention.Attention.forward",
-        "overridden by a forward pass for training alone, which our layer calls",
+        "overridden by a shorter forward pass, which our layer calls",
         ("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
     ),
     Seam(

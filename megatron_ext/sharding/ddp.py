@@ -189,8 +189,6 @@ class DataParallel(Sharding):
             core.param_sync_func = for_chunks([chunk.start_param_sync for chunk in wrapped])
             for chunk in wrapped:
                 _unhook_modules_without_weights(chunk)
-                model: Any = chunk.module
-                model.before_output = partial(_finish_gather, chunk)
         return wrapped
 
     def _whole_matrices(
@@ -303,11 +301,3 @@ def _unhook_modules_without_weights(chunk: Any) -> None:
     for module, handle in chunk.remove_forward_pre_hook_handles.items():
         if next(module.parameters(recurse=False), None) is None:
             handle.remove()
-
-
-def _finish_gather(chunk: DistributedDataParallel, module: torch.nn.Module) -> None:
-    """Wait until the module's own weights are gathered, as the hook before its forward pass would do."""
-    if module not in chunk.remove_forward_pre_hook_handles:  # all weights are gathered and the hooks are off
-        return
-    for weight in module.parameters(recurse=False):
-        chunk.param_to_bucket_group[weight].finish_param_sync()

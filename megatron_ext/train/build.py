@@ -60,11 +60,17 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     set_kernels(config, device)
     seed_dropout(config, groups)
     core = transformer_config(config, device.kind, on_meta=sharding.builds_on_meta)
-    chunks = build_model(config, core, groups, on_meta=sharding.builds_on_meta, layer_spec=extensions.layer_spec)
+    chunks = build_model(
+        config,
+        core,
+        groups,
+        on_meta=sharding.builds_on_meta,
+        layer_spec=extensions.layer_spec,
+        own_loss=extensions.loss,
+        keeps_output_weight=sharding.keeps_output_weight,
+    )
     if extensions.layer_spec is not None:
         mark_own_parameters(chunks, config)
-    for chunk in chunks:
-        chunk.own_loss = extensions.loss
     if config.training.torch_compile:
         compile_layers(chunks)
     wrapped = sharding.shard(chunks, core, groups, device)

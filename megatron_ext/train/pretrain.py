@@ -76,7 +76,7 @@ def pretrain(
     if configured is not config:
         _tell(configured.typed.warnings)
     extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate)
-    with extensions.in_the_catalogue(), _process_given_back(configured.config, status) as (status, ends):
+    with extensions.registered(), _process_given_back(configured.config, status) as (status, ends):
         configured = replace(configured, config=extensions.applied(configured.config))
         _tell(extensions.warnings(configured.typed.values))
         _claim(configured.config.checkpoint.save, status)

@@ -70,11 +70,10 @@ def record(
     results = run_ranks(world_size, _train, words, steps, sabotage, outputs, extensions, fresh=device == "cuda")
     last = results[-1]
     tensors, flaws = {}, []
-    with extensions.in_the_catalogue():
-        for what in ("initial weights", "first gradients", "final weights"):
-            shards = (shard for result in results for shard in result.shards[what])
-            tensors[what], problems = assemble(last.config, shards)
-            flaws += [f"{what}: {flaw}" for flaw in problems]
+    for what in ("initial weights", "first gradients", "final weights"):
+        shards = (shard for result in results for shard in result.shards[what])
+        tensors[what], problems = assemble(last.config, shards)
+        flaws += [f"{what}: {flaw}" for flaw in problems]
     return RunRecord(
         losses=last.losses,
         grad_norms=last.grad_norms,
@@ -108,7 +107,7 @@ def _train(
     flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool, extensions: Extensions
 ) -> _RankRecord:
     """Train on one rank of `record`."""
-    with extensions.in_the_catalogue():
+    with extensions.registered():
         return _trained(flags, steps, sabotage, outputs, extensions)
 
 

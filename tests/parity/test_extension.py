@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import Parameter, count, count_per_rank, parameters
-from megatron_ext.parts.own_parameters import in_every_layer
+from megatron_ext.parts.own_parameters import with_own_parameters
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.verify.cases import MODELS, RECIPE
@@ -126,7 +126,7 @@ def _own_run(flags: list[str], folder: str, loads: bool, more: Extensions = EXTE
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.verify import gather
 
-    with more.in_the_catalogue():
+    with more.registered():
         config = more.applied(configure(flags).config)
         installed = device.install("cpu")
         from megatron_ext.train.build import build_run
@@ -152,7 +152,7 @@ def test_own_parameters_are_saved_whole_and_read_in_another_layout(tmp_path: Pat
     ranks = run_ranks(2, _own_run, [*flags, *LAYOUTS["TP2 SP"][1].split()], str(tmp_path), False, ours)
     [found] = run_ranks(1, _own_run, flags, str(tmp_path), True, ours)
     config = configure([*FLAGS, "--dry-run"]).config
-    with EXTENSIONS.in_the_catalogue():
+    with EXTENSIONS.registered():
         saved, flaws = assemble(config, (shard for rank in ranks for shard in rank))
         whole, _ = assemble(config, found)
         halves = configure([*FLAGS, *LAYOUTS["TP2 SP"][1].split(), "--world-size", "2", "--dry-run"]).config
@@ -215,8 +215,8 @@ def test_a_layer_that_is_not_as_it_says_is_refused() -> None:
 )
 def test_a_parameter_that_cannot_be_is_refused(parameter: Parameter, problem: str) -> None:
     config = configure([*FLAGS, "--world-size", "2", "--tensor-model-parallel-size", "2", "--dry-run"]).config
-    with in_every_layer(lambda *_: [parameter]), pytest.raises(ConfigurationError, match=problem):
-        parameters(config)
+    with pytest.raises(ConfigurationError, match=problem):
+        parameters(with_own_parameters(config, lambda *_: [parameter]))
     assert not any(name.endswith(".a") for name in (one.name for one in parameters(config)))
 
 

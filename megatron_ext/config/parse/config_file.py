@@ -27,7 +27,7 @@ def to_yaml(config: Config) -> str:
     if config.checkpoint.save and config.logging.metrics_file == default_metrics_file(config.checkpoint.save):
         left_out.add("metrics_file")
     parts = [f"# Configuration of a run on {config.layout.world_size} ranks; pass it back with --config.\n"]
-    for group in dataclasses.fields(config):
+    for group in dataclasses.fields(Config):
         values = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in vars(getattr(config, group.name)).items()

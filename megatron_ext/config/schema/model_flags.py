@@ -187,7 +187,6 @@ class ModelConfig:
         "Whether norms stand before attention and MLP, or after them, on what they add to the residual stream.",
         resume="shape",
         choices=("before", "after"),
-        needs={"after": [Need("transformer_impl", "local", "layers of this program's own")]},
     )
     norm_epsilon: float = option(1e-5, "Epsilon inside the norms.", resume="function", positive=True)
     embedding_multiplier: float = option(
@@ -230,7 +229,6 @@ class ModelConfig:
             "projection": [
                 Need("qk_layernorm", True, "norms of queries and keys"),
                 Need("normalization", "RMSNorm", "RMSNorm"),
-                Need("transformer_impl", "local", "layers of this program's own"),
             ]
         },
     )

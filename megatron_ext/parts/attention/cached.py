@@ -1,21 +1,23 @@
-"""Holds what a forward pass without training carries through the layers: how it attends, and where it is read.
+"""Holds what a forward pass carries through the layers: how its tokens see each other, and where it is read.
 
-Three of them: `WholeSequences` attends as training does, `TextsInARow` within each of several texts that need not be
-filled up to one length, and `KeyValueCache` keeps keys and values, so that each further token costs one position. Rows
-of a batch begin at position 0 and are filled up at their end: causal attention then needs no mask until the first
-generated token. In the cache they end together, so that one place is written for all rows, and what a row does not see
-is the same at every step.
+In training that is nothing, or `Sequences`. Without training there are three: `WholeSequences` attends as
+training does, `TextsInARow` within each of several texts that need not be filled up to one length, and `KeyValueCache`
+keeps keys and values, so that each further token costs one position. Rows of a batch begin at position 0 and are filled
+up at their end: causal attention then needs no mask until the first generated token. In the cache they end together, so
+that one place is written for all rows, and what a row does not see is the same at every step.
 
 Shape legend: B rows, S positions of this pass, H query heads, G key/value heads, D channels of a head, T places in
 the cache, N positions that are read, V vocabulary of this tensor-parallel rank.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from megatron_ext.data.packing import Documents
 from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.packed import attend_window
 
@@ -23,7 +25,23 @@ Project = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states [N, hidden] to the logits [N, V]."""
 
 
-class WholeSequences:
+class Sequences:
+    """Documents that lie end to end in the sequences of training, none of which sees another."""
+
+    def __init__(self, documents: Documents):
+        self.documents = documents
+
+    def attention(self, core: Any, layer_number: int) -> Callable[..., torch.Tensor]:
+        """Return what attends in a layer, in the place of its `core`: from queries [B, H, S, D], keys and values [B, G,
+        S, D] to their context, [S, B, H x D]."""
+        return partial(core, documents=self.documents)
+
+    def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
+        """Return the states that a layer, or its attention, goes on with where it computes each position by itself."""
+        return states_SBH
+
+
+class WholeSequences(Sequences):
     """Attends within whole sequences, and returns logits at the positions of `wanted`.
 
     Args:
@@ -55,32 +73,30 @@ class WholeSequences:
         """
         self._last_layer, self._is_narrow = last_layer, False
 
-    def attend(
-        self,
-        layer_number: int,
-        query_BHSD: torch.Tensor,
-        key_BGSD: torch.Tensor,
-        value_BGSD: torch.Tensor,
-        scale: float | None,
-        window: int | None = None,
-    ) -> torch.Tensor:
-        """Return the context of one layer, [S, B, H x D], in which a query sees the latest `window` keys, or all."""
-        if window is not None and window < query_BHSD.size(2):
-            known = query_BHSD.size(-1) ** -0.5 if scale is None else scale
-            return attend_window(query_BHSD, key_BGSD, value_BGSD, known, window).permute(2, 0, 1, 3).flatten(2)
-        query, key, value = widened(query_BHSD, key_BGSD, value_BGSD)
-        context = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=query.size(1) != key.size(1)
-        )
-        return context[..., : value_BGSD.size(-1)].permute(2, 0, 1, 3).flatten(2)
+    def attention(self, core: Any, layer_number: int) -> Callable[..., torch.Tensor]:
+        """Return `attend` with the scale and the window of the core, which trains and computes gradients."""
+        return partial(self.attend, layer_number, scale=core.softmax_scale, window=core.window)
 
-    def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
-        """Return the states as they are, or in the model's last layer those of `wanted` alone, [N, 1, hidden].
+    def attend(
+        self, layer_number: int, *heads: torch.Tensor, scale: float | None, window: int | None = None
+    ) -> torch.Tensor:
+        """Return the context of one layer, [S, B, H x D], in which a query sees the latest `window` keys, or all.
 
         Args:
-            states_SBH: after this, the layer computes each position by itself.
-            module: the layer, or its attention.
+            heads: queries [B, H, S, D], keys and values [B, G, S, D].
         """
+        query_BHSD, _, value_BGSV = heads
+        if window is not None and window < query_BHSD.size(2):
+            context = attend_window(*heads, query_BHSD.size(-1) ** -0.5 if scale is None else scale, window)
+        else:
+            query, key, value = widened(*heads)
+            context = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=query.size(1) != key.size(1)
+            )[..., : value_BGSV.size(-1)]
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
+        """Return the states as they are, or in the model's last layer those of `wanted` alone, [N, 1, hidden]."""
         if module.layer_number != self._last_layer:
             return states_SBH
         self._is_narrow = True
@@ -114,18 +130,12 @@ class TextsInARow(WholeSequences):
         self._lengths = [*lengths, filled] if filled else lengths
 
     def attend(
-        self,
-        layer_number: int,
-        query_BHSD: torch.Tensor,
-        key_BGSD: torch.Tensor,
-        value_BGSD: torch.Tensor,
-        scale: float | None,
-        window: int | None = None,
+        self, layer_number: int, *heads: torch.Tensor, scale: float | None, window: int | None = None
     ) -> torch.Tensor:
         """Return the context of one layer, [S, 1, H x D]."""
-        parts = (heads.split(self._lengths, dim=2) for heads in (query_BHSD, key_BGSD, value_BGSD))
-        attend = super().attend
-        return torch.cat([attend(layer_number, q, k, v, scale, window) for q, k, v in zip(*parts, strict=True)])
+        texts = zip(*(one.split(self._lengths, dim=2) for one in heads), strict=True)
+        attend = partial(super().attend, layer_number, scale=scale, window=window)
+        return torch.cat([attend(*of_text) for of_text in texts])
 
 
 class KeyValueCache(WholeSequences):
@@ -178,19 +188,14 @@ class KeyValueCache(WholeSequences):
         return self._next_B1
 
     def attend(
-        self,
-        layer_number: int,
-        query_BHSD: torch.Tensor,
-        key_BGSD: torch.Tensor,
-        value_BGSD: torch.Tensor,
-        scale: float | None,
-        window: int | None = None,
+        self, layer_number: int, *heads: torch.Tensor, scale: float | None, window: int | None = None
     ) -> torch.Tensor:
         """Keep the keys and values of this pass, and return the context of one layer, [S, B, H x D]."""
+        query_BHSD, key_BGSD, value_BGSD = heads
         if self._is_first:
             if layer_number not in self._kept:
                 self._kept[layer_number] = self._begun(key_BGSD), self._begun(value_BGSD)
-            return super().attend(layer_number, query_BHSD, key_BGSD, value_BGSD, scale, window)
+            return super().attend(layer_number, *heads, scale=scale, window=window)
         first = 0 if window is None else max(0, self._length - window)
         keys_BGTD, values_BGTD = (kept[:, :, first : self._length] for kept in self._kept[layer_number])
         keys_BGTD[:, :, -1:], values_BGTD[:, :, -1:] = key_BGSD, value_BGSD

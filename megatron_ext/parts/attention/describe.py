@@ -22,17 +22,17 @@ from typing import Literal
 
 from megatron_ext.config.derived.layer_patterns import is_dealt, read_window
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.parts.attention.ways import Asked, refusals
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Core, Exchange, Part, Place, Product, Share, State
+from megatron_ext.parts.ways import Asked
 
 _FP32 = 4
 
 SHORT = 128
 """Positions of the longest sequences whose attention keeps its weights on a CPU."""
 
-WINDOW_ROWS = 128
+WINDOW_ROWS = 64
 """Queries of a window that are computed at once where no kernel knows windows."""
 
 
@@ -235,18 +235,16 @@ class Attention(Part):
             both = (c - 1) / c * (queries + keys)
             yield Exchange("cp", "all-to-all", both, both, (2, 2), "m {layers} (c-1)/c (2Q + KV)", "core")
 
-    def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what the ways of computing it that the flags choose cannot do."""
-        yield from refusals(config, self.pieces(config))
-
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it, besides causal softmax over grouped heads."""
+        """Return what it asks for besides causal softmax over grouped heads."""
         found = {}
         if config.model.attention_dropout > 0.0:
             text = f"--attention-dropout is {config.model.attention_dropout:g}"
             found["dropout"] = Asked(text, "--attention-dropout 0")
         if self.window is not None:
             found["window"] = Asked(f"--window-size is {config.model.window_size}", "--window-size -1,0")
+        if self.qk_norm == "projection":
+            found["norms of projections"] = Asked("--qk-layernorm-over is projection", "--qk-layernorm-over head")
         return found
 
     def mean_keys(self, length: int) -> float:

@@ -22,9 +22,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_ext.data.packing import Documents
 from megatron_ext.device.kernels import linear
-from megatron_ext.parts.attention.cached import WholeSequences
+from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.attention.compute import SDPAttention
 from megatron_ext.parts.attention.rope import rotate
 from megatron_ext.parts.latent_attention.describe import LatentAttention
@@ -117,25 +116,21 @@ class LatentSelfAttention(MegatronModule):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: torch.Tensor | None = None,
-        packed_seq_params: Documents | WholeSequences | None = None,
-        **unused: object,
+        packed_seq_params: Sequences | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the projected context, [s, B, hidden], and the bias that must still be added, if any. hidden_states:
-        [s, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal, whatever is given; with documents as
-        `packed_seq_params` it is causal within each of them, and otherwise `packed_seq_params` itself attends."""
-        given = [name for name, value in unused.items() if value is not None]
+        [s, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal; `packed_seq_params` may attend in
+        another way, and read some positions alone, [N, 1, hidden]."""
         assert attention_mask is None, "the mask is causal"
-        assert not given, f"not for training on plain sequences: {given}"
         assert rotary_pos_emb is not None, "some channels are rotated"
         assert self.rotary_columns is not None, "some channels are rotated"
         table = rotary_pos_emb[..., self.rotary_columns]
         query, latent, shared_key = self._projected(hidden_states, table.contiguous())
         if isinstance(packed_seq_params, WholeSequences):
             return self._inferred(query, latent, shared_key, packed_seq_params)
+        core: Any = self.core_attention
+        attend = core if packed_seq_params is None else packed_seq_params.attention(core, self.layer_number)
         heads_BHSD = query, *self._keys_and_values(latent, shared_key)
-        attend: Any = self.core_attention
-        if packed_seq_params is not None:
-            attend = partial(attend, documents=packed_seq_params)
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(attend, False, *heads_BHSD)
         else:
@@ -193,14 +188,14 @@ class LatentSelfAttention(MegatronModule):
         described, number = self.described, self.layer_number
         latent_B1SR = latent_SBR.transpose(0, 1)[:, None]
         kept = torch.cat((latent_B1SR, shared_key_B1SP), dim=-1)
+        attend = partial(inference.attend, scale=described.score_scale, window=described.window)
         if inference.goes_on:
             query = self._absorbed(query_BHSD)
-            context = inference.attend(number, query, kept, latent_B1SR, described.score_scale, described.window)
-            context = self._values(context)
+            context = self._values(attend(number, query, kept, latent_B1SR))
         else:
             inference.keep(number, kept, described.rank)
             heads = query_BHSD, *self._keys_and_values(latent_SBR, shared_key_B1SP)
-            context = inference.attend(number, *heads, described.score_scale, described.window)
+            context = attend(number, *heads)
         return self.linear_proj(inference.narrowed(context, self))
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:

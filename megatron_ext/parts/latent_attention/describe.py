@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.attention.describe import Attention, Rotary, YarnScaling, window_of
-from megatron_ext.parts.attention.ways import Asked
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Exchange, Place, Product, Share, State
+from megatron_ext.parts.ways import Asked
 
 _FP32 = 4
 
@@ -172,12 +172,7 @@ class LatentAttention(Attention):
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what the ways of computing it cannot do, and what its flags cannot be."""
         yield from super().cannot(config)
-        model, training = config.model, config.training
-        if training.fp8_format is not None:
-            yield (
-                f"--fp8-format {training.fp8_format} has no products for the latents of --multi-latent-attention; "
-                "leave --fp8-format out to train in bf16"
-            )
+        model = config.model
         if model.softmax_scale is not None:
             yield (
                 f"--softmax-scale {model.softmax_scale:g} with --multi-latent-attention, whose scale follows from its "

@@ -165,4 +165,5 @@ def _log_sinks(run: Run) -> list[Sink]:
 
 def _arguments(config: Config) -> dict[str, Any]:
     """Return every resolved value by its flag's name."""
-    return {name: value for group in dataclasses.asdict(config).values() for name, value in group.items()}
+    groups = (getattr(config, group.name) for group in dataclasses.fields(Config))
+    return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}

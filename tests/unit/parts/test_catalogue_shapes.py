@@ -276,18 +276,15 @@ def test_rows_that_stand_for_entries(vocabulary: int, rows: int | None) -> None:
 )
 def test_own_parameters_that_cannot_be_are_refused(parameter: Parameter, problem: str | None) -> None:
     config = distinct_config({}, {"world_size": 2, "tensor_model_parallel_size": 2})
-    with own_parameters.in_every_layer(lambda _config, layer: [parameter] if layer.number == 3 else []):
-        if problem is None:
-            [found] = [one for one in parameters(config) if one.name.endswith(".mix")]
-            assert found == replace(parameter, name="decoder.layers.3.mix", stage=3)
-            assert own_parameters.names(config) == ["mix"]
-            with own_parameters.in_every_layer(None):
-                assert own_parameters.names(config) == []
-            assert own_parameters.names(config) == ["mix"], "as before"
-            return
-        with pytest.raises(ConfigurationError, match=f"layer_parameters: mix of shape .*{problem}"):
-            parameters(config)
-    assert own_parameters.current() is None
+    own = own_parameters.with_own_parameters(config, lambda _, layer: [parameter] if layer.number == 3 else [])
+    assert own_parameters.names(config) == []
+    if problem is None:
+        [found] = [one for one in parameters(own) if one.name.endswith(".mix")]
+        assert found == replace(parameter, name="decoder.layers.3.mix", stage=3)
+        assert own_parameters.names(own) == ["mix"]
+        return
+    with pytest.raises(ConfigurationError, match=f"layer_parameters: mix of shape .*{problem}"):
+        parameters(own)
 
 
 def test_norms_and_biases_do_not_decay() -> None:

@@ -1,4 +1,7 @@
-"""Every piece of attention in every way of computing it: as one mask in fp64 has it, or refused with a working fix."""
+"""Every piece of a layer in every way of computing it: as the reference has it, or refused with a fix that works.
+
+Attention by itself is held against one mask in fp64, a whole model against the same without recomputation and FP8.
+"""
 
 import itertools
 from typing import Any
@@ -8,9 +11,9 @@ import torch
 
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.parts.attention.ways import WAYS
 from megatron_ext.parts.stack import layers
-from megatron_ext.rules.part_rules import parts_are_computed
+from megatron_ext.parts.ways import RECOMPUTATIONS, WAYS
+from megatron_ext.rules.part_rules import RULES
 from megatron_ext.verify.ranks import run_ranks
 
 LENGTH = 64
@@ -28,6 +31,7 @@ FLAGS: dict[str, tuple[int, str]] = {
     "all to all": (2, "--context-parallel-size 2 --cp-comm-type a2a"),
     "documents, all_gather": (2, "--reset-attention-mask --context-parallel-size 2 --cp-comm-type all_gather"),
     "Transformer Engine": (1, "--transformer-impl transformer_engine"),
+    "FlashAttention 3": (1, "--device cuda --flash-attention-version 3"),
     "prefill": (1, ""),
     "one token": (1, ""),
 }
@@ -35,6 +39,7 @@ _LATENT = (
     "--group-query-attention=false --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 6"
 )
+NOT_HERE = ("Transformer Engine", "FlashAttention 3")
 PIECES = {
     "plain": "--attention-dropout 0",
     "window": "--window-size 12,0 --attention-dropout 0",
@@ -46,16 +51,46 @@ PIECES = {
     "latent, window": f"{_LATENT} --window-size 12,0 --attention-dropout 0",
     "latent, dropout": f"{_LATENT} --attention-dropout 0.25",
 }
+_NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+_LLAMA = f"{_NO_DROPOUT} --swiglu --normalization RMSNorm --disable-bias-linear"
+PARTS = {
+    "biases": _NO_DROPOUT,
+    "gates": _LLAMA,
+    "norms of heads": f"{_LLAMA} --qk-layernorm",
+    "norms after": f"{_LLAMA} --norm-position after --qk-layernorm --qk-layernorm-over projection",
+    "windows": f"{_LLAMA} --window-size 12,0 --window-attn-skip-freq 2",
+    "experts": f"{_LLAMA} --num-experts 4",
+    "shared experts": f"{_LLAMA} --num-experts 4 --moe-shared-expert-intermediate-size 32",
+}
+_SELECTIVE = "--recompute-granularity selective --recompute-modules"
+WAYS_OF_A_MODEL = {
+    "core_attn anew": "--recompute-granularity selective",
+    "mlp anew": f"{_SELECTIVE} mlp",
+    "layernorm anew": f"{_SELECTIVE} layernorm",
+    "all anew": f"{_SELECTIVE} core_attn mlp layernorm",
+    "layers anew": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "FP8": "--fp8-format hybrid",
+    "Transformer Engine": "--transformer-impl transformer_engine",
+}
+
+
+def _line(way: str, piece: str) -> tuple[int, list[str]]:
+    """The number of ranks, and the command line."""
+    ranks, flags = FLAGS[way] if piece in PIECES else (1, WAYS_OF_A_MODEL.get(way, ""))
+    return ranks, [*MODEL, *flags.split(), *(PIECES | PARTS)[piece].split()]
 
 
 def _config(way: str, piece: str) -> Any:
-    ranks, flags = FLAGS[way]
-    values = parse([*MODEL, *flags.split(), *PIECES[piece].split()]).values
-    return resolve({**values, "world_size": ranks}, Facts())
+    ranks, words = _line(way, piece)
+    return resolve({**parse(words).values, "world_size": ranks}, Facts())
+
+
+def _problems(config: Any) -> list[str]:
+    return [problem for rule in RULES for problem in rule(config, Facts())]
 
 
 def _refused(way: str, piece: str) -> list[str]:
-    return list(parts_are_computed(_config(way, piece), Facts()))
+    return _problems(_config(way, piece))
 
 
 def _reference(heads: list[torch.Tensor], window: int | None, ends: list[int], scale: float) -> torch.Tensor:
@@ -103,9 +138,9 @@ def _difference(way: str, piece: str) -> float:
     if way in ("prefill", "one token"):
         with torch.no_grad():
             cache: Any = KeyValueCache(LENGTH, [LENGTH - 1] * 2, LENGTH - 1, torch.device("cpu"))
-            first = cache.attend(1, *(tensor[:, :, :-1] for tensor in heads), 0.3, described.window)
+            first = cache.attend(1, *(tensor[:, :, :-1] for tensor in heads), scale=0.3, window=described.window)
             cache.advance()
-            last = cache.attend(1, *(tensor[:, :, -1:] for tensor in heads), 0.3, described.window)
+            last = cache.attend(1, *(tensor[:, :, -1:] for tensor in heads), scale=0.3, window=described.window)
             found = first if way == "prefill" else last
             part = expected[:, :, :-1] if way == "prefill" else expected[:, :, -1:]
             return float((found - part.permute(2, 0, 1, 3).flatten(2)).abs().max())
@@ -142,28 +177,67 @@ def _differences(pairs: list[tuple[str, str]]) -> list[float]:
     return [_difference(*pair) for pair in pairs]
 
 
+PAIRS = [*itertools.product(FLAGS, PIECES), *itertools.product(WAYS_OF_A_MODEL, PARTS)]
 COMPUTED = [
-    pair for pair in itertools.product(FLAGS, PIECES) if not _refused(*pair) and not pair[1].endswith("dropout")
+    pair for pair in PAIRS if pair[0] not in NOT_HERE and not _refused(*pair) and not pair[1].endswith("dropout")
 ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_not_refused_is_what_one_mask_gives(ranks: int) -> None:
-    pairs = [pair for pair in COMPUTED if FLAGS[pair[0]][0] == ranks and pair[0] != "Transformer Engine"]
+    pairs = [pair for pair in COMPUTED if pair[1] in PIECES and FLAGS[pair[0]][0] == ranks]
     assert len(pairs) > 4
     for of_rank in run_ranks(ranks, _differences, pairs):
         assert dict(zip(pairs, of_rank, strict=True)) == pytest.approx(dict.fromkeys(pairs, 0.0), abs=1e-11)
 
 
-@pytest.mark.parametrize("pair", itertools.product(FLAGS, PIECES), ids=", ".join)
+def _of_models(pairs: list[tuple[str, str]]) -> list[float]:
+    """The largest difference of loss and gradients from those of the plain way, by the norm of the latter."""
+    from megatron_ext import device
+    from tests.support.several_models import end_layout
+    from tests.support.small_models import build_small_model
+
+    device.install("cpu")
+    tokens = torch.randint(64, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+    def computed(way: str, part: str) -> list[torch.Tensor]:
+        [model], _ = build_small_model(_config(way, part))
+        positions = torch.arange(LENGTH).expand(2, -1)
+        loss = model(tokens[:, :-1].contiguous(), positions, labels=tokens[:, 1:].contiguous()).mean()
+        loss.backward()
+        end_layout()
+        return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+    plain = {part: computed("", part) for part in PARTS}
+    return [
+        max(
+            float((one - other).norm() / other.norm().clamp(min=1e-12))
+            for one, other in zip(computed(way, part), plain[part], strict=True)
+        )
+        for way, part in pairs
+    ]
+
+
+def test_models_are_what_they_are_in_the_plain_way() -> None:
+    """To the bit where something is computed again; FP8 has 3 bits of a number, and 2 of a gradient."""
+    pairs = [pair for pair in COMPUTED if pair[1] in PARTS]
+    assert len({way for way, _ in pairs}) == len(WAYS_OF_A_MODEL) - 1
+    [found] = run_ranks(1, _of_models, pairs)
+    for (way, part), difference in zip(pairs, found, strict=True):
+        assert (0.0 < difference < 0.3) if way == "FP8" else difference == 0.0, (way, part, difference)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=", ".join)
 def test_what_is_refused_has_a_fix_that_works(pair: tuple[str, str]) -> None:
-    way, piece = pair
-    for sentence in _refused(way, piece):
-        for fix in sentence.partition("; use ")[2].split(", or "):
-            ranks, flags = FLAGS[way]
-            typed = parse([*MODEL, *flags.split(), *PIECES[piece].split(), *fix.split()]).values
-            left = list(parts_are_computed(resolve({**typed, "world_size": ranks}, Facts()), Facts()))
-            assert sentence not in left
+    ranks, words = _line(*pair)
+    for sentence in _refused(*pair):
+        for fix in sentence.partition("; ")[2].removeprefix("use ").split(", or "):
+            if fix.startswith("leave "):
+                left_out = words.index(fix.split()[1])
+                typed = [*words[:left_out], *words[left_out + 2 :]]
+            else:
+                typed = [*words, *fix.removeprefix("use ").split()]
+            assert sentence not in _problems(resolve({**parse(typed).values, "world_size": ranks}, Facts()))
 
 
 def test_pieces_are_refused_where_a_way_lacks_them() -> None:
@@ -172,5 +246,15 @@ def test_pieces_are_refused_where_a_way_lacks_them() -> None:
         "--cp-comm-type p2p sends all keys around the ring, and no rank leaves out those that a window hides, but "
         "--window-size is 12,0; use --window-size -1,0, or --cp-comm-type all_gather"
     ]
+    assert _refused("FlashAttention 3", "dropout") == [
+        "--flash-attention-version 3 takes FlashAttention 3, whose kernels have no dropout, but "
+        "--attention-dropout is 0.25; use --attention-dropout 0, or --flash-attention-version 2"
+    ]
     assert len(_refused("Transformer Engine", "window")) == 1
-    assert all(way.lacks.keys() <= {"dropout", "window", "latent"} for way in WAYS.values()), "a piece that no test has"
+    assert len(_refused("Transformer Engine", "norms after")) == 2
+    assert len(_refused("FP8", "shared experts")) == 1
+    configs = [_config(*pair) for pair in PAIRS]
+    asked = {piece for config in configs for layer in layers(config) for piece in layer.pieces(config)}
+    assert {piece for way in (*WAYS.values(), *RECOMPUTATIONS.values()) for piece in way.lacks} == asked, (
+        "a piece that no test has"
+    )
