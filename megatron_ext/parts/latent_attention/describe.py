@@ -176,7 +176,7 @@ class LatentAttention(Attention):
         if model.softmax_scale is not None:
             yield (
                 f"--softmax-scale {model.softmax_scale:g} with --multi-latent-attention, whose scale follows from its "
-                "heads; leave --softmax-scale out, or use --mscale-all-dim"
+                "heads; leave --softmax-scale out"
             )
         if model.no_rope_freq is not None:
             yield (
