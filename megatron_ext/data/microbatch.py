@@ -85,7 +85,7 @@ def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Ba
     """
 
     def stack(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.stack([torch.as_tensor(sample[name]).to(dtype) for sample in samples])
+        return torch.stack([torch.as_tensor(sample[name]) for sample in samples]).to(dtype)
 
     tokens = stack("tokens", torch.int64) if view.reads_tokens else None
     position_ids = documents = begins = None

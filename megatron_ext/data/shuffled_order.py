@@ -11,12 +11,14 @@ own.
 """
 
 import copy
+import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -48,6 +50,14 @@ class CachedGPTDataset(GPTDataset):
             return StoredSequences(dataset_path)
         return GPTDataset.build_low_level_dataset(dataset_path, config)
 
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        """Return the sample that megatron-core does, without its looks for padding, which no sample here has: they
+        take as long as all the rest."""
+        if idx is None or self.config.eod_mask_loss:
+            return super().__getitem__(idx)
+        text = torch.from_numpy(self._query_document_sample_shuffle_indices(idx)[0])
+        return {"tokens": text[:-1], "labels": text[1:], **_fields_of_all(len(text) - 1)}
+
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         files: Any = self.dataset
         folder = cache_folder(self.config.path_to_cache, files.path_prefix)
@@ -60,6 +70,11 @@ class CachedGPTDataset(GPTDataset):
             lambda: _in_memory(self, build),
         )
         return document, sample, shuffle
+
+
+@functools.cache
+def _fields_of_all(length: int) -> dict[str, torch.Tensor]:
+    return {"loss_mask": torch.ones(length), "position_ids": torch.arange(length)}
 
 
 class StoredSequences:

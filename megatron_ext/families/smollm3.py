@@ -9,6 +9,7 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
+    NO_PADDING,
     bias_json,
     bias_values,
     biases_of_attention,
@@ -40,7 +41,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 
 def _write(config: Config) -> dict[str, Any]:
     rotates = {"no_rope_layers": [int(layer.attention.rotary is not None) for layer in layers(config)]}
-    return {**decoder_json(config), **bias_json(config), **switched_window_json(config), **rotates}
+    return {**decoder_json(config), **bias_json(config), **switched_window_json(config), **rotates, **NO_PADDING}
 
 
 SMOLLM3 = Family(

@@ -228,11 +228,9 @@ def _choice_results(questions: Sequence[tuple[list[str], int]], scores: Sequence
     left = iter(scores)
     plain = normalized = 0
     for choices, answer in questions:
-        log_likelihoods = [next(left).log_likelihood for _ in choices]
-        plain += _best(log_likelihoods) == answer
-        normalized += (
-            _best([value / len(choice) for value, choice in zip(log_likelihoods, choices, strict=True)]) == answer
-        )
+        logps = [next(left).log_likelihood for _ in choices]
+        plain += _best(logps) == answer
+        normalized += _best([value / len(choice) for value, choice in zip(logps, choices, strict=True)]) == answer
     return {
         "accuracy": plain / len(questions),
         "accuracy_normalized": normalized / len(questions),

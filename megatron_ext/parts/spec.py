@@ -21,6 +21,8 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
 from megatron_ext.parts.attention.describe import Attention, Rotary
 from megatron_ext.parts.experts.compute import mixture_of_experts
+from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
+from megatron_ext.parts.latent_attention.describe import LatentAttention
 from megatron_ext.parts.layer import ResidualLayer
 from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import FeedForward
@@ -120,8 +122,14 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotar
     )
 
 
+def _latent_attention(layer: Layer, _tp_group: ProcessGroup, tables: Mapping[tuple[Rotary, int], slice]) -> ModuleSpec:
+    described = {"attention": layer.attention, "rotary_columns": _columns(layer, tables)}
+    return ModuleSpec(module=LatentSelfAttention, params=described)
+
+
 _MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[tuple[Rotary, int], slice]], ModuleSpec]] = {
-    Attention: _attention
+    Attention: _attention,
+    LatentAttention: _latent_attention,
 }
 """What builds the mixer of a layer, by the class of its description."""
 

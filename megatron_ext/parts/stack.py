@@ -19,6 +19,7 @@ from megatron_ext.config.derived.layer_patterns import is_dealt
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.attention.describe import Attention, Rotary, attention_of
 from megatron_ext.parts.experts.describe import Experts, experts_of
+from megatron_ext.parts.latent_attention.describe import latent_attention_of
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.protocol import Part
@@ -97,10 +98,10 @@ class Layer:
 
     @property
     def rotary_table(self) -> tuple[Rotary, int] | None:
-        """What says which table of angles the layer reads: how it rotates, and the size of a head."""
+        """What says which table of angles the layer reads: how it rotates, and channels of what."""
         if not isinstance(self.mixer, Attention) or self.mixer.rotary is None:
             return None
-        return self.mixer.rotary, self.mixer.head_size
+        return self.mixer.rotary, self.mixer.rotary_size
 
     @property
     def blocks(self) -> int:
@@ -212,7 +213,7 @@ def _layer(model: ModelConfig, number: int) -> Layer:
         experts = None
     return Layer(
         number=number,
-        mixer=attention_of(model, final_norm(model), number),
+        mixer=(latent_attention_of if model.multi_latent_attention else attention_of)(model, final_norm(model), number),
         mlp=mlp_of(model, model.ffn_hidden_size) if experts is None else experts_of(model, experts),
         norm=final_norm(model),
         norm_places=model.norm_position,  # pyright: ignore[reportArgumentType]

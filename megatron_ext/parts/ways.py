@@ -103,6 +103,7 @@ WAYS: dict[str, Way] = {
         "--transformer-impl transformer_engine computes attention by Transformer Engine",
         {
             "window": "which was never run with windows here",
+            "latent": "which was never run with latents here",
             "norms after": "whose layers have norms before attention and MLP alone",
             "norms of projections": "whose norms of queries and keys are over single heads",
         },

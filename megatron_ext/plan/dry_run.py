@@ -73,7 +73,8 @@ def _formula(config: Config) -> list[str]:
 
 def _model(config: Config) -> list[str]:
     padding = config.model.padded_vocab_size - config.data.vocab_size
-    total = count(config) - padding * config.model.hidden_size * _vocabulary_matrices(config)
+    matrices = 2 if config.model.untie_embeddings_and_output_weights else 1  # of the vocabulary
+    total = count(config) - padding * config.model.hidden_size * matrices
     return [
         *_experts(config),
         f"parameters           {total:,} ({parameters_without_embeddings(config):,} without embeddings and output)",
@@ -107,10 +108,6 @@ def _mixture(experts: Experts, number: int, of: int) -> str:
     where = f", in {number} of {of} layers" if number < of else ""
     each = f"{experts.top_k} of {experts.count} of width {experts.mlp.width:,}"
     return f"experts              {each} for each token{beside}{where}"
-
-
-def _vocabulary_matrices(config: Config) -> int:
-    return 2 if config.model.untie_embeddings_and_output_weights else 1
 
 
 def _stages(config: Config) -> list[str]:

@@ -323,7 +323,7 @@ class _Estimate:
     def _parts(self, stage: int, part: str) -> float:
         index = ("mixer", "core", "mlp").index(part)
         return sum(
-            stack.total(lambda kind: sum(self.kernels.layer(kind)[index])) for stack in self.shapes.stacks[stage]
+            chunk.total(lambda kind: sum(self.kernels.layer(kind)[index])) for chunk in self.shapes.stacks[stage]
         )
 
     def _hidden_share_of_tensor(self, stage: int) -> float:

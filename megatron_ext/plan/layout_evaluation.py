@@ -90,10 +90,8 @@ def evaluate_config(config: Config, machine: Machine, usable: float) -> Evaluati
 
 def as_candidate(result: Evaluation) -> Candidate:
     """Return the layout as if a search had found it, for what is said of those."""
-    worst, work = (
-        result.worst_stage,
-        Workload(result.config, Shapes(result.config), fused=result.machine.devices.is_gpu),
-    )
+    worst = result.worst_stage
+    work = Workload(result.config, Shapes(result.config), fused=result.machine.devices.is_gpu)
     return Candidate({}, result.config, "as given", "as given", worst, result.stages[worst], work, result.time)
 
 

@@ -31,7 +31,7 @@ class ElementCounts:
     dense: int
     experts: int
     norms: int
-    """Number of elements of the norm weights among them."""
+    """Number of elements of the norm weights among them, and of projections that every rank has whole."""
 
     mixer: int
     """Number of elements of the mixer's matrices."""
@@ -138,10 +138,8 @@ class Shapes:
         """Return the elements that a rank of this stage holds of each of its layers, the largest first."""
         if stage not in self._layer_sizes:
             sizes = {kind: part.dense + part.experts for kind, part in self.layers.items()}
-            of_layers = (
-                sizes[kind] for chunk in self.stacks[stage] for kind, number in chunk.kinds for _ in range(number)
-            )
-            self._layer_sizes[stage] = sorted(of_layers, reverse=True)
+            each = (sizes[kind] for chunk in self.stacks[stage] for kind, number in chunk.kinds for _ in range(number))
+            self._layer_sizes[stage] = sorted(each, reverse=True)
         return self._layer_sizes[stage]
 
     def kinds_of_stage(self, stage: int) -> Counter[Layer]:
@@ -243,6 +241,9 @@ def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, e
         return ElementCounts(0, elements * experts // expert_ranks, 0, 0, 0, matrix)
     if parameter.sequence_parallel and matrix:
         # Whole on every rank of tensor parallelism, which divides its tokens instead.
+        # Their gradients are added over the ranks as those of norms are.
+        if ".self_attention." in parameter.name:
+            return ElementCounts(elements, 0, elements, matrix // tensor, 0, matrix)
         return ElementCounts(elements, 0, 0, 0, matrix // tensor, 0)
     mixer = matrix if ".self_attention." in parameter.name else 0
     norm = elements if "layernorm" in parameter.name else 0

@@ -190,7 +190,7 @@ THE_END = "the end of the run"
 """The phase of a rank that has left."""
 
 
-def whereabouts_of(beat: Mapping[str, Any]) -> str:
+def where(beat: Mapping[str, Any]) -> str:
     """Return where a rank was at a heartbeat."""
     return RankReport(iteration=beat["iteration"], phase=beat["phase"]).whereabouts
 
@@ -211,7 +211,7 @@ def silence_text(beat: Mapping[str, Any], end: str | None, *, stopped: bool) -> 
     if not beat:
         return f"{how}, never heard of"
     name = ProcessName.from_json(beat["process"])
-    return f"{how} (process {name.pid} on {name.host}), last heard of {whereabouts_of(beat)}"
+    return f"{how} (process {name.pid} on {name.host}), last heard of {where(beat)}"
 
 
 def last_words(step: int, cause: str, folder: str | None, *, timeout: float, recorded: bool) -> str:

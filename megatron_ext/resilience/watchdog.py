@@ -30,14 +30,7 @@ from typing import Any, Protocol
 from megatron_ext.durable import only_files
 from megatron_ext.errors import PeerLostError
 from megatron_ext.resilience import exit_record
-from megatron_ext.resilience.hang_diagnosis import (
-    THE_END,
-    RankReport,
-    hang_text,
-    last_words,
-    silence_text,
-    whereabouts_of,
-)
+from megatron_ext.resilience.hang_diagnosis import THE_END, RankReport, hang_text, last_words, silence_text, where
 from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, exit_text, ranks_of_this_machine
 from megatron_ext.resilience.process_end import RunStatus, end_from_thread
 from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Wait
@@ -246,9 +239,7 @@ class Watch:
             if self._board is not None:
                 self._beats |= self._board.beats([rank])
         name, beat = self._names[rank], self._beats[rank]
-        self._ends[rank] = (
-            f"{exit_text(status)} (process {name.pid} on {name.host}), last heard of {whereabouts_of(beat)}"
-        )
+        self._ends[rank] = f"{exit_text(status)} (process {name.pid} on {name.host}), last heard of {where(beat)}"
         lost_another = status is not None and os.waitstatus_to_exitcode(status) == PeerLostError.exit_code
         if beat.get("phase") == THE_END or lost_another or self._closing.is_set():
             return

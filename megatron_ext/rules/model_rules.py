@@ -51,7 +51,7 @@ def head_size_is_whole(config: Config, facts: Facts) -> Iterator[str]:
     """Require a head size: --kv-channels, or a hidden size that divides by the heads."""
     model = config.model
     hidden, heads = model.hidden_size, model.num_attention_heads
-    if positive(hidden, heads) and model.kv_channels is None:
+    if positive(hidden, heads) and model.kv_channels is None and not model.multi_latent_attention:
         working = nearest_multiples(hidden, heads)
         yield (
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use --hidden-size "
@@ -62,7 +62,8 @@ def head_size_is_whole(config: Config, facts: Facts) -> Iterator[str]:
 def rotary_channels_are_even(config: Config, facts: Facts) -> Iterator[str]:
     """Require an even number of rotated channels."""
     model = config.model
-    if model.position_embedding_type != "rope" or not positive(model.kv_channels):
+    of_heads = model.position_embedding_type == "rope" and not model.multi_latent_attention
+    if not of_heads or not positive(model.kv_channels):
         return
     if not 0 < model.rotary_percent <= 1:
         yield f"--rotary-percent {model.rotary_percent:g} is not above 0 and at most 1; use --rotary-percent 1"

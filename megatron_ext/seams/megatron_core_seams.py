@@ -38,8 +38,7 @@ MODEL = (
     ),
     Seam(
         f"{_CORE}.transformer.mlp.MLP.forward",
-        "overridden by a shorter one in inference mode and for SwiGLU on a CPU, which computes what it does without "
-        "fusions, clamps and scales",
+        "overridden by a shorter one, which computes what it does without fusions, clamps and scales",
         ("hidden_states", "per_token_scale"),
     ),
     Seam(
@@ -242,6 +241,17 @@ DATA = (
         "overridden: index files that any process may write and none reads half-written; returns three arrays",
         ("self",),
         (f"{_DATASETS}.gpt_dataset.GPTDataset",),
+    ),
+    Seam(
+        f"{_DATASETS}.gpt_dataset.GPTDataset.__getitem__",
+        "overridden without its masks of padding; returns tokens, labels, loss_mask and position_ids",
+        ("idx",),
+    ),
+    Seam(
+        f"{_DATASETS}.gpt_dataset.GPTDataset._query_document_sample_shuffle_indices",
+        "the tokens of a sample and one more, int64, as the first of three values",
+        ("idx",),
+        (f"{_DATASETS}.gpt_dataset.GPTDataset.__getitem__",),
     ),
     Seam(
         f"{_DATASETS}.gpt_dataset.GPTDataset.build_low_level_dataset",

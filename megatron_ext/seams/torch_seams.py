@@ -47,6 +47,11 @@ TORCH = (
     Seam("torch._ops.OpOverload._schema", "the name and arguments of the operator of a collective"),
     Seam("torch.ops.mkldnn._linear_pointwise", "called for fp32 matrix products on a CPU, where torch has oneDNN"),
     Seam(
+        "torch.ops.aten._softmax_backward_data",
+        "its overload `out` writes the gradient of scores over that of their softmax",
+        ("grad_output", "output", "dim", "input_dtype"),
+    ),
+    Seam(
         f"{_ATTENTION}_for_cpu",
         "called for the log-sum-exp that scaled_dot_product_attention keeps to itself",
         ("query", "key", "value", "dropout_p", "is_causal", "scale"),

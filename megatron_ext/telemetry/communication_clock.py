@@ -189,8 +189,4 @@ def shares(seconds: torch.Tensor) -> dict[str, float] | None:
     communication, idle, whole = seconds.tolist()
     if whole <= 0.0:
         return None
-    return {
-        "compute": (whole - communication - idle) / whole,
-        COMMUNICATION: communication / whole,
-        IDLE: idle / whole,
-    }
+    return {"compute": (whole - communication - idle) / whole, COMMUNICATION: communication / whole, IDLE: idle / whole}

@@ -8,16 +8,7 @@ from megatron_ext.telemetry.metrics import Metrics, SampleMetrics, TaskMetrics, 
 
 # Shown against samples too, as `<tag> vs samples`. The rest is about the machine and shown against iterations only.
 _AGAINST_SAMPLES = frozenset(
-    {
-        "learning-rate",
-        "batch-size",
-        "lm loss",
-        "loss-scale",
-        "world-size",
-        "grad-norm",
-        "num-zeros",
-        "params-norm",
-    }
+    {"learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm", "num-zeros", "params-norm"}
 )
 
 

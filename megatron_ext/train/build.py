@@ -153,11 +153,7 @@ def seed_dropout(config: Config, groups: ProcessGroupCollection) -> None:
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") >> 1
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(
-        seed,
-        tp_rank=groups.tp.rank(),
-        ep_rank=groups.ep.rank(),
-        etp_rank=groups.expt_tp.rank(),
-        force_reset_rng=True,
+        seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank(), force_reset_rng=True
     )
 
 
@@ -178,10 +174,7 @@ def build_loaders(
     from_store = any(is_url(source.name) for one in there for source in one.sources)
 
     def loader(
-        dataset: SampleDataset,
-        micro_batch_size: int,
-        describe: Callable[[int], str],
-        skipped: SkippedSamples = NOTHING,
+        dataset: SampleDataset, micro_batch_size: int, describe: Callable[[int], str], skipped: SkippedSamples = NOTHING
     ) -> BatchLoader:
         return BatchLoader(
             dataset,

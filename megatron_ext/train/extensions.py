@@ -62,10 +62,7 @@ class Extensions:
             if part.name == "callbacks":
                 fits, kind = isinstance(value, Sequence), "a list of callbacks"
             elif part.name == "optimizer":
-                fits, kind = (
-                    isinstance(value, OptimizerTraits),
-                    "OptimizerTraits (config/derived/optimizers.py)",
-                )
+                fits, kind = (isinstance(value, OptimizerTraits), "OptimizerTraits (config/derived/optimizers.py)")
             else:
                 fits, kind = callable(value), "a function"
             if value is not None and not fits:

@@ -268,13 +268,15 @@ def _train(run: "Run", status: RunStatus, extensions: Extensions, ends: ExitStac
     from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
     from megatron_ext.train.trainer import Trainer
 
-    config, history = run.config, History()
+    config, save, history = run.config, run.config.checkpoint.save, History()
     # One rank watches the stop file and tells the others at the end of a step.
     watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launcher.requested_before())
     watched.for_good = not config.layout.elastic
     with (
         watched as signals,
-        StopDeadline(config.training.exit_signal_deadline, signals, status, lambda: _saved(config.checkpoint)),
+        StopDeadline(
+            config.training.exit_signal_deadline, signals, status, lambda: saved_iterations(save) if save else []
+        ),
     ):
         callbacks = [*standard_callbacks(run, signals, status), history, *extensions.made_callbacks()]
         for callback in callbacks:
@@ -329,18 +331,6 @@ def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
             say(f"checkpoint: beginning with the weights of {flags.load_hf}")
 
 
-def _saved(flags: CheckpointConfig) -> list[int]:
-    return [] if flags.save is None else saved_iterations(flags.save)
-
-
-def _check_stop_file(save: str) -> None:
-    path = Path(save) / STOP_FILE
-    if path.is_dir():
-        raise ConfigurationError(
-            f"--save {save} holds a folder named {path.name}, but a file of that name is what stops a run; rename it"
-        )
-
-
 def _record_end(status: RunStatus, iteration: int, stop_reason: str | None) -> None:
     """Leave the record of an end that is no failure, and say why it came before the planned one."""
     how = "done" if stop_reason is None else f"stopped: {stop_reason}"
@@ -368,7 +358,11 @@ def _claim(save: str | None, status: RunStatus) -> None:
     if save is None or status.rank != 0:
         return
     try:
-        _check_stop_file(save)
+        if (Path(save) / STOP_FILE).is_dir():
+            raise ConfigurationError(
+                f"--save {save} holds a folder named {STOP_FILE}, but a file of that name is what stops a run; rename "
+                "it"
+            )
         hold_until_exit(save)
     except TrainingError:
         status.save = None  # it is another's: leave no record there

@@ -27,6 +27,11 @@ LOSS = "loss of every token"
 _IN_A_LAYER = {
     "input_layernorm": False,
     "self_attention.linear_qkv": True,
+    "self_attention.linear_q_proj": True,
+    "self_attention.linear_q_down_proj": False,
+    "self_attention.linear_q_up_proj": True,
+    "self_attention.linear_kv_down_proj": False,
+    "self_attention.linear_kv_up_proj": True,
     "self_attention.core_attention": True,
     "self_attention.linear_proj": False,
     "post_self_attn_layernorm": False,

@@ -25,6 +25,9 @@ _DIVIDED_EXPERTS = (
     f"{_MORE} --num-experts 4 --moe-router-topk 2 {_TP} --sequence-parallel --expert-tensor-parallel-size 2 "
     "--moe-token-dispatcher-type allgather"
 )
+_LATENTS = (
+    "--multi-latent-attention --qk-layernorm --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+)
 RUNS = {
     _TP: 0.005,
     f"{_TP} --sequence-parallel": 0.005,
@@ -34,6 +37,10 @@ RUNS = {
     f"{_CP} --cp-comm-type p2p {_FULL}": 0.005,
     f"{_CP} --cp-comm-type all_gather": 0.005,
     f"{_CP} --cp-comm-type a2a": 0.005,
+    f"{_LATENTS} {_TP}": 0.005,
+    f"{_LATENTS} {_TP} --sequence-parallel": 0.005,
+    f"{_LATENTS} {_TP} --sequence-parallel --sequence-parallel-keep-gathered --q-lora-rank 24": 0.005,
+    f"{_LATENTS} {_CP} --cp-comm-type all_gather": 0.005,
     _PP: 0.005,
     f"{_PP} --num-virtual-stages-per-pipeline-rank 2": 0.005,
     f"{_PP} --recompute-granularity selective --recompute-modules mlp": 0.005,

@@ -36,6 +36,10 @@ FLAGS: dict[str, tuple[int, str]] = {
     "one token": (1, ""),
 }
 NOT_HERE = ("Transformer Engine", "FlashAttention 3")
+_LATENT = (
+    "--group-query-attention=false --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 6"
+)
 PIECES = {
     "plain": "--attention-dropout 0",
     "window": "--window-size 12,0 --attention-dropout 0",
@@ -43,6 +47,9 @@ PIECES = {
     "window beyond the sequence": "--window-size 500,0 --attention-dropout 0",
     "dropout": "--attention-dropout 0.25",
     "window, dropout": "--window-size 12,0 --attention-dropout 0.25",
+    "latent": f"{_LATENT} --attention-dropout 0",
+    "latent, window": f"{_LATENT} --window-size 12,0 --attention-dropout 0",
+    "latent, dropout": f"{_LATENT} --attention-dropout 0.25",
 }
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 _LLAMA = f"{_NO_DROPOUT} --swiglu --normalization RMSNorm --disable-bias-linear"
@@ -52,6 +59,7 @@ PARTS = {
     "norms of heads": f"{_LLAMA} --qk-layernorm",
     "norms after": f"{_LLAMA} --norm-position after --qk-layernorm --qk-layernorm-over projection",
     "windows": f"{_LLAMA} --window-size 12,0 --window-attn-skip-freq 2",
+    "latents": f"{_LLAMA} {_LATENT}",
     "experts": f"{_LLAMA} --num-experts 4",
     "shared experts": f"{_LLAMA} --num-experts 4 --moe-shared-expert-intermediate-size 32",
 }
@@ -94,7 +102,7 @@ def _reference(heads: list[torch.Tensor], window: int | None, ends: list[int], s
     seen = (distance >= 0) & (document[:, None] == document)
     if window is not None:
         seen &= distance < window
-    key, value = (tensor.repeat_interleave(2, 1) for tensor in (key, value))
+    key, value = (tensor.repeat_interleave(query.size(1) // key.size(1), 1) for tensor in (key, value))
     return (query @ key.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ value
 
 
@@ -112,7 +120,12 @@ def _difference(way: str, piece: str) -> float:
     config = _config(way, piece)
     described = layers(config)[0].attention
     generator = torch.Generator().manual_seed(1)
-    shapes = (2, 8, LENGTH, 8), (2, 4, LENGTH, 8), (2, 4, LENGTH, 8), (2, 8, LENGTH, 8)
+    queries, groups, size, of_value = (
+        *(described.query_heads, described.groups),
+        *(described.head_size, described.value_head_size),
+    )
+    each = (queries, size), (groups, size), (groups, of_value), (queries, of_value)
+    shapes = [(2, number, LENGTH, channels) for number, channels in each]
     *heads, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     for tensor in heads:
         tensor.requires_grad_()

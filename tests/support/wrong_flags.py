@@ -556,12 +556,12 @@ WRONG = [
 
 UNREADABLE: dict[str, str] = {
     "A misspelt flag": "--tensor-parallel-model-size 2",
-    "A flag of Megatron that is not supported": "--multi-latent-attention",
+    "A flag of Megatron that is not supported": "--mla-down-proj-fusion",
     "A value of the wrong type": "--hidden-size wide",
     "A data path that does not exist": (
         "--mock-data=false --vocab-size 257 --tokenizer-type ByteTokenizer --data-path nowhere/corpus"
     ),
-    "An unreadable value next to a wrong one": "--hiden-size 4 --multi-latent-attention --min-lr 1",
+    "An unreadable value next to a wrong one": "--hiden-size 4 --mla-down-proj-fusion --min-lr 1",
 }
 
 SEVERAL = "--world-size 3 --tensor-model-parallel-size 2 --min-lr 1 --keep-last-checkpoints 2 --swiglu --openai-gelu"

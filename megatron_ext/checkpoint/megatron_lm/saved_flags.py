@@ -57,6 +57,9 @@ def model_flags(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of the model under our names, where they are given and had an effect."""
     was = {name: args.get(_ARGUMENT_NAMES.get(name, name)) for name in args.keys() | _ARGUMENT_NAMES.keys()}
     was["disable_bias_linear"] = not args["add_bias_linear"] if "add_bias_linear" in args else None
+    if was.get("multi_latent_attention"):
+        # Its heads have sizes of their own, and its configuration a kind of rotation.
+        was |= {"kv_channels": None, "rope_type": was.get("rope_type") or "yarn"}
     for name in layer_patterns.FIELDS:
         if was.get(name) is not None:
             was[name] = _as_typed(name, was[name])

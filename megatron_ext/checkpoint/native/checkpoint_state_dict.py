@@ -229,8 +229,8 @@ def rng_grid(run: Saveable) -> list[int]:
 
 def _rng_state(run: Saveable) -> ShardedObject:
     coordinates = (run.groups.pp.rank(), run.groups.dp_cp.rank(), run.groups.tp.rank())
-    tracked = {name: state.clone() for name, state in random_tracker().get_states().items()}
-    state = {"dropout": run.device.rng_state(), "tracker": tracked}
+    # The engine gives a generator a new tensor whenever it has drawn: these stay as they are.
+    state = {"dropout": run.device.rng_state(), "tracker": random_tracker().get_states()}
     return ShardedObject("rng_state", state, tuple(rng_grid(run)), coordinates)
 
 

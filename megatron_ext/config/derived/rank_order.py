@@ -56,13 +56,11 @@ def _place(
     return first, second, replica, stage
 
 
-def rank_of(layout: LayoutConfig, position: Coordinates) -> int:
+def rank_of(layout: LayoutConfig, at: Coordinates) -> int:
     """Return the rank at a place: the inverse of `coordinates`."""
     sizes = axis_sizes(layout)
-    outer = (
-        position.dp * sizes.pp + position.pp if layout.use_tp_pp_dp_mapping else position.pp * sizes.dp + position.dp
-    )
-    return position.tp + sizes.tp * (position.cp + sizes.cp * outer)
+    outer = at.dp * sizes.pp + at.pp if layout.use_tp_pp_dp_mapping else at.pp * sizes.dp + at.dp
+    return at.tp + sizes.tp * (at.cp + sizes.cp * outer)
 
 
 def groups(layout: LayoutConfig, axis: Axis) -> list[list[int]]:

@@ -8,6 +8,7 @@ A flag is dropped only where what is trained and what is kept are the same with 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_ext.config.derived.attention_flags import LATENT_FLAGS
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION
 from megatron_ext.config.derived.sharding import given_schemes
 from megatron_ext.config.parse.options import flag_of, options_by_name
@@ -46,8 +47,8 @@ def _drop_parts_of_experts(left: dict[str, Any]) -> list[str]:
         if left.get("recompute_granularity") == "selective":
             del left["recompute_granularity"]
     return [
-        f"--recompute-modules {' '.join(dropped)} changes nothing here: what experts keep for the backward pass stays "
-        "on the device; --recompute-granularity full saves that memory"
+        f"--recompute-modules {' '.join(dropped)} changes nothing here: what experts and latents keep for the backward "
+        "pass stays on the device; --recompute-granularity full saves that memory"
     ]
 
 
@@ -64,6 +65,11 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("recompute_method", "recompute_num_layers"):
             if name in values:
                 yield name, "without --recompute-granularity nothing is recomputed"
+    if not values.get("multi_latent_attention"):
+        # That of YaRN is refused: it would change what is trained.
+        for name in LATENT_FLAGS:
+            if name in values and name != "rope_type":
+                yield name, "without --multi-latent-attention there are no latents"
     yield from _of_other_tokenizers(values)
     yield from _of_experts(values)
     for name in ("save_interval", "exit_interval", "exit_duration_in_mins"):

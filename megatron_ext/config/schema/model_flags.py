@@ -95,6 +95,72 @@ class ModelConfig:
     rope_scaling_original_max_position_embeddings: int = option(
         8192, "Context length that the model had before the stretch.", resume="function", at_least=1
     )
+    multi_latent_attention: bool = option(
+        False,
+        "Multi-head latent attention: keys and values of all heads out of one small vector of each token.",
+        resume="shape",
+        needs={
+            True: [
+                Need("position_embedding_type", "rope", "rotary positions"),
+                Need("rotary_percent", 1.0, "all of --qk-pos-emb-head-dim rotated"),
+                Need("rotary_interleaved", False, "its own rotation, of neighbouring channels"),
+                Need("use_rope_scaling", False, "--rope-type yarn to stretch the frequencies"),
+                Need("group_query_attention", False, "keys and values of its own for every head"),
+                Need("add_qkv_bias", False, "projections without bias"),
+                Need("qk_layernorm_over", "head", "norms over its latents"),
+                Need("qk_layernorm_place", "before", "norms over its latents"),
+            ]
+        },
+    )
+    q_lora_rank: int | None = option(
+        None,
+        "Channels that a token's queries are made of with --multi-latent-attention; default: they are projected at "
+        "once.",
+        resume="shape",
+        at_least=1,
+    )
+    kv_lora_rank: int = option(
+        32, "Channels that a token's keys and values are made of there.", resume="shape", at_least=1
+    )
+    qk_head_dim: int = option(
+        128, "Channels of a query or key head there that are not rotated.", resume="shape", at_least=1
+    )
+    qk_pos_emb_head_dim: int = option(
+        64,
+        "Channels of a query or key head there that are; all heads share those of the key.",
+        resume="shape",
+        at_least=1,
+    )
+    v_head_dim: int = option(128, "Channels of a value head there.", resume="shape", at_least=1)
+    rope_type: str | None = option(
+        None,
+        "How rotary frequencies are stretched: not at all, or by YaRN; default yarn with --multi-latent-attention.",
+        resume="function",
+        choices=("rope", "yarn"),
+        needs={"yarn": [Need("multi_latent_attention", True, "latent attention")]},
+    )
+    rotary_scaling_factor: float = option(1.0, "How far YaRN stretches the context.", resume="function", at_least=1)
+    original_max_position_embeddings: int = option(
+        4096, "Context length that the model had before YaRN.", resume="function", at_least=1
+    )
+    beta_fast: float = option(
+        32.0,
+        "Channels that turn more often than this in that context are left alone by YaRN.",
+        resume="function",
+        positive=True,
+    )
+    beta_slow: float = option(
+        1.0, "Channels that turn less often than this are stretched in full by YaRN.", resume="function", positive=True
+    )
+    mscale: float = option(
+        1.0, "How much YaRN lengthens rotated channels: 0.1 x this x ln(factor) + 1.", resume="function", at_least=0
+    )
+    mscale_all_dim: float = option(
+        0.0,
+        "How much of that goes to the scores of all channels instead, by its square.",
+        resume="function",
+        at_least=0,
+    )
     swiglu: bool = option(False, "SwiGLU activation in the MLP (gate x SiLU).", resume="shape")
     geglu: bool = option(
         False, "GeGLU activation in the MLP (gate x GELU), with --openai-gelu in its tanh form.", resume="shape"

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.data.packing import Documents
+from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.packed import attend_window
 
 Project = Callable[[torch.Tensor], torch.Tensor]
@@ -52,6 +53,18 @@ class WholeSequences(Sequences):
         self._last_layer: int | None = None
         self._is_narrow = False
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether this pass is over one token of each row, after what is kept."""
+        return False
+
+    def keep(self, layer_number: int, latents_B1SD: torch.Tensor, rank: int) -> None:
+        """Keep what one layer's keys and values are made of, if anything is kept.
+
+        Args:
+            latents_B1SD: one key head for all query heads; its first `rank` channels are the values.
+        """
+
     def begin(self, last_layer: int | None) -> None:
         """Begin the pass through a model chunk.
 
@@ -72,13 +85,14 @@ class WholeSequences(Sequences):
         Args:
             heads: queries [B, H, S, D], keys and values [B, G, S, D].
         """
-        query_BHSD, key_BGSD, _ = heads
+        query_BHSD, _, value_BGSV = heads
         if window is not None and window < query_BHSD.size(2):
             context = attend_window(*heads, query_BHSD.size(-1) ** -0.5 if scale is None else scale, window)
         else:
-            grouped = query_BHSD.size(1) != key_BGSD.size(1)
-            context = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=grouped)
-        return context.permute(2, 0, 1, 3).flatten(2)
+            query, key, value = widened(*heads)
+            grouped = query.size(1) != key.size(1)
+            context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return context[..., : value_BGSV.size(-1)].permute(2, 0, 1, 3).flatten(2)
 
     def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
         """Return the states as they are, or in the model's last layer those of `wanted` alone, [N, 1, hidden]."""
@@ -124,7 +138,8 @@ class TextsInARow(WholeSequences):
 
 
 class KeyValueCache(WholeSequences):
-    """Keeps keys and values of every layer of this rank: 2 x layers x B x G x D x `positions` numbers, and no more.
+    """Keeps keys and values of every layer of this rank: 2 x layers x B x G x D x `positions` numbers, and no more; of
+    latent attention its latents (`keep`).
 
     The first pass takes the prompts, each further one the next token of every row (`advance`).
 
@@ -152,6 +167,16 @@ class KeyValueCache(WholeSequences):
             zeros = torch.zeros(unseen_BT.shape, device=device)
             self._unseen_B11T = zeros.masked_fill_(unseen_BT, -torch.inf)[:, None, None]
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether this pass is over one token of each row, after what is kept."""
+        return not self._is_first
+
+    def keep(self, layer_number: int, latents_B1SD: torch.Tensor, rank: int) -> None:
+        """Keep latents in place of keys and values: `positions` x D numbers of a row. The values are part of them."""
+        kept = self._begun(latents_B1SD)
+        self._kept[layer_number] = kept, kept[..., :rank]
+
     def advance(self) -> torch.Tensor:
         """Prepare a pass over one token of each row, and return its positions, int64 [B, 1]."""
         assert self._length < self.positions, "the cache was made for fewer positions"
@@ -167,7 +192,8 @@ class KeyValueCache(WholeSequences):
         """Keep the keys and values of this pass, and return the context of one layer, [S, B, H x D]."""
         query_BHSD, key_BGSD, value_BGSD = heads
         if self._is_first:
-            self._kept[layer_number] = self._begun(key_BGSD), self._begun(value_BGSD)
+            if layer_number not in self._kept:
+                self._kept[layer_number] = self._begun(key_BGSD), self._begun(value_BGSD)
             return super().attend(layer_number, *heads, scale=scale, window=window)
         first = 0 if window is None else max(0, self._length - window)
         keys_BGTD, values_BGTD = (kept[:, :, first : self._length] for kept in self._kept[layer_number])

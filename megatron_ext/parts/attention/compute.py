@@ -18,9 +18,11 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.data.packing import Documents
 from megatron_ext.parts.attention import context_parallel
+from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.cached import Sequences
 from megatron_ext.parts.attention.packed import attend_documents, attend_window
 from megatron_ext.parts.attention.rope import TokenAngles, rotate, split_and_rotate
+from megatron_ext.parts.attention.short import attend_short, takes
 
 _ALL = slice(None)
 
@@ -55,7 +57,7 @@ class CausalSelfAttention(SelfAttention):
         core: Any = self.core_attention
         attend = core if packed_seq_params is None else packed_seq_params.attention(core, self.layer_number)
         heads_BHSD = self._heads(hidden_states, rotary_pos_emb)
-        reads_views = isinstance(core, SDPAttention) and packed_seq_params is None and core.reads_views(heads_BHSD[1])
+        reads_views = isinstance(core, SDPAttention) and packed_seq_params is None and core.reads_views(heads_BHSD)
         if heads_BHSD[0].size(2) > 1 and not reads_views:
             # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
             heads_BHSD = tuple(head.contiguous() for head in heads_BHSD)
@@ -74,9 +76,11 @@ class CausalSelfAttention(SelfAttention):
         written = table is not None or hidden_states.device.type == "cpu"
         one_token = isinstance(table, TokenAngles)
         if written and not one_token and self._splits_at_once and not torch.compiler.is_compiling():
-            mixed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
-            per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
-            return split_and_rotate(mixed[0], per_group, table, interleaved=interleaved)
+            product: Any = self.linear_qkv
+            mixed, groups = product(hidden_states)[0], self.num_query_groups_per_partition
+            per_group = self.num_attention_heads_per_partition // groups
+            mixed_SBGM = mixed.view(*mixed.shape[:-1], groups, -1)
+            return split_and_rotate(mixed_SBGM, per_group, table, interleaved=interleaved)
         heads_SBHD: Any = self.get_query_key_value_tensors(hidden_states)
         if isinstance(table, TokenAngles):
             heads_SBHD, table = (*table.turned(*heads_SBHD[:2]), heads_SBHD[2]), None
@@ -128,11 +132,15 @@ class SDPAttention(torch.nn.Module):
         # Under sequence parallelism the whole block already draws from this rank's own generator.
         self.fork_generator = not config.sequence_parallel
 
-    def reads_views(self, key_BGSD: torch.Tensor) -> bool:
-        """Return whether heads of whole sequences may lie in any order: a GPU's kernels read rows of channels that
-        begin at multiples of 16 bytes wherever they are."""
-        aligned = key_BGSD.size(-1) * key_BGSD.element_size() % 16 == 0
-        return key_BGSD.device.type == "cuda" and aligned and self._is_whole(None)
+    def reads_views(self, heads_BHSD: tuple[torch.Tensor, ...]) -> bool:
+        """Return whether heads of whole sequences stay as they lie. A GPU's kernels read rows of channels that begin at
+        multiples of 16 bytes; a CPU reads any, and views of one product keep no more memory than copies."""
+        query, key, value = heads_BHSD
+        if key.device.type == "cuda":
+            return self._is_whole(None) and key.size(-1) * key.element_size() % 16 == 0
+        if torch.compiler.is_compiling() or not self._is_whole(None):
+            return False
+        return query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
 
     def _is_whole(self, documents: Documents | None) -> bool:
         return documents is None and self.cp_group is None and self.window is None
@@ -156,15 +164,22 @@ class SDPAttention(torch.nn.Module):
         return context_BHSV.permute(2, 0, 1, 3).flatten(2)
 
     def _whole(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            query_BHSD,
-            key_BGSD,
-            value_BGSV,
+        if takes(query_BHSD, self.dropout):
+            scale = self.softmax_scale or 1.0 / math.sqrt(query_BHSD.size(-1))
+            return attend_short(query_BHSD, key_BGSD, value_BGSV, scale)
+        # Most of torch's kernels know one size of heads alone, and the others hold all scores.
+        query, key, value = widened(query_BHSD, key_BGSD, value_BGSV)
+        context = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
             scale=self.softmax_scale,
-            enable_gqa=query_BHSD.size(1) != key_BGSD.size(1),
+            enable_gqa=query.size(1) != key.size(1),
         )
+        channels = value_BGSV.size(-1)
+        return context if channels == context.size(-1) else context[..., :channels]
 
     @torch.compiler.disable
     def _divided(

@@ -150,14 +150,10 @@ def _samples(run: Run, guilty: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for sample in row["samples"]:
             if sample in run.loaders.skipped:
                 continue
-            described = {
-                "sample": sample,
-                "loss_of_microbatch": row["losses"][0],
-                "from": describe_sample(train, sample),
-            }
+            entry = {"sample": sample, "loss_of_microbatch": row["losses"][0], "from": describe_sample(train, sample)}
             if len(rows) < _TEXTS:
-                described["text"] = tokenizer.decode([int(token) for token in train[sample]["tokens"]])
-            rows.append(described)
+                entry["text"] = tokenizer.decode([int(token) for token in train[sample]["tokens"]])
+            rows.append(entry)
     return rows
 
 

@@ -65,9 +65,7 @@ class Stopping(Callback):
         if votes is not None:
             return (_OTHERWISE if votes.otherwise else _BY_SIGTERM if votes.by_sigterm else 0), votes.overdue > 0
         seen = torch.tensor(
-            [self._asked(), self._is_overdue()],
-            dtype=torch.int32,
-            device=trainer.run.device.torch_device,
+            [self._asked(), self._is_overdue()], dtype=torch.int32, device=trainer.run.device.torch_device
         )
         if trainer.run.world_size > 1:
             torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)

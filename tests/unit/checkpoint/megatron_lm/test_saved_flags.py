@@ -88,6 +88,13 @@ def test_the_model_under_our_names() -> None:
     assert saved_flags.model_flags({}) == {"norm_epsilon": None, "disable_bias_linear": None}
 
 
+def test_latent_attention_has_heads_and_a_rotation_of_its_own() -> None:
+    found = saved_flags.model_flags({"multi_latent_attention": True, "kv_channels": 16, "rope_type": None})
+    assert (found["kv_channels"], found["rope_type"]) == (None, "yarn")
+    assert saved_flags.model_flags({"multi_latent_attention": True, "rope_type": "rope"})["rope_type"] == "rope"
+    assert saved_flags.model_flags({"multi_latent_attention": False, "kv_channels": 16})["kv_channels"] == 16
+
+
 def test_windows_and_patterns_over_layers_under_our_names() -> None:
     given = {"window_size": (4095, 0), "window_attn_skip_freq": 4, "no_rope_freq": [0, 1], "moe_layer_freq": [0, 1, 1]}
     written = {"window_size": "4095,0", "window_attn_skip_freq": "4", "no_rope_freq": "[0,1]"}

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import Kept, Save, save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import StorageError
+from megatron_ext.parts.layer import PreNormLayer
 from tests.support.checkpoints import FLAGS, train, trained_alone
 from tests.support.run_state import state_hash
 
@@ -73,6 +75,27 @@ def test_a_loaded_run_goes_on_as_the_saved_one_did(words: str, background: bool,
     )
     assert checkpoint_manifest.problems(path, files) == []
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000001", "iter_0000003", TRACKER]
+
+
+class Counting(PreNormLayer):
+    """Counts its passes in a buffer that is another tensor after each."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        self.passes = self.passes + 1
+        return super().forward(*arguments, **named)
+
+
+def test_a_buffer_that_a_layer_replaces_is_saved_as_it_is_then(tmp_path: Path) -> None:
+    run, kept = trained_alone(FLAGS, layer_spec=lambda spec, _: replace(spec, module=Counting)), Kept()
+    for steps in (1, 2):
+        train(run, steps)
+        path = Save(run, tmp_path, background=True, kept=kept).finish()
+        passes = run.state.iteration * 2  # microbatches of a step
+        assert Tensors(path).read("decoder.layers.passes").unique().tolist() == [passes]
 
 
 def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

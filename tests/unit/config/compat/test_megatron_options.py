@@ -69,6 +69,10 @@ OUR_OWN = {
     "--residual-multiplier",
     "--logits-multiplier",
     "--softmax-scale",
+    # Fields of its configuration of latent attention that its command line cannot set.
+    "--original-max-position-embeddings",
+    "--beta-fast",
+    "--beta-slow",
     "--torch-fsdp2-cpu-offload",
     "--check-replicated-weights-interval",
     # megatron-core hard-codes these three for Llama 3.1.
