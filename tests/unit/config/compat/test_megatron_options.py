@@ -162,7 +162,6 @@ def test_a_value_that_passes_silently_is_megatrons_default_or_asks_for_nothing()
         "--expert-tensor-parallel-size": "1",  # as the tensor-parallel size that a model without experts has
         "--recompute-modules": "core_attn",  # what selective recomputation covers
         "--rope-type": "rope",
-        "--rotary-seq-len-interpolation-factor": "1",  # positions as they are
         "--dataloader-type": "single",
         "--moe-router-topk-scaling-factor": "1.0",
         "--moe-router-num-groups": "1",  # all experts are in it
