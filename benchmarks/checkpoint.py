@@ -34,7 +34,7 @@ def measure(flags: list[str], folder: str, turns: int) -> dict[str, float]:
     import torch
 
     from megatron_ext import device
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import Kept, Save, save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

@@ -77,7 +77,7 @@ def first_batch(prefix: str, order: str, samples: int, seq_length: int, imports:
 
         device.install("cpu")
         importlib.import_module("megatron_ext.data.loader")
-        importlib.import_module("megatron_ext.data.shuffled" if order == "shuffled" else "torch")
+        importlib.import_module("megatron_ext.data.shuffled_order" if order == "shuffled" else "torch")
         if imports == "all":
             for module in ("build", "trainer", "datasets", "callbacks.standard", "callbacks.memory_history"):
                 importlib.import_module(f"megatron_ext.train.{module}")

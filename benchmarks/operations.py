@@ -115,7 +115,7 @@ def _names(pair: Measured) -> list[str]:
 def _least_bytes(tokens: int, width: int, chunks: tuple[int, ...]) -> dict[str, int]:
     """Return the least memory of each fused contestant."""
     from benchmarks.operation_pairs import chunked_name, head_bytes
-    from megatron_ext.config.derived.batch import LOSS_CHUNKS
+    from megatron_ext.config.derived.batch_size import LOSS_CHUNKS
 
     sizes = {"fused": LOSS_CHUNKS["cpu"], **{chunked_name(chunk): chunk for chunk in chunks}}
     return {which: head_bytes(tokens, width, chunk) for which, chunk in sizes.items()}

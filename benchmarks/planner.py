@@ -30,10 +30,10 @@ from megatron_ext.config.resolve import Facts, resolve  # noqa: E402
 from megatron_ext.config.schema import Config  # noqa: E402
 from megatron_ext.plan.calibrate import believed  # noqa: E402
 from megatron_ext.plan.estimate import step_time, time_of  # noqa: E402
-from megatron_ext.plan.evaluation import evaluate_config  # noqa: E402
 from megatron_ext.plan.hardware import PROGRAMS_DIFFER, RUNS_DIFFER, TABLE, Constants, Machine, hardware  # noqa: E402  # noqa: E402
-from megatron_ext.plan.question import placeholders  # noqa: E402
-from megatron_ext.plan.shapes import Shapes  # noqa: E402
+from megatron_ext.plan.layout_evaluation import evaluate_config  # noqa: E402
+from megatron_ext.plan.search_input import placeholders  # noqa: E402
+from megatron_ext.plan.stage_parameters import Shapes  # noqa: E402
 from megatron_ext.plan.workload import Workload  # noqa: E402
 
 RUNS = ROOT / "tests/golden/published_runs.jsonl"

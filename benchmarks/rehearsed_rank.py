@@ -21,10 +21,10 @@ from torch.distributed.distributed_c10d import _world
 from benchmarks.rehearsal_meter import Meter, Phase
 from benchmarks.rehearsed_world import Objects, played
 from megatron_ext import device
-from megatron_ext.checkpoint.native import contents, save
-from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.checkpoint.native import checkpoint_state_dict, save
+from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.schema import Config
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.model import initialize
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
@@ -119,9 +119,9 @@ def _rehearse(flags: Sequence[str], objects: Objects, meter: Meter, plans: bool)
     run = _Run(config, here, groups, sharding, wrapped, optimizer, torch.distributed.get_rank(), data_record=record)
     # What is counted or pickled, such as the number of updates and random states, must be real.
     with meter.phase("checkpoint: what this rank saves"), run.gathered_parameters():
-        taken = contents.take(run, save.as_it_is)
+        taken = checkpoint_state_dict.take(run, save.as_it_is)
         with fakes:
-            state_dict = contents.to_save(taken, IN_PLACE)
+            state_dict = checkpoint_state_dict.to_save(taken, IN_PLACE)
     if plans:
         with meter.phase("checkpoint: plan"):
             _plan(state_dict)

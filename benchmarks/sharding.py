@@ -124,7 +124,7 @@ def count_on_this_rank(flags: list[str], sabotage: Any = None) -> Count:
     from benchmarks.memory import bytes_per_rank
     from benchmarks.traffic import Traffic
     from megatron_ext import device
-    from megatron_ext.plan.shapes import Shapes
+    from megatron_ext.plan.stage_parameters import Shapes
     from megatron_ext.plan.state_bytes import state_bytes
     from megatron_ext.plan.traffic import sent
     from megatron_ext.train.build import build_run

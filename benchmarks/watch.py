@@ -64,8 +64,8 @@ def seconds_of_a_collective() -> dict[str, float]:
 
     from megatron_ext.device.cpu import CpuDevice
     from megatron_ext.resilience.progress import Progress
-    from megatron_ext.telemetry.communication import CommunicationClock
-    from megatron_ext.train.watching import OperationMarks
+    from megatron_ext.telemetry.communication_clock import CommunicationClock
+    from megatron_ext.train.start_watchdog import OperationMarks
 
     work = Work()
     torch.distributed.init_process_group("gloo")
@@ -95,9 +95,9 @@ def heartbeat() -> float:
 
     from megatron_ext import device
     from megatron_ext.parallel import rendezvous
-    from megatron_ext.resilience.board import Board
     from megatron_ext.resilience.process_end import RunStatus
-    from megatron_ext.resilience.watch import Watch
+    from megatron_ext.resilience.rank_reports import Board
+    from megatron_ext.resilience.watchdog import Watch
 
     device.install("cpu")
     store, rank, ranks = rendezvous.meet(timedelta(seconds=60))
@@ -122,7 +122,7 @@ def _seconds_of(threads: Iterable[threading.Thread]) -> float:
 def data_check(file: str, blocks: int, size: int) -> float:
     """Return processor seconds per second of a rank that does nothing but compare data with its checksums."""
     from megatron_ext import environment
-    from megatron_ext.data.checksums import BackgroundCheck, Block
+    from megatron_ext.data.data_manifest import BackgroundCheck, Block
 
     found = [Block(file, number * size, size, f"{0:08x}") for number in range(blocks)]  # compared at the block's end
     check = BackgroundCheck(found, processes=environment.local_world_size())
@@ -143,7 +143,7 @@ def training(steps: int) -> dict[str, float]:
 
     from megatron_ext.resilience.process_end import RunStatus
     from megatron_ext.train.callbacks import replicas
-    from megatron_ext.train.callbacks.stragglers import Stragglers
+    from megatron_ext.train.callbacks.straggler_report import Stragglers
     from megatron_ext.train.trainer import Trainer
 
     status = RunStatus(rank=int(os.environ["RANK"]))

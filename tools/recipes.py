@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import yaml
 
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.config.derived.batch import training_steps
+from megatron_ext.config.derived.batch_size import training_steps
 from megatron_ext.config.derived.sharding import FLAGS
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError

@@ -66,10 +66,10 @@ def parallel_layer() -> type:
     with parameters of its own. The engine is there when it is called, and not yet when this file is imported."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-    from megatron_ext.parts.layer import PreNormLayer
+    from megatron_ext.parts.layer import ResidualLayer
     from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 
-    class ParallelLayer(PreNormLayer):
+    class ParallelLayer(ResidualLayer):
         """A layer whose MLP does not see what its attention adds, next to a narrow one of WIDTH channels.
 
         Tensor-parallel ranks divide the channels of the narrow one; `layer_parameters` says so.

@@ -96,7 +96,7 @@ def _check_tokenizer(folder: Path, config, tokenizer) -> None:
 
 
 def _verify(source, path: Path, dtype) -> None:
-    from megatron_ext.verify.huggingface import compare_logits
+    from megatron_ext.verify.exported_model import compare_logits
 
     agreement = compare_logits(source, path, dtype)
     summary = (
@@ -109,7 +109,7 @@ def _verify(source, path: Path, dtype) -> None:
 
 
 def _check_loss(source, path: Path, dtype, prefix: str, samples: int) -> None:
-    from megatron_ext.verify.huggingface import compare_losses
+    from megatron_ext.verify.exported_model import compare_losses
 
     agreement = compare_losses(source, path, dtype, prefix, samples)
     summary = (

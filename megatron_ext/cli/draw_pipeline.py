@@ -19,8 +19,8 @@ from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import resolve
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
-from megatron_ext.plan.preview import equal_stages, preview
-from megatron_ext.plan.question import question
+from megatron_ext.plan.search_input import question
+from megatron_ext.plan.simulated_timeline import equal_stages, preview
 from megatron_ext.plan.timeline import COLOURS, Timeline, as_text, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
 from megatron_ext.rules.validate import problems

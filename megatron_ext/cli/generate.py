@@ -134,7 +134,7 @@ def _answered(leader: "Leader", prompts: list[str], options: Any, sampling: "Sam
 
 
 def _prompts(options: Any) -> list[str]:
-    from megatron_ext.inference.files import lines_of, read_prompts
+    from megatron_ext.inference.task_files import lines_of, read_prompts
 
     if options.prompts is not None:
         return options.prompts

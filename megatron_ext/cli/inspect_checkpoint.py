@@ -12,8 +12,13 @@ two differ. Nothing in a checkpoint is run.
 import time
 from pathlib import Path
 
-from megatron_ext.checkpoint.native import manifest
-from megatron_ext.checkpoint.native.folder import checkpoint_at, find_latest, iteration_folder, saved_iterations
+from megatron_ext.checkpoint.native import checkpoint_manifest
+from megatron_ext.checkpoint.native.checkpoint_folder import (
+    checkpoint_at,
+    find_latest,
+    iteration_folder,
+    saved_iterations,
+)
 from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.terminal import say, warn
@@ -46,7 +51,7 @@ def list_checkpoints(folder: Path) -> int:
         size = sum(entry.stat().st_size for entry in files) / 1e9
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / "metadata.json").stat().st_mtime))
         star = "*" if path == latest.path else " "
-        kept = "manifest" if (path / manifest.MANIFEST).exists() else "no manifest"
+        kept = "manifest" if (path / checkpoint_manifest.MANIFEST).exists() else "no manifest"
         say(f"{star} {path.name}  {size:10.3f} GB  {len(files):5d} files  {when}  {kept}")
     return 0
 
@@ -74,12 +79,12 @@ def verify(path: Path) -> int:
     checkpoint = _checkpoint(path)
     started = time.perf_counter()
     try:
-        files = manifest.read(checkpoint)
+        files = checkpoint_manifest.read(checkpoint)
     except ValueError as error:
         raise DataError(f"{checkpoint}: {error}") from None
     if files is None:
         raise DataError(f"{checkpoint} has no manifest: whether it is damaged cannot be told")
-    problems = manifest.problems(checkpoint, files)
+    problems = checkpoint_manifest.problems(checkpoint, files)
     if problems:
         raise DataError(f"{checkpoint} is damaged: {'; '.join(problems)}")
     size, seconds = sum(entry["bytes"] for entry in files.values()) / 1e9, time.perf_counter() - started

@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.commandline import ToolParser
-from megatron_ext.config.schema.data import DataConfig
-from megatron_ext.data.checksums import first_damage, judge, known_blocks, made_with
+from megatron_ext.config.schema.data_flags import DataConfig
+from megatron_ext.data.data_manifest import first_damage, judge, known_blocks, made_with
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids, open_index, token_count
 from megatron_ext.data.mask import Mask
 from megatron_ext.data.stored import exists, open_bin
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.terminal import printable, say, warn
-from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
-from megatron_ext.tokenizer.protocol import Tokenizer
-from megatron_ext.tokenizer.record import describe_tokenizer
+from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
+from megatron_ext.tokenizer.tokenizer_record import describe_tokenizer
 from megatron_ext.train.configure import configure
 
 _BLOCK = 1 << 20

@@ -13,7 +13,7 @@ from megatron_ext import device
 from megatron_ext.commandline import ToolParser, split_at_dashes
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import say
-from megatron_ext.verify.proof import Comparison, Proof, comparison, prove
+from megatron_ext.verify.first_difference import Comparison, Proof, comparison, prove
 
 
 def main(argv: list[str]) -> int:

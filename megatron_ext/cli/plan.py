@@ -26,14 +26,14 @@ from megatron_ext.config.parse.options import flag_of
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families.hf_config import read_hf_config
 from megatron_ext.gc_freeze import nothing_collected
-from megatron_ext.plan import evaluation, limits
-from megatron_ext.plan import presentation as report
+from megatron_ext.plan import bottlenecks, layout_evaluation
+from megatron_ext.plan import plan_report as report
 from megatron_ext.plan.calibrate import corrected, read_metrics, saved_values
-from megatron_ext.plan.choices import flags
 from megatron_ext.plan.dry_run import USABLE
 from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
-from megatron_ext.plan.question import placeholders, question
+from megatron_ext.plan.layout_choices import flags
 from megatron_ext.plan.search import Candidate, Question, fewest_ranks, search, simpler_layouts, with_offloads
+from megatron_ext.plan.search_input import placeholders, question
 from megatron_ext.plan.sensitivity import alternatives, hinges, with_short_gradients
 from megatron_ext.terminal import say
 from megatron_ext.train.configure import gather_facts
@@ -116,14 +116,14 @@ def _calibrated(options: argparse.Namespace, asked: Question) -> Machine:
 
 def _evaluate(options: argparse.Namespace, asked: Question) -> int:
     """Print what the layout given takes and needs."""
-    evaluated = evaluation.evaluate(asked)
+    evaluated = layout_evaluation.evaluate(asked)
     if isinstance(evaluated, list):
-        _write_json(options, evaluation.refusal_as_json(asked.world_size, asked.machine, evaluated))
+        _write_json(options, layout_evaluation.refusal_as_json(asked.world_size, asked.machine, evaluated))
         raise ConfigurationError(evaluated)
-    limits_json, limits_lines = _limits(options, asked, [evaluation.as_candidate(evaluated)])
-    _write_json(options, evaluation.as_json(evaluated) | limits_json)
+    limits_json, limits_lines = _limits(options, asked, [layout_evaluation.as_candidate(evaluated)])
+    _write_json(options, layout_evaluation.as_json(evaluated) | limits_json)
     if not _is_stdout(options):
-        say("\n".join([*evaluation.as_text(evaluated), *limits_lines]))
+        say("\n".join([*layout_evaluation.as_text(evaluated), *limits_lines]))
     return 0
 
 
@@ -169,8 +169,8 @@ def _limits(
     """Return what --limits says of the first layout, for --json and in words; nothing without the flag or a layout."""
     if not options.limits or not best:
         return {}, []
-    parts = limits.limits(asked, best, searched=not options.evaluate)
-    return {"limits": [asdict(part) for part in parts]}, ["", *limits.table(parts, best)]
+    parts = bottlenecks.limits(asked, best, searched=not options.evaluate)
+    return {"limits": [asdict(part) for part in parts]}, ["", *bottlenecks.table(parts, best)]
 
 
 def _write_json(options: argparse.Namespace, content: dict[str, Any]) -> None:

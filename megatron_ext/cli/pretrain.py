@@ -35,7 +35,7 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
     if not _is_needed(argv):
         return 0
     from megatron_ext.config.derived.lr_scale import scaling_text
-    from megatron_ext.resilience import launch
+    from megatron_ext.resilience import launcher
     from megatron_ext.train.configure import configure
 
     try:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
     scaled = scaling_text(configured.typed.values, config) if status.rank == 0 else None
     if configured.typed.dry_run:
         return _describe(configured, scaled, own)
-    if launch.stopped_before():
+    if launcher.stopped_before():
         return 0
     if scaled:
         say(scaled)
@@ -62,7 +62,6 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
 
 def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, Any]) -> int:
     """Print what --dry-run does, of a user's own optimizer and layers too, and return the exit code."""
-    from megatron_ext.parts.own_parameters import in_every_layer
     from megatron_ext.plan.dry_run import describe, verdict
 
     typed, config = configured.typed, configured.config
@@ -73,9 +72,8 @@ def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, An
         for warning in extensions.warnings(typed.values) if environment.rank() == 0 else ():
             warn(warning)
         config = extensions.applied(config)
-    with in_every_layer(own.get("layer_parameters")):
-        memory, fits = verdict(config, device_memory_gb=typed.device_memory_gb, device_name=typed.device_name)
-        say("\n\n".join([describe(config), *([scaled] if scaled else []), "\n".join(memory)]))
+    memory, fits = verdict(config, device_memory_gb=typed.device_memory_gb, device_name=typed.device_name)
+    say("\n\n".join([describe(config), *([scaled] if scaled else []), "\n".join(memory)]))
     return 0 if fits else 1
 
 
@@ -85,9 +83,9 @@ def _is_needed(argv: Sequence[str]) -> bool:
     launched = environment.world_size()
     if not typed.values.get("elastic") or typed.problems or typed.dry_run or "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
-    from megatron_ext.resilience import elastic, launch
+    from megatron_ext.resilience import elastic, launcher
 
-    if launch.stopped_before():
+    if launcher.stopped_before():
         return False
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ConfigurationError(
@@ -142,7 +140,7 @@ def start(argv: Sequence[str], **own: Any) -> NoReturn:
     environment.take_ranks_of_mpi()
     if not _ANSWERED.isdisjoint(argv):
         read(argv)
-    from megatron_ext.resilience.launch import watch_launcher
+    from megatron_ext.resilience.launcher import watch_launcher
     from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
 
     status = RunStatus(rank=environment.rank())

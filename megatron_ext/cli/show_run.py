@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_ext.commandline import ToolParser, write_output
 from megatron_ext.plan.timeline import Timeline
 from megatron_ext.telemetry import schedule_record
-from megatron_ext.telemetry.curve import RunHistory, loss_chart, read_history, summary
+from megatron_ext.telemetry.loss_curve import RunHistory, loss_chart, read_history, summary
 from megatron_ext.telemetry.run_page import run_page, runs_page
 from megatron_ext.terminal import say
 

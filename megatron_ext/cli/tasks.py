@@ -26,7 +26,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import say
 
 if TYPE_CHECKING:
-    from megatron_ext.inference.model import Model
+    from megatron_ext.inference.inference_model import Model
 
 _HARNESS = "LM_EVAL"
 _ROWS = ("--micro-batch-size", "8")
@@ -87,11 +87,7 @@ def _tasks(options: Any) -> list[EvalTask]:
             raise ConfigurationError("--task LM_EVAL needs --lm-eval-tasks, names of tasks of the harness")
         return []
     task = EvalTask(
-        options.task.lower(),
-        options.task,
-        tuple(options.valid_data),
-        options.overlapping_eval,
-        options.strict_lambada,
+        options.task.lower(), options.task, tuple(options.valid_data), options.overlapping_eval, options.strict_lambada
     )
     if problems := [*task.problems(), *task.missing()]:
         raise ConfigurationError([f"--task {options.task}: {problem}" for problem in problems])

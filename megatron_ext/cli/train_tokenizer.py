@@ -13,8 +13,13 @@ from megatron_ext.commandline import ToolParser
 from megatron_ext.data.prepare.documents import read_documents
 from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.terminal import say
-from megatron_ext.tokenizer.protocol import as_string
-from megatron_ext.tokenizer.training import TRAINABLE_TYPES, sample_texts, train_bytelevel_bpe, train_sentencepiece
+from megatron_ext.tokenizer.tokenizer_protocol import as_string
+from megatron_ext.tokenizer.tokenizer_training import (
+    TRAINABLE_TYPES,
+    sample_texts,
+    train_bytelevel_bpe,
+    train_sentencepiece,
+)
 
 
 def main(argv: list[str]) -> int:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config.derived import attention_flags as attention_kernels
-from megatron_ext.config.derived.batch import read_schedule
+from megatron_ext.config.derived.batch_size import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
 from megatron_ext.config.derived.lr_scale import scale
-from megatron_ext.config.derived.pipeline import read_pipeline_layout
+from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
 from megatron_ext.config.derived.sharding import FSDP
 from megatron_ext.config.schema import Config
-from megatron_ext.config.schema.model import ModelConfig
-from megatron_ext.config.schema.training import TrainingConfig
+from megatron_ext.config.schema.model_flags import ModelConfig
+from megatron_ext.config.schema.training_flags import TrainingConfig
 
 # A check takes less than a step, which reads every weight too, and more than once: less than 0.1% of the time.
 STEPS_BETWEEN_REPLICA_CHECKS = 1000
@@ -49,7 +49,7 @@ class Facts:
         skip_samples_error: why --skip-samples cannot be read, or None.
         eval_tasks_problems: why the tasks of --eval-tasks cannot be done; empty without it.
         missing_task_files: files that the tasks of --eval-tasks name and that do not exist.
-        load_problem: why --load cannot be what the user means (`checkpoint.native.folder.load_problem`), or None.
+        load_problem: why --load cannot be what the user means (`checkpoint_folder.load_problem`), or None.
     """
 
     world_size: int | None = None
@@ -169,9 +169,9 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
 
 def _resolve_implementation(values: dict[str, Any]) -> None:
     """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides,
-    documents that are kept apart, and products in FP8, which are torch's. What is computed is the same, in FP8 up to
-    how each rounds."""
-    ours = ("num_experts", *FSDP, "fp8_format")
+    documents that are kept apart, latent attention, and products in FP8, which are torch's. What is computed is the
+    same, in FP8 up to how each rounds."""
+    ours = ("num_experts", *FSDP, "fp8_format", "multi_latent_attention")
     if any(values.get(name) for name in (*ours, "reset_attention_mask", "reset_position_ids")):
         values["transformer_impl"] = "local"
 
@@ -191,7 +191,12 @@ def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
     if positive(hidden):
         gated = bool(values.get("swiglu") or values.get("geglu"))
         _fill(values, "ffn_hidden_size", default_ffn_hidden_size(hidden, gated))
-    if positive(hidden, heads) and hidden % heads == 0:
+    if values.get("multi_latent_attention"):
+        _fill(values, "rope_type", "yarn")
+        # Read by nothing that attends: the heads have sizes of their own.
+        sizes = [values.get(name, getattr(ModelConfig, name)) for name in ("qk_head_dim", "qk_pos_emb_head_dim")]
+        _fill(values, "kv_channels", sum(sizes) if positive(*sizes) else None)
+    elif positive(hidden, heads) and hidden % heads == 0:
         _fill(values, "kv_channels", hidden // heads)
     _fill(
         values, "num_query_groups", 1 if values.get("group_query_attention") else heads or None
@@ -285,10 +290,9 @@ def _group(name: str, values: dict[str, Any]) -> Any:
 
 
 def _same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
-    (name, value), (other_name, other_value) = one, other
+    (name, value), (other_name, old) = one, other
     return name == other_name and (
-        value is other_value
-        or (type(value) is type(other_value) and type(value) in (int, str) and value == other_value)
+        value is old or (type(value) is type(old) and type(value) in (int, str) and value == old)
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.parse.blend import Blend
 from megatron_ext.config.schema import Config
-from megatron_ext.data.formula import FormulaDataset, FormulaSource
+from megatron_ext.data.formula_order import FormulaDataset, FormulaSource
 from megatron_ext.data.integrity import (
     Share,
     check_indexed_files,
@@ -27,7 +27,7 @@ from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, SplitFiles, split_files
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 _WHOLE_INDEX_UP_TO = 1 << 24
 """Largest size in bytes of an .idx that is read whole at the start under --data-order formula, which needs only its
@@ -120,7 +120,7 @@ def _build(
     blend, shares = _usable(config, files, shares, needed, one_pass=num_samples is None)
     if by_formula:
         return _by_formula(config, tokenizer, files.split, blend, shares, num_samples, masks or {})
-    from megatron_ext.data.shuffled import build_shuffled
+    from megatron_ext.data.shuffled_order import build_shuffled
 
     own = [digests[prefix] for prefix in blend.prefixes]
     dataset = build_shuffled(config, tokenizer, files, blend, shares, own, num_samples, masks)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.data.batch import WHOLE, Batch, StageView, collate, divide, padding_sample
+from megatron_ext.data.microbatch import WHOLE, Batch, StageView, collate, divide, padding_sample
 from megatron_ext.data.samples import SampleDataset
 from megatron_ext.data.skipped import NOTHING, SkippedSamples
 from megatron_ext.data.threads import DaemonThreads

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.config.derived.ranks import context_chunks
+from megatron_ext.config.derived.rank_order import context_chunks
 
 
 class Segment(NamedTuple):

@@ -19,7 +19,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import warn
 
 if TYPE_CHECKING:
-    from megatron_ext.device.protocol import Device
+    from megatron_ext.device.device_protocol import Device
 
 _current: Device | None = None
 
@@ -83,10 +83,10 @@ def install(
 
 def _choose_kernels(local_rank: int, *, fuses: bool, own_kernels: bool) -> bool:
     """Use our own kernels, or not, and return whether megatron-core's functions are compiled."""
-    from megatron_ext.device.triton import choice
+    from megatron_ext.device.triton import kernel_choice
 
     compiles = (fuses or own_kernels) and _can_fuse(local_rank)
-    choice.use(own_kernels and compiles)
+    kernel_choice.use(own_kernels and compiles)
     return fuses and compiles
 
 

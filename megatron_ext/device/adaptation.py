@@ -179,6 +179,19 @@ def _gathers_one_by_one(original: Callable[..., Any]) -> Callable[..., Any]:
     return manager
 
 
+def _nothing_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a sum or broadcast among one rank do nothing: gloo hands it to a thread, and it comes back as it was."""
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group")
+        if isinstance(group, c10d.ProcessGroup) and group.size() == 1 and not kwargs.get("async_op"):
+            return None
+        return original(*args, **kwargs)
+
+    return collective
+
+
 def _call_now(_original: Any) -> Callable[..., None]:
     return lambda callback, **_kwargs: callback()
 
@@ -198,6 +211,10 @@ _FOR_EXPERTS = (
 
 # What goes wrong without these does so by chance, or only takes longer, so that no run of a few steps shows it.
 _FOR_GLOO = (
+    Replacement(
+        "torch.distributed.all_reduce", _nothing_alone, "of gradients and their norm, param_and_grad_buffer.py"
+    ),
+    Replacement("torch.distributed.broadcast", _nothing_alone, "of the tokens of a step, finalize_model_grads.py"),
     Replacement(
         "torch.distributed._coalescing_manager", _gathers_one_by_one, "fsdp/src/megatron_fsdp/param_and_grad_buffer.py"
     ),

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from megatron_ext.device.protocol import DeviceMemory
+from megatron_ext.device.device_protocol import DeviceMemory
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMIT, _USED = ("memory.max", "memory/memory.limit_in_bytes"), ("memory.current", "memory/memory.usage_in_bytes")

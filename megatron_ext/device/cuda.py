@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.device.protocol import DeviceMemory
+from megatron_ext.device.device_protocol import DeviceMemory
 
 _MOST_ALLOCATIONS = 100_000  # as Megatron-LM keeps
 

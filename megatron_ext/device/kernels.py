@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_ext.device.triton import choice
+from megatron_ext.device.triton import kernel_choice
+from megatron_ext.device.weight_gradients import place_of_first
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -87,9 +88,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if nothing_is_trained():
         return _linear_without_gradient(x, weight, bias)
     # The compiler fuses nothing with an operation that it does not know.
-    left_to_the_compiler = _gemm == "mixed" and torch.compiler.is_compiling()
-    if _gemm != "blas" and _is_fp32_on_cpu(x, weight) and not left_to_the_compiler:
-        return _OneDNNLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+    left_to_the_compiler = _gemm != "onednn" and torch.compiler.is_compiling()
+    if _is_fp32_on_cpu(x, weight) and not left_to_the_compiler:
+        return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
 
@@ -105,7 +106,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension; x: [..., hidden], weight: [hidden]."""
     if nothing_is_trained():
         return F.rms_norm(x, weight.shape, weight, eps)
-    if choice.take_rows(x):
+    if kernel_choice.take_rows(x):
         from megatron_ext.device.triton import norm
 
         return norm.rms_norm(x, weight, eps)
@@ -146,11 +147,11 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch
     return x.new_empty((*x.shape[:-1], weight.size(0)))
 
 
-class _OneDNNLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias)
+        return F.linear(x, weight, bias) if _gemm == "blas" else _product(x, weight, bias)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -160,14 +161,17 @@ class _OneDNNLinear(torch.autograd.Function):
         for_x, for_weight, for_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.size(-1))
         return (
-            _product(grad, weight.t()) if for_x else None,
-            _weight_gradient(rows, x.reshape(-1, x.size(-1))) if for_weight else None,
+            None if not for_x else grad @ weight if _gemm == "blas" else _product(grad, weight.t()),
+            _weight_gradient(rows, x.reshape(-1, x.size(-1)), weight) if for_weight else None,
             rows.sum(0) if for_bias else None,
         )
 
 
-def _weight_gradient(grad_NV: torch.Tensor, x_NH: torch.Tensor) -> torch.Tensor:
-    return _product(grad_NV.t(), x_NH.t()) if _gemm == "onednn" else grad_NV.t() @ x_NH
+def _weight_gradient(grad_NV: torch.Tensor, x_NH: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if _gemm == "onednn":
+        return _product(grad_NV.t(), x_NH.t())
+    place = place_of_first(weight)
+    return grad_NV.t() @ x_NH if place is None else torch.mm(grad_NV.t(), x_NH, out=place)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -31,9 +31,21 @@ def takes_first(main_grad: torch.Tensor) -> bool:
     return expected
 
 
+def place_of_first(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return where a product may write the gradient that it returns to autograd: the main gradient of `weight`, where
+    that expects its first one; None where it does not, or another product has written there."""
+    main_grad = getattr(weight, "main_grad", None)
+    if getattr(main_grad, "expects_first", False) is not True:
+        return None
+    main_grad.expects_first = "written"  # still expected: `write_` sees whether this is all of it
+    return main_grad.detach()
+
+
 def write_(main_grad: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Write the first gradient of a step, with the bits of its sum with zeros (-0.0 becomes 0.0, unlike in a copy)."""
-    torch.add(gradient, 0.0, out=main_grad)
+    """Write the first gradient of a step, with the bits of its sum with zeros (-0.0 becomes 0.0, unlike in a copy). A
+    product may have written it already (`place_of_first`)."""
+    if gradient.data_ptr() != main_grad.data_ptr():
+        torch.add(gradient, 0.0, out=main_grad)
 
 
 def add_(main_grad: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext import device
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.doctor.finding import Finding, ok, warning
 from megatron_ext.errors import ConfigurationError, PeerLostError
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parallel.operations import group_title
-from megatron_ext.resilience.verdict import NOBODY, RankReport, hang_text, numbers_text
-from megatron_ext.untrusted.folder import read_inside
+from megatron_ext.resilience.hang_diagnosis import NOBODY, RankReport, hang_text, numbers_text
 from megatron_ext.untrusted.inert_pickle import read
+from megatron_ext.untrusted.untrusted_folder import read_inside
 
 _NAME = re.compile(r"\w*_rank_(\d{1,6})")
 _LARGEST = 256 << 20  # bytes of one dump: 2,000 operations take 2 MB, with their stacks 20
@@ -205,17 +205,15 @@ def _mismatches(dumps: Mapping[int, Dump]) -> list[str]:
         for operation in dump.operations:
             if operation.number:
                 calls.setdefault((operation.group, operation.number), {})[rank] = operation
-    by_group: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for (group, number), of_ranks in sorted(calls.items(), key=lambda item: item[0][1]):
         kinds: dict[str, list[int]] = {}
         for rank, operation in of_ranks.items():
             kinds.setdefault(_call(operation), []).append(rank)
-        if len(kinds) > 1 and group not in by_group:
+        if len(kinds) > 1 and group not in lines:
             texts = [f"{numbers_text(ranks)} call{'s'[: len(ranks) == 1]} {kind}" for kind, ranks in kinds.items()]
-            by_group[group] = (
-                f"collective {number} of {titles[group]} is not the same on all ranks: {'; '.join(texts)}."
-            )
-    return list(by_group.values())
+            lines[group] = f"collective {number} of {titles[group]} is not the same on all ranks: {'; '.join(texts)}."
+    return list(lines.values())
 
 
 def _call(operation: Operation) -> str:

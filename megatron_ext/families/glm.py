@@ -5,7 +5,7 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, decoder_json, decoder_values
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, NO_PADDING, decoder_json, decoder_values
 
 _NAMES = {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.gate_up_proj",)}
 
@@ -17,7 +17,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     partial = {"partial_rotary_factor": model.rotary_percent}
-    return {**decoder_json(config), **partial, "attention_bias": model.has_qkv_bias}
+    return {**decoder_json(config), **NO_PADDING, **partial, "attention_bias": model.has_qkv_bias}
 
 
 GLM = Family(

@@ -22,7 +22,7 @@ def _read(reading: Reading) -> dict[str, Any]:
         **bias_values(reading),
         "embedding_multiplier": reading.number("embedding_multiplier", 1.0),
         "residual_multiplier": reading.number("residual_multiplier", 1.0),
-        "logits_multiplier": 1.0 / reading.number("logits_scaling", 1.0),
+        "logits_multiplier": 1.0 / max(reading.number("logits_scaling", 1.0), 1e-300),
         "softmax_scale": reading.number("attention_multiplier", 1.0),
     }
 

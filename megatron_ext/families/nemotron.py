@@ -17,7 +17,10 @@ from megatron_ext.families.shared import (
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    return {**decoder_values(reading, epsilon="norm_eps", activation="relu2", partial=True), **bias_values(reading)}
+    values = decoder_values(reading, epsilon="norm_eps", activation="relu2", partial=True)
+    head = values["kv_channels"]  # which published files say once more, under our name, and transformers does not read
+    reading.refuse_unless("kv_channels", head, head, f"but by head_dim a head has {head} channels")
+    return {**values, **bias_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:

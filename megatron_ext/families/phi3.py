@@ -8,6 +8,7 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
+    NO_PADDING,
     QKV,
     decoder_json,
     decoder_values,
@@ -28,7 +29,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 
 def _write(config: Config) -> dict[str, Any]:
     partial = {"partial_rotary_factor": config.model.rotary_percent}
-    return {**decoder_json(config), **partial, **window_json(config)}
+    return {**decoder_json(config), **NO_PADDING, **partial, **window_json(config)}
 
 
 PHI3 = Family(

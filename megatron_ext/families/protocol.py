@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ext.config.derived.attention_flags import LATENT_FLAGS
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.reading import Reading
 
@@ -19,7 +20,7 @@ def usual_values() -> dict[str, Any]:
     """Return the flags on which a model's weights, or what it computes from them, depend, with their defaults; without
     those that say more of another one, and the precision of a router."""
     fields = [one for one in dataclasses.fields(ModelConfig) if one.metadata["resume"] in ("shape", "function")]
-    details = ("rope_scaling_", "moe_router_dtype", "no_position_embedding")
+    details = ("rope_scaling_", "moe_router_dtype", "no_position_embedding", *LATENT_FLAGS)
     return {one.name: one.default for one in fields if not one.name.startswith(details)}
 
 

@@ -53,6 +53,7 @@ def decoder_values(
     activation: str = "silu",
     partial: bool = False,
     alpha: bool = False,
+    yarn: bool = False,
 ) -> dict[str, Any]:
     """Return the values of our flags that every decoder with rotary positions has in `config.json`.
 
@@ -61,6 +62,7 @@ def decoder_values(
         activation: the usual one; a form of GELU may be another one.
         partial: whether a share of each head's channels may be rotated (`partial_rotary_factor`).
         alpha: whether `rope_type` dynamic may have an `alpha`, with which it is a larger base.
+        yarn: whether `rope_type` may be yarn, and cannot be llama3.
     """
     hidden, heads = reading.integer("hidden_size"), reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", heads)
@@ -77,7 +79,7 @@ def decoder_values(
         "vocab_size": reading.integer("vocab_size"),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
     }
-    values |= _rotary_values(reading, partial, values["kv_channels"] if alpha else None)
+    values |= _rotary_values(reading, partial, values["kv_channels"] if alpha else None, yarn)
     if heads % groups:
         reading.problems.append(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
     if activation in _GELUS:
@@ -161,9 +163,13 @@ def _activation(model: ModelConfig) -> str:
 def gelu_values(reading: Reading, key: str, usual: str) -> dict[str, Any]:
     """Return the flag of the form of GELU; `usual`: where the key is missing or null."""
     activation = reading.get(key, usual)
-    if activation not in _GELUS:
+    if str(activation) not in _GELUS:
         reading.problems.append(f"{key} is {json.dumps(activation)}; supported are {', '.join(_GELUS)}")
-    return {"openai_gelu": _GELUS.get(activation, False)}
+    return {"openai_gelu": _GELUS.get(str(activation), False)}
+
+
+NO_PADDING = {"pad_token_id": None}
+"""What is written in families whose default is an entry that a smaller vocabulary does not have."""
 
 
 def heads_fill_width(model: ModelConfig) -> dict[str, Any]:
@@ -281,7 +287,7 @@ def refuse_others(reading: Reading, usual: Mapping[str, Any]) -> None:
         reading.refuse_unless(key, value, value, f"only {json.dumps(value)} is supported")
 
 
-def _rotary_values(reading: Reading, partial: bool, head: int | None) -> dict[str, Any]:
+def _rotary_values(reading: Reading, partial: bool, head: int | None, yarn: bool) -> dict[str, Any]:
     """Return the values of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
     A file may have all three, for `rope_scaling` is what model cards tell people to add. As transformers 5 does
@@ -311,7 +317,10 @@ def _rotary_values(reading: Reading, partial: bool, head: int | None) -> dict[st
     }
     if head is not None and kind == "dynamic" and rotary.get("alpha") is not None:
         # NTK-aware interpolation by a fixed factor: HunYuanDenseV1RotaryEmbedding.compute_ntk_alpha_rope_parameters.
-        values["rotary_base"] *= rotary.number("alpha", 1.0) ** (head / max(head - 2, 1))
+        try:
+            values["rotary_base"] *= rotary.number("alpha", 1.0) ** (head / max(head - 2, 1))
+        except OverflowError:
+            rotary.problems.append(f"alpha is {rotary.get('alpha')}, for which no base of the frequencies is finite")
         rotary.understand("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which that does not read
         kind = "default"
     if kind == "llama3":
@@ -321,19 +330,58 @@ def _rotary_values(reading: Reading, partial: bool, head: int | None) -> dict[st
             "rope_scaling_high_freq_factor": rotary.number("high_freq_factor", 4.0),
             "rope_scaling_original_max_position_embeddings": rotary.integer("original_max_position_embeddings"),
         }
-    if kind in ("default", "llama3"):
+    if yarn:
+        values["rope_type"] = "rope"
+    if yarn and kind == "yarn":
+        values |= _yarn_values(rotary, reading.integer("max_position_embeddings", 2048))
+    kinds = ("default", "yarn" if yarn else "llama3")
+    if kind in kinds:
         rotary.refuse_the_rest(f"which rope_type {kind} does not read; leave it out")
     else:
-        rotary.problems.append(f"rope_type is {json.dumps(kind)}; only default and llama3 are supported")
+        rotary.problems.append(f"rope_type is {json.dumps(kind)}; only {' and '.join(kinds)} are supported")
     reading.problems += [f"{name}: {problem}" for problem in dict.fromkeys(rotary.problems)]
     reading.problems += _contradictions(reading, name, beside, {**beside, **taken, "rope_type": kind})
     return values
 
 
-def _contradictions(reading: Reading, name: str, beside: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:
+def _yarn_values(rotary: Reading, positions: int) -> dict[str, Any]:
+    """Return the flags of YaRN. As in transformers one of the two mscales says nothing without the other
+    (`modeling_rope_utils._compute_yarn_parameters`)."""
+    original = rotary.integer("original_max_position_embeddings", positions)
+    both = [rotary.number(key, 1.0) for key in ("mscale", "mscale_all_dim") if rotary.get(key)]
+    if rotary.get("mscale_all_dim") and len(both) < 2:
+        rotary.problems.append("mscale_all_dim without mscale is not supported; add the mscale that is meant")
+    refuse_others(rotary, {"attention_factor": None, "truncate": True})
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rotary.number("factor", positions / original),
+        "original_max_position_embeddings": original,
+        "beta_fast": rotary.number("beta_fast", 32.0),
+        "beta_slow": rotary.number("beta_slow", 1.0),
+        **dict(zip(("mscale", "mscale_all_dim"), both if len(both) == 2 else (1.0, 0.0), strict=True)),
+    }
+
+
+def yarn_json(model: ModelConfig) -> dict[str, Any] | None:
+    """Return `rope_scaling` of YaRN; None where nothing is stretched."""
+    if model.rope_type != "yarn" or model.rotary_scaling_factor == 1.0:
+        return None
+    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    values = {name: getattr(model, name) for name in names}
+    return {"rope_type": "yarn", "factor": model.rotary_scaling_factor, **values}
+
+
+def _contradictions(reading: Reading, name: str, outer: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:
     """Yield where another place says something else than what is taken from `name`; that nothing is scaled is said by
-    no more than a default. `beside`: keys that may stand next to it."""
-    places = {"": {key: reading.content.get(key) for key in beside}}
+    no more than a default.
+
+    Args:
+        reading: the whole file.
+        name: the place that is taken.
+        outer: keys that may stand next to it.
+        taken: what it says.
+    """
+    places = {"": {key: reading.content.get(key) for key in outer}}
     if name == "rope_scaling":
         places["rope_parameters: "] = reading.get("rope_parameters") or {}
     for place, content in places.items():

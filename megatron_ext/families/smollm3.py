@@ -9,6 +9,7 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
+    NO_PADDING,
     bias_json,
     bias_values,
     biases_of_attention,
@@ -26,6 +27,7 @@ from megatron_ext.parts.stack import layers
 def _read(reading: Reading) -> dict[str, Any]:
     every = reading.integer("no_rope_layer_interval", 4)
     rotates = [(number + 1) % every != 0 for number in layer_numbers(reading)]
+    reading.understand("max_window_layers")  # in published files; transformers does not read it
     named = reading.get("no_rope_layers")  # 1 in layers that rotate
     if isinstance(named, list) and len(named) == len(rotates) and {*map(str, named)} <= {"0", "1"}:
         rotates = [one == 1 for one in named]
@@ -39,7 +41,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 
 def _write(config: Config) -> dict[str, Any]:
     rotates = {"no_rope_layers": [int(layer.attention.rotary is not None) for layer in layers(config)]}
-    return {**decoder_json(config), **bias_json(config), **switched_window_json(config), **rotates}
+    return {**decoder_json(config), **bias_json(config), **switched_window_json(config), **rotates, **NO_PADDING}
 
 
 SMOLLM3 = Family(

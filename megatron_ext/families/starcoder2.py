@@ -10,6 +10,7 @@ from megatron_ext.families.shared import (
     DECODER_NAMES,
     decoder_json,
     decoder_values,
+    refuse_others,
     window_json,
     window_values,
 )
@@ -18,6 +19,7 @@ _NAMES = {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.c_fc",), "mlp.linear_fc2": ("
 
 
 def _read(reading: Reading) -> dict[str, Any]:
+    refuse_others(reading, {"mlp_type": "default"})
     values = {
         **decoder_values(reading, epsilon="norm_epsilon", activation="gelu_pytorch_tanh"),
         **window_values(reading),

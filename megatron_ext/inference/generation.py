@@ -15,10 +15,10 @@ from itertools import chain
 import torch
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.inference.model import Model
+from megatron_ext.inference.inference_model import Model
 from megatron_ext.inference.sampling import Sampler, Sampling
 from megatron_ext.parts.attention.cached import KeyValueCache, TextsInARow
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 OnToken = Callable[[int, list[int]], None]
 """Is told, after each token, the number of a prompt and the ids generated for it so far; on its replica's ranks."""

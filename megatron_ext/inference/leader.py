@@ -16,7 +16,7 @@ import torch
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.generation import Generated, OnToken, generate
-from megatron_ext.inference.model import Model
+from megatron_ext.inference.inference_model import Model
 from megatron_ext.inference.sampling import Sampling
 from megatron_ext.inference.scoring import Scorable, Score, score
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ext.inference.model import Model
+from megatron_ext.inference.inference_model import Model
 from megatron_ext.model.loss import TokenLogits
 from megatron_ext.parts.attention.cached import Project, WholeSequences
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from megatron_ext.config.parse.eval_tasks import EvalTask
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.inference.files import read_documents, read_items, text_of
-from megatron_ext.inference.model import Model
+from megatron_ext.inference.inference_model import Model
 from megatron_ext.inference.scoring import Scorable, Score, score
+from megatron_ext.inference.task_files import read_documents, read_items, text_of
 from megatron_ext.tokenizer.library import LibraryTokenizer
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 Results = dict[str, float]
 """Names of metrics and their values; counts too."""
@@ -228,11 +228,9 @@ def _choice_results(questions: Sequence[tuple[list[str], int]], scores: Sequence
     left = iter(scores)
     plain = normalized = 0
     for choices, answer in questions:
-        log_likelihoods = [next(left).log_likelihood for _ in choices]
-        plain += _best(log_likelihoods) == answer
-        normalized += (
-            _best([value / len(choice) for value, choice in zip(log_likelihoods, choices, strict=True)]) == answer
-        )
+        logps = [next(left).log_likelihood for _ in choices]
+        plain += _best(logps) == answer
+        normalized += _best([value / len(choice) for value, choice in zip(logps, choices, strict=True)]) == answer
     return {
         "accuracy": plain / len(questions),
         "accuracy_normalized": normalized / len(questions),

@@ -10,7 +10,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_ext.config.derived.pipeline import core_layout, is_uneven, layer_counts
+from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, layer_counts
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.mlp.describe import Activation
 from megatron_ext.parts.stack import layers, stack
@@ -50,7 +50,8 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         kv_channels=model.kv_channels,
         normalization=model.normalization,  # pyright: ignore[reportArgumentType]
         layernorm_epsilon=model.norm_epsilon,
-        qk_layernorm=model.qk_layernorm,
+        # It adds gradients of what is named q_layernorm over the ranks, which see whole latents each.
+        qk_layernorm=model.qk_layernorm and not model.multi_latent_attention,
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         gated_linear_unit=model.gated_linear_unit,

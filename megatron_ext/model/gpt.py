@@ -2,32 +2,25 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import make_viewless_tensor
 
-from megatron_ext.config.derived.ranks import chunk_layers
+from megatron_ext.config.derived.rank_order import chunk_layers
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.data.packing import Documents
-from megatron_ext.device.kernels import linear
 from megatron_ext.device.recomputed_outputs import share_or_copy
 from megatron_ext.device.weight_gradients import stand_in
-from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
-from megatron_ext.model.loss import TokenLogits, checked_losses
-from megatron_ext.parts.attention.cached import WholeSequences
+from megatron_ext.model.loss import Readout
+from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.attention.rope import RotaryTable, ScaledRotaryEmbedding
 from megatron_ext.parts.linear.compute import keep_gathered, multiply_in_fp8
 from megatron_ext.parts.spec import OwnSpec, block_spec
@@ -42,17 +35,15 @@ _VARIABLES_OF_KERNELS = (*_KINDS_OF_KERNELS, *(f"NVTE_FLASH_ATTN_V{version}" for
 
 
 class GPT(GPTModel):
-    """megatron-core's GPTModel with a loss that knows the vocabulary's true size."""
+    """megatron-core's GPTModel with a loss that knows the vocabulary's true size, by `model.loss.Readout`, and with
+    positions that are those of `position_ids` where they begin anew with each document."""
 
-    true_vocab_size: int
-    restarts_positions: bool
-    """Whether positions are those of `position_ids`, which begin anew with each document."""
-    own_loss: Callable[[TokenLogits], torch.Tensor] | None = None
-    """A user's loss, in place of the cross-entropy."""
-    reads_output_weight = True
-    """Whether the output layer's weight is there outside of its own forward pass, or is only gathered for that."""
-    before_output: Callable[[torch.nn.Module], None] | None = None
-    """What must be done before the output layer's weight is read without its forward pass, as its hooks would do."""
+    def __init__(self, *, restarts_positions: bool, of_readout: Mapping[str, Any], **of_engine: Any) -> None:
+        super().__init__(**of_engine)
+        self.restarts_positions = restarts_positions
+        self.readout = Readout(self.config, self.pg_collection.tp, **of_readout)
+        if self.post_process:
+            self.readout.prepare(self.output_layer)
 
     def _set_attention_backend(self) -> None:
         """Set the variables by which Transformer Engine chooses its kernel where the flags name one. Else they stay as
@@ -85,16 +76,14 @@ class GPT(GPTModel):
             are kept; without labels the logits, [batch, sequence, this rank's vocabulary]; on other stages the hidden
             states for the next one, [sequence, batch, hidden].
         """
-        of_labels = self._loss if loss_mask is None else self._summed_loss
-        processor = self._read if inference is not None else None if labels is None else of_labels
         output = super().forward(
             input_ids,  # pyright: ignore[reportArgumentType]
             position_ids,  # pyright: ignore[reportArgumentType]
             attention_mask,  # pyright: ignore[reportArgumentType]
             labels=labels,  # pyright: ignore[reportArgumentType]
-            packed_seq_params=documents if inference is None else inference,  # pyright: ignore[reportArgumentType]
+            packed_seq_params=inference if documents is None else Sequences(documents),  # pyright: ignore[reportArgumentType]
             loss_mask=loss_mask,
-            output_processor=processor,
+            output_processor=None if labels is None and inference is None else self.readout,
         )
         if self.post_process:
             return output
@@ -102,103 +91,22 @@ class GPT(GPTModel):
         return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
 
     def _preprocess(self, **inputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run megatron-core's preprocessing, with rotary angles by `position_ids` where these restart."""
-        inference = inputs.get("packed_seq_params")
-        if isinstance(inference, WholeSequences):
+        """Run megatron-core's preprocessing, with rotary angles by `position_ids` where these restart; or what it comes
+        to in inference: embedded tokens on the first stage, rotary angles, and four times nothing."""
+        sequences, rotary = inputs.get("packed_seq_params"), getattr(self, "rotary_pos_emb", None)
+        if isinstance(sequences, WholeSequences):
             has_last = self.post_process and len(self.decoder.layers) > 0
             last: Any = self.decoder.layers[-1] if has_last else None
-            inference.begin(last.layer_number if has_last else None)
-            return self._inference_inputs(inputs["input_ids"], inputs["position_ids"])
+            sequences.begin(last.layer_number if has_last else None)
+            tokens_BS, positions = inputs["input_ids"], inputs["position_ids"]
+            embedded = self.embedding(input_ids=tokens_BS, position_ids=positions) if self.pre_process else None
+            angles_of: Any = rotary and (rotary.at if positions.size(1) > 1 else rotary.at_token)
+            return embedded, angles_of and angles_of(positions), None, None, None, None
         # Its packed sequences have one sample and another rotary table.
         outputs = super()._preprocess(**{**inputs, "packed_seq_params": None})
-        if self.restarts_positions and self.position_embedding_type == "rope":
-            rotary: Any = self.rotary_pos_emb
+        if self.restarts_positions and rotary is not None:
             outputs = (outputs[0], rotary.at(inputs["position_ids"]), *outputs[2:])
         return outputs
-
-    def _inference_inputs(self, tokens_BS: torch.Tensor, positions: torch.Tensor) -> tuple[Any, ...]:
-        """Return what `_preprocess` does: embedded tokens on the first stage, rotary angles, and four times
-        nothing."""
-        embedded = self.embedding(input_ids=tokens_BS, position_ids=positions) if self.pre_process else None
-        angles, rotary = None, getattr(self, "rotary_pos_emb", None)
-        if rotary is not None:
-            angles = rotary.at(positions) if positions.size(1) > 1 else rotary.at_token(positions)
-        return embedded, angles, None, None, None, None
-
-    def _read(
-        self,
-        hidden_states: torch.Tensor,
-        output_layer: torch.nn.Module,
-        output_weight: torch.Tensor | None,
-        packed_seq_params: Any,
-        **_: object,
-    ) -> torch.Tensor:
-        def project(hidden_NH: torch.Tensor) -> torch.Tensor:
-            if self.pg_collection.tp.size() == 1 and self.reads_output_weight:
-                weight = self._output_weight(output_layer, output_weight)
-                return linear(hidden_NH, weight[: self.true_vocab_size])
-            return output_layer(hidden_NH.unsqueeze(1), weight=output_weight)[0].squeeze(1)
-
-        inference: WholeSequences = packed_seq_params
-        return inference.read(hidden_states, project)
-
-    def _loss(
-        self,
-        hidden_states: torch.Tensor,
-        output_layer: torch.nn.Module,
-        output_weight: torch.Tensor | None,
-        labels: torch.Tensor,
-        **_: object,
-    ) -> torch.Tensor:
-        if self.own_loss is not None:
-            logits, _ = output_layer(hidden_states, weight=output_weight)
-            return checked_losses(self.own_loss(TokenLogits(logits, labels, self.pg_collection.tp)), labels)
-        if self.pg_collection.tp.size() > 1 or not self.reads_output_weight:
-            logits, _ = output_layer(hidden_states, weight=output_weight)
-            return self.compute_language_model_loss(labels, logits)
-        if self.config.gradient_accumulation_fusion or hidden_states.device.type == "cuda":
-            # Padding is masked, and stays in the products: a GPU's matrix units want rows that begin at multiples of
-            # 16 bytes, which 50,257 columns in 16 bits do not have.
-            logits = output_layer(hidden_states, weight=output_weight)[0]
-        else:
-            weight = self._output_weight(output_layer, output_weight)
-            logits = linear(hidden_states, weight[: self.true_vocab_size])
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.t().flatten(), reduction="none")
-        return losses.view(labels.t().shape).t()
-
-    def _output_weight(self, output_layer: torch.nn.Module, output_weight: torch.Tensor | None) -> torch.Tensor:
-        """Return the output layer's weight, to be read without its forward pass."""
-        if self.before_output is not None:
-            self.before_output(output_layer)
-        weight = self.output_layer.weight if output_weight is None else output_weight
-        assert weight is not None
-        return weight
-
-    def _summed_loss(
-        self,
-        hidden_states: torch.Tensor,
-        output_layer: torch.nn.Module,
-        output_weight: torch.Tensor | None,
-        labels: torch.Tensor,
-        loss_mask: torch.Tensor,
-        **_: object,
-    ) -> torch.Tensor:
-        assert self.own_loss is None, "a loss of one's own is given logits"
-        assert self.reads_output_weight, "the weight is not at hand"
-        weight, group = self._output_weight(output_layer, output_weight), self.pg_collection.tp
-        if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
-        elif group.size() > 1:
-            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        first_row = len(weight) * group.rank()
-        return linear_cross_entropy(
-            hidden_states.flatten(0, 1),
-            weight,
-            labels.t().flatten(),
-            loss_mask.t().flatten(),
-            Vocabulary(max(0, self.true_vocab_size - first_row), group if group.size() > 1 else None),
-            into_main_grad=self.config.gradient_accumulation_fusion,
-        )
 
 
 def build_model(
@@ -208,6 +116,7 @@ def build_model(
     *,
     on_meta: bool = False,
     layer_spec: OwnSpec | None = None,
+    **of_readout: Any,
 ) -> list[GPT]:
     """Build this rank's chunks of the model, with uninitialized weights (see `model.initialize`).
 
@@ -217,6 +126,7 @@ def build_model(
         pg_collection: this rank's process groups.
         on_meta: whether the weights get no memory yet, since no rank shall hold all of them.
         layer_spec: returns what to build in place of a layer's spec, which it is given with the layer's description.
+        of_readout: the own loss, and whether the output layer's weight is kept (`model.loss.Readout`).
     Returns:
         One model per virtual pipeline stage, in that order; a single one without interleaving. Its forward pass
         takes tokens [batch, sequence] and returns the loss per token, [batch, sequence], on the last stage.
@@ -226,21 +136,20 @@ def build_model(
     if "layernorm" in (transformer_config.recompute_modules or ()):
         share_or_copy()
     chunks = config.layout.virtual_pipeline_model_parallel_size
-    return [
-        _build_chunk(config, transformer_config, pg_collection, chunk, chunks, on_meta=on_meta, layer_spec=layer_spec)
-        for chunk in range(chunks)
-    ]
+    of_readout["true_vocab_size"] = config.data.vocab_size or config.model.padded_vocab_size
+    build = partial(_build_chunk, config, transformer_config, pg_collection, chunks, on_meta, layer_spec, of_readout)
+    return [build(chunk) for chunk in range(chunks)]
 
 
 def _build_chunk(
     config: Config,
     transformer_config: TransformerConfig,
     pg_collection: ProcessGroupCollection,
-    chunk: int,
     chunks: int,
-    *,
     on_meta: bool,
     layer_spec: OwnSpec | None,
+    of_readout: Mapping[str, Any],
+    chunk: int,
 ) -> GPT:
     model = config.model
     held = chunk_layers(config)[pg_collection.pp.rank()][chunk]
@@ -259,6 +168,8 @@ def _build_chunk(
             position_embedding_type=model.position_embedding_type,  # pyright: ignore[reportArgumentType]
             pg_collection=pg_collection,
             vp_stage=chunk if chunks > 1 else None,
+            restarts_positions=config.data.reset_position_ids,
+            of_readout=of_readout,
         )
     if rotated := {kind.rotary_table: kind.attention for kind, _ in stack(config).kinds if kind.rotary_table}:
         first, *others = rotated.values()
@@ -269,10 +180,6 @@ def _build_chunk(
     _multiply_outputs(gpt, model)
     multiply_in_fp8(gpt, config, pg_collection)
     keep_gathered(gpt, config)
-    gpt.restarts_positions = config.data.reset_position_ids
-    gpt.true_vocab_size = config.data.vocab_size or model.padded_vocab_size
-    if gpt.post_process:
-        _mask_vocabulary_padding(gpt, config, pg_collection.tp)
     if on_meta:
         return gpt.to(dtype=transformer_config.params_dtype)
     # megatron-core makes the learned positions in fp32 on the CPU, whatever the rest of the model is.
@@ -282,19 +189,17 @@ def _build_chunk(
 
 def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
     """Have the chunk's modules multiply what they put out by the model's factors."""
-    modules: list[tuple[float, Any]] = [
-        (model.residual_multiplier, branch)
-        for layer in gpt.decoder.layers
-        for branch in (layer.self_attention, layer.mlp)
-    ]
-    if gpt.pre_process:
+    modules: list[tuple[float, Any]] = []
+    if model.residual_multiplier != 1.0:
+        branches = [branch for layer in gpt.decoder.layers for branch in (layer.self_attention, layer.mlp)]
+        modules += [(model.residual_multiplier, branch) for branch in branches]
+    if model.embedding_multiplier != 1.0 and gpt.pre_process:
         modules.append((model.embedding_multiplier, gpt.embedding.word_embeddings))
-    if gpt.post_process:
+    if model.logits_multiplier != 1.0 and gpt.post_process:
         # The logits are a product with it.
         modules.append((model.logits_multiplier, gpt.decoder.final_layernorm))
     for factor, module in modules:
-        if factor != 1.0:
-            module.register_forward_hook(partial(_multiplied, factor))
+        module.register_forward_hook(partial(_multiplied, factor))
 
 
 def _multiplied(factor: float, _module: torch.nn.Module, _inputs: object, output: Any) -> Any:
@@ -303,22 +208,3 @@ def _multiplied(factor: float, _module: torch.nn.Module, _inputs: object, output
     # A multiple of the bias would have no gradient where the MLP is computed anew (`--recompute-modules mlp`).
     branch, bias = output
     return factor * (branch if bias is None else branch + bias), None
-
-
-def _mask_vocabulary_padding(gpt: GPT, config: Config, tp_group: torch.distributed.ProcessGroup) -> None:
-    """Give the logits of padding the lowest value of their dtype, so that padding never takes probability."""
-    vocab_size, padded = config.data.vocab_size, config.model.padded_vocab_size
-    assert vocab_size is not None
-    local = padded // tp_group.size()
-    first_padding = max(0, vocab_size - local * tp_group.rank())
-    if first_padding >= local:
-        return
-
-    def fill(_module: torch.nn.Module, _inputs: object, output: tuple[torch.Tensor, object]) -> None:
-        logits = output[0]
-        assert logits.size(-1) == local, "logits must stay divided over the tensor-parallel ranks"
-        # Behind autograd's back, to spare a copy of the gradient: the softmax makes these columns exactly 0, and so
-        # their gradient is exactly 0 already.
-        logits.detach()[..., first_padding:] = torch.finfo(logits.dtype).min
-
-    gpt.output_layer.register_forward_hook(fill)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_ext.config.derived.batch import LOSS_CHUNKS
+from megatron_ext.config.derived.batch_size import LOSS_CHUNKS
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.weight_gradients import add_product_, replaces_gradient, takes_first
 

@@ -1,12 +1,26 @@
 """Computes the loss, in the form that lets megatron-core average it over the tokens of the whole global batch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    vocab_parallel_cross_entropy,
+)
+from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
+from megatron_ext.device.kernels import linear
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
+from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 
 
 def token_loss(
@@ -102,3 +116,121 @@ class TokenLogits:
         if self.tp_group.size() > 1:
             picked_SB = reduce_from_tensor_model_parallel_region(picked_SB, self.tp_group)
         return picked_SB.t()
+
+
+class OutputLayer(ColumnParallelLinear):
+    """megatron-core's output layer, which gives padding no probability, and whose weight others may read in its forward
+    pass: whatever divides weights over ranks has gathered it by then."""
+
+    true_rows: int
+    """Rows of this rank that stand for entries of the vocabulary; those after them are padding."""
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        reads: Callable[[torch.Tensor, Any], torch.Tensor] | None = None,
+    ) -> Any:
+        """Return the logits, [..., this rank's rows], and no bias; or what `reads` makes of the input and the
+        weight."""
+        if reads is not None:
+            return reads(input_, self.weight if weight is None else weight)
+        logits, bias = super().forward(input_, weight, runtime_gather_output)
+        if self.true_rows < self.output_size_per_partition:
+            assert logits.size(-1) == self.output_size_per_partition, "logits stay divided over tensor-parallel ranks"
+            # Behind autograd's back, to spare a copy of the gradient: the softmax makes these columns exactly 0, and
+            # so their gradient is exactly 0 already.
+            logits.detach()[..., self.true_rows :] = torch.finfo(logits.dtype).min
+        return logits, bias
+
+
+@dataclass(frozen=True)
+class Readout:
+    """Reads losses, or what inference wants, off the last hidden states: GPTModel's `output_processor`.
+
+    Shape legend: S = tokens of a sample on this context-parallel rank (with sequence parallelism a part of them), B =
+    samples, H = hidden size, N = tokens that are read.
+    """
+
+    config: TransformerConfig
+    tp_group: ProcessGroup
+    true_vocab_size: int
+    """Entries of the vocabulary, without padding."""
+
+    own_loss: Callable[[TokenLogits], torch.Tensor] | None = None
+    """A user's loss of every token, in place of the cross-entropy."""
+
+    keeps_output_weight: bool = True
+    """Whether the output layer's weight stays where it is until the backward pass, or is gathered again for that."""
+
+    def prepare(self, output_layer: ColumnParallelLinear) -> None:
+        """Make the layer that megatron-core has built an `OutputLayer`."""
+        output_layer.__class__ = OutputLayer
+        rows = output_layer.output_size_per_partition
+        output_layer.true_rows = min(rows, self._true_rows(rows))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        output_layer: OutputLayer,
+        output_weight: torch.Tensor | None,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        packed_seq_params: Sequences | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        """Return the loss of every token of `labels`, [B, S], in nats, fp32 [B, S]; with `loss_mask`, [B, S], the sum
+        of those that count, for which no logits are kept; in inference what is read. hidden_states: [S, B, H]."""
+        layer = partial(output_layer, weight=output_weight)
+        if isinstance(packed_seq_params, WholeSequences):
+            return packed_seq_params.read(hidden_states, partial(self._logits, layer))
+        assert labels is not None
+        if loss_mask is None:
+            return self._losses(layer, hidden_states, labels)
+        assert self.own_loss is None, "a loss of one's own is given logits"
+        assert self.keeps_output_weight, "the weight is not at hand"
+        return layer(hidden_states, reads=partial(self._summed_loss, labels.t().flatten(), loss_mask.t().flatten()))
+
+    def _losses(self, layer: Callable[..., Any], hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        if self.own_loss is not None:
+            return checked_losses(self.own_loss(TokenLogits(layer(hidden_SBH)[0], labels_BS, self.tp_group)), labels_BS)
+        labels_SB = labels_BS.t()
+        if self.tp_group.size() > 1 or not self.keeps_output_weight:
+            logits = layer(hidden_SBH)[0]
+            return vocab_parallel_cross_entropy(logits, labels_SB.contiguous(), tp_group=self.tp_group).t().contiguous()
+        if self.config.gradient_accumulation_fusion or hidden_SBH.device.type == "cuda":
+            # Padding is masked, and stays in the products: a GPU's matrix units want rows that begin at multiples of
+            # 16 bytes, which 50,257 columns in 16 bits do not have.
+            logits = layer(hidden_SBH)[0]
+        else:
+            logits = layer(hidden_SBH, reads=self._true_logits)
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), labels_SB.flatten(), reduction="none")
+        return losses.view(labels_SB.shape).t()
+
+    def _summed_loss(
+        self, labels_N: torch.Tensor, counts_N: torch.Tensor, hidden_SBH: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        group = self.tp_group
+        if self.config.sequence_parallel:
+            hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=group)
+        elif group.size() > 1:
+            hidden_SBH = copy_to_tensor_model_parallel_region(hidden_SBH, group=group)
+        vocabulary = Vocabulary(self._true_rows(len(weight)), group if group.size() > 1 else None)
+        fused = self.config.gradient_accumulation_fusion
+        return linear_cross_entropy(
+            hidden_SBH.flatten(0, 1), weight, labels_N, counts_N, vocabulary, into_main_grad=fused
+        )
+
+    def _logits(self, layer: Callable[..., Any], hidden_NH: torch.Tensor) -> torch.Tensor:
+        if self.tp_group.size() == 1 and self.keeps_output_weight:
+            return layer(hidden_NH, reads=self._true_logits)
+        return layer(hidden_NH.unsqueeze(1))[0].squeeze(1)
+
+    def _true_logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear(hidden, weight[: self.true_vocab_size])
+
+    def _true_rows(self, rows: int) -> int:
+        """Return how many entries of the vocabulary this rank and those after it have, where each has so many rows."""
+        return max(0, self.true_vocab_size - rows * self.tp_group.rank())

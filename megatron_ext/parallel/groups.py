@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.config.schema import LayoutConfig
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.parallel import rendezvous
 
 
@@ -87,7 +87,7 @@ def _if_member(create: Callable[..., Any]) -> Callable[..., Any]:
     return create_group
 
 
-# torch's own time limit comes after that of the watch (resilience/watch.py), which says who is to blame.
+# torch's own time limit comes after that of the watch (resilience/watchdog.py), which says who is to blame.
 _SECONDS_FOR_THE_WATCH = 5.0
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from megatron_ext.config.derived.ranks import chunk_layers
+from megatron_ext.config.derived.rank_order import chunk_layers
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts import own_parameters
 from megatron_ext.parts.parameter import Parameter

@@ -1,15 +1,16 @@
-"""Parameters that a user's own layers have besides ours. They are in the catalogue as long as a run of theirs lasts.
+"""Parameters that a user's own layers have besides ours, which the catalogue lists with these.
 
-    with in_every_layer(lambda config, layer: [Parameter("mix", (config.model.hidden_size,), layer.number, "zeros")]):
-        parameters(config)   # has decoder.layers.0.mix, decoder.layers.1.mix, ...
+    config = with_own_parameters(
+        config, lambda config, layer: [Parameter("mix", (config.model.hidden_size,), layer.number, "zeros")]
+    )
+    parameters(config)   # has decoder.layers.0.mix, decoder.layers.1.mix, ...
 
-The catalogue (`parts/catalogue.py`) is a function of the configuration, which holds flags and no code: the layers'
-code is known to the process that the user's script starts, and to nobody else.
+The catalogue (`parts/catalogue.py`) is a function of the configuration. Flags name no code: a configuration that was
+read from flags or a file has no own parameters, and no file holds them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from megatron_ext.config.schema import Config
@@ -21,23 +22,18 @@ OwnParameters = Callable[[Config, Layer], Iterable[Parameter]]
 """From the configuration and the description of a layer, the parameters that the layer has besides ours. Their names
 begin in the layer: `mix` stands for `decoder.layers.17.mix`."""
 
-_current: OwnParameters | None = None
+
+@dataclass(frozen=True)
+class OwnConfig(Config):
+    """A configuration of layers that have parameters of a user's own. What keeps counts of the catalogue must tell it
+    from others."""
+
+    own_parameters: OwnParameters | None = None
 
 
-@contextmanager
-def in_every_layer(own: OwnParameters | None) -> Iterator[None]:
-    """Have the catalogue of this process list own parameters of every layer, or none where `own` is None."""
-    global _current
-    before, _current = _current, own
-    try:
-        yield
-    finally:
-        _current = before
-
-
-def current() -> OwnParameters | None:
-    """Return what lists the own parameters now. What keeps counts of the catalogue must tell them apart by it."""
-    return _current
+def with_own_parameters(config: Config, own: OwnParameters | None) -> Config:
+    """Return the configuration with own parameters in every layer, or as it is where `own` is None."""
+    return config if own is None else OwnConfig(**{**vars(config), "own_parameters": own})
 
 
 def of_layer(config: Config, layer: Layer) -> Iterator[Parameter]:
@@ -62,9 +58,9 @@ def _listed(config: Config, layer: Layer) -> list[Parameter]:
     Raises:
         ConfigurationError: it lists something else than parameters.
     """
-    if _current is None:
+    if not isinstance(config, OwnConfig) or config.own_parameters is None:
         return []
-    listed: object = _current(config, layer)
+    listed: object = config.own_parameters(config, layer)
     parameters = list(listed) if isinstance(listed, Iterable) else [listed]
     for parameter in parameters:
         if not isinstance(parameter, Parameter):

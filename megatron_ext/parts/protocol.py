@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.ways import Asked
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,10 @@ class Part:
         """Return the same of a rank's microbatch; None where there are none."""
         return None
 
+    def pieces(self, config: Config) -> Mapping[str, Asked]:
+        """Return what it asks of a way of computing it that not every one has (`parts/ways.py`)."""
+        return {}
+
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield why this configuration cannot compute it, each with a setting that works."""
+        """Yield why this configuration cannot compute it in any way, each with a setting that works."""
         yield from ()

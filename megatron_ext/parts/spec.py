@@ -21,7 +21,9 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
 from megatron_ext.parts.attention.describe import Attention, Rotary
 from megatron_ext.parts.experts.compute import mixture_of_experts
-from megatron_ext.parts.layer import layer_class
+from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
+from megatron_ext.parts.latent_attention.describe import LatentAttention
+from megatron_ext.parts.layer import ResidualLayer
 from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import FeedForward
 from megatron_ext.parts.norm.compute import norm_builder, query_key_norms
@@ -76,9 +78,11 @@ def layer_spec(
     Args:
         tables: where each table of angles lies in the tensor of them all, where there are several.
     """
-    before = norm_builder(layer.norm) if layer.norms_before else IdentityOp
+    norm = norm_builder(layer.norm)
+    before = norm if layer.norms_before else IdentityOp
     return ModuleSpec(
-        module=layer_class(layer.norm_places),
+        module=ResidualLayer,
+        params={"norm_after": norm} if layer.norms_after else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=before,
             self_attention=_MIXERS[type(layer.mixer)](layer, tp_group, tables),
@@ -103,7 +107,6 @@ def _columns(layer: Layer, tables: Mapping[tuple[Rotary, int], slice]) -> slice 
 
 def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotary, int], slice]) -> ModuleSpec:
     attention, columns = layer.attention, _columns(layer, tables)
-    assert attention.kind in _ATTENTIONS, f"nothing builds attention of the kind {attention.kind}"
     assert attention.value_head_size == attention.head_size, "megatron-core's fused QKV has heads of one size"
     query_norm, key_norm = query_key_norms(attention, tp_group)
     return ModuleSpec(
@@ -119,15 +122,19 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotar
     )
 
 
+def _latent_attention(layer: Layer, _tp_group: ProcessGroup, tables: Mapping[tuple[Rotary, int], slice]) -> ModuleSpec:
+    described = {"attention": layer.attention, "rotary_columns": _columns(layer, tables)}
+    return ModuleSpec(module=LatentSelfAttention, params=described)
+
+
 _MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[tuple[Rotary, int], slice]], ModuleSpec]] = {
-    Attention: _attention
+    Attention: _attention,
+    LatentAttention: _latent_attention,
 }
 """What builds the mixer of a layer, by the class of its description."""
 
 
 def _transformer_engine_spec(layer: Layer) -> ModuleSpec:
-    assert layer.norm_places == "before", "Transformer Engine's layers have their norms before attention and MLP"
-    assert layer.attention.qk_norm in (None, "head"), layer.attention.qk_norm
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=layer.attention.qk_norm == "head")
 
 

@@ -19,9 +19,11 @@ from megatron_ext.config.derived.layer_patterns import is_dealt
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.attention.describe import Attention, Rotary, attention_of
 from megatron_ext.parts.experts.describe import Experts, experts_of
+from megatron_ext.parts.latent_attention.describe import latent_attention_of
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.protocol import Part
+from megatron_ext.parts.ways import Asked, refusals
 
 
 class Branch(NamedTuple):
@@ -96,10 +98,10 @@ class Layer:
 
     @property
     def rotary_table(self) -> tuple[Rotary, int] | None:
-        """What says which table of angles the layer reads: how it rotates, and the size of a head."""
+        """What says which table of angles the layer reads: how it rotates, and channels of what."""
         if not isinstance(self.mixer, Attention) or self.mixer.rotary is None:
             return None
-        return self.mixer.rotary, self.mixer.head_size
+        return self.mixer.rotary, self.mixer.rotary_size
 
     @property
     def blocks(self) -> int:
@@ -121,6 +123,21 @@ class Layer:
         """Names of what holds its parameters, in the order of a forward pass."""
         every = ((branch.before, *branch.part.modules, branch.after) for branch in self.branches)
         return tuple(name for names in every for name in names if name is not None)
+
+    def pieces(self, config: Config) -> dict[str, Asked]:
+        """Return what it asks of a way of computing it that not every one has (`parts/ways.py`)."""
+        asked = Asked(f"--norm-position is {self.norm_places}", "--norm-position before")
+        places = {"norms after": self.norms_after, "no norms before": not self.norms_before}
+        pieces = {place: asked for place, is_so in places.items() if is_so}
+        for branch in self.branches:
+            pieces |= branch.part.pieces(config)
+        return pieces
+
+    def cannot(self, config: Config) -> Iterator[str]:
+        """Yield why this configuration cannot compute it, each with a setting that works."""
+        yield from refusals(config, self.pieces(config))
+        for branch in self.branches:
+            yield from branch.part.cannot(config)
 
     def core_flops(self, length: int) -> float:
         """Return the floating-point operations of one token, forward, besides products with weights."""
@@ -161,8 +178,8 @@ class Stack:
 
     @property
     def has_mixed_parameters(self) -> bool:
-        """Whether some layers have experts and others have not: a checkpoint then holds each layer by itself, and else
-        the same parameter of all as one tensor."""
+        """Whether some layers have experts and others an MLP: a checkpoint then holds each layer by itself, and
+        otherwise the same parameter of all as one tensor."""
         return len({layer.experts is None for layer, _ in self.kinds}) > 1
 
     def total(self, of: Callable[[Layer], float]) -> float:
@@ -196,7 +213,7 @@ def _layer(model: ModelConfig, number: int) -> Layer:
         experts = None
     return Layer(
         number=number,
-        mixer=attention_of(model, final_norm(model), number),
+        mixer=(latent_attention_of if model.multi_latent_attention else attention_of)(model, final_norm(model), number),
         mlp=mlp_of(model, model.ffn_hidden_size) if experts is None else experts_of(model, experts),
         norm=final_norm(model),
         norm_places=model.norm_position,  # pyright: ignore[reportArgumentType]

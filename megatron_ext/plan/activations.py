@@ -21,7 +21,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_ext.config.derived.batch import LOSS_CHUNKS
+from megatron_ext.config.derived.batch_size import LOSS_CHUNKS
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.protocol import Share
 from megatron_ext.parts.stack import Layer, Stack, final_norm, stack

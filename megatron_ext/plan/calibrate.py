@@ -23,7 +23,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.estimate import step_time
 from megatron_ext.plan.hardware import ASSUMED_PROGRAMS_DIFFER, PROGRAMS_DIFFER, RUNS_DIFFER, Machine
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.rules.validate import problems
 from megatron_ext.untrusted.metrics_rows import read_rows
 

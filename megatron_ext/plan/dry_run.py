@@ -10,8 +10,8 @@ loses between blocks; 8% of the memory are left for these.
 
 from collections import Counter
 
-from megatron_ext.config.derived.batch import batch_phases, num_microbatches, training_steps
-from megatron_ext.config.derived.ranks import (
+from megatron_ext.config.derived.batch_size import batch_phases, num_microbatches, training_steps
+from megatron_ext.config.derived.rank_order import (
     axis_sizes,
     chunk_layers,
     coordinates,
@@ -34,7 +34,7 @@ from megatron_ext.plan.flops import (
 from megatron_ext.plan.hardware import TABLE
 from megatron_ext.plan.memory import worst_stage
 from megatron_ext.plan.schedule import schedule_of
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 
 _MOST_RANKS_LISTED = 64
@@ -73,7 +73,8 @@ def _formula(config: Config) -> list[str]:
 
 def _model(config: Config) -> list[str]:
     padding = config.model.padded_vocab_size - config.data.vocab_size
-    total = count(config) - padding * config.model.hidden_size * _vocabulary_matrices(config)
+    matrices = 2 if config.model.untie_embeddings_and_output_weights else 1  # of the vocabulary
+    total = count(config) - padding * config.model.hidden_size * matrices
     return [
         *_experts(config),
         f"parameters           {total:,} ({parameters_without_embeddings(config):,} without embeddings and output)",
@@ -107,10 +108,6 @@ def _mixture(experts: Experts, number: int, of: int) -> str:
     where = f", in {number} of {of} layers" if number < of else ""
     each = f"{experts.top_k} of {experts.count} of width {experts.mlp.width:,}"
     return f"experts              {each} for each token{beside}{where}"
-
-
-def _vocabulary_matrices(config: Config) -> int:
-    return 2 if config.model.untie_embeddings_and_output_weights else 1
 
 
 def _stages(config: Config) -> list[str]:

@@ -1,7 +1,7 @@
 """How long a step takes, from first principles and a few constants fitted to published runs: an estimate, never a
 measurement.
 
-    compute     matrix products and attention, each by its sizes (plan/kernels.py), and on CPU ranks the program's calls
+    compute     matrix products, attention, by their sizes (plan/kernel_times.py), and on CPU ranks the program's calls
     memory      what is no matrix product: activations are written once and read twice, gradients of weights added up
     tp, cp, ep  traffic inside of layers that the program does not overlap with computation: of tensor parallelism's the
                 backward pass hides the gathering for, and the summing next to, weight gradients (megatron-core's
@@ -30,10 +30,10 @@ from megatron_ext.config.schema import Config
 from megatron_ext.parts.stack import Stack
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.kernels import with_calls
-from megatron_ext.plan.links import seconds
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.interconnect import seconds
+from megatron_ext.plan.kernel_times import with_calls
 from megatron_ext.plan.simulate import Times, by_formula, shortest, simulate
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.traffic import Term
 from megatron_ext.plan.workload import Workload
 
@@ -323,7 +323,7 @@ class _Estimate:
     def _parts(self, stage: int, part: str) -> float:
         index = ("mixer", "core", "mlp").index(part)
         return sum(
-            stack.total(lambda kind: sum(self.kernels.layer(kind)[index])) for stack in self.shapes.stacks[stage]
+            chunk.total(lambda kind: sum(self.kernels.layer(kind)[index])) for chunk in self.shapes.stacks[stage]
         )
 
     def _hidden_share_of_tensor(self, stage: int) -> float:

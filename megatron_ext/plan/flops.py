@@ -7,15 +7,15 @@ Lists the matrix products that a rank computes in the forward pass of one microb
 
 A product of an (M, K) by a (K, N) matrix costs 2 M N K operations. Its backward pass is two products of as many
 operations: (M, N) by (N, K) for the input's gradient, and (K, M) by (M, N) for the weight's. How near a product comes
-to the peak depends on its sizes (`plan/kernels.py`): tensor parallelism makes N or K smaller, context parallelism and
-experts make M smaller.
+to the peak depends on its sizes (`plan/kernel_times.py`): tensor parallelism makes N or K smaller, context parallelism
+and experts make M smaller.
 """
 
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import active_kinds_of_parameters, kinds_of_parameters
 from megatron_ext.parts.protocol import Part, Product, Share
 from megatron_ext.parts.stack import Stack, stack
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 
 
 def flops_per_token(config: Config) -> int:

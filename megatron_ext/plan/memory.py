@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.activations import ChunkBytes
 from megatron_ext.plan.schedule import most_held_of_stage
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.state_bytes import StateBytes, state_bytes
 from megatron_ext.plan.workload import Workload
 

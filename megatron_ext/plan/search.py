@@ -10,7 +10,9 @@ from megatron_ext.config.derived.sharding import FLAGS
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, TrainingConfig
-from megatron_ext.plan.choices import (
+from megatron_ext.plan.estimate import Bubble, StepTime, at_least, formula_at_least, time_of
+from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.layout_choices import (
     BETTER,
     SHARDINGS,
     Choice,
@@ -20,12 +22,10 @@ from megatron_ext.plan.choices import (
     recomputations,
     shardings,
 )
-from megatron_ext.plan.estimate import Bubble, StepTime, at_least, formula_at_least, time_of
-from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import MemoryEstimate, fits, state_fits, worst_stage_of
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.workload import Portions, Workload
-from megatron_ext.rules.sharding import RULES_OF_KINDS
+from megatron_ext.rules.sharding_rules import RULES_OF_KINDS
 from megatron_ext.rules.validate import (
     RULES,
     RULES_OF_LAYOUTS,

@@ -11,10 +11,10 @@ NVIDIA's own benchmarks are run so (NeMo-Framework-Launcher, examples/training/l
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_ext.plan.choices import layouts
 from megatron_ext.plan.estimate import time_of
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.presentation import name
+from megatron_ext.plan.layout_choices import layouts
+from megatron_ext.plan.plan_report import name
 from megatron_ext.plan.search import Answer, Candidate, Question, timed, tried_again
 
 _LEAST_GAIN = 0.005

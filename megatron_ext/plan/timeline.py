@@ -196,7 +196,7 @@ def as_text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> li
     margin = max(len(name) for name, _, _ in rows) + 2
     columns = _columns(timeline, max(width - margin - 2, 20))
     moments = [(column + 0.5) / columns * timeline.total for column in range(columns)]
-    paint = _painted if colour else _unpainted
+    paint = _painted if colour else "".join
     lines = [timeline.title, "", f"{'':{margin}} {_phases(timeline, columns)}"]
     lines += [
         f"{name:<{margin}}|{paint([_mark(lane, wanted, moment) for moment in moments])}|" for name, lane, wanted in rows
@@ -281,10 +281,6 @@ def _memory(timeline: Timeline) -> list[str]:
         bar = "#" * filled[0] + "+" * (filled[1] - filled[0])
         lines.append(f"{lane.name:<{margin}}  {bar:<{_MEMORY_BAR}}  {size(always)} to {size(lane.peak[1])}")
     return lines
-
-
-def _unpainted(marks: Sequence[str]) -> str:
-    return "".join(marks)
 
 
 def _painted(marks: Sequence[str]) -> str:

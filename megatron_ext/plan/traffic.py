@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.derived.batch import LOSS_CHUNKS, num_microbatches
+from megatron_ext.config.derived.batch_size import LOSS_CHUNKS, num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.protocol import Part, Share
 from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.schedule import schedule_of
-from megatron_ext.plan.shapes import Shapes, kinds_of
+from megatron_ext.plan.stage_parameters import Shapes, kinds_of
 from megatron_ext.plan.state_bytes import sharing_ranks, state_bytes
 
 # Parameters of a bucket of megatron-core's DDP, at least, and times the ranks (DistributedDataParallelConfig 0.19).

@@ -4,14 +4,14 @@ from it, for a search that tries thousands of configurations and several machine
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.activations import Activations, recomputation
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.kernels import Kernels
+from megatron_ext.plan.kernel_times import Kernels
 from megatron_ext.plan.schedule import schedule_of
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 from megatron_ext.plan.traffic import Term, sent_for_data, sent_for_model
 

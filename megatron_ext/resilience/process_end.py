@@ -55,7 +55,7 @@ _LOST_PEER_TEXTS = (
 
 
 class PeersWatch(Protocol):
-    """What a report asks of the watch over all ranks (`resilience/watch.py`)."""
+    """What a report asks of the watch over all ranks (`resilience/watchdog.py`)."""
 
     ending: threading.Event
     """Set once the watch's own thread says why this process ends, and ends it."""

@@ -1,6 +1,6 @@
 """Where a rank is: its phase, what it waits in, how many operations of each group it has begun.
 
-The training writes here, and the watch (`watch.py`) reads from its thread. A write is one assignment: no lock, no
+The training writes here, and the watch (`watchdog.py`) reads from its thread. A write is one assignment: no lock, no
 system call.
 """
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from megatron_ext.errors import StoppedBySignal
-from megatron_ext.resilience import exit_record, launch
+from megatron_ext.resilience import exit_record, launcher
 from megatron_ext.resilience.process_end import RunStatus, end_from_thread
 
 STOP_FILE = "stop"
@@ -153,7 +153,7 @@ class StopDeadline:
         status, text = self._status, self._text(seconds)
         message = f"rank {status.rank}: {text}"
         if self._signals.for_good:
-            launch.remember_stop(StoppedBySignal.exit_code, text)
+            launcher.remember_stop(StoppedBySignal.exit_code, text)
         if status.rank != 0:
             exit_record.wait_for_another(status.save, _FOR_RANK_0)
         said = exit_record.is_there(status.save)

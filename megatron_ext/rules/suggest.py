@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from megatron_ext.config.derived.pipeline import counted_as_layers, read_pipeline_layout
+from megatron_ext.config.derived.pipeline_split import counted_as_layers, read_pipeline_layout
 from megatron_ext.config.resolve import positive
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import listed

@@ -1,9 +1,9 @@
 """The table of the engine's seams: see the package."""
 
-from megatron_ext.seams.core import CHECKPOINTS, DATA, GROUPS, MODEL
-from megatron_ext.seams.core_sharding import DATA_PARALLEL, MEGATRON_FSDP, OPTIMIZERS
-from megatron_ext.seams.of_torch import COLLECTIVES, REHEARSAL, TORCH
+from megatron_ext.seams.megatron_core_seams import CHECKPOINTS, DATA, GROUPS, MODEL
+from megatron_ext.seams.megatron_core_sharding_seams import DATA_PARALLEL, MEGATRON_FSDP, OPTIMIZERS
 from megatron_ext.seams.seam import Seam
+from megatron_ext.seams.torch_seams import COLLECTIVES, REHEARSAL, TORCH
 
 SEAMS: tuple[Seam, ...] = (
     *MODEL,

@@ -15,7 +15,7 @@ that underflows.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -29,7 +29,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.derived.optimizers import traits_of
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.device.weight_gradients import expect_first, products_write, takes_first, write_
 from megatron_ext.errors import TrainingError
 from megatron_ext.optim.settings import optimizer_config
@@ -59,15 +59,30 @@ class WritingDataParallel(DistributedDataParallel):
         super().__init__(**settings)
         self.watchers: list[Watcher] = []
         """They look at the gradients of every bucket before its reduction."""
-        for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
-            group.start_grad_sync = completed(group, group.start_grad_sync, self.watchers)
         engine: Any = self  # whose `buffers` are not those of a module
+        late = writes and self._can_take_gradients_late(engine.module)
+        if late:
+            self.grad_accs.clear()  # the nodes of autograd, which megatron-core's hooks are on
+        for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
+            weights = [weight for bucket in group.buckets for weight in bucket.params_list] if late else []
+            hooks = [(weight, self._make_backward_post_hook(weight)) for weight in weights]
+            group.start_grad_sync = completed(group, group.start_grad_sync, self.watchers, hooks)
         for buffer in (*engine.buffers, *engine.expert_parallel_buffers) if writes else ():
             buffer.reset = partial(_expect_first, buffer.params)
 
+    def _can_take_gradients_late(self, model: torch.nn.Module) -> bool:
+        """Return whether autograd may add up the gradients of a step by itself, and all go to the buffers at its end.
+
+        Between a CPU's kernels a hook in Python takes some 30 us for each weight, 2% of a small model's step. It has to
+        be where a reduction waits for it, and where the buffers add in another type."""
+        trained: list[Any] = [weight for weight in model.parameters() if weight.requires_grad]
+        if self.ddp_config.overlap_grad_reduce or self.config.gradient_accumulation_fusion:
+            return False
+        return all(one.device.type == "cpu" and one.main_grad.dtype == one.dtype for one in trained)
+
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         add: Any = super()._make_backward_post_hook(param)
-        weight: Any = param
+        weight, overlaps = cast(Any, param), self.ddp_config.overlap_grad_reduce
 
         def hook(*unused: Any) -> None:
             gradient: torch.Tensor | None = weight.grad
@@ -75,6 +90,9 @@ class WritingDataParallel(DistributedDataParallel):
             if gradient is None or (added and not adds_all_the_same) or not takes_first(weight.main_grad):
                 return add(*unused)
             write_(weight.main_grad, gradient.data)
+            if not overlaps:
+                weight.grad = None
+                return None
             # The engine's hook takes the gradient away and counts the weight as ready; it must not add what is there.
             weight.grad_added_to_main_grad, weight.zero_out_wgrad = True, False
             try:
@@ -85,17 +103,26 @@ class WritingDataParallel(DistributedDataParallel):
         return hook
 
 
-def completed(group: Any, start: Callable[..., None], watchers: Sequence[Watcher]) -> Callable[..., None]:
+def completed(
+    group: Any,
+    start: Callable[..., None],
+    watchers: Sequence[Watcher],
+    hooks: Sequence[tuple[torch.nn.Parameter, Callable[[], None]]] = (),
+) -> Callable[..., None]:
     """Return `start`, which reduces the buckets of `group`, after zeroes where no gradient came and after the watchers.
 
     Args:
         group: a group of buckets.
         start: its `start_grad_sync`.
         watchers: they look at the complete gradients of this rank.
+        hooks: weights whose gradients autograd has kept, each with what takes it from there.
     """
 
     @wraps(start)
     def start_grad_sync(*args: Any, **kwargs: Any) -> None:
+        for weight, take in hooks:
+            if weight.grad is not None:
+                take()
         already_started = group.grad_reduce_handle is not None
         for bucket in () if already_started else group.buckets:
             for parameter in bucket.params_list:
@@ -121,6 +148,7 @@ def _require_no_gradient(parameter: Any) -> None:
 
 def _expect_first(parameters: Sequence[Any]) -> None:
     for parameter in parameters:
+        parameter.grad = None  # of a backward pass that has failed
         expect_first(parameter.main_grad)
 
 
@@ -161,8 +189,6 @@ class DataParallel(Sharding):
             core.param_sync_func = for_chunks([chunk.start_param_sync for chunk in wrapped])
             for chunk in wrapped:
                 _unhook_modules_without_weights(chunk)
-                model: Any = chunk.module
-                model.before_output = partial(_finish_gather, chunk)
         return wrapped
 
     def _whole_matrices(
@@ -275,11 +301,3 @@ def _unhook_modules_without_weights(chunk: Any) -> None:
     for module, handle in chunk.remove_forward_pre_hook_handles.items():
         if next(module.parameters(recurse=False), None) is None:
             handle.remove()
-
-
-def _finish_gather(chunk: DistributedDataParallel, module: torch.nn.Module) -> None:
-    """Wait until the module's own weights are gathered, as the hook before its forward pass would do."""
-    if module not in chunk.remove_forward_pre_hook_handles:  # all weights are gathered and the hooks are off
-        return
-    for weight in module.parameters(recurse=False):
-        chunk.param_to_bucket_group[weight].finish_param_sync()

@@ -15,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import Config
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.initialize import initialize
 from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.optim.gradient_norm import replace_loops

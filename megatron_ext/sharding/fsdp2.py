@@ -37,7 +37,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.config.schema import Config
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.initialize import initialize
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.optim.settings import optimizer_config

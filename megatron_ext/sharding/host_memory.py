@@ -28,7 +28,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.optim.torch_optimizer import Group, is_torchs, over, torch_optimizer
 from megatron_ext.sharding.parts import OptimizerPart
 from megatron_ext.sharding.protocol import Reduced, Sharding, Watcher

@@ -21,8 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.device.protocol import Device
-from megatron_ext.model.names import unwrapped
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.optim.settings import optimizer_config
 from megatron_ext.parallel.rows import RowShard, mark
 from megatron_ext.sharding.engine import (
@@ -38,6 +37,8 @@ from megatron_ext.sharding.row_shards import RowSharding, RowShards
 class MegatronFSDP(RowSharding):
     """megatron-core's FSDP. Its shards stand where the weights are, until a forward pass or `weights_in_place`."""
 
+    keeps_output_weight = False
+
     def shard(
         self,
         chunks: Sequence[torch.nn.Module],
@@ -48,8 +49,6 @@ class MegatronFSDP(RowSharding):
         """Wrap every model chunk, initialized, in megatron-core's FSDP, wired into the schedule, or accumulation
         drifts."""
         settings = self._settings()
-        for chunk in unwrapped(chunks):
-            chunk.reads_output_weight = False
         wrapped = [
             MegatronFSDPChunk(core, settings, chunk, groups, device.torch_device)
             for chunk in initialized(chunks, self.config, core, groups, device)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.config.schema import Config
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.optim import gradient_norm
 from megatron_ext.sharding.parts import OptimizerPart
 
@@ -47,6 +47,9 @@ class Sharding(ABC):
 
     builds_on_meta = False
     """Whether model chunks are built on the meta device, since no rank may hold all of their weights."""
+
+    keeps_output_weight = True
+    """Whether the output layer's weight stays where its forward pass has it, or is gathered again for the backward."""
 
     lives_on_host = False
     """Whether weights, gradients and optimizer state are kept in host memory, and are communicated from there."""

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from megatron_ext import __version__
-from megatron_ext.config.derived.batch import training_samples
+from megatron_ext.config.derived.batch_size import training_samples
 from megatron_ext.config.derived.cuda_graphs import makes_graphs
-from megatron_ext.config.derived.ranks import axis_sizes
+from megatron_ext.config.derived.rank_order import axis_sizes
 from megatron_ext.config.parse.blend import read_blend
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import count

@@ -14,7 +14,7 @@ from torch.cuda import nvtx
 from torch.profiler import ExecutionTraceObserver, profile, record_function
 
 from megatron_ext.config.schema import Config
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.durable import only_files
 from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.timers import OpenRange

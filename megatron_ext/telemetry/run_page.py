@@ -11,7 +11,7 @@ from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Timeline, slow_stages
 from megatron_ext.plan.timeline import summary as stages_table
-from megatron_ext.telemetry.curve import RunHistory, summary
+from megatron_ext.telemetry.loss_curve import RunHistory, summary
 
 _MOST_TASKS = 100
 

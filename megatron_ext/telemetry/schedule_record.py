@@ -58,7 +58,7 @@ class Place:
 
     @property
     def pipeline(self) -> int:
-        """Number of the pipeline that the rank is in: ranks of a stage are neighbours (config/derived/ranks.py)."""
+        """The pipeline that the rank is in: ranks of a stage are neighbours (config/derived/rank_order.py)."""
         return self.rank % (self.world_size // self.stages)
 
 
@@ -152,10 +152,10 @@ def timeline(records: Sequence[RankRecord], iteration: int | None = None, pipeli
 
 def events(record: RankRecord) -> list[dict[str, Any]]:
     """Return a rank's trace events."""
-    position, rank = record.position, record.position.rank
+    at, rank = record.position, record.position.rank
     lines: list[dict[str, Any]] = [
-        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"stage {position.stage}, rank {rank}"}},
-        {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": position.stage * 1000 + rank}},
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"stage {at.stage}, rank {rank}"}},
+        {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": at.stage * 1000 + rank}},
         {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "passes"}},
         {"ph": "M", "pid": rank, "tid": 1, "name": "thread_name", "args": {"name": "waits"}},
         {"ph": "M", "pid": rank, "tid": 2, "name": "thread_name", "args": {"name": "steps"}},
@@ -163,10 +163,7 @@ def events(record: RankRecord) -> list[dict[str, Any]]:
     for step in record.steps:
         of_step = {"iteration": step.iteration}
         for each in step.passes:
-            kind, chunk = (
-                "forward" if each.forward else "backward",
-                f" chunk {each.chunk}" if position.chunks > 1 else "",
-            )
+            kind, chunk = "forward" if each.forward else "backward", f" chunk {each.chunk}" if at.chunks > 1 else ""
             lines.append(
                 _slice(step, rank, 0, "pass", f"{kind} {each.microbatch}{chunk}", each.begin, each.end)
                 | {"args": {**of_step, "forward": each.forward, "chunk": each.chunk, "microbatch": each.microbatch}}
@@ -234,14 +231,12 @@ def _pipelines(records: Sequence[RankRecord], iteration: int) -> dict[int, dict[
     """Return the lanes of each pipeline, by number and stage."""
     pipelines: dict[int, dict[int, tuple[Lane, RecordedStep]]] = {}
     for record in records:
-        position = record.position
+        at = record.position
         for step in record.steps:
             if step.iteration == iteration:
-                name = f"stage {position.stage}" + (
-                    f" (rank {position.rank})" if position.world_size > position.stages else ""
-                )
+                name = f"stage {at.stage}" + (f" (rank {at.rank})" if at.world_size > at.stages else "")
                 lane = Lane(name, step.passes, step.blocks, step.memory)
-                pipelines.setdefault(position.pipeline, {})[position.stage] = lane, step
+                pipelines.setdefault(at.pipeline, {})[at.stage] = lane, step
     return pipelines
 
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Block, Pass
-from megatron_ext.telemetry.communication import IDLE, CommunicationClock
+from megatron_ext.telemetry.communication_clock import IDLE, CommunicationClock
 from megatron_ext.telemetry.schedule_record import RecordedStep
 
 ForwardStep = Callable[[Any, torch.nn.Module], tuple[torch.Tensor, Any]]

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.durable import keep, only_files
 from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.metrics import Metrics, Sample, SampleMetrics
-from megatron_ext.telemetry.scalars import scalars, scalars_against_samples
+from megatron_ext.telemetry.tensorboard_tags import scalars, scalars_against_samples
 
 _HEAD = struct.Struct("<Q4x")
 _CHECKSUM = 4  # bytes

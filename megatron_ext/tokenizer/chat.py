@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.chat_templates import SPECIAL_TOKENS, TEMPLATES
-from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer, content_of
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer, content_of
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.untrusted.text import TextError, load_json, read_file
 
 _LARGEST = 1 << 20  # bytes of a template; the longest in use have some 30,000

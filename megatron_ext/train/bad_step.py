@@ -12,7 +12,7 @@ from megatron_ext.resilience.numeric import first_bad
 from megatron_ext.sharding.gradients import gradients_of_update
 from megatron_ext.train.gradient_watch import Evidence, Finding
 from megatron_ext.train.run import Run
-from megatron_ext.train.shared_numbers import Summed
+from megatron_ext.train.step_allreduce import Summed
 
 
 def check_numbers(run: Run, summed: Summed, global_batch: int, evidence: Evidence) -> None:

@@ -16,15 +16,15 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.derived.batch import evaluation_batch
+from megatron_ext.config.derived.batch_size import evaluation_batch
 from megatron_ext.config.derived.cuda_graphs import makes_graphs
 from megatron_ext.config.parse.blend import is_url
 from megatron_ext.config.schema import Config
-from megatron_ext.data.batch import StageView
 from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.microbatch import StageView
 from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe_sample
 from megatron_ext.data.skipped import NOTHING, SkippedSamples, skipped_samples
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.own_layers import mark_own_parameters
@@ -60,11 +60,17 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     set_kernels(config, device)
     seed_dropout(config, groups)
     core = transformer_config(config, device.kind, on_meta=sharding.builds_on_meta)
-    chunks = build_model(config, core, groups, on_meta=sharding.builds_on_meta, layer_spec=extensions.layer_spec)
+    chunks = build_model(
+        config,
+        core,
+        groups,
+        on_meta=sharding.builds_on_meta,
+        layer_spec=extensions.layer_spec,
+        own_loss=extensions.loss,
+        keeps_output_weight=sharding.keeps_output_weight,
+    )
     if extensions.layer_spec is not None:
         mark_own_parameters(chunks, config)
-    for chunk in chunks:
-        chunk.own_loss = extensions.loss
     if config.training.torch_compile:
         compile_layers(chunks)
     wrapped = sharding.shard(chunks, core, groups, device)
@@ -147,11 +153,7 @@ def seed_dropout(config: Config, groups: ProcessGroupCollection) -> None:
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") >> 1
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(
-        seed,
-        tp_rank=groups.tp.rank(),
-        ep_rank=groups.ep.rank(),
-        etp_rank=groups.expt_tp.rank(),
-        force_reset_rng=True,
+        seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank(), force_reset_rng=True
     )
 
 
@@ -172,10 +174,7 @@ def build_loaders(
     from_store = any(is_url(source.name) for one in there for source in one.sources)
 
     def loader(
-        dataset: SampleDataset,
-        micro_batch_size: int,
-        describe: Callable[[int], str],
-        skipped: SkippedSamples = NOTHING,
+        dataset: SampleDataset, micro_batch_size: int, describe: Callable[[int], str], skipped: SkippedSamples = NOTHING
     ) -> BatchLoader:
         return BatchLoader(
             dataset,

@@ -26,7 +26,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoad
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_ext.data.batch import Batch
+from megatron_ext.data.microbatch import Batch
 from megatron_ext.errors import ConfigurationError, TrainingError
 from megatron_ext.train.gradient_watch import GradientWatch, Seen
 from megatron_ext.train.memory_check import is_exhausted

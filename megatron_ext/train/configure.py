@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext import environment
+from megatron_ext.checkpoint.native.checkpoint_folder import load_problem
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
-from megatron_ext.checkpoint.native.folder import load_problem
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
@@ -24,15 +24,15 @@ from megatron_ext.config.parse.paths import path_problems
 from megatron_ext.config.parse.saved import adopt, shapes_and_function
 from megatron_ext.config.resolve import Facts, graph_obstacles, resolve
 from megatron_ext.config.schema import Config
-from megatron_ext.config.schema.data import DataConfig
+from megatron_ext.config.schema.data_flags import DataConfig
 from megatron_ext.data.skipped import skipped_samples
 from megatron_ext.device.graph_support import uncapturing_torch
 from megatron_ext.device.hardware_queues import shows_gpu
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
 from megatron_ext.rules.validate import problems
-from megatron_ext.tokenizer.build import tokenizer_from_flags
-from megatron_ext.train.assumed_facts import assumed_facts
+from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
+from megatron_ext.train.dry_run_assumptions import assumed_facts
 
 _OPTIONAL_PACKAGES = ("apex", "comet_ml", "mlflow", "trackio", "transformer_engine", "wandb")
 
@@ -57,8 +57,8 @@ def configure(argv: Sequence[str], *, believing: bool = False, world_size: int |
 
     Args:
         argv: the command line, without the program's name.
-        believing: whether --dry-run believes what this machine does not have (`train.assumed_facts`), as where only a
-            layout is asked for.
+        believing: whether --dry-run believes what this machine does not have (`train.dry_run_assumptions`), as where
+            only a layout is asked for.
         world_size: number of ranks; default that of the launch.
     Raises:
         ConfigurationError: the flags cannot work; the message has every problem that was found.
@@ -181,7 +181,7 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
 def _without_graphs(typed: Typed, config: Config, facts: Facts) -> Iterator[str]:
     """Yield what a run that was to have CUDA graphs says where it has none, or others than the flags say."""
     if typed.values.get("cuda_graph_impl") != FULL_ITERATION:
-        return  # config/parse/without_effect.py knows the others
+        return  # config/parse/ineffective_flags.py knows the others
     steps = typed.values.get("cuda_graph_warmup_steps")
     if not makes_graphs(config):
         yield graphs_warning(graph_obstacles(config, facts))

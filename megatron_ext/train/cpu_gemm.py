@@ -10,8 +10,8 @@ import torch
 
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.schema import Config
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.device.kernels import GEMMS, gemm_by_ability, measured_gemm, use_gemm
-from megatron_ext.device.protocol import Device
 
 
 def choose(config: Config, device: Device, resume: Resume | None) -> Config:

@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext import environment
 from megatron_ext.config.schema import Config
-from megatron_ext.data.checksums import REMEDY, BackgroundCheck, Block, first_damage, known_blocks, some_blocks
+from megatron_ext.data.data_manifest import REMEDY, BackgroundCheck, Block, first_damage, known_blocks, some_blocks
 from megatron_ext.data.splits import SPLITS, split_files
 from megatron_ext.errors import DataError
 from megatron_ext.terminal import warn
@@ -41,10 +41,8 @@ def blocks_of_run(config: Config) -> tuple[list[Block], list[str]]:
     """Return the blocks of all files of the run of which there are checksums, and the files without."""
     splits = [files for split in SPLITS if (files := split_files(config, split)) is not None]
     prefixes = dict.fromkeys(prefix for files in splits for prefix in files.blend.prefixes)
-    by_prefix = {prefix: known_blocks(prefix) for prefix in prefixes}
-    return [block for blocks in by_prefix.values() for block in blocks], [
-        name for name, got in by_prefix.items() if not got
-    ]
+    known = {prefix: known_blocks(prefix) for prefix in prefixes}
+    return [block for blocks in known.values() for block in blocks], [name for name, got in known.items() if not got]
 
 
 def share(blocks: list[Block]) -> list[Block]:

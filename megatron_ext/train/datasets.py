@@ -5,25 +5,19 @@ import os
 import torch
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.derived.batch import (
-    evaluation_batch,
-    global_batch_size,
-    samples_at_iteration,
-    training_samples,
-    training_steps,
-)
+from megatron_ext.config.derived import batch_size
 from megatron_ext.config.schema import Config
-from megatron_ext.data.checksums import Judged, judge, made_with
 from megatron_ext.data.corpus import Splits, build_datasets
-from megatron_ext.data.record import data_record, differences
+from megatron_ext.data.data_manifest import Judged, judge, made_with
+from megatron_ext.data.data_record import data_record, differences
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
 from megatron_ext.data.stored import exists
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.terminal import say, warn
-from megatron_ext.tokenizer.build import tokenizer_from_flags
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.tokenizer.simple import NullTokenizer
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.train.data_check import check_before_the_first_step
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.run import Run
@@ -34,8 +28,8 @@ def samples_of_run(config: Config) -> Splits[int]:
     none."""
     training = config.training
     evaluates = training.eval_interval > 0 and (training.eval_iters > 0 or training.full_validation)
-    held_out = max(training.eval_iters, 1) * evaluation_batch(config)[0] if evaluates else 0
-    return Splits(training_samples(config), held_out, held_out)
+    held_out = max(training.eval_iters, 1) * batch_size.evaluation_batch(config)[0] if evaluates else 0
+    return Splits(batch_size.training_samples(config), held_out, held_out)
 
 
 def samples_of_step(config: Config, step: int) -> range:
@@ -44,10 +38,11 @@ def samples_of_step(config: Config, step: int) -> range:
     Raises:
         ConfigurationError: there is no such step.
     """
-    if not 1 <= step <= training_steps(config):
-        raise ConfigurationError(f"step {step}: the training has steps 1 to {training_steps(config)}")
-    first = samples_at_iteration(config, step - 1)
-    return range(first, first + global_batch_size(config, first))
+    steps = batch_size.training_steps(config)
+    if not 1 <= step <= steps:
+        raise ConfigurationError(f"step {step}: the training has steps 1 to {steps}")
+    first = batch_size.samples_at_iteration(config, step - 1)
+    return range(first, first + batch_size.global_batch_size(config, first))
 
 
 def samples_of_order(config: Config, resume: Resume | None) -> int:

@@ -20,8 +20,8 @@ from megatron_ext.resilience.progress import UPDATE
 from megatron_ext.train.bad_step import check_numbers
 from megatron_ext.train.gradient_watch import Evidence
 from megatron_ext.train.run import Run
-from megatron_ext.train.shared_numbers import StopVotes, summed
 from megatron_ext.train.step import StepResult, compute_gradients
+from megatron_ext.train.step_allreduce import StopVotes, summed
 
 
 def can_read_late(run: Run) -> bool:

@@ -21,9 +21,9 @@ from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Source
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import Schedule
-from megatron_ext.parts.own_parameters import OwnParameters, in_every_layer
-from megatron_ext.rules.sharding import matrices_are_whole
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.parts.own_parameters import OwnParameters, with_own_parameters
+from megatron_ext.rules.sharding_rules import matrices_are_whole
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -62,10 +62,7 @@ class Extensions:
             if part.name == "callbacks":
                 fits, kind = isinstance(value, Sequence), "a list of callbacks"
             elif part.name == "optimizer":
-                fits, kind = (
-                    isinstance(value, OptimizerTraits),
-                    "OptimizerTraits (config/derived/optimizers.py)",
-                )
+                fits, kind = (isinstance(value, OptimizerTraits), "OptimizerTraits (config/derived/optimizers.py)")
             else:
                 fits, kind = callable(value), "a function"
             if value is not None and not fits:
@@ -76,18 +73,15 @@ class Extensions:
         return tuple(part.name for part in fields(self) if getattr(self, part.name))
 
     @contextmanager
-    def in_the_catalogue(self) -> Iterator[None]:
-        """Return a context in which the catalogue of this process lists the own layers' parameters. A run is within.
-
-        The own optimizer that it registers (`applied`) is forgotten with it: the next run may have another of its name.
-        """
+    def registered(self) -> Iterator[None]:
+        """Return a context at whose end the own optimizer is forgotten that `applied` has registered: the next run may
+        have another of its name. A run is within."""
         known = set(OPTIMIZERS)
-        with in_every_layer(self.layer_parameters):
-            try:
-                yield
-            finally:
-                if self.optimizer is not None and self.optimizer.name not in known:
-                    OPTIMIZERS.pop(self.optimizer.name, None)
+        try:
+            yield
+        finally:
+            if self.optimizer is not None and self.optimizer.name not in known:
+                OPTIMIZERS.pop(self.optimizer.name, None)
 
     def made_callbacks(self) -> list["Callback"]:
         """Return the own callbacks, made where a class or function stands for one. The engine must be there.
@@ -109,7 +103,8 @@ class Extensions:
         return made
 
     def applied(self, config: Config) -> Config:
-        """Return the configuration with the own optimizer, which is registered, and without CUDA graphs of own parts.
+        """Return the configuration with the own layers' parameters and the own optimizer, which is registered, and
+        without CUDA graphs of own parts.
 
         Raises:
             ConfigurationError: the optimizer has the name of another one, or cannot run in the flags' sharding scheme;
@@ -130,6 +125,7 @@ class Extensions:
             )
         if makes_graphs(config) and self._uncaptured():
             config = without_graphs(config)
+        config = with_own_parameters(config, self.layer_parameters)
         traits = self.optimizer
         if traits is None:
             return config

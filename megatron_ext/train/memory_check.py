@@ -13,7 +13,7 @@ import torch
 from megatron_ext import environment
 from megatron_ext.config.schema import Config
 from megatron_ext.device.cpu import host_memory, host_swap
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.errors import ConfigurationError, MemoryExhaustedError, TrainingError
 from megatron_ext.plan.memory import described, estimate, gigabytes, helpful_flags, host_bytes, kept_at_least
 from megatron_ext.terminal import warn

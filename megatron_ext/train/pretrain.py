@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext import device, environment
-from megatron_ext.checkpoint.native.folder import saved_iterations
+from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
 from megatron_ext.checkpoint.native.lock import give_up, hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.derived.cuda_graphs import graphs_warning, makes_graphs, without_graphs
@@ -20,7 +20,7 @@ from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySign
 from megatron_ext.gc_freeze import kept_from_the_collector
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.parts.own_parameters import OwnParameters
-from megatron_ext.resilience import elastic, exit_record, launch
+from megatron_ext.resilience import elastic, exit_record, launcher
 from megatron_ext.resilience.peer_processes import end_stopped_ranks
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher, StopDeadline
@@ -28,10 +28,10 @@ from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.terminal import say, warn
 from megatron_ext.train.configure import Configured, configure, configure_for
 from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets
-from megatron_ext.train.trained import Trained
+from megatron_ext.train.training_result import Trained
 
 if TYPE_CHECKING:
-    from megatron_ext.device.protocol import Device
+    from megatron_ext.device.device_protocol import Device
     from megatron_ext.train.callbacks.history import History
     from megatron_ext.train.run import Run
     from megatron_ext.train.trainer import Callback
@@ -76,7 +76,7 @@ def pretrain(
     if configured is not config:
         _tell(configured.typed.warnings)
     extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate)
-    with extensions.in_the_catalogue(), _process_given_back(configured.config, status) as (status, ends):
+    with extensions.registered(), _process_given_back(configured.config, status) as (status, ends):
         configured = replace(configured, config=extensions.applied(configured.config))
         _tell(extensions.warnings(configured.typed.values))
         _claim(configured.config.checkpoint.save, status)
@@ -175,7 +175,7 @@ def _meet(configured: Configured, here: "Device", status: RunStatus, ends: ExitS
     from megatron_ext.parallel import groups
     from megatron_ext.sharding.choose import sharding_of
     from megatron_ext.train.callbacks import profiling
-    from megatron_ext.train.watching import begin_watch
+    from megatron_ext.train.start_watchdog import begin_watch
 
     config = configured.config
     ends.callback(
@@ -199,8 +199,8 @@ def _meet(configured: Configured, here: "Device", status: RunStatus, ends: ExitS
 def _with_agreed_checkpoint(configured: Configured, extensions: Extensions) -> Configured:
     """Return the configuration for the checkpoint that all ranks go on from."""
     if configured.search is not None:
-        from megatron_ext.checkpoint.local.agreement import newest_snapshot
-        from megatron_ext.checkpoint.native.agreement import agree
+        from megatron_ext.checkpoint.local.newest_snapshot import newest_snapshot
+        from megatron_ext.checkpoint.native.agreed_checkpoint import agree
 
         search, before = configured.search, configured.typed.warnings
         resume = newest_snapshot(configured.config, search) or agree(search, configured.config.checkpoint)
@@ -268,13 +268,15 @@ def _train(run: "Run", status: RunStatus, extensions: Extensions, ends: ExitStac
     from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
     from megatron_ext.train.trainer import Trainer
 
-    config, history = run.config, History()
+    config, save, history = run.config, run.config.checkpoint.save, History()
     # One rank watches the stop file and tells the others at the end of a step.
-    watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before())
+    watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launcher.requested_before())
     watched.for_good = not config.layout.elastic
     with (
         watched as signals,
-        StopDeadline(config.training.exit_signal_deadline, signals, status, lambda: _saved(config.checkpoint)),
+        StopDeadline(
+            config.training.exit_signal_deadline, signals, status, lambda: saved_iterations(save) if save else []
+        ),
     ):
         callbacks = [*standard_callbacks(run, signals, status), history, *extensions.made_callbacks()]
         for callback in callbacks:
@@ -285,11 +287,11 @@ def _train(run: "Run", status: RunStatus, extensions: Extensions, ends: ExitStac
         except StoppedBySignal as stop:
             run.release_graph()
             if signals.for_good:
-                launch.remember_stop(stop.exit_code, str(stop))
+                launcher.remember_stop(stop.exit_code, str(stop))
                 elastic.dismiss_spares()
             raise
         if trainer.stop_reason is not None:
-            launch.remember_stop(0, trainer.stop_reason)
+            launcher.remember_stop(0, trainer.stop_reason)
     return history, trainer.stop_reason
 
 
@@ -307,7 +309,7 @@ def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
     run.progress.phase = "loading what it begins with"
     if resume is not None:
         from megatron_ext.checkpoint.local.writer import restore_snapshot
-        from megatron_ext.checkpoint.native.load import load_saved
+        from megatron_ext.checkpoint.native.load_checkpoint import load_saved
         from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
 
         if resume.is_snapshot:
@@ -322,23 +324,11 @@ def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
         where = f"the snapshots in {resume.path.parent}" if resume is not None and resume.is_snapshot else flags.load
         say(f"checkpoint: {what} {where}")
     if flags.load_hf is not None and resume is None:
-        from megatron_ext.checkpoint.huggingface.load import load_huggingface
+        from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
 
         load_huggingface(run, flags.load_hf)
         if run.rank == 0:
             say(f"checkpoint: beginning with the weights of {flags.load_hf}")
-
-
-def _saved(flags: CheckpointConfig) -> list[int]:
-    return [] if flags.save is None else saved_iterations(flags.save)
-
-
-def _check_stop_file(save: str) -> None:
-    path = Path(save) / STOP_FILE
-    if path.is_dir():
-        raise ConfigurationError(
-            f"--save {save} holds a folder named {path.name}, but a file of that name is what stops a run; rename it"
-        )
 
 
 def _record_end(status: RunStatus, iteration: int, stop_reason: str | None) -> None:
@@ -368,7 +358,11 @@ def _claim(save: str | None, status: RunStatus) -> None:
     if save is None or status.rank != 0:
         return
     try:
-        _check_stop_file(save)
+        if (Path(save) / STOP_FILE).is_dir():
+            raise ConfigurationError(
+                f"--save {save} holds a folder named {STOP_FILE}, but a file of that name is what stops a run; rename "
+                "it"
+            )
         hold_until_exit(save)
     except TrainingError:
         status.save = None  # it is another's: leave no record there

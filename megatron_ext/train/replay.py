@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext import device as devices
+from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, iteration_folder, saved_iterations
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
-from megatron_ext.checkpoint.native.folder import CONFIG, iteration_folder, saved_iterations
 from megatron_ext.config.parse.options import options, options_by_name
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import Configured, configure
-from megatron_ext.untrusted.folder import file_inside
 from megatron_ext.untrusted.metrics_rows import read_rows
+from megatron_ext.untrusted.untrusted_folder import file_inside
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-2}
 """How far, relatively, a layout's rounding can be from one process, by the dtype of the weights."""
@@ -152,8 +152,8 @@ def to_words(values: Mapping[str, Any]) -> list[str]:
 def _steps(configured: Configured, last: int, interval: int, rows: Mapping[int, Mapping[str, Any]]) -> list[Step]:
     here = devices.install(configured.config.layout.device)
     # Only now may megatron-core be imported.
-    from megatron_ext.checkpoint.native.agreement import agree
-    from megatron_ext.checkpoint.native.load import load_saved
+    from megatron_ext.checkpoint.native.agreed_checkpoint import agree
+    from megatron_ext.checkpoint.native.load_checkpoint import load_saved
     from megatron_ext.parallel import groups
     from megatron_ext.train.build import build_run
     from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint

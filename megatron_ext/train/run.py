@@ -19,7 +19,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.skipped import SkippedSamples
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.resilience.progress import Progress
 from megatron_ext.sharding.protocol import Sharding
 from megatron_ext.telemetry.schedule_recorder import ScheduleRecorder

@@ -146,11 +146,8 @@ def _add(results: Results, computed: Mapping[int, Sequence[float]], shift: int) 
 
 def _differing(results: Results, run: Run) -> list[Place]:
     limit = _ROUNDING[run.config.training.params_bytes]
-    distances = {position: max(_distance(runs[0].loss, one.loss) for one in runs) for position, runs in results.items()}
-    return sorted(
-        (position for position in distances if distances[position] > limit),
-        key=lambda position: (-distances[position], position),
-    )
+    apart = {batch: max(_distance(runs[0].loss, one.loss) for one in runs) for batch, runs in results.items()}
+    return sorted((batch for batch in apart if apart[batch] > limit), key=lambda batch: (-apart[batch], batch))
 
 
 def _distance(one: float, other: float) -> float:

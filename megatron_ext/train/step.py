@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from megatron_ext.config.derived.batch import evaluation_batch, num_microbatches
-from megatron_ext.data.batch import Batch
+from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
+from megatron_ext.data.microbatch import Batch
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.parts.experts.compute import take_auxiliary_losses
@@ -17,7 +17,7 @@ from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE
 from megatron_ext.train.bad_step import check_numbers
 from megatron_ext.train.gradient_watch import Evidence
 from megatron_ext.train.run import Run
-from megatron_ext.train.shared_numbers import SharedNumbers, mean_loss
+from megatron_ext.train.step_allreduce import SharedNumbers, mean_loss
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from megatron_ext.config.parse.arguments import read
 from megatron_ext.config.parse.options import options_by_flag
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer.build import tokenizer_from_flags
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.train.configure import Configured, configure, configure_for
 
 if TYPE_CHECKING:
-    from megatron_ext.inference.model import Model
+    from megatron_ext.inference.inference_model import Model
 
 # What a run needs besides the model, and what inference takes no part in.
 _OF_A_RUN = (
@@ -62,7 +62,7 @@ def load_trained(argv: Sequence[str] | Configured) -> "Model":
         argv: --load or --load-hf, layout, --device, --ckpt-step and a tokenizer, as flags of pretrain_gpt.py, or what
             `configure_trained` made of them.
     Raises:
-        ConfigurationError, DataError, StorageError: as `configure_trained` and `checkpoint.native.load.load_saved`.
+        ConfigurationError, DataError, StorageError: as `configure_trained` and `load_checkpoint.load_saved`.
     """
     configured = argv if isinstance(argv, Configured) else configure_trained(argv)
     config = configured.config
@@ -70,10 +70,10 @@ def load_trained(argv: Sequence[str] | Configured) -> "Model":
     # Only now may megatron-core be imported.
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron_ext.checkpoint.huggingface.load import load_huggingface
-    from megatron_ext.checkpoint.native.agreement import agree
-    from megatron_ext.checkpoint.native.load import load_saved
-    from megatron_ext.inference.model import Model
+    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
+    from megatron_ext.checkpoint.native.agreed_checkpoint import agree
+    from megatron_ext.checkpoint.native.load_checkpoint import load_saved
+    from megatron_ext.inference.inference_model import Model
     from megatron_ext.model.config import transformer_config
     from megatron_ext.model.gpt import build_model
     from megatron_ext.parallel import groups

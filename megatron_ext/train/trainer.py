@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.config.derived.batch import global_batch_size, training_steps
+from megatron_ext.config.derived.batch_size import global_batch_size, training_steps
 from megatron_ext.errors import ConfigurationError, StoppedBySignal
 from megatron_ext.optim.curves import LearningRateCurve, Schedule, WeightDecayCurve, learning_rate, weight_decay
 from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import Evaluated
 from megatron_ext.train.deferred_reads import LateSteps, can_read_late
 from megatron_ext.train.run import Position, Run
-from megatron_ext.train.shared_numbers import StopVotes
 from megatron_ext.train.step import BatchLoss, StepResult, train_step
+from megatron_ext.train.step_allreduce import StopVotes
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,19 @@ MODELS = {
     ),
 }
 
+_LATENT_SIZES = (
+    "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --multi-latent-attention "
+    "--qk-layernorm --kv-lora-rank 24 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+)
+_YARN = "--rotary-scaling-factor 4 --original-max-position-embeddings 32 --mscale 0.7 --mscale-all-dim 0.4"
+MODELS |= {
+    "latents": f"--num-layers 4 {_LATENT_SIZES} --q-lora-rank 20 {_YARN} {_UNTIED}",
+    "latents of keys alone": f"--num-layers 4 {_LATENT_SIZES} {_UNTIED}",
+    "latents, packed": (
+        f"--num-layers 4 {_LATENT_SIZES} --q-lora-rank 20 {_UNTIED} --reset-position-ids --reset-attention-mask"
+    ),
+}
+
 _TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 _PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 _PP4_VPP2 = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
@@ -185,10 +198,7 @@ _CONTEXT = {
     "TP2 CP2 PP2 p2p, untied": (8, f"--tensor-model-parallel-size 2 {_CP2} p2p --pipeline-model-parallel-size 2"),
     "TP2 SP CP2 PP2 p2p, untied": (8, f"{_TP2_SP} {_CP2} p2p --pipeline-model-parallel-size 2"),
     "TP2 SP CP2 PP2 all_gather, tied": (8, f"{_TP2_SP} {_CP2} all_gather --pipeline-model-parallel-size 2"),
-    "TP2 SP CP2 PP2 a2a, learned positions, biases": (
-        8,
-        f"{_TP2_SP} {_CP2} a2a --pipeline-model-parallel-size 2",
-    ),
+    "TP2 SP CP2 PP2 a2a, learned positions, biases": (8, f"{_TP2_SP} {_CP2} a2a --pipeline-model-parallel-size 2"),
     "TP2 SP CP4 all_gather, query and key norm, QKV bias": (8, f"{_TP2_SP} {_CP4} all_gather"),
     "CP2 PP2 VPP2 all_gather, untied": (4, f"{_CP2} all_gather {_PP2_VPP2}"),
     "CP2 DP2 p2p distributed optimizer, overlap, tied": (4, f"{_CP2} p2p {_OVERLAP}"),
@@ -245,10 +255,7 @@ _EXPERT_LAYOUTS = {
     "EP2, expert DP2, ZeRO-2, alltoall": (4, f"{_EP2} {_MEGATRON_FSDP} optim_grads {_ALLTOALL}"),
     "TP2 SP EP2, ZeRO-3": (4, f"{_TP2_SP} {_EP2} {_MEGATRON_FSDP} optim_grads_params"),
     "EP2, HSDP 2 x 2, distributed optimizer, overlap": (4, f"{_EP2} {_OVERLAP} {_TWO_COPIES}"),
-    "EP2, HSDP 2 x 2, ZeRO-3, alltoall": (
-        4,
-        f"{_EP2} {_MEGATRON_FSDP} optim_grads_params {_TWO_COPIES} {_ALLTOALL}",
-    ),
+    "EP2, HSDP 2 x 2, ZeRO-3, alltoall": (4, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params {_TWO_COPIES} {_ALLTOALL}"),
     "EP2 PP2 DP2": (4, f"{_EP2} --pipeline-model-parallel-size 2 {_ALLTOALL}"),
     "EP2 PP2 DP4, expert DP2, distributed optimizer": (
         8,
@@ -272,10 +279,7 @@ _OLMO2 = {
     "TP2 SP FSDP2": (4, f"{_TP2_SP} {_FSDP2}"),
     "TP2 SP ZeRO-3": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
     "one process, recompute full uniform": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
-    "one process, recompute selective": (
-        1,
-        "--recompute-granularity selective --recompute-modules core_attn mlp",
-    ),
+    "one process, recompute selective": (1, "--recompute-granularity selective --recompute-modules core_attn mlp"),
 }
 _QUICK_OLMO2 = {"TP4"}
 
@@ -289,6 +293,31 @@ _WINDOWS = {
     "CP2 all_gather, windows, packed": (2, f"{_CP2} all_gather"),
 }
 _QUICK_WINDOWS = {"CP2 all_gather, windows", "CP2 all_gather, windows, packed"}
+
+# Latent attention, with and without latents of queries: whole down projections, and a part of the key that all heads
+# of all ranks share.
+_LATENTS = {
+    "TP2, latents": (2, "--tensor-model-parallel-size 2"),
+    "TP2 SP, latents": (2, _TP2_SP),
+    "TP2, latents of keys alone": (2, "--tensor-model-parallel-size 2"),
+    "TP4 SP, latents of keys alone": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+    "TP2 SP PP2 VPP2, latents": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "TP2 SP CP2 PP2 all_gather, latents": (8, f"{_TP2_SP} {_CP2} all_gather --pipeline-model-parallel-size 2"),
+    "CP2 p2p, latents": (2, f"{_CP2} p2p"),
+    "CP2 all_gather, latents": (2, f"{_CP2} all_gather"),
+    "CP2 a2a, latents": (2, f"{_CP2} a2a"),
+    "DP2 distributed optimizer, overlap, latents": (2, _OVERLAP),
+    "TP2 SP FSDP2, latents": (4, f"{_TP2_SP} {_FSDP2}"),
+    "TP2 SP ZeRO-3, latents": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
+    "one process, recompute full uniform, latents": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
+    "one process, recompute selective, latents": (
+        1,
+        "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+    ),
+    "TP2 SP, latents, packed": (2, _TP2_SP),
+    "CP2 all_gather, latents, packed": (2, f"{_CP2} all_gather"),
+}
+_QUICK_LATENTS = {"TP2, latents", "TP2 SP CP2 PP2 all_gather, latents", "TP4 SP, latents of keys alone"}
 
 RECOMPUTE = {
     "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",
@@ -372,6 +401,10 @@ def _cases() -> list[Case]:
     for name, (world_size, flags) in _WINDOWS.items():
         model = "windows, packed" if name.endswith("packed") else "windows"
         slow = name not in _QUICK_WINDOWS
+        cases.append(Case(name, model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
+    for name, (world_size, flags) in _LATENTS.items():
+        model = max((model for model in MODELS if name.endswith(f", {model}")), key=len)
+        slow = name not in _QUICK_LATENTS
         cases.append(Case(name, model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
     for name, (world_size, flags) in _PIECES.items():
         model = next(model for model in MODELS if name.endswith(f", {model}"))

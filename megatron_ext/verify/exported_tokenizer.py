@@ -16,10 +16,10 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.integrity import check_indexed_files, open_index, share_of
 from megatron_ext.data.splits import split_files
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer.batch import probe_texts
+from megatron_ext.tokenizer.encode_many import probe_texts
 from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer, user_defined_symbols
-from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 _PROBES = 1000
 _DOCUMENTS = 64

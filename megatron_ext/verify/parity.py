@@ -21,7 +21,7 @@ from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.tokenizer.simple import ByteTokenizer
 from megatron_ext.verify.cases import MODELS, RECIPE, Case
-from megatron_ext.verify.record import RunRecord, record
+from megatron_ext.verify.recorded_training import RunRecord, record
 
 STEPS = 20
 FIRST_LOSS_TOLERANCE = 1e-6

@@ -20,26 +20,5 @@ import megatron.core.models.mimo.optimizer  # noqa: E402
 import megatron.core.optimizer  # noqa: E402
 import megatron.core.pipeline_parallel  # noqa: E402, F401
 
-import megatron_ext.checkpoint.huggingface.exporter  # noqa: E402
-import megatron_ext.checkpoint.native.load  # noqa: E402
-import megatron_ext.checkpoint.native.save  # noqa: E402
-import megatron_ext.data.one_rank_per_node  # noqa: E402
-import megatron_ext.data.shuffled  # noqa: E402
-import megatron_ext.lost_output  # noqa: E402
-import megatron_ext.resilience.launch  # noqa: E402
-import megatron_ext.resilience.watch  # noqa: E402
-import megatron_ext.telemetry.log_line  # noqa: E402
-import megatron_ext.train.build  # noqa: E402
-import megatron_ext.train.callbacks.checkpointing  # noqa: E402
-import megatron_ext.train.callbacks.evaluation  # noqa: E402
-import megatron_ext.train.callbacks.replicas  # noqa: E402
-import megatron_ext.train.callbacks.standard  # noqa: E402
-import megatron_ext.train.memory_check  # noqa: E402
-import megatron_ext.train.pretrain  # noqa: E402
-import megatron_ext.train.trainer  # noqa: E402
-import megatron_ext.train.watching  # noqa: E402  # noqa: E402
-import megatron_ext.verify.activations  # noqa: E402
-import megatron_ext.verify.gather  # noqa: E402, F401
-
 # What is loaded stays: the collector of a rank need not look at it, which would also copy its pages.
 gc.freeze()

@@ -79,7 +79,7 @@ def test_a_step_reduces_every_bucket_once_whatever_the_number_of_microbatches(la
 
 def _samples(flags: list[str], steps: int, load: str | None, save: str | None) -> list[list[int]]:
     """One rank: the tokens of every sample that it trains on, in order."""
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.trainer import Trainer
 
@@ -128,7 +128,7 @@ WRITTEN: dict[str, str] = {
 def _written_and_added(all_flags: list[list[str]]) -> list[tuple[list[str], list[str], int]]:
     """One rank, of each layout: the weights whose gradients a step over NaN has with other bits than one that adds to
     megatron-core's zeros, the buffers with something in their padding, and how many experts have no gradient."""
-    from tests.support.in_turn import in_turn
+    from tests.support.several_models import in_turn
 
     return in_turn(_differences, all_flags)
 

@@ -6,7 +6,7 @@ import torch.distributed.distributed_c10d as c10d
 from megatron_ext.device import adaptation
 from megatron_ext.device.adaptation import REPLACEMENTS
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.support.in_turn import end_layout
+from tests.support.several_models import end_layout
 
 BASE = (
     "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
@@ -39,7 +39,7 @@ def _train_without(name: str | None, folder: str, runs: tuple[str, ...] = RUNS) 
     from megatron_ext import device
 
     here = device.install("cpu")
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks.evaluation import evaluate

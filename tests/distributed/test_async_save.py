@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
+from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support import checkpoints
@@ -54,7 +54,7 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
     """
     import torch
 
-    from megatron_ext.checkpoint.native import contents, save
+    from megatron_ext.checkpoint.native import checkpoint_state_dict, save
     from megatron_ext.train.trainer import Callback, Trainer
 
     class Held(Callback):
@@ -64,7 +64,7 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
 
     pending: Any = None
     trained = threading.Event()
-    genuine = contents.to_save
+    genuine = checkpoint_state_dict.to_save
 
     def held(*arguments: Any) -> Any:
         in_the_loop.append(threading.current_thread() is threading.main_thread())
@@ -73,7 +73,7 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
 
     in_the_loop: list[bool] = []
     bound: list[threading.Thread] = []
-    contents.to_save = held
+    checkpoint_state_dict.to_save = held
     run, kept = build(flags), save.Kept()
     run.device.copies = LateCopies
     run.device.bind_thread = lambda: bound.append(threading.current_thread())

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
 from tests.support.selection import marked
+from tests.support.several_models import end_layout
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 --lr 1e-2

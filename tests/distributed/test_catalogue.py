@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.derived.ranks import expert_coordinates
+from megatron_ext.config.derived.rank_order import expert_coordinates
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
 from megatron_ext.parts import stack as config_layers
 from megatron_ext.parts.catalogue import Parameter, count_per_rank, parameters, stages, states, tensor_size
 from megatron_ext.parts.stack import Layer
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
-from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config
+from tests.support.several_models import in_turn
+from tests.support.small_models import LATENTS, LLAMA, OLMO2, build_small_model, small_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -69,6 +69,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS["OLMo-2"] = OLMO2
+MODELS["latents"] = LATENTS
+MODELS["latents of keys alone, biases"] = {**LATENTS, "q_lora_rank": None, "disable_bias_linear": False}
 EXPERTS = "experts"
 ALL_MODELS = {
     **MODELS,
@@ -244,7 +246,7 @@ def _saved_besides_parameters(config: Config) -> set[str]:
     return {value.unique_key for value in saved.values() if isinstance(value, ShardedObject)}
 
 
-@pytest.mark.parametrize("model", ["GPT-2", "Llama", "OLMo-2", EXPERTS])
+@pytest.mark.parametrize("model", ["GPT-2", "Llama", "OLMo-2", "latents", EXPERTS])
 def test_the_catalogue_knows_what_is_saved_besides_parameters(model: str) -> None:
     config = small_config({**ALL_MODELS[model], "num_layers": FEW})
     [saved] = run_ranks(1, _saved_besides_parameters, config)

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.checkpoint.native.folder import TRACKER, find_latest, iteration_folder, saved_iterations
-from megatron_ext.checkpoint.native.load import _reason
+from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, find_latest, iteration_folder, saved_iterations
+from megatron_ext.checkpoint.native.load_checkpoint import _reason
 from megatron_ext.errors import DataError
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support import checkpoints

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.native.folder import TRACKER
+from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.optim.curves import LearningRateCurve

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, load, save_at
-from tests.support.in_turn import in_turn
+from tests.support.several_models import in_turn
 
 
 def _flip(path: Path, offset: int, bit: int = 0) -> None:
@@ -100,7 +100,7 @@ def test_nothing_whole_is_left(saved: Path, tmp_path: Path) -> None:
 
 def test_one_without_a_manifest_is_loaded_with_a_warning(saved: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "copy"))
-    (folder / "iter_0000002" / manifest.MANIFEST).unlink()
+    (folder / "iter_0000002" / checkpoint_manifest.MANIFEST).unlink()
     [(iteration, said)] = run_ranks(1, _load_and_listen, str(folder))
     assert iteration == 2
     assert "has no manifest" in said
@@ -109,22 +109,22 @@ def test_one_without_a_manifest_is_loaded_with_a_warning(saved: Path, tmp_path: 
 def test_200_flipped_bits(saved: Path) -> None:
     """Anywhere in any file, chosen by size. Each is found by what `load_checkpoint` asks before it reads anything."""
     checkpoint = saved / "iter_0000002"
-    files = manifest.read(checkpoint)
+    files = checkpoint_manifest.read(checkpoint)
     assert files is not None
     paths = sorted(checkpoint.iterdir())
-    assert {path.name for path in paths} == {*files, manifest.MANIFEST}
+    assert {path.name for path in paths} == {*files, checkpoint_manifest.MANIFEST}
     chance = random.Random(0)
     for path in chance.choices(paths, [path.stat().st_size for path in paths], k=200):
         offset, bit = chance.randrange(path.stat().st_size), chance.randrange(8)
         _flip(path, offset, bit)
-        if path.name == manifest.MANIFEST:
-            with pytest.raises(ValueError, match=manifest.MANIFEST):
-                manifest.read(checkpoint)
+        if path.name == checkpoint_manifest.MANIFEST:
+            with pytest.raises(ValueError, match=checkpoint_manifest.MANIFEST):
+                checkpoint_manifest.read(checkpoint)
         else:
-            [problem] = manifest.problems(checkpoint, files)
+            [problem] = checkpoint_manifest.problems(checkpoint, files)
             assert problem.startswith(f"{path.name} has another checksum")
         _flip(path, offset, bit)
-    assert manifest.problems(checkpoint, files) == []
+    assert checkpoint_manifest.problems(checkpoint, files) == []
 
 
 def _bytes_read_by_a_save(folder: str) -> int:
@@ -146,18 +146,20 @@ def test_checksums_are_taken_while_writing(tmp_path: Path) -> None:
     [read] = run_ranks(1, _bytes_read_by_a_save, str(tmp_path))
     shards = list((tmp_path / "iter_0000001").glob("*.distcp"))
     assert read < sum(shard.stat().st_size for shard in shards) / 10
-    files = manifest.read(tmp_path / "iter_0000001")
+    files = checkpoint_manifest.read(tmp_path / "iter_0000001")
     assert files is not None
-    assert files == manifest.describe(tmp_path / "iter_0000001", [tmp_path / "iter_0000001" / name for name in files])
+    assert files == checkpoint_manifest.describe(
+        tmp_path / "iter_0000001", [tmp_path / "iter_0000001" / name for name in files]
+    )
 
 
 def test_every_byte_of_the_manifest_counts(tmp_path: Path) -> None:
     (tmp_path / "shard").write_bytes(b"content")
-    manifest.write(tmp_path, manifest.describe(tmp_path, [tmp_path / "shard"]))
-    path = tmp_path / manifest.MANIFEST
+    checkpoint_manifest.write(tmp_path, checkpoint_manifest.describe(tmp_path, [tmp_path / "shard"]))
+    path = tmp_path / checkpoint_manifest.MANIFEST
     for offset in range(path.stat().st_size):
         _flip(path, offset)
         with pytest.raises(ValueError, match="damaged"):
-            manifest.read(tmp_path)
+            checkpoint_manifest.read(tmp_path)
         _flip(path, offset)
-    assert manifest.read(tmp_path) is not None
+    assert checkpoint_manifest.read(tmp_path) is not None

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, keep_tokenizer, kept_tokenizer
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import DataError
-from megatron_ext.tokenizer.training import train_bytelevel_bpe
+from megatron_ext.tokenizer.tokenizer_training import train_bytelevel_bpe
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import MODEL, REST, SCHEDULE, save_at
@@ -37,7 +37,7 @@ def original(tmp_path: Path) -> Path:
 def _go_on(folder: str, flags: list[str]) -> None:
     """Resume at iteration 1 and save at 2."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.trainer import Trainer
@@ -109,13 +109,13 @@ def test_its_files_are_in_the_manifest(original: Path, tmp_path: Path) -> None:
     versions = json.loads((checkpoint / "versions.json").read_text())
     assert versions["python"] == platform.python_version()
     assert versions["torch"] == torch.__version__.split("+")[0] or versions["torch"] == torch.__version__
-    files = manifest.read(checkpoint)
+    files = checkpoint_manifest.read(checkpoint)
     assert files is not None
-    assert manifest.problems(checkpoint, files) == []
+    assert checkpoint_manifest.problems(checkpoint, files) == []
     path = checkpoint / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text().replace("some", "sume"))
     (checkpoint / "versions.json").unlink()
-    problems = manifest.problems(checkpoint, files)
+    problems = checkpoint_manifest.problems(checkpoint, files)
     assert len(problems) == 2
     assert "tokenizer/tokenizer.json has another checksum" in " ".join(problems)
     assert "versions.json is missing" in problems

@@ -32,16 +32,16 @@ class _Canary:
 
 def _save_with_canary(folder: str, canary: str) -> None:
     """Save; the state of the random generators is the canary."""
-    from megatron_ext.checkpoint.native import contents
+    from megatron_ext.checkpoint.native import checkpoint_state_dict
 
-    genuine = contents._rng_state
+    genuine = checkpoint_state_dict._rng_state
 
     def planted(run: Any) -> Any:
         entry = genuine(run)
         entry.data = _Canary(canary)
         return entry
 
-    contents._rng_state = planted
+    checkpoint_state_dict._rng_state = planted
     save_at(folder, [1], FLAGS)
 
 

@@ -19,7 +19,7 @@ LATE = 0.6  # seconds
 def known_waits() -> list[tuple[float, ...]]:
     """Seconds (communication, idle, whole) on this rank, of steps in which rank 1 keeps rank 0 waiting."""
     from megatron_ext.device.cpu import CpuDevice
-    from megatron_ext.telemetry.communication import CommunicationClock
+    from megatron_ext.telemetry.communication_clock import CommunicationClock
 
     torch.distributed.init_process_group("gloo")
     first, pipeline = torch.distributed.get_rank() == 0, torch.distributed.new_group([0, 1])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.native import manifest, torch_dist
+from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
 from megatron_ext.checkpoint.native.torch_archive import archive, tensor_pickle
 from megatron_ext.errors import DataError
 from megatron_ext.verify.ranks import run_ranks
@@ -59,8 +59,10 @@ def _plant(checkpoint: Path, name: str, planted: bytes | None = None) -> None:
     with shard.open("ab") as file:
         file.write(content)
     (checkpoint / ".metadata").write_bytes(torch_dist.write(found.tensors, found.objects))
-    (checkpoint / manifest.MANIFEST).unlink()
-    manifest.write(checkpoint, manifest.describe(checkpoint, manifest.all_files(checkpoint)))
+    (checkpoint / checkpoint_manifest.MANIFEST).unlink()
+    checkpoint_manifest.write(
+        checkpoint, checkpoint_manifest.describe(checkpoint, checkpoint_manifest.all_files(checkpoint))
+    )
 
 
 def _run(argv: list[str]) -> tuple[Ended, int]:

@@ -33,7 +33,7 @@ def _far_from_whole(value_size: int, dtype: torch.dtype) -> dict[str, Any]:
     units of what one rounding of each number makes of it: 0.42 x 2^-8 (tests/unit/parts/attention/test_compute.py)."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    from megatron_ext.data.batch import Batch, StageView, divide
+    from megatron_ext.data.microbatch import Batch, StageView, divide
     from megatron_ext.parts.attention import context_parallel
     from megatron_ext.parts.attention.packed import attend_documents
     from megatron_ext.parts.attention.segments import attend_segments

@@ -69,7 +69,7 @@ def write_cache_on_node(prefix: str, caches: list[str]) -> list[list[int]]:
     import torch
 
     from megatron_ext.config.schema import Config, DataConfig, ModelConfig
-    from megatron_ext.data import corpus, shuffled
+    from megatron_ext.data import corpus, shuffled_order
     from megatron_ext.data.corpus import Splits, build_datasets
     from megatron_ext.tokenizer.simple import NullTokenizer
 
@@ -79,8 +79,8 @@ def write_cache_on_node(prefix: str, caches: list[str]) -> list[list[int]]:
     cache = caches[rank // 2]
     config = Config(model=ModelConfig(seq_length=8), data=DataConfig(train_data_path=(prefix,), data_cache_path=cache))
     built = []
-    build = shuffled._in_memory
-    shuffled._in_memory = lambda *arguments: built.append(rank) or build(*arguments)
+    build = shuffled_order._in_memory
+    shuffled_order._in_memory = lambda *arguments: built.append(rank) or build(*arguments)
     digested = []
     digest = corpus.index_digest
     corpus.index_digest = lambda prefix: digested.append(rank) or digest(prefix)

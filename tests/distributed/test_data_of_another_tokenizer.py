@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from megatron_ext.data.checksums import made_with
+from megatron_ext.data.data_manifest import made_with
 from megatron_ext.data.prepare.merge import merge_indexed_files
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError

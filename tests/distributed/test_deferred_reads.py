@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout, in_turn
 from tests.support.launched import reproducible_rows
 from tests.support.program import Ended
 from tests.support.selection import marked
+from tests.support.several_models import end_layout, in_turn
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 --lr 1e-2

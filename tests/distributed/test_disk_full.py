@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.native.folder import saved_iterations
+from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, file_hashes, save_at
 from tests.support.program import run_program

@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.verify.cases import MODELS, RECIPE, RECOMPUTE
 from megatron_ext.verify.parity import SEQ_LENGTH, write_corpus
 from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.record import RunRecord, record
+from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support.dropout_masks import DROPOUT, equal_masks, masks_of_first_step
 
 LAYOUTS = {

@@ -59,7 +59,7 @@ def _by_hand(flags: list[str]) -> tuple[dict[str, np.ndarray], float, float]:
     from megatron.core.utils import unwrap_model
 
     from megatron_ext import device
-    from megatron_ext.config.derived.batch import num_microbatches
+    from megatron_ext.config.derived.batch_size import num_microbatches
     from megatron_ext.model.names import by_expert, global_named_parameters
     from megatron_ext.parts.experts.compute import Router
     from megatron_ext.train.build import build_run

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_ext.data.indexed import IndexedWriter
-from megatron_ext.verify.by_transformers import their_loss
 from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.verify.transformers_reference import their_loss
 from tests.support.hf_models import quiet_transformers
 from tests.support.plain_process import in_plain_process
 

@@ -16,12 +16,12 @@ import sentencepiece
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.tiktoken import DEFAULT_SPECIAL_TOKENS
-from megatron_ext.tokenizer.training import train_bytelevel_bpe, train_sentencepiece
+from megatron_ext.tokenizer.tokenizer_training import train_bytelevel_bpe, train_sentencepiece
 from tests.support.hf_models import VOCABULARY, quiet_transformers, write_model
 
 quiet_transformers()
@@ -143,7 +143,9 @@ def _with_tokenizer(saved: Path, folder: Path, flags: dict[str, Any]) -> str:
     }
     path.write_text(yaml.safe_dump(content))
     (checkpoint / "manifest.json").unlink()
-    manifest.write(checkpoint, manifest.describe(checkpoint, manifest.all_files(checkpoint)))
+    checkpoint_manifest.write(
+        checkpoint, checkpoint_manifest.describe(checkpoint, checkpoint_manifest.all_files(checkpoint))
+    )
     return str(folder)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
-from tests.support.in_turn import in_turn
 from tests.support.selection import marked
+from tests.support.several_models import in_turn
 
 FLAGS = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16 --mock-data

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.evaluated import write_tasks
+from tests.support.evaluation_tasks import write_tasks
 from tests.support.hf_models import quiet_transformers
 from tests.support.trained_models import TEXT, export, train_families, write_corpus
 

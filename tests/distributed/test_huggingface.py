@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ext.checkpoint.huggingface.folder import HFFolder
+from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.families import state_dict_mapping
 from megatron_ext.train.extensions import Extensions
-from megatron_ext.verify import huggingface
+from megatron_ext.verify import exported_model
 from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.record import record
+from megatron_ext.verify.recorded_training import record
 from tests.support.hf_models import (
     FEWER,
     MODELS,
@@ -25,6 +25,7 @@ from tests.support.hf_models import (
     flags,
     forward,
     greedy,
+    logits_of_folder,
     our_logits,
     quiet_transformers,
     reference_logits,
@@ -33,8 +34,8 @@ from tests.support.hf_models import (
     write_gradients,
     write_model,
 )
-from tests.support.in_turn import in_turn
 from tests.support.plain_process import in_plain_process
+from tests.support.several_models import in_turn
 
 quiet_transformers()
 
@@ -95,21 +96,20 @@ def ours(
     return of_layout
 
 
-@pytest.mark.parametrize(
-    ("name", "tp", "pp"),
-    [
-        *((name, 1, 1) for name in MODELS),
-        *(pytest.param(name, 2, 2, marks=[pytest.mark.slow] * (name not in CUT_IN_THEIR_OWN_WAY)) for name in MODELS),
-    ],
-)
+LAYOUTS = [
+    *((name, 1, 1) for name in MODELS),
+    *(pytest.param(name, 2, 2, marks=[pytest.mark.slow] * (name not in CUT_IN_THEIR_OWN_WAY)) for name in MODELS),
+]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), LAYOUTS)
 def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any) -> None:
     expected = models[name][1]
     assert expected.abs().max() > 0.5, "logits near zero would agree with anything"
     assert (ours(tp, pp)["--load-hf", name] - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "tp", "pp"), LAYOUTS)
 def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_path: Path) -> None:
     write_gradients(write_model(tmp_path / "model", name), tmp_path / "gradients")
     one_batch = ["--global-batch-size", "2", "--seq-length", str(FEWER), "--clip-grad", "0"]
@@ -245,6 +245,8 @@ def test_to_hf_gives_back_the_files(
             found[key], tensor = found[key] + added[key], tensor + added[key]
         assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
     assert len(list(written.glob("*.safetensors"))) > 1
+    theirs = in_plain_process(logits_of_folder, str(written))  # by the config.json that was written
+    assert (theirs - models[name][1]).abs().max() < TOLERANCE
     assert ("largest difference of logits" in capsys.readouterr().out) == verified
 
 
@@ -263,8 +265,8 @@ def _added(folder: Path) -> dict[str, float]:
 def _train(arguments: list[str], save: str | None) -> tuple[float, torch.Tensor | None]:
     """Load, take three steps, and save; the last loss and the logits afterwards."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.huggingface.load import load_huggingface
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
@@ -306,7 +308,7 @@ def _kept_interpreter(world_size: int, function: Callable[..., Any], *arguments:
 def test_a_trained_model_exports(
     models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface, "run_ranks", _kept_interpreter)
+    monkeypatch.setattr(exported_model, "run_ranks", _kept_interpreter)
     saved, written = tmp_path / "saved", tmp_path / "hf"
     arguments = flags(["--load-hf", str(models["Qwen3"][0])], tp=2, pp=2)
     parts = [logits for _, logits in run_ranks(4, _train, arguments, str(saved))]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.evaluated import NEW_TOKENS, narrowed_alike, our_results, their_results, write_tasks
+from tests.support.evaluation_tasks import NEW_TOKENS, narrowed_alike, our_results, their_results, write_tasks
 from tests.support.hf_models import quiet_transformers
 from tests.support.plain_process import in_plain_process
 from tests.support.terminal_session import at_terminal

@@ -17,8 +17,8 @@ from tests.support.hf_models import (
     whole_vocabulary,
     write_model,
 )
-from tests.support.in_turn import in_turn
 from tests.support.plain_process import in_plain_process
+from tests.support.several_models import in_turn
 
 quiet_transformers()
 

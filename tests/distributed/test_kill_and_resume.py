@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.native.folder import saved_iterations
+from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.corpora import write_corpus

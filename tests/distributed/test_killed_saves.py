@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
+from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
 

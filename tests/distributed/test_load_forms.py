@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.native.folder import TRACKER, checkpoint_at
+from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, checkpoint_at
 from megatron_ext.errors import DataError
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.program import Ended, run_program

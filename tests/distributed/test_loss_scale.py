@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
 from tests.support.losses.layouts import write_corpus
 from tests.support.program import Ended, run_program
+from tests.support.several_models import in_turn
 
 MODEL = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --disable-bias-linear
@@ -203,18 +203,18 @@ def _scale_of_a_checkpoint(flags: str, folder: str) -> tuple[float, float, bool]
     """Save a scale of 512 as an earlier version did, of the sum over the tokens. Return the scale of who loads it, that
     of who loads what is saved then, and whether the next step is an update."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.native import contents
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native import checkpoint_state_dict
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
 
     run = build_run(configure(shlex.split(f"{MODEL} {flags} --device cpu")).config, device.install("cpu"))
-    current = contents.grad_scaler_state
-    contents.grad_scaler_state = lambda run: {"scale": 512.0, "growth_tracker": 3, "hysteresis_tracker": 1}
+    current = checkpoint_state_dict.grad_scaler_state
+    checkpoint_state_dict.grad_scaler_state = lambda run: {"scale": 512.0, "growth_tracker": 3, "hysteresis_tracker": 1}
     save_checkpoint(run, f"{folder}/earlier")
-    contents.grad_scaler_state = current
+    checkpoint_state_dict.grad_scaler_state = current
     load_checkpoint(run, f"{folder}/earlier")
     converted = float(run.optimizer.get_loss_scale())
     updated = Trainer(run, []).step().updated

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.data.formula import FormulaSource
+from megatron_ext.data.formula_order import FormulaSource
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import share_of
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
 from tests.support.launched import reproducible_rows
 from tests.support.program import run_program
+from tests.support.several_models import in_turn
 
 MODEL = (
     "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1 "
@@ -56,7 +56,7 @@ def _run(flags: str) -> Any:
 def _losses(steps: int, flags: str) -> tuple[list[str], int]:
     """Loss and norm of each step as hexadecimal floats, and how many batches were run again."""
     from megatron_ext.train import spikes
-    from megatron_ext.train.callbacks import spikes as callback
+    from megatron_ext.train.callbacks import spike_check as callback
     from megatron_ext.train.trainer import Trainer
 
     callback._LEAST = 3
@@ -96,12 +96,12 @@ def test_runs_that_are_repeated_are_the_same_and_change_nothing(layouts: dict[st
 def _damage(flags: str, wrong: tuple[int, ...], calls: int) -> str:
     """Train; from a step on, these ranks compute a tenfold loss for so many microbatches. Returns what ends it."""
     from megatron_ext.errors import NumericError
-    from megatron_ext.train.callbacks import spikes
+    from megatron_ext.train.callbacks import spike_check
     from megatron_ext.train.trainer import Trainer
 
-    spikes._LEAST = 3
+    spike_check._LEAST = 3
     run = _run(flags)
-    trainer = Trainer(run, [spikes.SpikeCheck(2.0)])
+    trainer = Trainer(run, [spike_check.SpikeCheck(2.0)])
     left = [calls]
 
     def tenfold(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.verify.parity import compare
 from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.record import RunRecord, record
+from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support.corpora import write_corpus
 from tests.support.resaving import assert_same_tensors, saved_by
 
@@ -274,7 +274,7 @@ def test_tokens_are_the_same_without_a_memory_map(tmp_path: Path):
 
 def _evaluations(run: Any) -> tuple[list[tuple[int, float]], int, int]:
     """(Iteration, loss) of each evaluation, the steps that were taken, and the files that were saved."""
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.resilience.process_end import RunStatus
     from megatron_ext.resilience.signals import SignalWatcher
     from megatron_ext.train.callbacks.standard import standard_callbacks

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.megatron_lm.arguments import read_args, saved_model
+from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args, saved_model
 from megatron_ext.checkpoint.megatron_lm.state import different_flags
-from megatron_ext.checkpoint.native.folder import TRACKER
-from megatron_ext.checkpoint.native.load import _as_ours
+from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER
+from megatron_ext.checkpoint.native.load_checkpoint import _as_ours
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.train.configure import configure
@@ -56,7 +56,7 @@ def _flags(written: Path, name: str, *more: str) -> list[str]:
 def _go_on(flags: list[str], steps: int, save: str | None) -> list[tuple[float, float, float]]:
     """Load; save again; learning rate, loss and gradient norm of the next steps."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

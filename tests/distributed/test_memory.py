@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.memory import Bytes
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
 from tests.support.selection import chosen, marked
+from tests.support.several_models import end_layout
 
 BASE = (
     "--device cpu --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "

@@ -15,7 +15,7 @@ from megatron_ext.parallel.rows import local_part
 from megatron_ext.train.gradient_watch import _before_other_uses
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
-from tests.support.in_turn import in_turn
+from tests.support.several_models import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 FLAGS = shlex.split("""

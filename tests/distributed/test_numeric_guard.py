@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout, in_turn
 from tests.support.selection import chosen, marked
+from tests.support.several_models import end_layout, in_turn
 
 FLAGS = (
     "--device cpu --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "

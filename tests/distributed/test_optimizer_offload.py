@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.memory import Bytes
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
 from tests.support.selection import chosen, marked
+from tests.support.several_models import end_layout
 
 BASE = shlex.split("""
     --num-layers 1 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --seq-length 16
@@ -57,7 +57,7 @@ class Trace:
 def _run(flags: str, load: str | None = None, save: str | None = None, steps: int = STEPS) -> tuple[Any, list[str]]:
     """Train, or load and train, save after two steps; the run and the losses of all steps."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
+from tests.support.several_models import in_turn
 
 LAYOUTS = {
     "TP2 PP4": LayoutConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=4),

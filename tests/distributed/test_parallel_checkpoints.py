@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
 from tests.support.resaving import FLAGS, Saved, assert_same_tensors, resave, saved_by, tensors_of
 from tests.support.selection import marked
+from tests.support.several_models import in_turn
 
 EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --expert-model-parallel-size 2"
 LAYOUTS = {

@@ -29,7 +29,7 @@ class Loaded:
 
 
 def _look(folder: str | None, flags: list[str]) -> Loaded:
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.optimizer_state import step_count
 
     run = build(flags)

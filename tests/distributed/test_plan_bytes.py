@@ -7,8 +7,8 @@ numbers per token (masks and sums of the loss, token ids), and have a rotary tab
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
 from tests.support.selection import chosen, marked
+from tests.support.several_models import end_layout
 
 BASE = (
     "--device cpu --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
@@ -25,6 +25,9 @@ _DIVIDED_EXPERTS = (
     f"{_MORE} --num-experts 4 --moe-router-topk 2 {_TP} --sequence-parallel --expert-tensor-parallel-size 2 "
     "--moe-token-dispatcher-type allgather"
 )
+_LATENTS = (
+    "--multi-latent-attention --qk-layernorm --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+)
 RUNS = {
     _TP: 0.005,
     f"{_TP} --sequence-parallel": 0.005,
@@ -34,6 +37,10 @@ RUNS = {
     f"{_CP} --cp-comm-type p2p {_FULL}": 0.005,
     f"{_CP} --cp-comm-type all_gather": 0.005,
     f"{_CP} --cp-comm-type a2a": 0.005,
+    f"{_LATENTS} {_TP}": 0.005,
+    f"{_LATENTS} {_TP} --sequence-parallel": 0.005,
+    f"{_LATENTS} {_TP} --sequence-parallel --sequence-parallel-keep-gathered --q-lora-rank 24": 0.005,
+    f"{_LATENTS} {_CP} --cp-comm-type all_gather": 0.005,
     _PP: 0.005,
     f"{_PP} --num-virtual-stages-per-pipeline-rank 2": 0.005,
     f"{_PP} --recompute-granularity selective --recompute-modules mlp": 0.005,
@@ -60,7 +67,7 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
     from benchmarks.traffic import Traffic
     from megatron_ext.plan.activations import Activations
     from megatron_ext.plan.schedule import most_held, schedule_of
-    from megatron_ext.plan.shapes import Shapes
+    from megatron_ext.plan.stage_parameters import Shapes
     from megatron_ext.plan.traffic import sent
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.plan.preview import equal_stages
 from megatron_ext.plan.schedule import Work
+from megatron_ext.plan.simulated_timeline import equal_stages
 from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Pass, slow_stages
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.schedule_record import RankRecord

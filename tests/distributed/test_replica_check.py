@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
 from tests.support.selection import marked
+from tests.support.several_models import in_turn
 
 FLAGS = (
     "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
 from tests.support.run_state import state_hash
 from tests.support.selection import marked
+from tests.support.several_models import end_layout
 
 MODEL = shlex.split("""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
@@ -88,7 +88,7 @@ class Trace:
 
 def _train(flags: list[str], load: str | None, steps: int, save: str | None) -> Trace:
     from megatron_ext import device
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

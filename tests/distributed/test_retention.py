@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
+from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS, load, save_at
 

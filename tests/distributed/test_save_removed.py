@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.native import lock, manifest
+from megatron_ext.checkpoint.native import checkpoint_manifest, lock
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
@@ -128,7 +128,7 @@ def _removed_at_every_moment(folder: str, background: bool) -> list[str]:
     Rank 0 removes it. The save may fail, but the run goes on: the one at the end is whole. (What was whole before it
     was removed is not saved again.)
     """
-    from megatron_ext.checkpoint.native.folder import find_latest
+    from megatron_ext.checkpoint.native.checkpoint_folder import find_latest
     from megatron_ext.train.callbacks.checkpointing import Checkpointing
     from megatron_ext.train.trainer import Trainer
 
@@ -163,8 +163,8 @@ def _removed_at_every_moment(folder: str, background: bool) -> list[str]:
         saving.on_end(trainer)
         left[0] = -1
         found = find_latest(folder)
-        files = manifest.read(found.path) if found and found.iteration == run.state.iteration else None
-        is_whole = found is not None and files is not None and not manifest.problems(found.path, files)
+        files = checkpoint_manifest.read(found.path) if found and found.iteration == run.state.iteration else None
+        is_whole = found is not None and files is not None and not checkpoint_manifest.problems(found.path, files)
         if run.rank == 0 and not (is_whole or was_whole[0]):
             wrong.append(f"moment {moment}: {found}")
         torch.distributed.broadcast_object_list(over, src=0)
@@ -182,16 +182,16 @@ def test_a_folder_that_is_removed_at_any_moment_of_a_save_ends_no_run(background
 
 def _lose_a_shard(argv: list[str], save: str) -> Ended:
     """The program, whose folder is removed by rank 0 in its first save, before the shards get their manifest."""
-    from megatron_ext.checkpoint.native import manifest
+    from megatron_ext.checkpoint.native import checkpoint_manifest
 
-    describe = manifest.describe
+    describe = checkpoint_manifest.describe
 
     def removed(folder: Path, paths: Any) -> Any:
-        manifest.describe = describe
+        checkpoint_manifest.describe = describe
         shutil.rmtree(save)
         return describe(folder, paths)
 
-    manifest.describe = removed
+    checkpoint_manifest.describe = removed
     return run_program(argv)
 
 

@@ -13,8 +13,8 @@ import pytest
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.hf_models import quiet_transformers
-from tests.support.in_turn import end_layout
 from tests.support.run_state import state_hash
+from tests.support.several_models import end_layout
 
 quiet_transformers()
 
@@ -101,7 +101,7 @@ class Trace:
 
 def _save_go_on_and_resume(flags: list[str], folder: str) -> tuple[Trace, Trace]:
     """One rank: the run that goes on after its save, and the one that is resumed from it."""
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import Save, save_checkpoint
     from megatron_ext.train.trainer import Trainer
 
@@ -162,7 +162,7 @@ def _two_steps(run: Any, trainer: Any) -> Trace:
 
 def _to_one_process(flags: list[str], folder: str) -> float:
     """Load what the ranks saved, and save it; returns the norm of the weights."""
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.callbacks.reporting import parameters_norm
 

@@ -24,11 +24,11 @@ def _move(folder: str) -> dict[str, Any]:
     """On each of three ranks: every way in which files move. Returns what was said and what there is afterwards."""
     import torch
 
-    from megatron_ext.checkpoint.local import peers
+    from megatron_ext.checkpoint.local import snapshot_transfer
 
     torch.distributed.init_process_group("gloo")
     rank, group = torch.distributed.get_rank(), torch.distributed.new_group(backend="gloo")
-    peers._PIECE = 7
+    snapshot_transfer._PIECE = 7
     to, origin = (rank + 1) % 3, (rank - 1) % 3
     place = Path(folder) / str(rank)
     place.mkdir()
@@ -40,26 +40,30 @@ def _move(folder: str) -> dict[str, Any]:
         copy.write_text("of before")
         if sizes[rank]:
             own.write_bytes(_content(rank, sizes[rank]))
-        said = peers.exchange(own, to, copy, origin, group)
+        said = snapshot_transfer.exchange(own, to, copy, origin, group)
         found[f"round {sizes}"] = said, copy.read_bytes(), os.listdir(copy.parent)
     for size in (0, 6, 7, 8, 30):
         own, target = place / f"of {size} bytes", place / "new" / f"of {size} bytes"
         own.write_bytes(_content(rank, size))
         said = None
         if rank != 1:
-            said = peers.send_file(*((own, None) if rank == 2 else (None, target)), 2, 0, group)
+            said = snapshot_transfer.send_file(*((own, None) if rank == 2 else (None, target)), 2, 0, group)
         found[f"one way {size}"] = said, target.read_bytes() if rank == 0 else None
     # Where it cannot be written, it is received all the same: the sender is not left waiting.
     (place / "file").touch()
     (place / "own").write_bytes(_content(rank, 20))
     bad = place / "file" / "copy"
     target = bad if rank == 0 else place / "good" / "copy"
-    found["bad place"] = peers.exchange(place / "own", to, target, origin, group), target.exists()
+    found["bad place"] = snapshot_transfer.exchange(place / "own", to, target, origin, group), target.exists()
     if rank < 2:
-        found["bad target"] = peers.send_file(*((place / "own", None) if rank else (None, bad)), 1, 0, group)
+        found["bad target"] = snapshot_transfer.send_file(
+            *((place / "own", None) if rank else (None, bad)), 1, 0, group
+        )
         (place / "folder.partial").mkdir()
         in_the_way = place / "folder"
-        found["folder"] = peers.send_file(*((None, in_the_way) if rank else (place / "own", None)), 0, 1, group)
+        found["folder"] = snapshot_transfer.send_file(
+            *((None, in_the_way) if rank else (place / "own", None)), 0, 1, group
+        )
     torch.distributed.destroy_process_group()
     return found
 
@@ -92,10 +96,10 @@ def _go_on(folder: str, header: dict[str, Any]) -> tuple[int | None, str, dict[s
     import torch
 
     from megatron_ext.checkpoint.local import rank_file
-    from megatron_ext.checkpoint.local.agreement import newest_snapshot
-    from megatron_ext.checkpoint.local.folder import file_of, folder_of
+    from megatron_ext.checkpoint.local.newest_snapshot import newest_snapshot
+    from megatron_ext.checkpoint.local.snapshot_folder import file_of, folder_of
     from megatron_ext.checkpoint.native.resume import Search
-    from megatron_ext.config.parse.files import to_yaml
+    from megatron_ext.config.parse.config_file import to_yaml
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -131,7 +135,7 @@ def _go_on(folder: str, header: dict[str, Any]) -> tuple[int | None, str, dict[s
 
 
 def test_ranks_agree_on_the_newest_usable_snapshot_and_who_has_none_gets_its_file(tmp_path: Path) -> None:
-    from megatron_ext.checkpoint.local.folder import layout_of
+    from megatron_ext.checkpoint.local.snapshot_folder import layout_of
 
     header = {"layout": layout_of(small_config()), "checkpoint": 0}
     found = run_ranks(3, _go_on, str(tmp_path), header)
@@ -152,7 +156,7 @@ def test_ranks_agree_on_the_newest_usable_snapshot_and_who_has_none_gets_its_fil
 
 def _replicate(folder: str, flags: list[str]) -> tuple[int, list[str], str | None, str | None]:
     """On each of three ranks: take two snapshots, of which rank 1 cannot write the second."""
-    from megatron_ext.checkpoint.local.folder import iterations, ranks_at
+    from megatron_ext.checkpoint.local.snapshot_folder import iterations, ranks_at
     from megatron_ext.checkpoint.local.writer import SnapshotWriter
     from tests.support.checkpoints import build
 

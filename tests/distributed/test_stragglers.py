@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext import environment
-from megatron_ext.telemetry.curve import read_history, summary
+from megatron_ext.telemetry.loss_curve import read_history, summary
 from megatron_ext.telemetry.run_page import run_page
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
@@ -28,7 +28,7 @@ FLAGS = shlex.split(f"""
 
 def train(folder: str, name: str, flags: list[str], how: str = "") -> tuple[int, str]:
     """Rank 1 computes longer from a step on, by what its clock says ("told") or in fact ("real")."""
-    from megatron_ext.telemetry.communication import CommunicationClock, ComputeTime
+    from megatron_ext.telemetry.communication_clock import CommunicationClock, ComputeTime
     from megatron_ext.train.trainer import Trainer
 
     rank, steps = environment.rank(), itertools.count(1)

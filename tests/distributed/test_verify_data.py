@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.data.checksums import checksums
+from megatron_ext.data.data_manifest import checksums
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.corpora import write_corpus
 from tests.support.program import Ended, run_program

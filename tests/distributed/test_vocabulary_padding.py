@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
+from tests.support.several_models import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 VOCAB_SIZE = 250

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
+from tests.support.several_models import end_layout
 
 BASE = (
     "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 "

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.data.checksums import checksums, first_damage, known_blocks
+from megatron_ext.data.data_manifest import checksums, first_damage, known_blocks
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids, open_index
 from megatron_ext.data.prepare.documents import read_documents
@@ -21,9 +21,9 @@ from megatron_ext.errors import DataError
 from megatron_ext.plan.timeline import as_text
 from megatron_ext.plan.timeline_svg import as_page
 from megatron_ext.telemetry import schedule_record
-from megatron_ext.telemetry.curve import loss_chart, read_history
+from megatron_ext.telemetry.loss_curve import loss_chart, read_history
 from megatron_ext.telemetry.run_page import run_page
-from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.from_flags import build_tokenizer
 from tests.fuzz.mutations import Read, changed, flipped
 from tests.support.pages import elements
 from tests.support.samples import recorded_rank

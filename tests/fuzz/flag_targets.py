@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_ext.config.parse.files import to_yaml
+from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import DataError, TrainingError

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.checkpoint.huggingface import safetensors
-from megatron_ext.checkpoint.huggingface.folder import HFFolder
-from megatron_ext.checkpoint.megatron_lm.arguments import read_args
-from megatron_ext.checkpoint.native import manifest, torch_dist
-from megatron_ext.checkpoint.native.folder import find_all
+from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
+from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args
+from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
+from megatron_ext.checkpoint.native.checkpoint_folder import find_all
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.data.record import read_record
+from megatron_ext.data.data_record import read_record
 from megatron_ext.errors import DataError
+from megatron_ext.families import FAMILIES
 from megatron_ext.families.hf_config import differences, read_hf_config
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.train.configure import configure
@@ -40,16 +41,20 @@ _HF = {
     "attention_bias": False,
     "torch_dtype": "float32",
 }
+_HF_KEYS = (
+    *("quantization_config", "sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),
+    *("no_rope_layers", "mlp_only_layers", "decoder_sparse_step", "rope_parameters", "partial_rotary_factor"),
+)
 _JSON_VALUES = (None, True, -1, 0, 10**30, 10**400, 1e308, "x", "1", [], [1], {}, {"factor": "x"}, "gelu", float("nan"))
 
 
 def hf_config(folder: Path) -> Read:
-    """config.json of a Hugging Face folder, by bytes and by values."""
+    """config.json of a Hugging Face folder, of any family, by bytes and by values."""
 
     def read(chance: random.Random) -> None:
-        content = dict(_HF)
+        content = {**_HF, "model_type": chance.choice(["llama", *FAMILIES])}
         for _ in range(chance.choice((1, 2, 3))):
-            content[chance.choice([*content, "quantization_config", "sliding_window"])] = chance.choice(_JSON_VALUES)
+            content[chance.choice([*content, *_HF_KEYS])] = chance.choice(_JSON_VALUES)
         text = json.dumps(content).encode()
         (folder / "config.json").write_bytes(changed(text, chance) if chance.random() < 0.5 else text)
         _, values = read_hf_config(folder)
@@ -131,7 +136,7 @@ def checkpoint(folder: Path) -> Read:
     def read(chance: random.Random) -> None:
         for name, content in files.items():
             (place / name).write_bytes(content)
-        manifest.write(place, manifest.describe(place, [place / name for name in files]))
+        checkpoint_manifest.write(place, checkpoint_manifest.describe(place, [place / name for name in files]))
         (folder / "latest_checkpointed_iteration.txt").write_bytes(b"3")
         target = chance.choice([*(place / name for name in (*files, "manifest.json")), *folder.glob("*.txt")])
         before = target.read_bytes()
@@ -139,11 +144,11 @@ def checkpoint(folder: Path) -> Read:
         same = target.read_bytes() == before
         found = find_all(folder)[0]
         try:
-            listed = manifest.read(found.path)
+            listed = checkpoint_manifest.read(found.path)
         except ValueError as error:
             raise DataError(str(error)) from None
         assert listed is not None
-        wrong = manifest.problems(found.path, listed)
+        wrong = checkpoint_manifest.problems(found.path, listed)
         assert bool(wrong) != (same or target.suffix == ".txt"), target
         read_args(found.path)
         read_record(place / "config.yaml")

@@ -15,14 +15,14 @@ from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import Parameter, count, count_per_rank, parameters
-from megatron_ext.parts.own_parameters import in_every_layer
+from megatron_ext.parts.own_parameters import with_own_parameters
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.verify.cases import MODELS, RECIPE
 from megatron_ext.verify.gather import assemble
 from megatron_ext.verify.parity import STEPS, compare
 from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.record import RunRecord, record
+from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support.launched import finish, start_python
 from tests.support.selection import marked
 
@@ -122,11 +122,11 @@ def test_the_example_runs_as_a_program(tmp_path: Path) -> None:
 def _own_run(flags: list[str], folder: str, loads: bool, more: Extensions = EXTENSIONS) -> list[Any]:
     """On a rank: save the example's run after three steps, or load what was saved; its weights either way."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.verify import gather
 
-    with more.in_the_catalogue():
+    with more.registered():
         config = more.applied(configure(flags).config)
         installed = device.install("cpu")
         from megatron_ext.train.build import build_run
@@ -152,7 +152,7 @@ def test_own_parameters_are_saved_whole_and_read_in_another_layout(tmp_path: Pat
     ranks = run_ranks(2, _own_run, [*flags, *LAYOUTS["TP2 SP"][1].split()], str(tmp_path), False, ours)
     [found] = run_ranks(1, _own_run, flags, str(tmp_path), True, ours)
     config = configure([*FLAGS, "--dry-run"]).config
-    with EXTENSIONS.in_the_catalogue():
+    with EXTENSIONS.registered():
         saved, flaws = assemble(config, (shard for rank in ranks for shard in rank))
         whole, _ = assemble(config, found)
         halves = configure([*FLAGS, *LAYOUTS["TP2 SP"][1].split(), "--world-size", "2", "--dry-run"]).config
@@ -187,7 +187,7 @@ def _has_another(config: Any, layer: Any) -> list[Parameter]:
 def _mistakes() -> list[str]:
     found = []
     for own in (_lacks_one, _has_another):
-        from tests.support.in_turn import end_layout
+        from tests.support.several_models import end_layout
 
         with pytest.raises(ConfigurationError) as caught:
             _own_run([*FLAGS, "--device", "cpu"], "", True, dataclasses.replace(EXTENSIONS, layer_parameters=own))
@@ -215,8 +215,8 @@ def test_a_layer_that_is_not_as_it_says_is_refused() -> None:
 )
 def test_a_parameter_that_cannot_be_is_refused(parameter: Parameter, problem: str) -> None:
     config = configure([*FLAGS, "--world-size", "2", "--tensor-model-parallel-size", "2", "--dry-run"]).config
-    with in_every_layer(lambda *_: [parameter]), pytest.raises(ConfigurationError, match=problem):
-        parameters(config)
+    with pytest.raises(ConfigurationError, match=problem):
+        parameters(with_own_parameters(config, lambda *_: [parameter]))
     assert not any(name.endswith(".a") for name in (one.name for one in parameters(config)))
 
 

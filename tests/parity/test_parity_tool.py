@@ -12,11 +12,11 @@ import torch
 from megatron_ext.cli import parity
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
-from megatron_ext.verify.activations import LOSS, _in_order
 from megatron_ext.verify.cases import MODELS, RECIPE
+from megatron_ext.verify.first_difference import Proof, comparison, prove
+from megatron_ext.verify.module_outputs import LOSS, _in_order
 from megatron_ext.verify.parity import GRADIENT_TOLERANCE, write_corpus
-from megatron_ext.verify.proof import Proof, comparison, prove
-from megatron_ext.verify.record import RunRecord, record
+from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support import planted_faults as planted
 from tests.support.selection import marked
 

@@ -39,6 +39,14 @@ def test_gradient_of_sequence_parallel_norm_not_reduced(first_steps: Experiment)
     assert found.first_loss <= FIRST_LOSS_TOLERANCE  # one step's loss says nothing: only gradients show the fault
 
 
+def test_gradient_of_keys_that_heads_of_all_ranks_share(first_steps: Experiment) -> None:
+    found = differences(first_steps, "TP2, latents", planted.keep_the_gradient_of_shared_keys_apart)
+    down = {f"decoder.layers.{layer}.self_attention.linear_kv_down_proj.weight" for layer in range(4)}
+    assert down <= wrong_gradients(found)
+    assert f"first gradients: {min(down)}: tensor-parallel ranks disagree" in found.flaws
+    assert found.first_loss <= FIRST_LOSS_TOLERANCE
+
+
 @pytest.mark.slow
 def test_gradient_of_tied_embedding_not_reduced(first_steps: Experiment) -> None:
     found = differences(first_steps, "PP2, tied", planted.skip_tied_embedding_reduction)

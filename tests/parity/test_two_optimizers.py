@@ -17,7 +17,7 @@ from megatron_ext.train.extensions import Extensions
 from megatron_ext.verify.cases import MODELS, RECIPE
 from megatron_ext.verify.parity import compare
 from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.record import RunRecord, record
+from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support.selection import marked
 from tests.support.two_optimizers import EVEN_STEPS, SGD_AND_ADAM
 
@@ -130,13 +130,13 @@ def test_a_layout_without_whole_matrices_is_refused(flags: str, problem: str) ->
     words = [*FLAGS, *shlex.split(f"{MODELS['tied']} {flags} --world-size 2 --dry-run")]
     traits = dataclasses.replace(EVEN_STEPS, schemes=OPTIMIZERS["adam"].schemes)
     own = Extensions(optimizer=traits)
-    with own.in_the_catalogue(), pytest.raises(ConfigurationError, match=problem):
+    with own.registered(), pytest.raises(ConfigurationError, match=problem):
         own.applied(configure(words).config)
 
 
 def test_the_planner_counts_the_state_of_both() -> None:
     own = Extensions(optimizer=SGD_AND_ADAM)
-    with own.in_the_catalogue():
+    with own.registered():
         config = own.applied(configure([*FLAGS, *shlex.split(MODELS["experts"]), "--dry-run"]).config)
         sizes = {expert: [0, 0] for expert in (False, True)}
         for one in parameters(config):

@@ -16,7 +16,6 @@ def bare_trainer(iteration: int = 0, **run: Any) -> Any:
     state = TrainState(iteration=iteration, consumed_samples=8 * iteration)
     here = SimpleNamespace(torch_device=torch.device("cpu"))
     made = {"state": state, "rank": 0, "world_size": 1, "is_last_rank": True, "device": here, "config": small_config()}
+    parts = SimpleNamespace(**{**made, **run})
     heard: list[Any] = []
-    return SimpleNamespace(
-        run=SimpleNamespace(**{**made, **run}), finished=False, heard=heard, report_evaluation=heard.append
-    )
+    return SimpleNamespace(run=parts, position=parts.state, finished=False, heard=heard, report_evaluation=heard.append)

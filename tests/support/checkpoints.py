@@ -24,12 +24,14 @@ SCHEDULE = shlex.split("--train-iters 10 --lr 1e-2 --min-lr 1e-3 --lr-warmup-ite
 """A launch in three parts: a Llama-shaped model, data and batch, and the curves."""
 
 
-def build(flags: list[str]) -> Any:
+def build(flags: list[str], **own: Any) -> Any:
+    """Return a run with parts of one's own, as `pretrain` takes them."""
     from megatron_ext import device
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
+    from megatron_ext.train.extensions import Extensions
 
-    return build_run(configure(flags).config, device.install("cpu"))
+    return build_run(configure(flags).config, device.install("cpu"), extensions=Extensions(**own))
 
 
 def save_at(folder: str, iterations: list[int], flags: list[str]) -> int:
@@ -49,7 +51,7 @@ def save_at(folder: str, iterations: list[int], flags: list[str]) -> int:
 
 
 def load(folder: str, flags: list[str]) -> tuple[int | None, int]:
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 
     run = build(flags)
     return load_checkpoint(run, folder), run.state.iteration
@@ -60,7 +62,7 @@ def file_hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def trained_alone(flags: list[str], steps: int = 0) -> Any:
+def trained_alone(flags: list[str], steps: int = 0, **own: Any) -> Any:
     """Return a run of this process alone after some steps; the groups of the run before it end."""
     import torch
 
@@ -68,7 +70,7 @@ def trained_alone(flags: list[str], steps: int = 0) -> Any:
 
     if torch.distributed.is_initialized():
         groups.destroy()
-    run = build(flags)
+    run = build(flags, **own)
     train(run, steps)
     return run
 

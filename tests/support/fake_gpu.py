@@ -13,7 +13,7 @@ from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.data.batch import StageView, collate, divide, padding_sample
+from megatron_ext.data.microbatch import StageView, collate, divide, padding_sample
 from megatron_ext.data.packing import Documents, documents_of
 from megatron_ext.device import cuda
 from megatron_ext.optim.gradient_norm import replace_loops, scale_by, squared_norm
@@ -21,7 +21,7 @@ from megatron_ext.optim.torch_optimizer import mask_by, torch_optimizer
 from megatron_ext.parts.attention.blocks import block_backward, block_forward
 from megatron_ext.parts.attention.packed import attend_documents
 from megatron_ext.resilience.numeric import largest_magnitude
-from megatron_ext.train.callbacks.stragglers import Stragglers
+from megatron_ext.train.callbacks.straggler_report import Stragglers
 from tests.support.operator_calls import Calls, aten
 
 

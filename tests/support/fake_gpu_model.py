@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.rehearsed_world import played
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import documents_of
-from megatron_ext.device.triton import choice, norm, rotary, swiglu
+from megatron_ext.device.triton import kernel_choice, norm, rotary, swiglu
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.loss import summed_loss, token_loss
@@ -61,9 +61,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_device: (9, 0))
     # Dropout masks are drawn from generators of a GPU, which are not there.
     monkeypatch.setattr(random.CudaRNGStatesTracker, "fork", lambda _self, _name=None: nullcontext())
-    choice.use(True)
+    kernel_choice.use(True)
     yield made
-    choice.use(False)
+    kernel_choice.use(False)
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def test_heads_are_not_copied_where_nothing_turns_them(
 
 
 def test_one_flag_leaves_torchs_operations(launches: Launches) -> None:
-    choice.use(False)
+    kernel_choice.use(False)
     with on_a_fake_gpu(small_config({"num_layers": 1, **LLAMA}, training=BF16)) as (chunk, calls):
         assert loss_of(chunk).dtype == torch.float32
     assert launches.names == []

@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ext.device.weight_gradients import ProductsOfTorch, add_product_, stand_in
-from megatron_ext.model.gpt import GPT
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
+from megatron_ext.model.loss import Readout
 from tests.support.fake_tensors import backward, on_gpu
 from tests.support.operator_calls import Calls, aten
 
@@ -67,13 +67,10 @@ def test_the_loss_of_an_output_layer_keeps_a_chunk_of_logits(graded: bool) -> No
     assert len([0 for func, _, _ in calls.calls if func is aten.addmm.dtype_out]) == 3 * graded
 
 
-def output_layer(fused: bool) -> tuple[Any, Any]:
-    """megatron-core's layer of the padded vocabulary on a fake GPU, and what of a GPT its loss reads."""
+def output_layer(fused: bool) -> tuple[Readout, Any]:
+    """megatron-core's layer of the padded vocabulary on a fake GPU, and what computes its loss."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer import TransformerConfig
-
-    from megatron_ext.config.schema import DataConfig
-    from megatron_ext.model.gpt import _mask_vocabulary_padding
 
     stand_in()
     alone: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -89,11 +86,9 @@ def output_layer(fused: bool) -> tuple[Any, Any]:
     layer = ColumnParallelLinear(
         HIDDEN, ROWS, config=config, init_method=torch.nn.init.zeros_, bias=False, tp_group=alone
     ).cuda()
-    gpt: Any = SimpleNamespace(own_loss=None, reads_output_weight=True, before_output=None, config=config)
-    gpt.output_layer, gpt.pg_collection, gpt.true_vocab_size = layer, SimpleNamespace(tp=alone), TRUE_ROWS
-    sizes = SimpleNamespace(data=DataConfig(vocab_size=TRUE_ROWS), model=SimpleNamespace(padded_vocab_size=ROWS))
-    _mask_vocabulary_padding(gpt, sizes, alone)  # pyright: ignore[reportArgumentType]
-    return gpt, layer
+    readout = Readout(config, alone, TRUE_ROWS)
+    readout.prepare(layer)
+    return readout, layer
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -102,11 +97,11 @@ def test_the_padded_vocabulary_stays_in_the_products(fused: bool) -> None:
     if fused:
         skip_without_fake_sums()
     with FakeTensorMode(), Calls() as calls:
-        gpt, layer = output_layer(fused)
+        readout, layer = output_layer(fused)
         layer.weight.main_grad = on_gpu(ROWS, HIDDEN, dtype=torch.float32)
         hidden = on_gpu(1024, 4, HIDDEN).requires_grad_()
         labels = torch.empty(4, 1024, device="cuda", dtype=torch.int64)
-        losses = GPT._loss(gpt, hidden, layer, None, labels)
+        losses = readout(hidden, layer, None, labels)
         assert (tuple(losses.shape), losses.dtype) == ((4, 1024), torch.float32)
         name = "LinearWithGradAccumulationAndAsyncCommunicationBackward"
         gradients = backward(losses, name, on_gpu(1024, 4, ROWS))

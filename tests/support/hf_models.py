@@ -42,6 +42,11 @@ _GPT2: dict[str, Any] = {
     "n_positions": 80,
 }
 
+_LATENTS: dict[str, Any] = {
+    **{name: value for name, value in _DECODER.items() if name != "head_dim"},
+    **{"num_key_value_heads": 6, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"num_hidden_layers": 4, "first_k_dense_replace": 4, "pad_token_id": None},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 2": {"model_type": "llama", **_DECODER, "num_key_value_heads": 6, "tie_word_embeddings": False},
     "Llama 3.1": {
@@ -178,6 +183,14 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "olmoe", **_DECODER, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3},
         **{"norm_topk_prob": True, "pad_token_id": None},
     },
+    "DeepSeek-V3, dense": {
+        **{"model_type": "deepseek_v3", **_LATENTS, "q_lora_rank": 20, "tie_word_embeddings": False},
+        "rope_scaling": {
+            **{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16},
+            **{"beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+    },
+    "DeepSeek-V2, dense": {"model_type": "deepseek_v2", **_LATENTS, "q_lora_rank": None, "tie_word_embeddings": True},
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }
@@ -198,7 +211,7 @@ def write_model(folder: Path, name: str, **changes: Any) -> torch.nn.Module:
     return model
 
 
-def write_gradients(model: torch.nn.Module, folder: Path) -> None:
+def write_gradients(model: Any, folder: Path) -> None:
     """Write the gradients of the mean loss over the first of `TOKENS`, each predicted from those before, as the files
     have the weights. The model is lost."""
     tokens = torch.tensor(TOKENS)[:, : FEWER + 1]
@@ -288,8 +301,8 @@ def our_logits(arguments: list[str]) -> torch.Tensor | None:
         This rank's part of the vocabulary, [2, LENGTH, part], on the last stage.
     """
     from megatron_ext import device
-    from megatron_ext.checkpoint.huggingface.load import load_huggingface
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
 

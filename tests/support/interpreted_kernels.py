@@ -17,7 +17,7 @@ import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import gpu_operations
-from megatron_ext.device.triton import choice, norm, rotary
+from megatron_ext.device.triton import kernel_choice, norm, rotary
 from megatron_ext.device.triton import swiglu as activation
 from megatron_ext.device.triton.norm import layer_norm, norm_of_sum, rms_norm
 from megatron_ext.device.triton.rotary import rotate, split_heads
@@ -297,7 +297,7 @@ def test_a_launch_says_how_products_and_sums_are_rounded() -> None:
             return lambda *given, **constants: launched.append((grid, given, constants))
 
     for grid in ((3, 2), (0,), (3, 0), (3, 2, 0)):
-        choice.launch(Kernel(), grid, "x", BLOCK=4)
+        kernel_choice.launch(Kernel(), grid, "x", BLOCK=4)
     assert launched == [((3, 2), ("x",), {"enable_fp_fusion": True, "BLOCK": 4})]
 
 
@@ -308,21 +308,21 @@ def test_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
             for columns, dtype in (
                 (8, torch.float16),
                 (8, torch.float64),
-                (choice.WIDEST, torch.float32),
-                (choice.WIDEST + 1, torch.float32),
+                (kernel_choice.WIDEST, torch.float32),
+                (kernel_choice.WIDEST + 1, torch.float32),
             )
         )
-    assert not choice.take(here), "before anybody says so"
-    monkeypatch.setattr(choice, "_used", True)
-    assert (choice.take(here), choice.take_rows(here)) == (True, True)
-    assert not choice.take(torch.ones(2)), "a CPU computes by itself"
-    assert not choice.take(double)
-    assert choice.take_rows(widest)
-    assert (choice.take(wide), choice.take_rows(wide)) == (True, False)
+    assert not kernel_choice.take(here), "before anybody says so"
+    monkeypatch.setattr(kernel_choice, "_used", True)
+    assert (kernel_choice.take(here), kernel_choice.take_rows(here)) == (True, True)
+    assert not kernel_choice.take(torch.ones(2)), "a CPU computes by itself"
+    assert not kernel_choice.take(double)
+    assert kernel_choice.take_rows(widest)
+    assert (kernel_choice.take(wide), kernel_choice.take_rows(wide)) == (True, False)
     with torch.inference_mode():
-        assert not choice.take(here)
+        assert not kernel_choice.take(here)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not choice.take(here)
+    assert not kernel_choice.take(here)
 
 
 @needs_loops

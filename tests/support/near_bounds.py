@@ -18,6 +18,7 @@ _TP2, _TP4 = "--world-size 2 --tensor-model-parallel-size 2", "--world-size 4 --
 _CP2 = "--world-size 2 --context-parallel-size 2 --attention-dropout 0"
 _EXPERTS = "--disable-bias-linear --num-experts 8"
 _MIDDLE = "--decoder-first-pipeline-num-layers"
+_LATENTS = "--position-embedding-type rope --multi-latent-attention"
 _TEXT = "--sample-interval 5 --sample-prompts README.md --tokenizer-type ByteTokenizer"
 _FSDP = "--world-size 4 --use-megatron-fsdp --data-parallel-sharding-strategy"
 _FULL = "--recompute-granularity full --recompute-method"
@@ -156,6 +157,21 @@ NEAR: dict[str, tuple[str, ...]] = {
             )
         ),
         f"--world-size 8 {_EXPERTS} --expert-model-parallel-size 2 --use-tp-pp-dp-mapping",
+    ),
+    "latents": (
+        f"{_LATENTS} --qk-pos-emb-head-dim 8",
+        f"{_LATENTS} --qk-pos-emb-head-dim 7",
+        f"{_LATENTS} --beta-fast 2 --beta-slow 2",
+        f"{_LATENTS} --beta-fast 1 --beta-slow 2",
+        f"{_LATENTS} --rotary-base 1.01",
+        f"{_LATENTS} --rotary-base 1",
+        f"{_LATENTS} --rope-type rope --rotary-base 1 --beta-fast 1 --beta-slow 2",
+        f"{_LATENTS} --softmax-scale 0.1 --no-rope-freq 2",
+        f"{_LATENTS} --bf16 --fp8-format hybrid",
+        f"{_LATENTS} --transformer-impl transformer_engine",
+        f"{_LATENTS} --group-query-attention --num-query-groups 2",
+        "--rope-type yarn",
+        "--q-lora-rank 8 --rope-type rope",
     ),
     "stages": (
         f"{_PP2} --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --num-layers 10",

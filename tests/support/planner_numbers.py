@@ -15,7 +15,6 @@ from megatron_ext.config.schema import Config
 from megatron_ext.parts.stack import stack
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.estimate import at_least, formula_at_least, pass_times, step_time
-from megatron_ext.plan.evaluation import as_text, evaluate_config
 from megatron_ext.plan.flops import (
     Products,
     active_parameters,
@@ -24,10 +23,11 @@ from megatron_ext.plan.flops import (
     parameters_without_embeddings,
 )
 from megatron_ext.plan.hardware import Machine, constants_of, hardware
-from megatron_ext.plan.kernels import Kernels
+from megatron_ext.plan.kernel_times import Kernels
+from megatron_ext.plan.layout_evaluation import as_text, evaluate_config
 from megatron_ext.plan.memory import helpful_flags, host_bytes, kept_at_least, over_time
-from megatron_ext.plan.question import placeholders
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.search_input import placeholders
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 from megatron_ext.plan.traffic import sent
 from megatron_ext.plan.workload import Workload

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan.preview import equal_stages, preview
+from megatron_ext.plan.simulated_timeline import equal_stages, preview
 from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, as_text
 from megatron_ext.plan.timeline_svg import as_section
 from tests.support import planner_numbers

@@ -31,14 +31,21 @@ def forget_sequence_parallel_mark() -> None:
     """The norms' parameters lack the mark by which megatron-core sums their gradients over tensor-parallel ranks."""
     from megatron_ext.parts.norm import compute as norm
 
-    make = norm._parameter
+    make = norm.uninitialized
 
-    def make_unmarked(config: Any, size: int) -> torch.nn.Parameter:
-        parameter = make(config, size)
+    def make_unmarked(config: Any, *size: int) -> torch.nn.Parameter:
+        parameter = make(config, *size)
         parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
         return parameter
 
-    norm._parameter = make_unmarked
+    norm.uninitialized = make_unmarked
+
+
+def keep_the_gradient_of_shared_keys_apart() -> None:
+    """Each rank has the gradient that its own heads give the channels of the key that all heads share."""
+    from megatron_ext.parts.latent_attention import compute
+
+    compute.copy_to_tensor_model_parallel_region = lambda shared_key, **_group: shared_key  # pyright: ignore
 
 
 def skip_tied_embedding_reduction() -> None:
@@ -120,9 +127,9 @@ def double_the_gradient_of_one_expert() -> None:
 
 def give_each_rank_two_neighbouring_chunks() -> None:
     """Ranks read chunks 2r and 2r + 1, while attention and positions think of r and 2 x size - 1 - r."""
-    from megatron_ext.data import batch
+    from megatron_ext.data import microbatch
 
-    batch.context_chunks = lambda rank, size: (2 * rank, 2 * rank + 1)
+    microbatch.context_chunks = lambda rank, size: (2 * rank, 2 * rank + 1)
 
 
 def turn_the_ring_around() -> None:

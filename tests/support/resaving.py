@@ -32,7 +32,7 @@ class Saved:
 def resave(flags: list[str], load: str | None, save: str | None, steps: int = STEPS) -> list[float]:
     """Load, or take two steps; save, where there is a folder; and go on for some steps, whose losses are returned."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

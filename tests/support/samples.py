@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_ext.plan.preview import equal_stages
+from megatron_ext.plan.simulated_timeline import equal_stages
 from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Block
 from megatron_ext.telemetry.metrics import StepMetrics
 from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep

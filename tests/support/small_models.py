@@ -23,6 +23,14 @@ LLAMA: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
 }
 OLMO2 = {**LLAMA, "norm_position": "after", "qk_layernorm": True, "qk_layernorm_over": "projection"}
+LATENTS: dict[str, Any] = {
+    **{name: value for name, value in LLAMA.items() if "query" not in name},
+    **{"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 20, "kv_lora_rank": 24},
+    **{"qk_head_dim": 12, "qk_pos_emb_head_dim": 8, "v_head_dim": 16, "rotary_scaling_factor": 4.0},
+    **{"original_max_position_embeddings": 8, "mscale": 0.7, "mscale_all_dim": 0.4},
+}
+"""Latent attention whose queries have latents too, with YaRN."""
+
 MIXTURE = {
     **{"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "disable_bias_linear": True},
     **{"moe_shared_expert_intermediate_size": 32, "swiglu": True},

@@ -42,7 +42,7 @@ def write_corpus(folder: Path) -> Path:
 
 def train_families(folder: str, families: Sequence[str], steps: int) -> list[tuple[float, float]]:
     """Train and save each as folder/name; return first and last loss. On a rank of `run_ranks`."""
-    from tests.support.in_turn import in_turn
+    from tests.support.several_models import in_turn
 
     return in_turn(_train, [(folder, family, steps) for family in families])
 

@@ -29,6 +29,13 @@ EXAMPLES = {
         "--num-query-groups 4",
     ),
     "Windows that look ahead": Example("--window-size 7,1 --attention-dropout 0", "--window-size 7,0"),
+    "Layers without rotation in a model that rotates nothing": Example(
+        "--no-rope-freq 4", "--position-embedding-type rope"
+    ),
+    "A factor that a norm takes out again": Example(
+        "--residual-multiplier 0.5 --norm-position after", "--residual-multiplier 1"
+    ),
+    "Experts in no layer": Example(f"{_EXPERTS} --num-experts 8 --moe-layer-freq [0]*8", "--moe-layer-freq 1"),
     "Norms over the projection without norms of queries and keys": Example(
         "--normalization RMSNorm --qk-layernorm-over projection", "--qk-layernorm"
     ),
@@ -394,15 +401,10 @@ WRONG = [
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [0]*8", "gives no layer its --num-experts"),
     ("--moe-layer-freq [0]+[1]*7", "--moe-layer-freq without --num-experts"),
     (f"{_EXPERTS} --num-experts 8 --add-mlp-bias", "experts have no biases; leave --add-mlp-bias out"),
-    ("--add-output-bias --transformer-impl transformer_engine", "layers of this program's own"),
     ("--residual-multiplier 0.5 --norm-position after", "use --residual-multiplier 1"),
     ("--softmax-scale 0", "--softmax-scale 0 is not above 0"),
     ("--swiglu --geglu", "--swiglu and --geglu name different activations"),
     ("--no-rope-freq 4", "says which layers rotate nothing, but with --position-embedding-type learned_absolute none"),
-    (
-        "--position-embedding-type rope --no-rope-freq 4 --transformer-impl transformer_engine",
-        "--no-rope-freq 4 needs layers of this program's own, but --transformer-impl is transformer_engine",
-    ),
     ("--window-size 7,0", "block by block, whose kernels have no dropout, but --attention-dropout is 0.1"),
     (
         "--window-size 7,0 --attention-dropout 0 --world-size 2 --context-parallel-size 2 --cp-comm-type p2p",
@@ -554,12 +556,12 @@ WRONG = [
 
 UNREADABLE: dict[str, str] = {
     "A misspelt flag": "--tensor-parallel-model-size 2",
-    "A flag of Megatron that is not supported": "--multi-latent-attention",
+    "A flag of Megatron that is not supported": "--mla-down-proj-fusion",
     "A value of the wrong type": "--hidden-size wide",
     "A data path that does not exist": (
         "--mock-data=false --vocab-size 257 --tokenizer-type ByteTokenizer --data-path nowhere/corpus"
     ),
-    "An unreadable value next to a wrong one": "--hiden-size 4 --multi-latent-attention --min-lr 1",
+    "An unreadable value next to a wrong one": "--hiden-size 4 --mla-down-proj-fusion --min-lr 1",
 }
 
 SEVERAL = "--world-size 3 --tensor-model-parallel-size 2 --min-lr 1 --keep-last-checkpoints 2 --swiglu --openai-gelu"

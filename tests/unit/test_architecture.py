@@ -264,15 +264,15 @@ OF_LAYERS = {
 }
 READS_FIELDS_OF_LAYERS = {
     "parts/": "describes the layers",
-    "config/schema/model.py": "defaults of one field by another",
+    "config/schema/model_flags.py": "defaults of one field by another",
     "rules/": "judge what was typed, by the flags that were typed",
-    "config/derived/pipeline.py": "divides the number of layers over stages",
+    "config/derived/pipeline_split.py": "divides the number of layers over stages",
     "families/": "translate flags to config.json and compare them with those of a family",
     "families/hf_config.py": "compares flags with those of config.json",
     "model/config.py": "translates flags to megatron-core's configuration, which is one for all layers",
     "checkpoint/huggingface/exporter.py": "writes the flags into the model card",
     "checkpoint/huggingface/importer.py": "sizes of the tensors that stack all layers in a checkpoint",
-    "verify/activations.py": "names the modules of every layer",
+    "verify/module_outputs.py": "names the modules of every layer",
 }
 
 

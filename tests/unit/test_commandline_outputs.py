@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.plan.timeline import Pass
 from megatron_ext.telemetry import schedule_record
-from megatron_ext.telemetry.jsonl import MetricsFile
+from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep
 from tests.support.corpora import write_documents
 from tests.support.samples import step

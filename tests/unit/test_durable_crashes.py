@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.checkpoint.native import folder as checkpoints
-from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native import checkpoint_folder as checkpoints
+from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import check_indexed_files
 from megatron_ext.data.mask import COUNTS, Mask
@@ -24,17 +24,17 @@ def _write(save: Path, iteration: int, content: bytes) -> None:
     (partial / "tokenizer").mkdir()
     for name in ("__0_0.distcp", ".metadata", "metadata.json", "tokenizer/vocab.json"):
         (partial / name).write_bytes(name.encode() + content)
-    manifest.write(partial, manifest.describe(partial, manifest.all_files(partial)))
+    checkpoint_manifest.write(partial, checkpoint_manifest.describe(partial, checkpoint_manifest.all_files(partial)))
 
 
 def _loaded(save: Path) -> tuple[int, bytes]:
     """What a run resumes from; every checkpoint with a name is whole."""
     for iteration in checkpoints.saved_iterations(save):
         path = checkpoints.iteration_folder(save, iteration)
-        files = manifest.read(path)
+        files = checkpoint_manifest.read(path)
         assert files is not None
         assert len(files) == 4
-        assert manifest.problems(path, files) == []
+        assert checkpoint_manifest.problems(path, files) == []
     found = checkpoints.find_latest(save)
     assert found is not None
     return found.iteration, (found.path / "__0_0.distcp").read_bytes().removeprefix(b"__0_0.distcp")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.plan.preview import equal_stages
+from megatron_ext.plan.simulated_timeline import equal_stages
 from megatron_ext.plan.timeline import COLOURS, as_text
 from megatron_ext.terminal import note, printable, say, warn
 from tests.support.syntax import nodes_of, source

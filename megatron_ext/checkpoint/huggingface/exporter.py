@@ -27,7 +27,7 @@ from megatron_ext.checkpoint.copying import (
 )
 from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
 from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
-from megatron_ext.checkpoint.huggingface.folder import INDEX, SINGLE
+from megatron_ext.checkpoint.huggingface.huggingface_folder import INDEX, SINGLE
 from megatron_ext.checkpoint.huggingface.importer import copy_tokenizer
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
@@ -39,8 +39,8 @@ from megatron_ext.families import Family, ParameterMapping, family_of, state_dic
 from megatron_ext.families.hf_config import hf_config
 from megatron_ext.markup import code, table
 from megatron_ext.parts.catalogue import count
-from megatron_ext.tokenizer.build import tokenizer_from_flags
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.untrusted.text import load_json, read_file
 
 if TYPE_CHECKING:

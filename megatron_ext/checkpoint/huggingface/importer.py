@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 from megatron_ext.checkpoint.copying import BLOCK, ComputedBytes, FilePart, FileRange, Files, Literal, Zeros, gather
 from megatron_ext.checkpoint.dtypes import WIDTH
-from megatron_ext.checkpoint.huggingface.folder import HFFolder, safe_file
+from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder, safe_file
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
-from megatron_ext.checkpoint.native import manifest, torch_dist
+from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
+from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, make_partial, publish, saved_iterations
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENIZER, write_versions
-from megatron_ext.checkpoint.native.folder import CONFIG, make_partial, publish, saved_iterations
 from megatron_ext.checkpoint.native.torch_archive import archive, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
-from megatron_ext.config.parse.files import to_yaml
+from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
@@ -64,8 +64,8 @@ def import_huggingface(source: str | Path, destination: str | Path) -> Path:
         (partial / CONFIG).write_text(to_yaml(config), encoding="utf-8")
         copy_tokenizer(folder.path, partial / TOKENIZER)
         write_versions(partial)
-        others = [path for path in manifest.all_files(partial) if path.name not in written]
-        manifest.write(partial, written | manifest.describe(partial, others))
+        others = [path for path in checkpoint_manifest.all_files(partial) if path.name not in written]
+        checkpoint_manifest.write(partial, written | checkpoint_manifest.describe(partial, others))
         return publish(destination, 0)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -89,7 +89,7 @@ class Stacked(NamedTuple):
 
     key: str
     indices: tuple[int, ...]
-    """Of its layer, and of its expert, in the tensor of all: [layers, ...], [layers, experts, ...]."""
+    """Indices of its layer, and of its expert, in the tensor of all: [layers, ...], [layers, experts, ...]."""
 
     sizes: tuple[int, ...]
     """Numbers of layers, and of experts, in that tensor."""
@@ -138,7 +138,7 @@ class _Item:
     rows: range
 
 
-def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> tuple[bytes, manifest.Files]:
+def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> tuple[bytes, checkpoint_manifest.Files]:
     """Write the file of all weights and objects; returns the checkpoint's metadata, and the file's own entry."""
     dtype, parts, position = folder.dtype(), list[FilePart](), 0
     objects: dict[str, Chunk] = {}

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
 from megatron_ext.checkpoint.huggingface.importer import stacked
-from megatron_ext.checkpoint.native import manifest, torch_dist
+from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
+from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, checkpoint_at
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
-from megatron_ext.checkpoint.native.folder import CONFIG, checkpoint_at
 from megatron_ext.checkpoint.native.torch_archive import check_archive, place_of_elements
 from megatron_ext.checkpoint.native.torch_dist import Chunk
 from megatron_ext.config.derived.optimizers import has_own_optimizer
@@ -24,7 +24,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import family_of, state_dict_mapping
 from megatron_ext.parts.catalogue import parameters
-from megatron_ext.untrusted.folder import check_folder, file_inside
+from megatron_ext.untrusted.untrusted_folder import check_folder, file_inside
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -120,15 +120,17 @@ class SavedModel:
             if all(0 <= index < size for index, size in zip(inside, chunk.sizes, strict=False)):
                 yield self._piece(key, chunk, tuple(inside))
 
-    def damage(self) -> tuple[manifest.Files, list[str]]:
+    def damage(self) -> tuple[checkpoint_manifest.Files, list[str]]:
         """Return the manifest's entries of the shards, and what else is not as it says; no entries, where there is no
         manifest."""
         try:
-            files = manifest.read(self.path) or {}
+            files = checkpoint_manifest.read(self.path) or {}
         except ValueError as error:
             return {}, [str(error)]
         shards = {name: entry for name, entry in files.items() if name.endswith(".distcp")}
-        return shards, manifest.problems(self.path, {name: files[name] for name in files.keys() - shards.keys()})
+        return shards, checkpoint_manifest.problems(
+            self.path, {name: files[name] for name in files.keys() - shards.keys()}
+        )
 
     def _piece(self, key: str, chunk: Chunk, inside: tuple[int, ...]) -> Piece:
         row, *column = chunk.offsets[len(inside) :]

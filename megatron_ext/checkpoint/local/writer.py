@@ -19,13 +19,20 @@ import torch
 
 from megatron_ext import environment
 from megatron_ext.checkpoint.local import rank_file
-from megatron_ext.checkpoint.local.agreement import contents_of
-from megatron_ext.checkpoint.local.folder import file_of, folder_of, layout_of, remove_all, remove_later, remove_old
-from megatron_ext.checkpoint.local.peers import exchange
-from megatron_ext.checkpoint.native import contents, manifest, optimizer_state
-from megatron_ext.checkpoint.native.folder import CONFIG, DATA, iteration_folder, saved_iterations
+from megatron_ext.checkpoint.local.newest_snapshot import contents_of
+from megatron_ext.checkpoint.local.snapshot_folder import (
+    file_of,
+    folder_of,
+    layout_of,
+    remove_all,
+    remove_later,
+    remove_old,
+)
+from megatron_ext.checkpoint.local.snapshot_transfer import exchange
+from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict, optimizer_state
+from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, DATA, iteration_folder, saved_iterations
 from megatron_ext.checkpoint.native.snapshot import HostMemory, Saveable
-from megatron_ext.config.parse.files import to_yaml
+from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.errors import DataError
 
 
@@ -122,7 +129,7 @@ class SnapshotWriter:
         record = run.data_record
         checkpoint = max((step for step in saved_iterations(save) if step <= iteration), default=0)
         if checkpoint != self._follows[0]:
-            self._follows = checkpoint, manifest.name_of(iteration_folder(save, checkpoint))
+            self._follows = checkpoint, checkpoint_manifest.name_of(iteration_folder(save, checkpoint))
         return {
             "iteration": iteration,
             "layout": layout_of(run.config),
@@ -190,14 +197,16 @@ def numbers_of(run: Saveable) -> dict[str, Any]:
     """Return the rest, as plain data whose floats read back to the same doubles."""
     return {
         "state": asdict(run.state),
-        "optimizer_step": optimizer_state.step_count(contents.optimizer_parts(run)),
-        "grad_scaler": contents.grad_scaler_state(run),
+        "optimizer_step": optimizer_state.step_count(checkpoint_state_dict.optimizer_parts(run)),
+        "grad_scaler": checkpoint_state_dict.grad_scaler_state(run),
     }
 
 
 def random_states(run: Saveable) -> dict[str, torch.Tensor]:
     """Return the states of the random generators."""
-    states = {f"rng.{name}": state.clone() for name, state in contents.random_tracker().get_states().items()}
+    states = {
+        f"rng.{name}": state.clone() for name, state in checkpoint_state_dict.random_tracker().get_states().items()
+    }
     return {"rng": run.device.rng_state(), **states}
 
 
@@ -205,18 +214,18 @@ def set_numbers(run: Saveable, numbers: dict[str, Any]) -> None:
     """Restore what `numbers_of` returned, when the tensors have been restored."""
     for field in fields(run.state):
         setattr(run.state, field.name, numbers["state"][field.name])
-    parts = contents.optimizer_parts(run)
+    parts = checkpoint_state_dict.optimizer_parts(run)
     for part in parts:
         part.updater.refresh()
     optimizer_state.set_step_count(parts, run.config.optimizer, numbers["optimizer_step"])
-    contents.set_grad_scaler(run, numbers["grad_scaler"])
+    checkpoint_state_dict.set_grad_scaler(run, numbers["grad_scaler"])
 
 
 def set_random_states(run: Saveable, states: dict[str, torch.Tensor]) -> None:
     """Restore what `random_states` returned."""
     run.device.set_rng_state(states["rng"])
-    names = contents.random_tracker().get_states()
-    contents.random_tracker().set_states({name: states[f"rng.{name}"] for name in names})
+    names = checkpoint_state_dict.random_tracker().get_states()
+    checkpoint_state_dict.random_tracker().set_states({name: states[f"rng.{name}"] for name in names})
 
 
 def _all(run: Saveable) -> Iterator[tuple[str, torch.Tensor]]:
@@ -226,7 +235,7 @@ def _all(run: Saveable) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"weights.{number}.{index}", tensor
         for name, buffer in chunk.named_buffers():
             yield f"buffers.{number}.{name}", buffer
-    for number, part in enumerate(contents.optimizer_parts(run)):
+    for number, part in enumerate(checkpoint_state_dict.optimizer_parts(run)):
         optimizer_state.initialize_state(part, run.config.optimizer)
         for index, (_, state) in enumerate(optimizer_state.own_state(part, run.config.optimizer)):
             for name, tensor in state.items():

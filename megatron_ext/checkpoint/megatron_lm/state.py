@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-from megatron_ext.checkpoint.megatron_lm.arguments import model_flags
+from megatron_ext.checkpoint.megatron_lm.saved_flags import model_flags
 from megatron_ext.config.parse.options import flag_of, names_by_resume
 from megatron_ext.config.parse.saved import model_names
 from megatron_ext.config.resolve import padded_vocabulary
@@ -23,6 +23,8 @@ from megatron_ext.optim.loss_scale import of_the_mean
 _OTHER_NAMES = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+    (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj.layer_norm_"),
+    (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj.layer_norm_"),
     ("optimizer.state.param.", "optimizer.state.fp32_param."),
 )
 # Whole tensors by the names of the weights; the others are flat buffers that belong to one layout.
@@ -47,22 +49,20 @@ def different_flags(common: Mapping[str, Any], config: Config) -> list[str]:
     if not ours["use_rope_scaling"] and not was.get("use_rope_scaling"):
         without_effect |= {name for name in ours if name.startswith("rope_scaling")}
     names = [name for name in model_names(was, finetune=config.checkpoint.finetune) if name not in without_effect]
-    differences = [
+    flags = [
         f"{flag_of(name)} {was[name]} (given: {ours[name]})"
         for name in names
         if _is_given(name, was, args) and was[name] != ours[name]
     ]
     if args.get("apply_layernorm_1p"):
-        differences.append(
-            "--apply-layernorm-1p True (here a norm's weights are kept as they multiply, and not less one)"
-        )
+        flags.append("--apply-layernorm-1p True (here a norm's weights are kept as they multiply, and not less one)")
     padded = was.get("padded_vocab_size")
     entries = config.data.vocab_size
     if padded is not None and entries is not None:
         divisor, ranks = args.get("make_vocab_size_divisible_by", 128), args.get("tensor_model_parallel_size", 1)
         if padded_vocabulary(entries, divisor, ranks) != padded:
-            differences.append(f"a vocabulary that is padded to {padded} entries (given: --vocab-size {entries})")
-    return differences
+            flags.append(f"a vocabulary that is padded to {padded} entries (given: --vocab-size {entries})")
+    return flags
 
 
 def _is_given(name: str, was: Mapping[str, Any], args: Mapping[str, Any]) -> bool:

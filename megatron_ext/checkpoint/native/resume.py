@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native import checkpoint_manifest
+from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, DATA, SavedCheckpoint, find_to_load
 from megatron_ext.checkpoint.native.extra_files import TOKENIZER
-from megatron_ext.checkpoint.native.folder import CONFIG, DATA, SavedCheckpoint, find_to_load
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.errors import DataError
-from megatron_ext.untrusted.folder import file_inside
+from megatron_ext.untrusted.untrusted_folder import file_inside
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Resume(SavedCheckpoint):
     saved: Mapping[str, Any] | None = None
     """The values of the flags that it was saved with; None where it has none that can be read."""
     data_record: Mapping[str, Any] | None = None
-    """What its samples follow from (`data.record`); None where it has none."""
+    """What its samples follow from (`data.data_record`); None where it has none."""
     damaged: tuple[str, ...] = ()
     """What is wrong with each checkpoint that comes before it and was passed over."""
     is_snapshot: bool = False
@@ -92,13 +92,13 @@ def read_resume(checkpoint: SavedCheckpoint, *, use_checkpoint_args: bool, damag
     Raises:
         ConfigurationError, DataError: as `look`.
     """
-    from megatron_ext.data.record import read_record  # imports numpy, which a run without --load waits for later
+    from megatron_ext.data.data_record import read_record  # imports numpy, which a run without --load waits for later
 
     path = checkpoint.path
     saved = read_saved(file_inside(path, CONFIG)) if _is_listed(path, CONFIG) else None
     if saved is None and use_checkpoint_args:
         # Pickles and archives, which hardly any run reads.
-        from megatron_ext.checkpoint.megatron_lm.arguments import read_args, saved_model
+        from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args, saved_model
 
         args = read_args(path)
         saved = None if args is None else saved_model(args)
@@ -113,7 +113,7 @@ def _first_with_intact_flags(candidates: Sequence[SavedCheckpoint]) -> SavedChec
 def _flags_are_intact(checkpoint: Path) -> bool:
     """Return whether the files that the flags and the data follow from are as the manifest says, if there is one."""
     try:
-        files = manifest.read(checkpoint)
+        files = checkpoint_manifest.read(checkpoint)
     except (OSError, ValueError, DataError):
         return False
     small = {
@@ -121,7 +121,7 @@ def _flags_are_intact(checkpoint: Path) -> bool:
         for name, entry in (files or {}).items()
         if name in (CONFIG, DATA) or name.startswith(f"{TOKENIZER}/")
     }
-    return not manifest.problems(checkpoint, small)
+    return not checkpoint_manifest.problems(checkpoint, small)
 
 
 def _is_listed(folder: Path, name: str) -> bool:

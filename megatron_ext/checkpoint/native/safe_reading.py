@@ -34,7 +34,7 @@ from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.part_reading import place_of_tensor, read_part
 from megatron_ext.checkpoint.native.torch_archive import check_archive
-from megatron_ext.untrusted.folder import check_folder, file_inside
+from megatron_ext.untrusted.untrusted_folder import check_folder, file_inside
 
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch; it also overrides an explicit weights_only=False
 _LARGEST_OBJECT = 1 << 28  # bytes; a random generator's state has some 5,000, Megatron-LM's arguments 30,000

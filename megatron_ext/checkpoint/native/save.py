@@ -22,10 +22,9 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.checkpoint import checksums
-from megatron_ext.checkpoint.native import contents, manifest
-from megatron_ext.checkpoint.native.extra_files import keep_tokenizer, write_versions
-from megatron_ext.checkpoint.native.folder import (
+from megatron_ext.checkpoint import written_checksums
+from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict
+from megatron_ext.checkpoint.native.checkpoint_folder import (
     CONFIG,
     DATA,
     iteration_folder,
@@ -34,11 +33,12 @@ from megatron_ext.checkpoint.native.folder import (
     publish,
     saved_iterations,
 )
+from megatron_ext.checkpoint.native.extra_files import keep_tokenizer, write_versions
 from megatron_ext.checkpoint.native.lock import hold_again, is_lost
 from megatron_ext.checkpoint.native.retention import remove_expired
 from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, Saveable, as_it_is
-from megatron_ext.config.parse.files import to_yaml
-from megatron_ext.device.protocol import Device
+from megatron_ext.config.parse.config_file import to_yaml
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.errors import FolderRemovedError, StorageError, TrainingError
 from megatron_ext.sharding.parts import IN_PLACE, Exchange
 
@@ -63,7 +63,7 @@ class Kept:
         self.memory = HostMemory()
         self.exchange = Exchange(HostGroups().of, torch.device("cpu"))
         self.strategy = _PlannedOnce(cached_metadata=True)
-        self.models: contents.Contents | None = None
+        self.models: checkpoint_state_dict.Contents | None = None
         self.size: int | None = None
         """Bytes of a checkpoint, once one was begun."""
 
@@ -110,7 +110,7 @@ class Save:
         self.run, self.folder, self.iteration = run, folder, run.state.iteration
         self._partial = partial_folder(folder, self.iteration)
         self._kept = kept or Kept()
-        self._files: manifest.Files | str = {}
+        self._files: checkpoint_manifest.Files | str = {}
         self._request: AsyncRequest | None = None
         self._thread: threading.Thread | None = None
         self._copies = run.device.copies()
@@ -119,7 +119,7 @@ class Save:
             _on_first_rank(run, folder, self._begin)
             with run.gathered_parameters():
                 copy = partial(self._kept.memory.copy, self._copies) if background else as_it_is
-                snapshot = contents.take(run, copy, self._kept.models)
+                snapshot = checkpoint_state_dict.take(run, copy, self._kept.models)
                 if background:
                     self._kept.models = snapshot.models
                 if not aside:
@@ -176,7 +176,7 @@ class Save:
             torch.distributed.barrier()
             self._kept.strategy.failure = error
 
-    def _publish_written(self, shards: manifest.Files) -> None:
+    def _publish_written(self, shards: checkpoint_manifest.Files) -> None:
         if self._kept.strategy.failure is not None:
             raise self._kept.strategy.failure
         self._publish(shards)
@@ -191,12 +191,12 @@ class Save:
         if self._kept.size is not None:
             _check_space(self.folder, self._kept.size)
 
-    def _prepare(self, snapshot: contents.RunSnapshot, background: bool) -> None:
+    def _prepare(self, snapshot: checkpoint_state_dict.RunSnapshot, background: bool) -> None:
         """Make the engine's plan for a first save, or take it up for one that the training waits for. Collective."""
-        state_dict = contents.to_save(snapshot, self._kept.exchange if background else IN_PLACE)
+        state_dict = checkpoint_state_dict.to_save(snapshot, self._kept.exchange if background else IN_PLACE)
         is_first = self._kept.size is None
         if is_first:
-            size = _sum_over_ranks(contents.size(state_dict), self.run.device)
+            size = _sum_over_ranks(checkpoint_state_dict.size(state_dict), self.run.device)
             _on_first_rank(self.run, self.folder, lambda: _check_space(self.folder, size))
             self._kept.size = size
         self._request = self._planned(state_dict, validate=is_first)
@@ -210,12 +210,12 @@ class Save:
             except FileNotFoundError:
                 self._partial.mkdir(parents=True, exist_ok=True)
 
-    def _write_aside(self, snapshot: contents.RunSnapshot | None) -> None:
+    def _write_aside(self, snapshot: checkpoint_state_dict.RunSnapshot | None) -> None:
         """Run `_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
         self.run.device.bind_thread()
         self._write(snapshot)
 
-    def _write(self, snapshot: contents.RunSnapshot | None) -> None:
+    def _write(self, snapshot: checkpoint_state_dict.RunSnapshot | None) -> None:
         """Write this rank's shards. Failures wait for `finish`.
 
         Args:
@@ -224,10 +224,10 @@ class Save:
         try:
             self._copies.wait()
             if snapshot is not None:
-                state_dict = contents.to_save(snapshot, self._kept.exchange)
+                state_dict = checkpoint_state_dict.to_save(snapshot, self._kept.exchange)
                 self._request = self._planned(state_dict, validate=False)
             assert self._request is not None
-            written = checksums.watch(self._request)
+            written = written_checksums.watch(self._request)
             write_shards(self._request, _on_host(self._request))
             self._files = written.files()
             if self.run.rank == 0:
@@ -246,10 +246,10 @@ class Save:
         keep_tokenizer(self.run.config.data, self._partial, earlier)
         write_versions(self._partial)
 
-    def _publish(self, shards: manifest.Files) -> None:
+    def _publish(self, shards: checkpoint_manifest.Files) -> None:
         """Write the manifest; then the checkpoint gets its name."""
-        others = [path for path in manifest.all_files(self._partial) if path.suffix != ".distcp"]
-        manifest.write(self._partial, shards | manifest.describe(self._partial, others))
+        others = [path for path in checkpoint_manifest.all_files(self._partial) if path.suffix != ".distcp"]
+        checkpoint_manifest.write(self._partial, shards | checkpoint_manifest.describe(self._partial, others))
         publish(self.folder, self.iteration)
 
     @contextmanager
@@ -287,7 +287,7 @@ def write_shards(request: AsyncRequest, buckets: Any) -> None:
     """Run the engine's writer, here and now."""
     if request.async_fn is not None:
         rank, _, results = request.async_fn_args
-        with checksums.without_checksums_of_torch():
+        with written_checksums.without_checksums_of_torch():
             request.async_fn(rank, buckets, results, **request.async_fn_kwargs)
 
 
@@ -316,7 +316,7 @@ def _request(
         str(folder),
         strategy,
         validate_access_integrity=validate,
-        content_metadata=dict(contents.CONTENT_METADATA),
+        content_metadata=dict(checkpoint_state_dict.CONTENT_METADATA),
         async_sharded_save=True,
         async_strategy="mcore",
     )
@@ -335,7 +335,7 @@ def _sum_over_ranks(number: int, device: Device) -> int:
     return int(total)
 
 
-def _gather_files(folder: str | Path, own: manifest.Files | str) -> manifest.Files:
+def _gather_files(folder: str | Path, own: checkpoint_manifest.Files | str) -> checkpoint_manifest.Files:
     """Return the files of all ranks on rank 0, and none on the others; where one failed, every rank raises."""
     answers = _gathered_by_first_rank(own)
     problem = [next((answer for answer in answers if isinstance(answer, str)), None)]

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import Config
-from megatron_ext.device.protocol import Copies, Device
+from megatron_ext.device.device_protocol import Copies, Device
 from megatron_ext.sharding.protocol import Sharding
 
 Copy = Callable[[Hashable, torch.Tensor], torch.Tensor]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.errors import DataError
-from megatron_ext.untrusted.folder import check_folder
+from megatron_ext.untrusted.untrusted_folder import check_folder
 
 
 def damage(checkpoint: Path) -> list[str] | None:
@@ -20,7 +20,7 @@ def damage(checkpoint: Path) -> list[str] | None:
     try:
         if rank == 0:
             check_folder(checkpoint)
-        files = manifest.read(checkpoint)
+        files = checkpoint_manifest.read(checkpoint)
     except (OSError, ValueError, DataError) as error:
         files, damages = {}, [str(error)]
     else:
@@ -28,7 +28,7 @@ def damage(checkpoint: Path) -> list[str] | None:
     if files:
         by_size = sorted(files, key=lambda name: (files[name]["bytes"], name))
         own = {name: files[name] for name in by_size[rank::world_size]}
-        damages = manifest.problems(checkpoint, own)
+        damages = checkpoint_manifest.problems(checkpoint, own)
     answers: list[list[str] | None] = [None] * world_size
     torch.distributed.all_gather_object(answers, damages)
     if all(answer is None for answer in answers):

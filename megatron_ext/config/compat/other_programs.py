@@ -17,7 +17,10 @@ _MINDSPEED = "it is MindSpeed's"
 _BIGCODES = "it is BigCode's Megatron-LM's"
 _MEGABLOCKS = "it is MegaBlocks'"
 _MPI = "it names a rank by hand: start with torchrun, or with mpirun and $MASTER_ADDR, and leave it out"
-_YARN = f"{_MINDSPEED}: other rotary variants are not in this version; use --rotary-base or --use-rope-scaling"
+_YARN = (
+    f"{_MINDSPEED}: use --rope-type yarn, --mscale and --mscale-all-dim with --multi-latent-attention, else "
+    "--use-rope-scaling"
+)
 _LEARNED_ROUTING = "experts are chosen by what the router has learned; leave it out"
 
 FLAGS: dict[str, str] = {
@@ -99,7 +102,7 @@ FLAGS: dict[str, str] = {
     "--enable-hf2mg-convert": f"{_MINDSPEED}: use --load-hf DIR to begin from a Hugging Face model",
     "--model-type-hf": f"{_MINDSPEED}: leave it out; --load-hf DIR reads what the model is from its config.json",
     **dict.fromkeys(
-        ("--rope-scaling-type", "--rope-scaling-mscale", "--rope-scaling-mscale-all-dim", "--beta-fast", "--beta-slow"),
+        ("--rope-scaling-type", "--rope-scaling-mscale", "--rope-scaling-mscale-all-dim"),
         _YARN,
     ),
     "--use-z-loss": "it is LLM-jp's: a loss on the size of the logits is not in this version; leave it out",

@@ -90,11 +90,15 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "multi-head latent attention is not in this version; use --group-query-attention",
+        "generation keeps latents with --multi-latent-attention in any case; leave it out",
         """
-        --multi-latent-attention, --q-lora-rank N, --kv-lora-rank N =32, --qk-head-dim N =128,
-        --qk-pos-emb-head-dim N =64, --v-head-dim N =128, --rotary-scaling-factor N =1.0, --mscale N =1.0,
-        --mscale-all-dim N =0.0, --cache-mla-latents, --mla-down-proj-fusion
+        --cache-mla-latents
+        """,
+    ),
+    (
+        "the down projections of latent attention are two products; leave it out",
+        """
+        --mla-down-proj-fusion
         """,
     ),
     (
@@ -125,9 +129,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "other rotary variants are not in this version; leave it out, or use --position-embedding-type rope "
         "--use-rope-scaling",
         """
-        --rotary-seq-len-interpolation-factor N =1, --rope-type N =rope,
-        --yarn-original-max-position-embeddings N, --yarn-beta-fast N, --yarn-beta-slow N,
-        --yarn-correction-range-round-to-int, --no-yarn-correction-range-round-to-int,
+        --rotary-seq-len-interpolation-factor N =1, --yarn-original-max-position-embeddings N, --yarn-beta-fast N,
+        --yarn-beta-slow N, --yarn-correction-range-round-to-int, --no-yarn-correction-range-round-to-int,
         --mrope-section N...
         """,
     ),

@@ -4,9 +4,9 @@
     traits.state_names(config.optimizer)       # ("exp_avg", "exp_avg_sq") for Adam
     traits.bytes_each(config.optimizer)        # 8 bytes for each element of a parameter
 
-A new optimizer is its update as a torch optimizer in `optim/`, its entry here, and its flags in `schema/optimizer.py`:
-building, sharding, host memory, checkpoints, `--dry-run`, the planner, rules and the translation of other programs'
-files follow from the entry.
+A new optimizer is its update as a torch optimizer in `optim/`, its entry here, and its flags in
+`schema/optimizer_flags.py`: building, sharding, host memory, checkpoints, `--dry-run`, the planner, rules and the
+translation of other programs' files follow from the entry.
 """
 
 from collections.abc import Mapping

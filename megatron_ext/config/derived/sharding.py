@@ -2,7 +2,7 @@
 
 What is divided says when it is exchanged: gradients layer by layer after each microbatch, where they are divided, or
 else in buckets after the last one; weights layer by layer for every pass, or else, where the state is divided, once a
-step. A new scheme is its flags in `schema/layout.py`, its entry here, and its file in `sharding/`.
+step. A new scheme is its flags in `schema/layout_flags.py`, its entry here, and its file in `sharding/`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

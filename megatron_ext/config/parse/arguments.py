@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_ext.config.compat import megatron_options, old_spellings, other_programs
 from megatron_ext.config.parse import help_text
+from megatron_ext.config.parse.ineffective_flags import without_effect
 from megatron_ext.config.parse.options import (
     Option,
     flag_of,
@@ -25,7 +26,6 @@ from megatron_ext.config.parse.options import (
     read_texts,
     read_yaml_value,
 )
-from megatron_ext.config.parse.without_effect import without_effect
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import say
 
@@ -348,7 +348,7 @@ def _similarity(name: str, other: str) -> float:
 
 
 def _read_file(reading: _Reading, path: str) -> None:
-    from megatron_ext.config.parse.files import read_yaml
+    from megatron_ext.config.parse.config_file import read_yaml
     from megatron_ext.config.parse.paths import path_problem
 
     try:

@@ -70,7 +70,7 @@ def look_at_eval_tasks(path: str) -> tuple[list[EvalTask], list[str], list[str]]
     Raises:
         ConfigurationError: the file cannot be read.
     """
-    from megatron_ext.config.parse.files import read_yaml  # with PyYAML, for which --dry-run does not wait
+    from megatron_ext.config.parse.config_file import read_yaml  # with PyYAML, for which --dry-run does not wait
 
     tasks, problems = [], []
     content = read_yaml(path, "--eval-tasks")

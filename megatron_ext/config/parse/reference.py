@@ -32,6 +32,7 @@ OTHER_DEFAULTS = {
     ),
     "--distributed-backend": OtherDefault("nccl", "the same on GPUs; gloo on CPU processes"),
     "--eval-interval": OtherDefault(None, "there evaluation is off until it is given; here 0 says so"),
+    "--moe-layer-freq": OtherDefault(1, "the same, experts in every layer"),
     "--moe-router-load-balancing-type": OtherDefault("aux_loss", "the same, read as one of a list"),
     "--moe-aux-loss-coeff": OtherDefault(0.0, "the same, read as one of a list"),
     "--fp8-recipe": OtherDefault("delayed", "scales are those of the tensor itself, not of the steps before"),

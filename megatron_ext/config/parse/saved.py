@@ -29,7 +29,7 @@ def read_saved(path: Path) -> dict[str, Any] | None:
     Raises:
         ConfigurationError: the file is larger or deeper than any configuration.
     """
-    from megatron_ext.config.parse.files import (  # with PyYAML, for which --dry-run does not wait
+    from megatron_ext.config.parse.config_file import (  # with PyYAML, for which --dry-run does not wait
         ExcessiveFile,
         read_yaml,
     )

@@ -68,7 +68,7 @@ def option(
         saves_memory: whether it only says how memory is saved: no result depends on it beyond rounding.
         choices: the accepted values, if they are a closed set.
         refused: value of Megatron's that is none of them -> why not, which its message and the page of flags say.
-        needs: value -> what it cannot do without. `rules.run.values_have_what_they_need` refuses it without.
+        needs: value -> what it cannot do without. `rules.run_rules.values_have_what_they_need` refuses it without.
         metavar: the placeholder in `--help`.
         aliases: further spellings of the flag that Megatron accepts.
     """

@@ -19,7 +19,7 @@ from megatron_ext.data.prepare.inputs import InputFile, open_input
 from megatron_ext.data.prepare.long_texts import check_utf8, split_strings
 from megatron_ext.data.prepare.parquet import read_rows, row_count
 from megatron_ext.errors import DataError
-from megatron_ext.tokenizer.protocol import LONG, Text
+from megatron_ext.tokenizer.tokenizer_protocol import LONG, Text
 
 try:
     from orjson import loads as _fast_loads  # 5 times as fast as json; what it refuses, json judges

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_ext.data.indexed import token_dtype
 from megatron_ext.data.prepare.documents import Block, ReadPosition
 from megatron_ext.errors import DataError
-from megatron_ext.tokenizer.protocol import BatchEncoder, Text, Tokenizer, beginning
+from megatron_ext.tokenizer.tokenizer_protocol import BatchEncoder, Text, Tokenizer, beginning
 
 OnError = Literal["fail", "skip", "log"]
 _SAMPLE_CHARACTERS = 1024

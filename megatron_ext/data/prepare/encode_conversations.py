@@ -19,8 +19,8 @@ from megatron_ext.data.prepare.encode import EncodedBlock, OnError
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.chat import END_OF_TEXT, Rendered
 from megatron_ext.tokenizer.library import LibraryTokenizer
-from megatron_ext.tokenizer.protocol import Tokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer
+from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 _Document = tuple[np.ndarray, np.ndarray]  # tokens and flags
 

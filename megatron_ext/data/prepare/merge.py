@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.data.checksums import MadeWith, checksums, made_with, read_manifest
+from megatron_ext.data.data_manifest import MadeWith, checksums, made_with, read_manifest
 from megatron_ext.data.indexed import HEADER, MAGIC, VERSION
 from megatron_ext.data.integrity import IndexArrays, check_indexed_files, open_index, token_count
 from megatron_ext.data.mask import Mask, copy_flags, mask_path
 from megatron_ext.data.prepare.journal import write_manifest
 from megatron_ext.durable import only_files, sync, sync_file
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer.record import describe_tokenizer, same_tokenizer
+from megatron_ext.tokenizer.tokenizer_record import describe_tokenizer, same_tokenizer
 
 _BLOCK = 1 << 20  # entries copied at a time
 

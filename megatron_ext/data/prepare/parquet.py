@@ -10,7 +10,7 @@ from typing import Any
 from megatron_ext.data.prepare.inputs import InputFile, import_for, open_bytes
 from megatron_ext.data.prepare.long_texts import check_utf8
 from megatron_ext.errors import DataError
-from megatron_ext.tokenizer.protocol import LONG
+from megatron_ext.tokenizer.tokenizer_protocol import LONG
 
 _ROWS = 256  # read at a time
 _BATCH_BYTES = 1 << 24  # of the columns that are read: fewer rows where they are long

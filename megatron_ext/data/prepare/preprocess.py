@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megatron_ext.data.checksums import checksums
+from megatron_ext.data.data_manifest import checksums
 from megatron_ext.data.indexed import IndexedWriter, Written, token_dtype
 from megatron_ext.data.prepare.conversations import ConversationFormat
 from megatron_ext.data.prepare.documents import Block, read_blocks
@@ -23,11 +23,11 @@ from megatron_ext.data.prepare.encode_conversations import ConversationEncoder
 from megatron_ext.data.prepare.inputs import InputFile, find_files
 from megatron_ext.data.prepare.journal import Journal, Progress, write_manifest
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer.batch import fast_encoder, first_difference, plain_encoder, probe_texts
-from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.chat import chat_template, missing_tokens
-from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer, beginning
-from megatron_ext.tokenizer.record import tokenizer_record
+from megatron_ext.tokenizer.encode_many import fast_encoder, first_difference, plain_encoder, probe_texts
+from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
+from megatron_ext.tokenizer.tokenizer_protocol import BatchEncoder, Tokenizer, beginning
+from megatron_ext.tokenizer.tokenizer_record import tokenizer_record
 
 _FIRST_SAMPLE_CHARACTERS = 1 << 16
 _SECOND_SAMPLE_TEXTS = 64

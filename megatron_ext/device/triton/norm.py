@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_ext.device.triton.choice import launch
+from megatron_ext.device.triton.kernel_choice import launch
 
 _TILE = 4096
 """Elements that a program holds at a time, where a row is shorter."""

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_ext.device.triton.choice import launch
+from megatron_ext.device.triton.kernel_choice import launch
 
 _BLOCK = 1024
 

@@ -41,7 +41,7 @@ def block_forward(
     """
     channels = value_BGKD.size(-1)
     if channels != query_BHQD.size(-1):
-        query, key, value = _widened(query_BHQD, key_BGKD, value_BGKD)
+        query, key, value = widened(query_BHQD, key_BGKD, value_BGKD)
         out, log_sum_exp = block_forward(query, key, value, causal=causal, scale=scale, mask_QK=mask_QK)
         return out[..., :channels], log_sum_exp
     tensors = query_BHQD, key_BGKD, value_BGKD
@@ -74,7 +74,7 @@ def block_backward(
     """
     tensors = grad_BHQD, query_BHQD, key_BGKD, value_BGKD, out_BHQD, log_sum_exp_BHQ
     if value_BGKD.size(-1) != query_BHQD.size(-1):
-        grad, query, key, value, out = _widened(*tensors[:-1])
+        grad, query, key, value, out = widened(*tensors[:-1])
         parts = block_backward(
             grad, query, key, value, out, log_sum_exp_BHQ, causal=causal, scale=scale, mask_QK=mask_QK
         )
@@ -174,7 +174,7 @@ def varlen_causal(
     from torch.nn.attention.varlen import varlen_attn
 
     channels = value_UGD.size(-1)
-    query_THD, key_UGD, value_UGD = _widened(query_THD, key_UGD, value_UGD)
+    query_THD, key_UGD, value_UGD = widened(query_THD, key_UGD, value_UGD)
     grouped: dict[str, Any] = {}
     if query_THD.size(1) != key_UGD.size(1):
         if _takes_grouped_heads(varlen_attn):
@@ -202,7 +202,7 @@ def _takes_grouped_heads(varlen_attn: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _widened(*heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def widened(*heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors with as many channels as the widest of them, by zeros at their end."""
     widest = max(tensor.size(-1) for tensor in heads)
     return tuple(

@@ -1,28 +1,47 @@
-"""Holds what a forward pass without training carries through the layers: how it attends, and where it is read.
+"""Holds what a forward pass carries through the layers: how its tokens see each other, and where it is read.
 
-Three of them: `WholeSequences` attends as training does, `TextsInARow` within each of several texts that need not be
-filled up to one length, and `KeyValueCache` keeps keys and values, so that each further token costs one position. Rows
-of a batch begin at position 0 and are filled up at their end: causal attention then needs no mask until the first
-generated token. In the cache they end together, so that one place is written for all rows, and what a row does not see
-is the same at every step.
+In training that is nothing, or `Sequences`. Without training there are three: `WholeSequences` attends as
+training does, `TextsInARow` within each of several texts that need not be filled up to one length, and `KeyValueCache`
+keeps keys and values, so that each further token costs one position. Rows of a batch begin at position 0 and are filled
+up at their end: causal attention then needs no mask until the first generated token. In the cache they end together, so
+that one place is written for all rows, and what a row does not see is the same at every step.
 
 Shape legend: B rows, S positions of this pass, H query heads, G key/value heads, D channels of a head, T places in
 the cache, N positions that are read, V vocabulary of this tensor-parallel rank.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from megatron_ext.data.packing import Documents
+from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.packed import attend_window
 
 Project = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states [N, hidden] to the logits [N, V]."""
 
 
-class WholeSequences:
+class Sequences:
+    """Documents that lie end to end in the sequences of training, none of which sees another."""
+
+    def __init__(self, documents: Documents):
+        self.documents = documents
+
+    def attention(self, core: Any, layer_number: int) -> Callable[..., torch.Tensor]:
+        """Return what attends in a layer, in the place of its `core`: from queries [B, H, S, D], keys and values [B, G,
+        S, D] to their context, [S, B, H x D]."""
+        return partial(core, documents=self.documents)
+
+    def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
+        """Return the states that a layer, or its attention, goes on with where it computes each position by itself."""
+        return states_SBH
+
+
+class WholeSequences(Sequences):
     """Attends within whole sequences, and returns logits at the positions of `wanted`.
 
     Args:
@@ -34,6 +53,18 @@ class WholeSequences:
         self._last_layer: int | None = None
         self._is_narrow = False
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether this pass is over one token of each row, after what is kept."""
+        return False
+
+    def keep(self, layer_number: int, latents_B1SD: torch.Tensor, rank: int) -> None:
+        """Keep what one layer's keys and values are made of, if anything is kept.
+
+        Args:
+            latents_B1SD: one key head for all query heads; its first `rank` channels are the values.
+        """
+
     def begin(self, last_layer: int | None) -> None:
         """Begin the pass through a model chunk.
 
@@ -42,36 +73,31 @@ class WholeSequences:
         """
         self._last_layer, self._is_narrow = last_layer, False
 
+    def attention(self, core: Any, layer_number: int) -> Callable[..., torch.Tensor]:
+        """Return `attend` with the scale and the window of the core, which trains and computes gradients."""
+        return partial(self.attend, layer_number, scale=core.softmax_scale, window=core.window)
+
     def attend(
-        self,
-        layer_number: int,
-        query_BHSD: torch.Tensor,
-        key_BGSD: torch.Tensor,
-        value_BGSD: torch.Tensor,
-        scale: float | None,
-        window: int | None = None,
+        self, layer_number: int, *heads: torch.Tensor, scale: float | None, window: int | None = None
     ) -> torch.Tensor:
-        """Return the context of one layer, [S, B, H x D], in which a query sees the latest `window` keys, or all."""
+        """Return the context of one layer, [S, B, H x D], in which a query sees the latest `window` keys, or all.
+
+        Args:
+            heads: queries [B, H, S, D], keys and values [B, G, S, D].
+        """
+        query_BHSD, key_BGSD, value_BGSV = heads
         if window is not None and window < query_BHSD.size(2):
             known = query_BHSD.size(-1) ** -0.5 if scale is None else scale
-            return attend_window(query_BHSD, key_BGSD, value_BGSD, known, window).permute(2, 0, 1, 3).flatten(2)
-        context = F.scaled_dot_product_attention(
-            query_BHSD,
-            key_BGSD,
-            value_BGSD,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=query_BHSD.size(1) != key_BGSD.size(1),
-        )
+            context = attend_window(query_BHSD, key_BGSD, value_BGSV, known, window)
+        else:
+            query, key, value = widened(*heads)
+            context = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=query.size(1) != key.size(1)
+            )[..., : value_BGSV.size(-1)]
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
-        """Return the states as they are, or in the model's last layer those of `wanted` alone, [N, 1, hidden].
-
-        Args:
-            states_SBH: after this, the layer computes each position by itself.
-            module: the layer, or its attention.
-        """
+        """Return the states as they are, or in the model's last layer those of `wanted` alone, [N, 1, hidden]."""
         if module.layer_number != self._last_layer:
             return states_SBH
         self._is_narrow = True
@@ -105,22 +131,17 @@ class TextsInARow(WholeSequences):
         self._lengths = [*lengths, filled] if filled else lengths
 
     def attend(
-        self,
-        layer_number: int,
-        query_BHSD: torch.Tensor,
-        key_BGSD: torch.Tensor,
-        value_BGSD: torch.Tensor,
-        scale: float | None,
-        window: int | None = None,
+        self, layer_number: int, *heads: torch.Tensor, scale: float | None, window: int | None = None
     ) -> torch.Tensor:
         """Return the context of one layer, [S, 1, H x D]."""
-        parts = (heads.split(self._lengths, dim=2) for heads in (query_BHSD, key_BGSD, value_BGSD))
-        attend = super().attend
-        return torch.cat([attend(layer_number, q, k, v, scale, window) for q, k, v in zip(*parts, strict=True)])
+        texts = zip(*(one.split(self._lengths, dim=2) for one in heads), strict=True)
+        attend = partial(super().attend, layer_number, scale=scale, window=window)
+        return torch.cat([attend(*of_text) for of_text in texts])
 
 
 class KeyValueCache(WholeSequences):
-    """Keeps keys and values of every layer of this rank: 2 x layers x B x G x D x `positions` numbers, and no more.
+    """Keeps keys and values of every layer of this rank: 2 x layers x B x G x D x `positions` numbers, and no more; of
+    latent attention its latents (`keep`).
 
     The first pass takes the prompts, each further one the next token of every row (`advance`).
 
@@ -148,6 +169,16 @@ class KeyValueCache(WholeSequences):
             zeros = torch.zeros(unseen_BT.shape, device=device)
             self._unseen_B11T = zeros.masked_fill_(unseen_BT, -torch.inf)[:, None, None]
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether this pass is over one token of each row, after what is kept."""
+        return not self._is_first
+
+    def keep(self, layer_number: int, latents_B1SD: torch.Tensor, rank: int) -> None:
+        """Keep latents in place of keys and values: `positions` x D numbers of a row. The values are part of them."""
+        kept = self._begun(latents_B1SD)
+        self._kept[layer_number] = kept, kept[..., :rank]
+
     def advance(self) -> torch.Tensor:
         """Prepare a pass over one token of each row, and return its positions, int64 [B, 1]."""
         assert self._length < self.positions, "the cache was made for fewer positions"
@@ -158,18 +189,14 @@ class KeyValueCache(WholeSequences):
         return self._next_B1
 
     def attend(
-        self,
-        layer_number: int,
-        query_BHSD: torch.Tensor,
-        key_BGSD: torch.Tensor,
-        value_BGSD: torch.Tensor,
-        scale: float | None,
-        window: int | None = None,
+        self, layer_number: int, *heads: torch.Tensor, scale: float | None, window: int | None = None
     ) -> torch.Tensor:
         """Keep the keys and values of this pass, and return the context of one layer, [S, B, H x D]."""
+        query_BHSD, key_BGSD, value_BGSD = heads
         if self._is_first:
-            self._kept[layer_number] = self._begun(key_BGSD), self._begun(value_BGSD)
-            return super().attend(layer_number, query_BHSD, key_BGSD, value_BGSD, scale, window)
+            if layer_number not in self._kept:
+                self._kept[layer_number] = self._begun(key_BGSD), self._begun(value_BGSD)
+            return super().attend(layer_number, *heads, scale=scale, window=window)
         first = 0 if window is None else max(0, self._length - window)
         keys_BGTD, values_BGTD = (kept[:, :, first : self._length] for kept in self._kept[layer_number])
         keys_BGTD[:, :, -1:], values_BGTD[:, :, -1:] = key_BGSD, value_BGSD

@@ -13,7 +13,7 @@ import torch
 
 from megatron_ext.config.derived.attention_flags import kernels_by_name
 from megatron_ext.config.schema import Config
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.attention.timing import KERNELS, Heads, Kernel, is_installed, seconds
 from megatron_ext.parts.stack import layers

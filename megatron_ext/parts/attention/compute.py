@@ -18,9 +18,11 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.data.packing import Documents
 from megatron_ext.parts.attention import context_parallel
-from megatron_ext.parts.attention.cached import WholeSequences
+from megatron_ext.parts.attention.blocks import widened
+from megatron_ext.parts.attention.cached import Sequences
 from megatron_ext.parts.attention.packed import attend_documents, attend_window
 from megatron_ext.parts.attention.rope import TokenAngles, rotate, split_and_rotate
+from megatron_ext.parts.attention.short import attend_short, takes
 
 _ALL = slice(None)
 
@@ -43,44 +45,46 @@ class CausalSelfAttention(SelfAttention):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: torch.Tensor | Any = None,
-        packed_seq_params: Documents | WholeSequences | None = None,
-        **unused: object,
+        packed_seq_params: Sequences | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the projected context, [S, B, hidden], and the bias that must still be added, if any. hidden_states:
-        [S, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal, whatever is given; with documents as
-        `packed_seq_params` it is causal within each of them, and otherwise `packed_seq_params` itself attends."""
-        given = [name for name, value in unused.items() if value is not None]
+        [S, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal; `packed_seq_params` may
+        attend in another way, and read some positions alone, [N, 1, hidden]."""
         assert attention_mask is None, "the mask is causal"
-        assert not given, f"not for training on plain sequences: {given}"
         if self.rotary_columns != _ALL and rotary_pos_emb is not None:
             columns = self.rotary_columns
             rotary_pos_emb = None if columns is None else rotary_pos_emb[..., columns].contiguous()
-        if isinstance(packed_seq_params, WholeSequences):
-            query, key, value = self._projected(hidden_states)
-            return self._inferred(query, key, value, rotary_pos_emb, packed_seq_params)
-        attend: Any = self.core_attention
+        core: Any = self.core_attention
+        attend = core if packed_seq_params is None else packed_seq_params.attention(core, self.layer_number)
         heads_BHSD = self._heads(hidden_states, rotary_pos_emb)
-        if not (isinstance(attend, SDPAttention) and attend.reads_views(heads_BHSD[1], packed_seq_params)):
+        reads_views = isinstance(core, SDPAttention) and packed_seq_params is None and core.reads_views(heads_BHSD)
+        if heads_BHSD[0].size(2) > 1 and not reads_views:
             # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
             heads_BHSD = tuple(head.contiguous() for head in heads_BHSD)
-        if packed_seq_params is not None:
-            attend = partial(attend, documents=packed_seq_params)
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(attend, False, *heads_BHSD)
         else:
             context = attend(*heads_BHSD)
+        if packed_seq_params is not None:
+            context = packed_seq_params.narrowed(context, self)
         return self.linear_proj(context)
 
-    def _heads(self, hidden_states: torch.Tensor, table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def _heads(self, hidden_states: torch.Tensor, table: torch.Tensor | TokenAngles | None) -> tuple[torch.Tensor, ...]:
         """Return queries, [B, H, S, D], keys and values, [B, G, S, D], rotated if there is a table of angles."""
         interleaved = self.config.rotary_interleaved
         # A GPU's kernels read heads where they are, where nothing is to be rotated.
         written = table is not None or hidden_states.device.type == "cpu"
-        if written and self._splits_at_once and not torch.compiler.is_compiling():
-            mixed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
-            per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
-            return split_and_rotate(mixed[0], per_group, table, interleaved=interleaved)
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in self._projected(hidden_states))
+        one_token = isinstance(table, TokenAngles)
+        if written and not one_token and self._splits_at_once and not torch.compiler.is_compiling():
+            product: Any = self.linear_qkv
+            mixed, groups = product(hidden_states)[0], self.num_query_groups_per_partition
+            per_group = self.num_attention_heads_per_partition // groups
+            mixed_SBGM = mixed.view(*mixed.shape[:-1], groups, -1)
+            return split_and_rotate(mixed_SBGM, per_group, table, interleaved=interleaved)
+        heads_SBHD: Any = self.get_query_key_value_tensors(hidden_states)
+        if isinstance(table, TokenAngles):
+            heads_SBHD, table = (*table.turned(*heads_SBHD[:2]), heads_SBHD[2]), None
+        query, key, value = (heads.permute(1, 2, 0, 3) for heads in heads_SBHD)
         if table is not None:
             query, key = rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved)
         return *self._rotated_and_normed(query, key), value
@@ -96,32 +100,6 @@ class CausalSelfAttention(SelfAttention):
         of heads where ranks share a group."""
         groups: Any = self.config.num_query_groups
         return self.q_layernorm is None and self.k_layernorm is None and groups >= self.world_size
-
-    def _projected(self, hidden_states: torch.Tensor) -> Any:
-        """Return queries, keys and values, [S, B, heads, D]."""
-        return self.get_query_key_value_tensors(hidden_states)
-
-    def _inferred(
-        self,
-        query_SBHD: torch.Tensor,
-        key_SBGD: torch.Tensor,
-        value_SBGD: torch.Tensor,
-        angles: TokenAngles | torch.Tensor | None,
-        inference: WholeSequences,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the same without gradients: in the last layer that of the positions that are read alone."""
-        if isinstance(angles, TokenAngles):
-            query_SBHD, key_SBGD = angles.turned(query_SBHD, key_SBGD)
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBHD, key_SBGD, value_SBGD))
-        if isinstance(angles, torch.Tensor):
-            query = rotate(query, angles, interleaved=self.config.rotary_interleaved)
-            key = rotate(key, angles, interleaved=self.config.rotary_interleaved)
-        query, key = self._rotated_and_normed(query, key)
-        if query.size(2) > 1:
-            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        attention: Any = self.core_attention
-        context = inference.attend(self.layer_number, query, key, value, attention.softmax_scale, attention.window)
-        return self.linear_proj(inference.narrowed(context, self))
 
 
 class SDPAttention(torch.nn.Module):
@@ -154,11 +132,15 @@ class SDPAttention(torch.nn.Module):
         # Under sequence parallelism the whole block already draws from this rank's own generator.
         self.fork_generator = not config.sequence_parallel
 
-    def reads_views(self, key_BGSD: torch.Tensor, documents: Documents | None) -> bool:
-        """Return whether heads may lie in any order: a GPU's kernels read rows of channels that begin at multiples of
-        16 bytes wherever they are."""
-        aligned = key_BGSD.size(-1) * key_BGSD.element_size() % 16 == 0
-        return key_BGSD.device.type == "cuda" and aligned and self._is_whole(documents)
+    def reads_views(self, heads_BHSD: tuple[torch.Tensor, ...]) -> bool:
+        """Return whether heads of whole sequences stay as they lie. A GPU's kernels read rows of channels that begin at
+        multiples of 16 bytes; a CPU reads any, and views of one product keep no more memory than copies."""
+        query, key, value = heads_BHSD
+        if key.device.type == "cuda":
+            return self._is_whole(None) and key.size(-1) * key.element_size() % 16 == 0
+        if torch.compiler.is_compiling() or not self._is_whole(None):
+            return False
+        return query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
 
     def _is_whole(self, documents: Documents | None) -> bool:
         return documents is None and self.cp_group is None and self.window is None
@@ -182,15 +164,22 @@ class SDPAttention(torch.nn.Module):
         return context_BHSV.permute(2, 0, 1, 3).flatten(2)
 
     def _whole(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            query_BHSD,
-            key_BGSD,
-            value_BGSV,
+        if takes(query_BHSD, self.dropout):
+            scale = self.softmax_scale or 1.0 / math.sqrt(query_BHSD.size(-1))
+            return attend_short(query_BHSD, key_BGSD, value_BGSV, scale)
+        # Most of torch's kernels know one size of heads alone, and the others hold all scores.
+        query, key, value = widened(query_BHSD, key_BGSD, value_BGSV)
+        context = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
             scale=self.softmax_scale,
-            enable_gqa=query_BHSD.size(1) != key_BGSD.size(1),
+            enable_gqa=query.size(1) != key.size(1),
         )
+        channels = value_BGSV.size(-1)
+        return context if channels == context.size(-1) else context[..., :channels]
 
     @torch.compiler.disable
     def _divided(
@@ -200,19 +189,19 @@ class SDPAttention(torch.nn.Module):
         several of these."""
         query, key, value = query_BHSD, key_BGSD, value_BGSV
         group, window, scale = self.cp_group, self.window, self.softmax_scale or 1.0 / math.sqrt(query.size(-1))
-        packed = None if documents is None else partial(attend_documents, documents=documents)
-        packed = packed or (None if window is None else attend_window)
-        packed = packed and partial(packed, scale=scale, window=window)
+        attend: Any = self._whole
+        if documents is not None:
+            attend = partial(attend_documents, documents=documents, scale=scale, window=window)
+        elif window is not None:
+            attend = partial(attend_window, scale=scale, window=window)
         if group is None:
-            assert packed is not None
-            return packed(query, key, value)
+            return attend(query, key, value)
         if self.cp_comm_type == "a2a":
-            return context_parallel.attend_by_heads(query, key, value, group, packed or self._whole)
+            return context_parallel.attend_by_heads(query, key, value, group, attend)
         assert self.dropout == 0.0, "validated: blocks are put together without dropout"
         if documents is not None:
-            assert packed is not None
             assert self.cp_comm_type == "all_gather", "validated: documents need all keys at once"
-            return packed(query, *context_parallel.all_positions(key, value, group))
+            return attend(query, *context_parallel.all_positions(key, value, group))
         if self.cp_comm_type == "all_gather":
             return context_parallel.attend_gathered(query, key, value, group, scale, window)
         assert window is None, "validated: the ring knows no windows"

@@ -1,5 +1,5 @@
 """Computes attention of context-parallel ranks, which each hold two chunks of every sample
-(`config.derived.ranks.context_chunks`).
+(`config.derived.rank_order.context_chunks`).
 
 There are three ways to see the keys of the others, with equal results (`--cp-comm-type`):
 
@@ -24,7 +24,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv, irecv, isend
 
-from megatron_ext.config.derived.ranks import context_chunks
+from megatron_ext.config.derived.rank_order import context_chunks
 from megatron_ext.data.packing import Segment
 from megatron_ext.parts.attention.blocks import block_backward, block_forward
 from megatron_ext.parts.attention.segments import attend_segments, merge

@@ -5,6 +5,7 @@ key/value heads of a rank, w bytes of an element, a rank holds of each layer
 
     heads         w T (D (q + g) + V g)     queries, keys, values (with all_gather: keys and values of all positions)
     core          w T V q + 4 T q           attention's result and the normalizer of its softmax; SDPA keeps no weights
+                  w T S q                   in short sequences in fp32 on a CPU: the weights (parts/attention/short)
     projection    w T V q                   input of the output projection
 
 and of its context-parallel ranks c each sends, with Q and KV this rank's queries, and keys with values:
@@ -14,20 +15,24 @@ and of its context-parallel ranks c each sends, with Q and KV this rank's querie
     a2a           (c-1)/c (2Q + KV) both ways              queries, keys and values one way, their result the other
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_ext.config.derived.layer_patterns import is_dealt, read_window
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.parts.attention.ways import Asked, refusals
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Core, Exchange, Part, Place, Product, Share, State
+from megatron_ext.parts.ways import Asked
 
 _FP32 = 4
 
-WINDOW_ROWS = 128
+SHORT = 128
+"""Positions of the longest sequences whose attention keeps its weights on a CPU."""
+
+WINDOW_ROWS = 64
 """Queries of a window that are computed at once where no kernel knows windows."""
 
 
@@ -43,6 +48,32 @@ class RotaryScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """Says how YaRN stretches the rotary frequencies (see `parts.attention.rope.yarn_inverse_frequencies`), and how it
+    lengthens queries and keys (Peng et al. 2023, arXiv:2309.00071, section 3.4)."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+    @property
+    def of_table(self) -> float:
+        """What the cosines and sines of rotated channels are multiplied by."""
+        return self._length(self.mscale) / self._length(self.mscale_all_dim)
+
+    @property
+    def of_scores(self) -> float:
+        """What the scores of all channels are multiplied by."""
+        return self._length(self.mscale_all_dim) ** 2
+
+    def _length(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True)
 class Rotary:
     """Says how queries and keys are rotated by their position."""
 
@@ -50,7 +81,9 @@ class Rotary:
     percent: float
     """Share of a head's channels that is rotated."""
 
-    scaling: RotaryScaling | None
+    scaling: RotaryScaling | YarnScaling | None
+    interleaved: bool = False
+    """Whether pair i is (channel 2i, channel 2i + 1), and not (channel i, channel i + half)."""
 
     def channels(self, head_size: int) -> int:
         """Return the number of rotated channels of a head."""
@@ -63,7 +96,7 @@ class Attention(Part):
 
     modules = ("linear_qkv", "q_layernorm", "k_layernorm", "linear_proj")
 
-    kind: Literal["grouped_query"]
+    kind: Literal["grouped_query", "latent"]
     """How queries, keys and values come about; multi-head attention is that of one query head a group."""
 
     query_heads: int
@@ -98,6 +131,11 @@ class Attention(Part):
         if self.qk_norm is None:
             return None
         return (self.head_size, self.head_size) if self.qk_norm == "head" else (self.query_size, self.key_size)
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head of which `rotary` rotates a share."""
+        return self.head_size
 
     @property
     def query_size(self) -> int:
@@ -157,7 +195,17 @@ class Attention(Part):
             numbers = queries + groups if self.qk_norm == "head" else 2
             heads += (share.width * (self.head_size * queries + keys) + _FP32 * numbers) * share.tokens
         context = share.width * share.tokens * self.value_head_size * queries
-        return {"heads": heads, "core": context + _FP32 * share.tokens * queries, "projection": context}
+        core = context + _FP32 * share.tokens * queries
+        if self._keeps_weights(share):
+            core = share.width * share.tokens * share.length * queries
+        return {"heads": heads, "core": core, "projection": context}
+
+    def _keeps_weights(self, share: Share) -> bool:
+        """Return whether whole, short sequences are computed without a kernel."""
+        config = share.config
+        whole = share.context == 1 or "a2a" in config.layout.cp_comm_type
+        plain = self.window is None and config.model.attention_dropout == 0.0 and not config.data.reset_attention_mask
+        return whole and plain and not share.fused and share.width == _FP32 and share.length <= SHORT
 
     def gradients(self, share: Share) -> float:
         """Return those of queries, keys and values."""
@@ -187,18 +235,16 @@ class Attention(Part):
             both = (c - 1) / c * (queries + keys)
             yield Exchange("cp", "all-to-all", both, both, (2, 2), "m {layers} (c-1)/c (2Q + KV)", "core")
 
-    def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what the ways of computing it that the flags choose cannot do."""
-        yield from refusals(config, self.pieces(config))
-
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it, besides causal softmax over grouped heads."""
+        """Return what it asks for besides causal softmax over grouped heads."""
         found = {}
         if config.model.attention_dropout > 0.0:
             text = f"--attention-dropout is {config.model.attention_dropout:g}"
             found["dropout"] = Asked(text, "--attention-dropout 0")
         if self.window is not None:
             found["window"] = Asked(f"--window-size is {config.model.window_size}", "--window-size -1,0")
+        if self.qk_norm == "projection":
+            found["norms of projections"] = Asked("--qk-layernorm-over is projection", "--qk-layernorm-over head")
         return found
 
     def mean_keys(self, length: int) -> float:
@@ -240,7 +286,7 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         groups=model.num_key_value_heads,
         head_size=model.kv_channels,
         value_head_size=model.kv_channels,
-        window=_window(model, number),
+        window=window_of(model, number),
         rotary=None if is_dealt(model.no_rope_freq, model.num_layers, number, "the last") else _rotary(model),
         qk_norm=model.qk_layernorm_over if model.qk_layernorm else None,  # pyright: ignore[reportArgumentType]
         qk_norm_after_rotation=model.qk_layernorm_place == "after",
@@ -250,7 +296,7 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
     )
 
 
-def _window(model: ModelConfig, number: int) -> int | None:
+def window_of(model: ModelConfig, number: int) -> int | None:
     """Return the window of layer `number`; none where the flags cannot be read, which a rule says."""
     pattern = model.window_attn_skip_freq
     if model.window_size is None or not is_dealt(pattern, model.num_layers, number, otherwise=True):
@@ -270,4 +316,5 @@ def _rotary(model: ModelConfig) -> Rotary | None:
         model.rope_scaling_high_freq_factor,
         model.rope_scaling_original_max_position_embeddings,
     )
-    return Rotary(model.rotary_base, model.rotary_percent, scaling if model.use_rope_scaling else None)
+    scaling = scaling if model.use_rope_scaling else None
+    return Rotary(model.rotary_base, model.rotary_percent, scaling, model.rotary_interleaved)

@@ -14,9 +14,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
-from megatron_ext.config.derived.ranks import context_chunks
-from megatron_ext.device.triton import choice
-from megatron_ext.parts.attention.describe import Attention, RotaryScaling
+from megatron_ext.config.derived.rank_order import context_chunks
+from megatron_ext.device.triton import kernel_choice
+from megatron_ext.parts.attention.describe import Attention, RotaryScaling, YarnScaling
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):
@@ -27,14 +27,16 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         rotary = attention.rotary
         assert rotary is not None, "these layers rotate nothing"
         super().__init__(
-            kv_channels=attention.head_size,
+            kv_channels=attention.rotary_size,
             rotary_percent=rotary.percent,
             rotary_base=rotary.base,  # pyright: ignore[reportArgumentType]
             use_cpu_initialization=config.use_cpu_initialization,
             cp_group=pg_collection.cp,
         )
-        self.interleaved = config.rotary_interleaved
-        if rotary.scaling is not None:
+        self.interleaved = rotary.interleaved
+        if isinstance(rotary.scaling, YarnScaling):
+            self.inv_freq = yarn_inverse_frequencies(self.inv_freq, rotary.scaling, rotary.base)
+        elif rotary.scaling is not None:
             self.inv_freq = scaled_inverse_frequencies(self.inv_freq, rotary.scaling)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
@@ -62,6 +64,8 @@ class RotaryTable(ScaledRotaryEmbedding):
         super().__init__(attention, config, pg_collection)
         assert attention.rotary is not None
         self.others = torch.nn.ModuleList(RotaryTable(other, config, pg_collection) for other in others)
+        scaling = attention.rotary.scaling
+        self.length = scaling.of_table if isinstance(scaling, YarnScaling) else 1.0
         self.dtype, self.turns_halves = config.params_dtype, attention.rotary.percent == 1.0 and not self.interleaved
         self.chunks = context_chunks(pg_collection.cp.rank(), pg_collection.cp.size())
         self.cp_group: Any = None  # else megatron-core would divide the table, along another dimension
@@ -99,7 +103,8 @@ class RotaryTable(ScaledRotaryEmbedding):
         return torch.cat(tables, dim=-1) if len(tables) > 1 else tables[0]
 
     def _table(self, angles: torch.Tensor) -> torch.Tensor:
-        return torch.stack((angles.cos(), angles.sin())).to(self.dtype)
+        table = torch.stack((angles.cos(), angles.sin()))
+        return (table if self.length == 1.0 else table * self.length).to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = Fal
     """
     if torch.compiler.is_compiling():
         return rotate_reference(x_BHSD, table, interleaved=interleaved)
-    if choice.take(x_BHSD):
+    if kernel_choice.take(x_BHSD):
         from megatron_ext.device.triton import rotary
 
         return rotary.rotate(x_BHSD, table, interleaved=interleaved)
@@ -143,7 +148,9 @@ def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = Fal
 def split_and_rotate(
     mixed_SBGM: torch.Tensor, heads_per_group: int, table: torch.Tensor | None, *, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries [B, H, S, D], keys and values [B, G, S, D], contiguous, the first two rotated as `rotate` does.
+    """Return queries [B, H, S, D], keys and values [B, G, S, D], the first two rotated as `rotate` does.
+
+    They are contiguous where something is rotated, and else views where they can be.
 
     Args:
         mixed_SBGM: the product that has them all: of each of G groups its queries' heads, its key and its value.
@@ -151,7 +158,7 @@ def split_and_rotate(
         table: from `RotaryTable`; None to rotate nothing.
         interleaved: see `rotate`.
     """
-    if choice.take(mixed_SBGM):
+    if kernel_choice.take(mixed_SBGM):
         from megatron_ext.device.triton import rotary
 
         channels = mixed_SBGM.size(-1) // (heads_per_group + 2)
@@ -204,6 +211,8 @@ class _SplitRotation(torch.autograd.Function):
         ctx.save_for_backward(table)
         ctx.shape, ctx.heads_per_group, ctx.interleaved = mixed.shape, heads_per_group, interleaved
         queries, key, value = _heads(mixed, heads_per_group)
+        if table is None:
+            return queries.flatten(1, 2), key, value
         turned_queries, turned_key = mixed.new_empty(queries.shape), mixed.new_empty(key.shape)
         _turn_into(turned_queries, queries, _of_groups(table), 1, interleaved)
         _turn_into(turned_key, key, table, 1, interleaved)
@@ -271,3 +280,28 @@ def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: Rotar
     periods = original * inverse_frequencies / (2.0 * math.pi)
     unscaled = ((periods - low) / (high - low)).clamp(0.0, 1.0)
     return unscaled * inverse_frequencies + (1.0 - unscaled) * inverse_frequencies / scaling.factor
+
+
+def yarn_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: YarnScaling, base: float) -> torch.Tensor:
+    """Stretch the rotary frequencies by YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2).
+
+    A channel that turns more than beta_fast times in the original context keeps its frequency, one that turns less than
+    beta_slow times has it divided by the factor, and between their indices, rounded outwards, both are mixed linearly.
+
+    Args:
+        inverse_frequencies: [rotated channels / 2], radians per position.
+        scaling: gives factor, original context length, and the two betas.
+        base: that of the frequencies.
+    Returns:
+        A new tensor of the same shape and dtype.
+    """
+    pairs = len(inverse_frequencies)
+
+    def index(turns: float) -> float:
+        return pairs * math.log(scaling.original_positions / (turns * 2.0 * math.pi)) / math.log(base)
+
+    low = max(math.floor(index(scaling.beta_fast)), 0)
+    high = min(math.ceil(index(scaling.beta_slow)), 2 * pairs - 1)
+    ramp = torch.arange(pairs, dtype=torch.float32, device=inverse_frequencies.device) - low
+    stretched = (ramp / (high - low if high != low else 0.001)).clamp(0.0, 1.0)
+    return inverse_frequencies * (1.0 - stretched) + inverse_frequencies / scaling.factor * stretched

@@ -73,37 +73,34 @@ def merge(
     return out * share + other * other_share, joint
 
 
-def _parts(segments: Sequence[Segment], window: int | None) -> Iterator[Segment]:
-    """Yield the segments; where a window hides some of their keys, blocks of their queries with the keys that these
-    see."""
-    for segment in segments:
-        if window is None or segment.keys <= window:
-            yield segment
+_Block = tuple[slice, bool, torch.Tensor | None]
+"""Some keys, whether queries see them causally (as many keys as queries), and a mask."""
+
+
+def _parts(segments: Sequence[Segment], window: int | None, like: torch.Tensor) -> Iterator[tuple[slice, list[_Block]]]:
+    """Yield queries with the keys that they see: those of a segment, or a few of it where a window hides some keys."""
+    band = None
+    for rows, queries, start, keys in ((one.rows, one.queries, one.first_key, one.keys) for one in segments):
+        before, end = keys - queries, start + keys
+        if window is None or keys <= window:
+            whole: list[_Block] = [(slice(start, start + before), False, None)] if before else []
+            yield rows, [*whole, (slice(start + before, end), True, None)]
             continue
-        before = segment.keys - segment.queries
-        for start in range(0, segment.queries, WINDOW_ROWS):
-            queries = min(WINDOW_ROWS, segment.queries - start)
-            first, end = max(0, before + start - window + 1), before + start + queries
-            yield Segment(segment.first_query + start, queries, segment.first_key + first, end - first)
+        if band is None:
+            band = _band(window, like)
+        for first in range(0, queries, WINDOW_ROWS):
+            some = min(WINDOW_ROWS, queries - first)
+            seen = min(some + window - 1, before + first + some)
+            last = start + before + first + some
+            here = slice(rows.start + first, rows.start + first + some)
+            yield here, [(slice(last - seen, last), False, band[-some:, -seen:])]
 
 
-def _blocks(
-    segment: Segment, window: int | None, like: torch.Tensor
-) -> Iterator[tuple[slice, bool, torch.Tensor | None]]:
-    """Yield the keys of a segment in blocks, whether a block is causal (and square), and its mask."""
-    if window is not None and segment.keys > window:
-        yield slice(segment.first_key, segment.first_key + segment.keys), False, _band(segment, window, like)
-        return
-    if segment.keys > segment.queries:
-        yield slice(segment.first_key, segment.first_key + segment.keys - segment.queries), False, None
-    yield slice(segment.first_key + segment.keys - segment.queries, segment.first_key + segment.keys), True, None
-
-
-def _band(segment: Segment, window: int, like: torch.Tensor) -> torch.Tensor:
-    """Return what hides the keys after a query, and those before its window."""
-    last = segment.keys - segment.queries  # key that the first query sees
-    seen = torch.ones(segment.queries, segment.keys, dtype=torch.bool, device=like.device)
-    hidden = ~seen.tril(last).triu(last - window + 1)
+def _band(window: int, like: torch.Tensor) -> torch.Tensor:
+    """Return what hides the keys after a query, and those before its window, of `WINDOW_ROWS` queries. It is made once:
+    the last row sees the last key in every block."""
+    seen = torch.ones(WINDOW_ROWS, WINDOW_ROWS + window - 1, dtype=torch.bool, device=like.device)
+    hidden = ~seen.tril(window - 1).triu()
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
@@ -120,20 +117,15 @@ class _Segments(torch.autograd.Function):
     ) -> torch.Tensor:
         out = query.new_empty((*query.shape[:-1], value.size(-1)))
         log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
-        for segment in _parts(segments, window):
+        for rows, blocks in _parts(segments, window, query):
             parts = [
                 block_forward(
-                    query[:, :, segment.rows],
-                    key[:, :, block],
-                    value[:, :, block],
-                    causal=causal,
-                    scale=scale,
-                    mask_QK=mask,
+                    query[:, :, rows], key[:, :, block], value[:, :, block], causal=causal, scale=scale, mask_QK=mask
                 )
-                for block, causal, mask in _blocks(segment, window, query)
+                for block, causal, mask in blocks
             ]
             joint = parts[0] if len(parts) == 1 else merge(*parts[0], *parts[1])
-            out[:, :, segment.rows], log_sum_exp[:, :, segment.rows] = joint
+            out[:, :, rows], log_sum_exp[:, :, rows] = joint
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
         ctx.segments, ctx.scale, ctx.window = segments, scale, window
         return out
@@ -146,20 +138,12 @@ class _Segments(torch.autograd.Function):
         for_query, for_key, for_value = (
             tensor.new_zeros(tensor.shape, dtype=log_sum_exp.dtype) for tensor in (query, key, value)
         )
-        for segment in _parts(ctx.segments, ctx.window):
-            rows = segment.rows
-            for block, causal, mask in _blocks(segment, ctx.window, query):
-                parts = block_backward(
-                    grad[:, :, rows],
-                    query[:, :, rows],
-                    key[:, :, block],
-                    value[:, :, block],
-                    out[:, :, rows],
-                    log_sum_exp[:, :, rows].contiguous(),
-                    causal=causal,
-                    scale=ctx.scale,
-                    mask_QK=mask,
-                )
+        for rows, blocks in _parts(ctx.segments, ctx.window, query):
+            for block, causal, mask in blocks:
+                of_queries = (tensor[:, :, rows] for tensor in (grad, query))
+                of_keys = (tensor[:, :, block] for tensor in (key, value))
+                of_result = out[:, :, rows], log_sum_exp[:, :, rows].contiguous()
+                parts = block_backward(*of_queries, *of_keys, *of_result, causal=causal, scale=ctx.scale, mask_QK=mask)
                 for_query[:, :, rows] += parts[0]
                 for_key[:, :, block] += parts[1]
                 for_value[:, :, block] += parts[2]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_ext.device.kernels import linear
-from megatron_ext.device.triton import choice
+from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -177,7 +177,7 @@ class GroupedExperts(MegatronModule):
         """
         hidden_TF = self.linear_fc1(tokens_TH, tokens_per_expert)
         activation: Any = self.config.activation_func
-        if self.config.bias_activation_fusion and choice.take(hidden_TF):
+        if self.config.bias_activation_fusion and kernel_choice.take(hidden_TF):
             from megatron_ext.device.triton.swiglu import swiglu
 
             return self.linear_fc2(swiglu(hidden_TF, weights_T), tokens_per_expert), None

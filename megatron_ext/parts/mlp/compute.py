@@ -1,4 +1,4 @@
-"""megatron-core's MLP with a shorter way through it: for a CPU's SwiGLU, and where nothing is trained."""
+"""megatron-core's MLP with a shorter way through it."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 
 from megatron_ext.device.kernels import nothing_is_trained, swiglu
-from megatron_ext.device.triton import choice
+from megatron_ext.device.triton import kernel_choice
 
 
 class FeedForward(MLP):
@@ -24,19 +24,18 @@ class FeedForward(MLP):
         first: Any = self.linear_fc1
         second: Any = self.linear_fc2
         fuses = self.config.bias_activation_fusion
-        if fuses and per_token_scale is None and choice.take(hidden_states):
+        if fuses and per_token_scale is None and kernel_choice.take(hidden_states):
             from megatron_ext.device.triton import swiglu as kernel
 
             return second(kernel.swiglu(first(hidden_states)[0]))
-        trained = not nothing_is_trained()
-        is_swiglu = self.config.gated_linear_unit and self.config.activation_func is F.silu
-        if (trained and not is_swiglu) or fuses or per_token_scale is not None:
+        if fuses or per_token_scale is not None:
             return super().forward(hidden_states, per_token_scale, **settings)
-        if trained:
-            return second(swiglu(first(hidden_states)[0]))
         activation: Any = self.config.activation_func
         expanded, _ = first(hidden_states)  # with its bias, as `ColumnLinear` adds it
         if not self.config.gated_linear_unit:
             return second(activation(expanded))
+        if not nothing_is_trained():
+            assert activation is F.silu, "no other activation has a gate here"
+            return second(swiglu(expanded))
         gate, up = expanded.chunk(2, dim=-1)
         return second(activation(gate).mul_(up))

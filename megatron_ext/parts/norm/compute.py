@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
 from megatron_ext.device.kernels import rms_norm
-from megatron_ext.device.triton import choice
+from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.norm.describe import Norm
 
@@ -33,7 +33,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = _parameter(config, hidden_size)
+        self.weight = uninitialized(config, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
@@ -54,12 +54,12 @@ class LayerNorm(torch.nn.Module):
         super().__init__()
         self.shape = (hidden_size,)
         self.eps = eps
-        self.weight = _parameter(config, hidden_size)
-        self.bias = _parameter(config, hidden_size)
+        self.weight = uninitialized(config, hidden_size)
+        self.bias = uninitialized(config, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
-        if choice.take_rows(x):
+        if kernel_choice.take_rows(x):
             from megatron_ext.device.triton.norm import layer_norm
 
             return layer_norm(x, self.weight, self.bias, self.eps)
@@ -78,7 +78,7 @@ class PlainLayerNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, weighted: bool) -> None:
         super().__init__()
         self.shape, self.eps = (hidden_size,), eps
-        self.weight = _parameter(config, hidden_size) if weighted else None
+        self.weight = uninitialized(config, hidden_size) if weighted else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
@@ -118,7 +118,7 @@ class ProjectionNorm(torch.nn.Module):
         """hidden_size: channels of a head; heads: those of all ranks."""
         super().__init__()
         self.eps, self.heads, self.tp_group = eps, heads, tp_group
-        self.weight = _parameter(config, heads * hidden_size)
+        self.weight = uninitialized(config, heads * hidden_size)
 
     def forward(self, x_SBHD: torch.Tensor) -> torch.Tensor:
         """x_SBHD: this rank's heads, [sequence, batch, heads, channels]; the result has its shape and dtype.
@@ -204,7 +204,8 @@ def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormB
     return partial(builder, heads=attention.query_heads), partial(builder, heads=attention.groups)
 
 
-def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+def uninitialized(config: TransformerConfig, *size: int) -> torch.nn.Parameter:
+    """Return a parameter without values, which every tensor-parallel rank has whole."""
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
     parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]

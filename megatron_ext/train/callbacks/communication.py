@@ -5,7 +5,7 @@ Logs --timing-log-level: how long the parts of a step took, shortest and longest
 
 import torch
 
-from megatron_ext.telemetry.communication import CommunicationClock, shares
+from megatron_ext.telemetry.communication_clock import CommunicationClock, shares
 from megatron_ext.telemetry.timers import Timers, timers_text
 from megatron_ext.terminal import say
 from megatron_ext.train.run import Run

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ext.config.derived.batch import evaluation_batch, num_microbatches
+from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
 from megatron_ext.resilience.progress import EVALUATION
 from megatron_ext.telemetry.metrics import SourceLoss, TestMetrics, ValidationMetrics
 from megatron_ext.train.run import HeldOut, HeldOutPart, Run

@@ -5,7 +5,7 @@ from bisect import bisect_left
 
 import torch
 
-from megatron_ext.config.derived.batch import training_steps
+from megatron_ext.config.derived.batch_size import training_steps
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import NumericError
 from megatron_ext.optim.loss_scale import loss_scale_of

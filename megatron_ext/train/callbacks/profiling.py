@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.device.protocol import Device
+from megatron_ext.device.device_protocol import Device
 from megatron_ext.durable import only_files
 from megatron_ext.errors import StorageError
 from megatron_ext.telemetry import schedule_record

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_ext.config.derived.batch import training_steps
+from megatron_ext.config.derived.batch_size import training_steps
 from megatron_ext.data.samples import use_of_sources
 from megatron_ext.model.names import global_named_parameters, is_of_an_expert
 from megatron_ext.optim.curves import weight_decay
@@ -27,12 +27,12 @@ from megatron_ext.parallel.rows import local_part
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.telemetry.communication import CommunicationClock
-from megatron_ext.telemetry.jsonl import MetricsFile
+from megatron_ext.telemetry.communication_clock import CommunicationClock
 from megatron_ext.telemetry.metrics import Evaluated, Metrics, StepMetrics
+from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
 from megatron_ext.train.callbacks.communication import shares_of_all_ranks
-from megatron_ext.train.callbacks.stragglers import Stragglers
+from megatron_ext.train.callbacks.straggler_report import Stragglers
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer

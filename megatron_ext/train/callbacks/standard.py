@@ -8,9 +8,9 @@ from megatron_ext.config.parse.eval_tasks import read_eval_tasks
 from megatron_ext.config.schema import Config
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
-from megatron_ext.telemetry.communication import CommunicationClock
-from megatron_ext.telemetry.jsonl import MetricsFile
+from megatron_ext.telemetry.communication_clock import CommunicationClock
 from megatron_ext.telemetry.log_line import Console
+from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.profiler import StepProfiler, open_range
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from megatron_ext.telemetry.trackers import CometWriter, MlflowWriter, TrackioWriter, WandbWriter
@@ -21,9 +21,9 @@ from megatron_ext.train.callbacks.overflows import Overflows
 from megatron_ext.train.callbacks.profiling import MemoryHistory, Profiling, Schedule, is_recorded
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, SampleIds, Sink, Status
-from megatron_ext.train.callbacks.spikes import SpikeCheck
+from megatron_ext.train.callbacks.spike_check import SpikeCheck
 from megatron_ext.train.callbacks.stopping import Stopping
-from megatron_ext.train.callbacks.stragglers import Stragglers
+from megatron_ext.train.callbacks.straggler_report import Stragglers
 from megatron_ext.train.data_check import DataCheck, blocks_of_run, share
 from megatron_ext.train.datasets import tokenizer_of_run
 from megatron_ext.train.run import Run
@@ -114,8 +114,8 @@ def _inference_callbacks(run: Run) -> list[Callback]:
     training = run.config.training
     if training.eval_tasks is None and training.sample_interval is None:
         return []
-    from megatron_ext.inference.files import read_prompts
-    from megatron_ext.train.callbacks.tasks import Samples, Tasks, model_of
+    from megatron_ext.inference.task_files import read_prompts
+    from megatron_ext.train.callbacks.tasks_and_samples import Samples, Tasks, model_of
 
     model = model_of(run, tokenizer_of_run(run.config))
     callbacks: list[Callback] = []
@@ -165,4 +165,5 @@ def _log_sinks(run: Run) -> list[Sink]:
 
 def _arguments(config: Config) -> dict[str, Any]:
     """Return every resolved value by its flag's name."""
-    return {name: value for group in dataclasses.asdict(config).values() for name, value in group.items()}
+    groups = (getattr(config, group.name) for group in dataclasses.fields(Config))
+    return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}

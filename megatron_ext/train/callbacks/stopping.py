@@ -4,10 +4,10 @@ import time
 
 import torch
 
-from megatron_ext.resilience import launch
+from megatron_ext.resilience import launcher
 from megatron_ext.resilience.signals import SignalWatcher
-from megatron_ext.train.shared_numbers import StopVotes
 from megatron_ext.train.step import StepResult
+from megatron_ext.train.step_allreduce import StopVotes
 from megatron_ext.train.trainer import Callback, Trainer
 
 _BY_SIGTERM, _OTHERWISE = 1, 2
@@ -52,7 +52,7 @@ class Stopping(Callback):
             reason = self.signals.reason or "another rank was asked to stop"
             self.signals.for_good = not self.elastic or signalled > _BY_SIGTERM
             if self.signals.for_good:
-                launch.remember_request(reason)
+                launcher.remember_request(reason)
             trainer.stop(reason, by_signal=True)
         elif overdue:
             trainer.stop("--exit-duration-in-mins is over")
@@ -65,9 +65,7 @@ class Stopping(Callback):
         if votes is not None:
             return (_OTHERWISE if votes.otherwise else _BY_SIGTERM if votes.by_sigterm else 0), votes.overdue > 0
         seen = torch.tensor(
-            [self._asked(), self._is_overdue()],
-            dtype=torch.int32,
-            device=trainer.run.device.torch_device,
+            [self._asked(), self._is_overdue()], dtype=torch.int32, device=trainer.run.device.torch_device
         )
         if trainer.run.world_size > 1:
             torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)

@@ -17,7 +17,7 @@ import torch
 from megatron_ext.checkpoint import copying
 from megatron_ext.checkpoint.copying import ComputedBytes, FilePart, FileRange, Files, Literal, SkippedBytes, Zeros
 from megatron_ext.checkpoint.local import rank_file
-from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native import checkpoint_manifest
 
 RANDOM = np.random.default_rng(0)
 
@@ -96,11 +96,11 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path, blocks_of: Callable
 
 
 def test_checksums_of_a_checkpoints_files(tmp_path: Path, blocks_of: Callable[..., None]) -> None:
-    blocks_of(1000, (manifest, "_CHUNK"))
+    blocks_of(1000, (checkpoint_manifest, "_CHUNK"))
     for size in (0, 1, 999, 1000, 1001, 2000, 2500):
         content = _content(size)
         (tmp_path / "file").write_bytes(content)
-        assert manifest.checksum(tmp_path / "file") == f"{zlib.crc32(content):08x}"
+        assert checkpoint_manifest.checksum(tmp_path / "file") == f"{zlib.crc32(content):08x}"
 
 
 def test_a_snapshots_checksum_covers_every_block(tmp_path: Path, blocks_of: Callable[..., None]) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_ext.cli import convert_checkpoint
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.verify import huggingface
-from megatron_ext.verify.huggingface import Agreement, LossAgreement
+from megatron_ext.verify import exported_model
+from megatron_ext.verify.exported_model import Agreement, LossAgreement
 
 
 def test_an_export_without_a_tokenizer_says_why() -> None:
@@ -37,8 +37,8 @@ def test_text_that_is_no_size_is_refused(text: str) -> None:
 
 def test_an_export_that_changes_the_model_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its logits or its loss, as transformers computes them of the written folder."""
-    monkeypatch.setattr(huggingface, "compare_logits", lambda *_: Agreement(1.0, 1.0, 5))
-    monkeypatch.setattr(huggingface, "compare_losses", lambda *_: LossAgreement(1.0, 2.0, 5))
+    monkeypatch.setattr(exported_model, "compare_logits", lambda *_: Agreement(1.0, 1.0, 5))
+    monkeypatch.setattr(exported_model, "compare_losses", lambda *_: LossAgreement(1.0, 2.0, 5))
     source: Any = None
     with pytest.raises(DataError, match=r"logits .* 1\.00e\+00 .*more than rounding\. Do not use made"):
         convert_checkpoint._verify(source, Path("made"), "F32")

@@ -11,7 +11,7 @@ from megatron_ext.cli import generate, generate_sample
 from megatron_ext.cli.generate import encoder
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.generation import Generated
-from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from tests.support.instructions import write_tokenizer
 from tests.support.scripted_model import scripted_model
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.cli import inspect_checkpoint
 from megatron_ext.errors import ConfigurationError, DataError
 
@@ -21,7 +21,7 @@ def _saved(folder: Path, iteration: int, *, listed: bool = True) -> Path:
     (path / "tokenizer").mkdir()
     (path / "tokenizer" / "tokenizer.json").write_text("{}")
     if listed:
-        manifest.write(path, manifest.describe(path, manifest.all_files(path)))
+        checkpoint_manifest.write(path, checkpoint_manifest.describe(path, checkpoint_manifest.all_files(path)))
     return path
 
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[
     (path / "tokenizer" / "tokenizer.json").write_text("[]")
     with pytest.raises(DataError, match=r"is damaged: tokenizer/tokenizer\.json has another checksum"):
         inspect_checkpoint.main(["verify", str(path)])
-    manifest.write(path, {})
+    checkpoint_manifest.write(path, {})
     assert inspect_checkpoint.main(["verify", str(path)]) == 0, "a manifest of no file names nothing that is wrong"
     (path / "manifest.json").unlink()
     with pytest.raises(DataError, match="has no manifest: whether it is damaged cannot be told"):

@@ -9,8 +9,8 @@ import pytest
 from megatron_ext.config.derived import cuda_graphs
 from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.blend import missing_paths, read_blend
+from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.parse.eval_tasks import look_at_eval_tasks, read_eval_tasks
-from megatron_ext.config.parse.files import to_yaml
 from megatron_ext.config.parse.saved import adopt, model_names, read_saved
 from megatron_ext.config.resolve import Facts, resolve, runs_on_cpu
 from megatron_ext.config.schema import Config, LayoutConfig

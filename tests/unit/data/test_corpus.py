@@ -8,9 +8,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.data.data_record import differences
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.loader import BatchLoader
-from megatron_ext.data.record import differences
 from megatron_ext.data.samples import describe_sample
 from megatron_ext.data.splits import SPLITS
 from megatron_ext.data.synthetic import MockDataset
@@ -60,6 +60,10 @@ def test_sample_order_is_megatron_cores(tmp_path: Path):
     core = BlendedMegatronDatasetBuilder(GPTDataset, [300, 10, 0], lambda: True, core_config).build()
     assert core[0] is not None
     assert rows(ours.train, 300) == rows(core[0], 300)
+    for sample, expected in ((ours.train[number], core[0][number]) for number in range(300)):
+        assert {name: values.tolist() for name, values in sample.items()} == {
+            name: values.tolist() for name, values in expected.items()
+        }
     sources = {describe_sample(ours.train, i).split(" of ")[1] for i in range(300)}
     assert sources == {f"{a}.bin", f"{b}.bin"}
 

@@ -12,12 +12,12 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits, build_datasets
-from megatron_ext.data.formula import FormulaSource
+from megatron_ext.data.data_record import data_record, differences
+from megatron_ext.data.formula_order import FormulaSource
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import file_fingerprint, share_of
-from megatron_ext.data.record import data_record, differences
 from megatron_ext.data.samples import BySource
-from megatron_ext.data.shuffled import ShuffledDataset
+from megatron_ext.data.shuffled_order import ShuffledDataset
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.simple import ByteTokenizer
 

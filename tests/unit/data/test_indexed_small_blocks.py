@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.cli import inspect_dataset
-from megatron_ext.data import checksums as data_checksums
+from megatron_ext.data import data_manifest as data_checksums
 from megatron_ext.data import indexed, integrity, mask
 from megatron_ext.data.indexed import HEADER, IndexedWriter
 from megatron_ext.data.prepare import merge

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.data.batch import Batch, StageView
 from megatron_ext.data.loader import BatchLoader, ReadAhead
+from megatron_ext.data.microbatch import Batch, StageView
 from megatron_ext.data.skipped import NOTHING, skipped_samples
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.data.threads import DaemonThreads

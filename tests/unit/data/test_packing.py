@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
-from megatron_ext.config.derived.ranks import context_chunks
-from megatron_ext.data.batch import Batch, StageView, collate, divide, padding_sample
+from megatron_ext.config.derived.rank_order import context_chunks
+from megatron_ext.data.microbatch import Batch, StageView, collate, divide, padding_sample
 from megatron_ext.data.packing import documents_of, restarted_positions
 
 EOD, LENGTH = 9, 24

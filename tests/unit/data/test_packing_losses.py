@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_ext.config.schema import Config
-from megatron_ext.data.batch import Batch, StageView
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.microbatch import Batch, StageView
 from megatron_ext.model.gpt import GPT
 from megatron_ext.tokenizer.simple import ByteTokenizer
 from megatron_ext.verify.parity import SEQ_LENGTH, write_corpus

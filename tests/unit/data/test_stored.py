@@ -16,8 +16,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 from megatron_ext.data import stored
-from megatron_ext.data.checksums import made_with
 from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.data.data_manifest import made_with
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import check_token_ids, pair_fingerprint
 from megatron_ext.data.loader import STEPS, BatchLoader, ReadAhead

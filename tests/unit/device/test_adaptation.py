@@ -13,6 +13,7 @@ from megatron_ext.device.adaptation import (
     _made_on_cpu,
     _mesh_of_cpus,
     _names_cuda,
+    _nothing_alone,
     _splits_as_numbers,
     _type_as_on_cuda,
 )
@@ -88,6 +89,18 @@ def test_meshes_are_of_cpus() -> None:
     seen: list[Any] = []
     _mesh_of_cpus(lambda *given, **named: seen.append((given, named)))("group", "cuda", "mesh", names=("dp",))
     assert seen == [(("group", "cpu", "mesh"), {"names": ("dp",)})]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_rank_alone_sends_nothing(asynchronous: bool) -> None:
+    """Who asks for the work to wait for gets it."""
+    alone: Any = torch.distributed.ProcessGroup(0, 1)
+    two: Any = torch.distributed.ProcessGroup(0, 2)
+    sent: list[Any] = []
+    reduce = _nothing_alone(lambda _tensor, **named: sent.append(named["group"]))
+    for group in (alone, two, None):
+        reduce(torch.ones(1), group=group, async_op=asynchronous)
+    assert sent == ([alone, two, None] if asynchronous else [two, None])
 
 
 def test_every_row_says_why() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_ext.device import cpu
 from megatron_ext.device.cpu import CpuDevice, CpuMark
-from megatron_ext.device.protocol import DeviceMemory
-from tests.support.of_one_module import replace_in
+from megatron_ext.device.device_protocol import DeviceMemory
+from tests.support.patched_in_one_module import replace_in
 
 
 @pytest.mark.parametrize(("peak_kib", "expected"), [(900, 900 * 1024), (3, 5000)])

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.device import cuda
 from megatron_ext.device.cuda import CudaDevice
-from megatron_ext.device.protocol import DeviceMemory
+from megatron_ext.device.device_protocol import DeviceMemory
 
 
 @pytest.fixture

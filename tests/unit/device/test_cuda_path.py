@@ -18,7 +18,7 @@ from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_trai
 from megatron_ext import device
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device import fusions
-from megatron_ext.device.triton import choice
+from megatron_ext.device.triton import kernel_choice
 from megatron_ext.model.config import transformer_config
 from megatron_ext.parallel import groups
 from tests.support.plain_process import plain_python
@@ -147,10 +147,10 @@ def test_what_compiling_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, cap
 def test_kernels_are_used_where_they_are_wanted_and_can_be_compiled(
     fuses: bool, own_kernels: bool, missing: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "_used", False)
+    monkeypatch.setattr(kernel_choice, "_used", False)
     monkeypatch.setattr(fusions, "missing_for_kernels", lambda: missing)
     assert device._choose_kernels(1, fuses=fuses, own_kernels=own_kernels) == (fuses and missing is None)
-    assert choice._used == (own_kernels and missing is None)
+    assert kernel_choice._used == (own_kernels and missing is None)
 
 
 def test_the_variables_of_cuda_are_set_before_torch_is_there(tmp_path: Path) -> None:

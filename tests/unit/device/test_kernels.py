@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from megatron_ext.device import kernels
 from megatron_ext.device.kernels import linear, rms_norm, swiglu
+from megatron_ext.device.weight_gradients import expect_first
 
 
 def gradients(output: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -56,6 +57,19 @@ def test_every_library_gives_the_products_and_gradients_of_f_linear() -> None:
     with torch.inference_mode():
         for rows in (x[0], x.repeat(9, 1, 1)):
             torch.testing.assert_close(linear(rows, weight), F.linear(rows, weight), rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_writes_the_first_gradient_where_it_belongs() -> None:
+    """What autograd gets is that memory, and no other; the second gradient of a step has memory of its own."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(7, 24), torch.nn.Parameter(torch.randn(40, 24))
+    weight.main_grad = torch.full((40, 24), float("nan"))  # pyright: ignore[reportAttributeAccessIssue]
+    expect_first(weight.main_grad)
+    (expected,) = torch.autograd.grad(F.linear(x, weight).square().sum(), weight)
+    (first,) = torch.autograd.grad(linear(x, weight).square().sum(), weight)
+    (second,) = torch.autograd.grad(linear(x, weight).square().sum(), weight)
+    assert first.data_ptr() == weight.main_grad.data_ptr() != second.data_ptr()
+    torch.testing.assert_close([first, second], [expected, expected], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs a processor with AVX2")

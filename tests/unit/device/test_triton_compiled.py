@@ -22,7 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from megatron_ext.device.triton import choice, norm, rotary, swiglu
+from megatron_ext.device.triton import kernel_choice, norm, rotary, swiglu
 
 CAPABILITIES = (80, 90, 100)
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -73,7 +73,7 @@ CALLS: dict[str, Callable[[torch.dtype], None]] = {
             lambda dtype, called=called, columns=columns, centered=centered: called(columns, centered, dtype)
         )
         for called in (norm_alone, norm_of_sum)
-        for columns in (128, 768, 2048, choice.WIDEST)
+        for columns in (128, 768, 2048, kernel_choice.WIDEST)
         for centered in (False, True)
     },
     **{

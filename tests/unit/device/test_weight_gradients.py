@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron_ext.device import weight_gradients
 from megatron_ext.device.weight_gradients import ProductsOfTorch, add_product_, expect_first
 from megatron_ext.model.names import global_named_parameters
-from tests.support.in_turn import end_layout
+from tests.support.several_models import end_layout
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 BOUNDS = {

@@ -34,6 +34,11 @@ _SMALL = {
 _SWITCHED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 _OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False}
 _GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 96, "pad_token_id": 3}
+_LATENTS = {
+    **{name: value for name, value in _SMALL.items() if name != "head_dim"},
+    **{"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    **{"first_k_dense_replace": 2, "n_routed_experts": 4},
+}
 BASES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(FAMILIES, _SMALL),
     "mixtral": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -46,6 +51,8 @@ BASES: dict[str, dict[str, Any]] = {
     "ministral": {**_SMALL, "sliding_window": 7},  # without one, transformers' model cannot be run
     "olmoe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
     "qwen3_moe": {**_SMALL, **_OF_EXPERTS, **_SWITCHED, "num_hidden_layers": 3, "num_experts": 4},
+    "deepseek_v2": {**_LATENTS, "q_lora_rank": None},
+    "deepseek_v3": {**_LATENTS, "q_lora_rank": 6, "num_nextn_predict_layers": 1},
     "gpt2": _GPT2,
 }
 _OTHER = {
@@ -60,7 +67,16 @@ _OTHER = {
 }
 """Values of keys that no rule makes of the usual one."""
 
-_OF_OTHER_SETTINGS = {"qwen3_moe": {"max_window_layers"}, "phi3": {"original_max_position_embeddings"}}
+_OF_NO_EXPERTS = {
+    *("n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "topk_group"),
+    *("moe_intermediate_size", "routed_scaling_factor", "first_k_dense_replace"),
+}
+_OF_OTHER_SETTINGS = {
+    "qwen3_moe": {"max_window_layers"},
+    "phi3": {"original_max_position_embeddings"},
+    "deepseek_v2": {*_OF_NO_EXPERTS, "topk_method", "head_dim"},
+    "deepseek_v3": {*_OF_NO_EXPERTS, "num_mtp_layers"},
+}
 """Keys that a family has and does not read, or not with the settings here."""
 
 
@@ -213,6 +229,9 @@ def test_what_a_file_says_twice_or_in_another_form_is_not_guessed(
         ("llama", {"activation": "swiglu", "pretraining_tp": 1, "_name_or_path": "x", "max_sequence_length": 2048}),
         ("qwen2", {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False, "use_mrope": False}),
         ("qwen3_moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
+        ("nemotron", {"kv_channels": 6}),
+        ("starcoder2", {"mlp_type": "default", "residual_dropout": 0.1, "embedding_dropout": 0.1}),
+        ("smollm3", {"max_window_layers": 28, "pretraining_tp": 2}),
         ("gpt2", {"n_ctx": 32, "task_specific_params": {"text-generation": {"do_sample": True}}, "n_inner": None}),
         ("gpt2", {"gradient_checkpointing": False, "summary_activation": None, "_num_labels": 1, "output_past": True}),
     ],

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron_ext import families
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
-from megatron_ext.checkpoint.huggingface.folder import HFFolder
+from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
@@ -169,7 +169,8 @@ def test_ranges_cover_every_row_once(model: dict[str, Any]) -> None:
     ],
 )
 def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Path) -> None:
-    scaled = {"use_rope_scaling": True, "rope_scaling_factor": 16.0} if model else {}
+    rotates = "position_embedding_type" in model
+    scaled = {"use_rope_scaling": True, "rope_scaling_factor": 16.0} if rotates else {}
     config = small_config({**model, **scaled})
     (tmp_path / "config.json").write_text(json.dumps(hf_config(config, family_of(config), "float32")))
     family, values = read_hf_config(tmp_path)
@@ -193,7 +194,10 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, '"bert" is not supported; use one of arcee, ernie4_5, exaone4, '),
+        (
+            {"model_type": "bert"},
+            '"bert" is not supported; use one of arcee, deepseek_v2, deepseek_v3, ernie4_5, exaone4, ',
+        ),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers \[0\] leave no layer with experts"),

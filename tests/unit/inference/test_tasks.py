@@ -23,9 +23,9 @@ from megatron_ext.inference.tasks import (
     prepare_task,
     windows,
 )
-from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer
-from megatron_ext.train.callbacks.tasks import Samples, Tasks
+from megatron_ext.train.callbacks.tasks_and_samples import Samples, Tasks
 from tests.support.instructions import write_tokenizer
 from tests.support.scripted_model import EOD, scripted_model
 

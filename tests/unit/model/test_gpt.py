@@ -1,4 +1,4 @@
-"""What each rank's part of a model is: where chunks begin and end, whose columns are padding, who gathers and adds."""
+"""What each rank's part of a model is: whose rows of a vocabulary and heads, and who adds."""
 
 import itertools
 from types import SimpleNamespace
@@ -11,8 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_ext.model import gpt, linear_cross_entropy
-from megatron_ext.model.gpt import GPT
+from megatron_ext.model import linear_cross_entropy
 from megatron_ext.model.linear_cross_entropy import Vocabulary
 from megatron_ext.parallel.groups import rank_groups
 from megatron_ext.parts import spec
@@ -26,111 +25,6 @@ from tests.support.small_models import LLAMA, small_config
 
 def _group(rank: int, size: int) -> Any:
     return SimpleNamespace(rank=lambda: rank, size=lambda: size)
-
-
-class _Recorded:
-    """Stands for GPT: it keeps what it was built with."""
-
-    made: list["_Recorded"]
-
-    def __init__(self, **given: Any) -> None:
-        self.given, self.post_process = given, given["post_process"]
-        self.made.append(self)
-
-    def to(self, **_where: object) -> "_Recorded":
-        return self
-
-    def modules(self) -> list["_Recorded"]:
-        return [self]
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_chunk_embeds_and_the_last_has_the_output_layer(
-    rank: int, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks of a rank lie apart: the first rank's first begins the model, the last rank's last one ends it."""
-    masked: list[_Recorded] = []
-    monkeypatch.setattr(_Recorded, "made", [], raising=False)
-    monkeypatch.setattr(gpt, "GPT", _Recorded)
-    monkeypatch.setattr(gpt, "multiply_in_fp8", lambda *_: None)
-    monkeypatch.setattr(gpt, "block_spec", lambda config, kinds, tp, layer_spec: kinds)
-    monkeypatch.setattr(gpt, "_mask_vocabulary_padding", lambda made, config, tp: masked.append(made))
-    interleaved = {"num_virtual_stages_per_pipeline_rank": chunks} if chunks > 1 else {}
-    layout = {"pipeline_model_parallel_size": 2, "world_size": 2, **interleaved}
-    config = small_config({"num_layers": 2 * chunks, "max_position_embeddings": 48}, layout=layout)
-    groups: Any = SimpleNamespace(pp=_group(rank, 2), tp=_group(0, 1))
-    core: Any = SimpleNamespace(
-        gradient_accumulation_fusion=False, use_cpu_initialization=True, params_dtype=None, recompute_modules=None
-    )
-    gpt.build_model(config, core, groups)
-    found = [(one.given["pre_process"], one.given["post_process"], one.given["vp_stage"]) for one in _Recorded.made]
-    last = chunks - 1
-    assert found == [
-        (rank == 0 and chunk == 0, rank == 1 and chunk == last, chunk if chunks > 1 else None)
-        for chunk in range(chunks)
-    ]
-    assert masked == ([_Recorded.made[-1]] if rank == 1 else [])
-    assert {one.given["max_sequence_length"] for one in _Recorded.made} == {48}, "of which the text is a part"
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "rank", "expected"), [(6, 0, 4), (6, 1, 2), (8, 1, 4), (4, 0, 4), (4, 1, 0), (3, 0, 3), (3, 1, 0)]
-)
-def test_each_rank_masks_its_columns_of_padding(vocabulary: int, rank: int, expected: int) -> None:
-    """Of 8 rows on 2 ranks: those from the end of the vocabulary on, which may lie on any of them."""
-    hooks: list[Any] = []
-    made: Any = SimpleNamespace(output_layer=SimpleNamespace(register_forward_hook=hooks.append))
-    config = small_config({"padded_vocab_size": 8}, vocab_size=vocabulary)
-    gpt._mask_vocabulary_padding(made, config, _group(rank, 2))
-    logits = torch.ones(3, 2, 4, requires_grad=True)
-    for hook in hooks:
-        hook(None, None, (logits, None))
-    lowest = torch.finfo(torch.float32).min
-    assert logits[0, 0].tolist() == [1.0] * expected + [lowest] * (4 - expected)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "sequence_parallel", "expected"),
-    [(1, False, []), (2, False, ["copied"]), (2, True, ["gathered"]), (3, False, ["copied"])],
-)
-def test_the_loss_of_an_output_layer_is_of_whole_sequences(
-    tensor: int, sequence_parallel: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And of a weight that is there by then; the second rank's rows begin with the fourth, and the third has padding
-    alone."""
-    seen: list[Any] = []
-
-    def through(name: str) -> Any:
-        return lambda hidden, group: seen.append(name) or hidden
-
-    monkeypatch.setattr(gpt, "gather_from_sequence_parallel_region", through("gathered"))
-    monkeypatch.setattr(gpt, "copy_to_tensor_model_parallel_region", through("copied"))
-    monkeypatch.setattr(gpt, "linear_cross_entropy", lambda *given, **named: (given, named))
-    group, layer, weight = _group(tensor - 1, tensor), torch.nn.Linear(2, 4), torch.zeros(4, 2)
-    made: Any = SimpleNamespace(
-        own_loss=None,
-        reads_output_weight=True,
-        before_output=lambda module: seen.append(module),
-        output_layer=SimpleNamespace(weight=None),
-        pg_collection=SimpleNamespace(tp=group),
-        config=SimpleNamespace(sequence_parallel=sequence_parallel, gradient_accumulation_fusion=True),
-        true_vocab_size=6,
-    )
-    made._output_weight = lambda *given: GPT._output_weight(made, *given)
-    hidden, labels = torch.randn(3, 2, 2), torch.arange(6).view(2, 3)
-    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
-    found: Any = GPT._summed_loss(made, hidden, layer, weight, labels, mask)
-    (given, named) = found
-    assert seen == [layer, *expected]
-    assert given[1] is weight
-    assert [tensor.tolist() for tensor in (given[0], *given[2:4])] == [
-        hidden.flatten(0, 1).tolist(),
-        [0, 3, 1, 4, 2, 5],
-        [1.0, 0.0, 0.0, 1.0, 1.0, 1.0],
-    ]
-    assert given[4] == Vocabulary({1: 6, 2: 2, 3: 0}[tensor], None if tensor == 1 else group)
-    assert named == {"into_main_grad": True}
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -98,5 +98,5 @@ def test_the_prompts_pass_scales_scores_as_it_is_told() -> None:
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(2, 2, 3, 4, generator=generator) for _ in range(3))
     cache = KeyValueCache(3, [3, 3], 3, torch.device("cpu"))
-    usual = WholeSequences(torch.tensor([0])).attend(1, query / 2, key, value, 0.5)
-    assert torch.equal(cache.attend(1, query, key, value, 0.25), usual)
+    usual = WholeSequences(torch.tensor([0])).attend(1, query / 2, key, value, scale=0.5)
+    assert torch.equal(cache.attend(1, query, key, value, scale=0.25), usual)

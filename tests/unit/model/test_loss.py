@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from megatron_ext.model import loss
 from megatron_ext.model.gpt import GPT
-from megatron_ext.model.loss import TokenLogits, summed_loss, token_loss
+from megatron_ext.model.loss import Readout, TokenLogits, summed_loss, token_loss
+from megatron_ext.parts.attention.cached import WholeSequences
+from tests.support.small_models import build_small_model, small_config
 
 
 def test_only_what_the_mask_has_counts() -> None:
@@ -68,21 +71,67 @@ def test_ranks_share_a_vocabulary(rank: int, monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(mine.grad, whole.grad.chunk(2, dim=-1)[rank], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("tensor", "reads", "divided"), [(1, True, False), (2, True, True), (1, False, True)])
-def test_a_divided_vocabulary_has_the_engines_loss(tensor: int, reads: bool, divided: bool) -> None:
-    """However many data-parallel ranks there are; and where the weight is not at hand."""
-    logits, labels = torch.randn(4, 3, 10, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 4).long()
-    groups = {"tp": SimpleNamespace(size=lambda: tensor), "dp": SimpleNamespace(size=lambda: 3 - tensor)}
-    gpt: Any = SimpleNamespace(
-        own_loss=None,
-        reads_output_weight=reads,
-        pg_collection=SimpleNamespace(**groups),
-        config=SimpleNamespace(gradient_accumulation_fusion=True),
-        before_output=None,
-        compute_language_model_loss=lambda labels, logits: "the engine's",
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def model(request: pytest.FixtureRequest) -> GPT:
+    """250 entries of a vocabulary, and 6 rows of padding that are not zero."""
+    [made], _ = build_small_model(small_config({"untie_embeddings_and_output_weights": not request.param}))
+    _weight(made).data.normal_(generator=torch.Generator().manual_seed(2))
+    return made
+
+
+def _weight(model: GPT) -> Any:
+    tied = model.share_embeddings_and_output_weights
+    return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_padding_takes_no_probability(model: GPT, keeps: bool) -> None:
+    """Whether the weight is read itself, or logits are asked of the layer: losses, their sum, logits, and gradients."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(5, 2, 64, generator=generator, requires_grad=True)
+    labels = torch.randint(250, (2, 5), generator=generator)
+    mask = torch.randint(2, (2, 5), generator=generator).float()
+    weight = _weight(model)
+    logits = hidden @ weight[:250].t()
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none").view(5, 2).t()
+    wanted = torch.autograd.grad((expected * mask).sum(), (hidden, weight))
+    readout = Readout(model.config, model.pg_collection.tp, 250, None, keeps)
+    given: Any = {"hidden_states": hidden, "output_layer": model.output_layer, "labels": labels}
+    given["output_weight"] = weight if model.share_embeddings_and_output_weights else None
+    found = readout(**given)
+    torch.testing.assert_close(found, expected)
+    sums = [(found * mask).sum()] + ([readout(**given, loss_mask=mask)] if keeps else [])
+    for total in sums:
+        torch.testing.assert_close(total, (expected * mask).sum())
+        for one, other in zip(torch.autograd.grad(total, (hidden, weight)), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    read = torch.tensor([3, 0, 9])
+    of_read = readout(**given, packed_seq_params=WholeSequences(read))
+    torch.testing.assert_close(of_read[:, :250], logits.flatten(0, 1)[read])
+    assert of_read.size(1) == (250 if keeps else 256)
+    assert (of_read[:, 250:] == torch.finfo(torch.float32).min).all()
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "rank", "expected"), [(6, 0, 4), (6, 1, 2), (8, 1, 4), (4, 0, 4), (4, 1, 0), (3, 0, 3), (3, 1, 0)]
+)
+def test_each_rank_masks_its_rows_of_padding(vocabulary: int, rank: int, expected: int, model: GPT) -> None:
+    """Of 8 rows on 2 ranks: those from the end of the vocabulary on, which may lie on any of them."""
+    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
+    layer = ColumnParallelLinear(
+        3, 8, config=model.config, init_method=torch.nn.init.zeros_, bias=False, gather_output=False, tp_group=group
     )
-    found = GPT._loss(gpt, torch.zeros(4, 3, 2), lambda hidden, weight: (logits, None), None, labels)  # pyright: ignore
-    if divided:
-        assert found == "the engine's"
-    else:
-        torch.testing.assert_close(found, -logits.log_softmax(-1)[..., 0].t())
+    Readout(model.config, group, vocabulary).prepare(layer)
+    layer.weight.data.fill_(1.0)
+    with torch.no_grad():
+        logits, _ = layer(torch.ones(2, 1, 3))
+    assert logits[0, 0].tolist() == [3.0] * expected + [torch.finfo(torch.float32).min] * (4 - expected)
+
+
+def test_a_loss_of_ones_own_is_given_the_logits(model: GPT) -> None:
+    weight = _weight(model) if model.share_embeddings_and_output_weights else None
+    own = Readout(model.config, model.pg_collection.tp, 250, lambda token: 2.0 * token.cross_entropy())
+    usual = Readout(model.config, model.pg_collection.tp, 250)
+    hidden, labels = torch.randn(5, 2, 64, requires_grad=True), torch.zeros(2, 5, dtype=torch.int64)
+    found, expected = (one(hidden, model.output_layer, weight, labels) for one in (own, usual))
+    torch.testing.assert_close(found, 2.0 * expected)

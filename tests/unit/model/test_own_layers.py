@@ -14,7 +14,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.model import own_layers
 from megatron_ext.model.own_layers import divided, mark_own_parameters
 from megatron_ext.parts.catalogue import Parameter
-from megatron_ext.parts.own_parameters import in_every_layer
+from megatron_ext.parts.own_parameters import with_own_parameters
 from megatron_ext.parts.stack import Layer
 from tests.support.small_models import small_config
 
@@ -50,8 +50,7 @@ def test_own_parameters_have_the_marks_of_the_catalogue(
     of_the_engine = held["decoder.layers.3.mix"]
     of_the_engine.tensor_model_parallel, of_the_engine.partition_dim = True, 7
     config = small_config(layout={**SIZES, "sequence_parallel": sequence_parallel})
-    with in_every_layer(_own(MIX, GATE)):
-        mark_own_parameters([], config)
+    mark_own_parameters([], with_own_parameters(config, _own(MIX, GATE)))
     marks = ("tensor_model_parallel", "partition_dim", "sequence_parallel", "own_layers_divided_dim")
     found = {name: tuple(getattr(weight, mark) for mark in marks) for name, weight in held.items()}
     assert found == {
@@ -97,12 +96,12 @@ def test_own_layers_and_the_catalogue_say_the_same(
 ) -> None:
     """Of the layers that this stage holds; the others are another stage's to compare."""
     _held(monkeypatch, *weights)
-    with in_every_layer(_own(MIX)):
-        if not problems:
-            mark_own_parameters([], small_config(layout=SIZES))
-            return
-        with pytest.raises(ConfigurationError) as error:
-            mark_own_parameters([], small_config(layout=SIZES))
+    config = with_own_parameters(small_config(layout=SIZES), _own(MIX))
+    if not problems:
+        mark_own_parameters([], config)
+        return
+    with pytest.raises(ConfigurationError) as error:
+        mark_own_parameters([], config)
     assert "\n".join(error.value.problems) == "\n".join(problems)
 
 

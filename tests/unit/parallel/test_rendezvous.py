@@ -11,7 +11,7 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.parallel import rendezvous
 from megatron_ext.parallel.rendezvous import agree
-from tests.support.of_one_module import replace_in
+from tests.support.patched_in_one_module import replace_in
 
 LONG = timedelta(seconds=60)
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 
 from megatron_ext.config.derived import attention_flags as attention_kernels
-from megatron_ext.config.derived.pipeline import core_layout, is_uneven, read_pipeline_layout
-from megatron_ext.config.derived.ranks import coordinates, expert_coordinates, rank_of
+from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, read_pipeline_layout
+from megatron_ext.config.derived.rank_order import coordinates, expert_coordinates, rank_of
 from megatron_ext.config.schema import DataConfig, LayoutConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts import own_parameters
@@ -276,18 +276,15 @@ def test_rows_that_stand_for_entries(vocabulary: int, rows: int | None) -> None:
 )
 def test_own_parameters_that_cannot_be_are_refused(parameter: Parameter, problem: str | None) -> None:
     config = distinct_config({}, {"world_size": 2, "tensor_model_parallel_size": 2})
-    with own_parameters.in_every_layer(lambda _config, layer: [parameter] if layer.number == 3 else []):
-        if problem is None:
-            [found] = [one for one in parameters(config) if one.name.endswith(".mix")]
-            assert found == replace(parameter, name="decoder.layers.3.mix", stage=3)
-            assert own_parameters.names(config) == ["mix"]
-            with own_parameters.in_every_layer(None):
-                assert own_parameters.names(config) == []
-            assert own_parameters.names(config) == ["mix"], "as before"
-            return
-        with pytest.raises(ConfigurationError, match=f"layer_parameters: mix of shape .*{problem}"):
-            parameters(config)
-    assert own_parameters.current() is None
+    own = own_parameters.with_own_parameters(config, lambda _, layer: [parameter] if layer.number == 3 else [])
+    assert own_parameters.names(config) == []
+    if problem is None:
+        [found] = [one for one in parameters(own) if one.name.endswith(".mix")]
+        assert found == replace(parameter, name="decoder.layers.3.mix", stage=3)
+        assert own_parameters.names(own) == ["mix"]
+        return
+    with pytest.raises(ConfigurationError, match=f"layer_parameters: mix of shape .*{problem}"):
+        parameters(own)
 
 
 def test_norms_and_biases_do_not_decay() -> None:

@@ -1,72 +1,88 @@
-"""What a layer computes in which order, on numbers in the place of tensors: norms, branches, dropout, and what is
-computed again in the backward pass."""
+"""What a layer computes in which order: norms on either side, branches, dropout, and what is computed again in the
+backward pass."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.spec_utils import build_module
 
-from megatron_ext.parts import layer
+from megatron_ext.config.schema import Config
+from megatron_ext.model.config import transformer_config
 from megatron_ext.parts.attention import compute as attention
+from megatron_ext.parts.attention.cached import WholeSequences
 from megatron_ext.parts.attention.compute import SDPAttention
-from megatron_ext.parts.layer import PostNormLayer, PreNormLayer
+from megatron_ext.parts.spec import layer_spec
+from megatron_ext.parts.stack import layers
+from tests.support.small_models import LLAMA, build_small_model, small_config
+
+LENGTH, ROWS = 16, 2
 
 
-def _layer(
-    kind: type[PreNormLayer], monkeypatch: pytest.MonkeyPatch, *, training: bool = True, again: bool = False
-) -> tuple[Any, list[Any]]:
-    """A layer whose parts add powers of ten, and what is done: branches are added with the dropout that is told."""
-    done: list[Any] = []
-
-    def adds(training: bool, fused: bool) -> Any:
-        def add(branch: tuple[Any, Any], residual: Any, dropout: float) -> Any:
-            done.append(("add", dropout, training, fused))
-            output, bias = branch
-            return residual + output + (0 if bias is None else bias)
-
-        return add
-
-    def checkpoint(function: Any, distribute: bool, *given: Any) -> Any:
-        done.append("again")
-        return function(*given)
-
-    monkeypatch.setattr(layer, "get_bias_dropout_add", adds)
-    monkeypatch.setattr(layer, "tensor_parallel", SimpleNamespace(checkpoint=checkpoint))
-    made: Any = kind.__new__(kind)
-    torch.nn.Module.__init__(made)
-    made.train(training)
-    made.config = SimpleNamespace(bias_dropout_fusion=True)
-    made.hidden_dropout, made.recompute_mlp = 0.25, again
-    made.recompute_input_layernorm = made.recompute_pre_mlp_layernorm = False
-    parts = {
-        "input_layernorm": lambda x: x * 2,
-        "pre_mlp_layernorm": lambda x: x * 3,
-        "post_self_attn_layernorm": lambda x: x * 5,
-        "post_mlp_layernorm": lambda x: x * 7,
-        "self_attention": lambda x, mask, angles, packed: (x + 10, 100),
-        "mlp": lambda x: (x + 1000, 10000),
-    }
-    vars(made).update(parts)
-    return made, done
+def _layer(config: Config, places: Any) -> Any:
+    """The first layer of the model, with norms in these places, and weights that are no norm's initial ones."""
+    [model], groups = build_small_model(config)
+    spec = layer_spec(replace(layers(config)[0], norm_places=places), groups.tp)
+    made = build_module(spec, config=transformer_config(config, "cpu"), layer_number=1, pg_collection=groups)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in made.parameters():
+        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    return made, model.rotary_pos_emb(LENGTH) if config.model.position_embedding_type == "rope" else None
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("again", [True, False])
-def test_norms_before_or_after_the_branches(training: bool, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """x + attention(2 x), then x + MLP(3 x); or x + 5 attention(x), then x + 7 MLP(x). What is computed again is so in
-    training alone."""
-    added = [("add", 0.25, training, True)] * 2
-    again_at = ["again"] if again and training else []
-    x: Any = 1
-    made, done = _layer(PreNormLayer, monkeypatch, training=training, again=again)
-    middle = 1 + (2 + 10) + 100
-    assert made.forward(x) == (middle + (3 * middle + 1000) + 10000, None)
-    assert done == [added[0], *again_at, added[1]]
-    made, done = _layer(PostNormLayer, monkeypatch, training=training, again=again)
-    middle = 1 + 5 * (1 + 10 + 100)
-    assert made.forward(x) == (middle + 7 * (middle + 1000 + 10000), None)
-    assert done == [added[0], *again_at, added[1]]
+def _written_out(layer: Any, x: torch.Tensor, angles: Any, places: str, dropout: float) -> torch.Tensor:
+    """x + after(part(before(x))), twice."""
+    add: Any = get_bias_dropout_add(layer.training, False)
+    for before, part, after in (
+        ("input_layernorm", layer.self_attention, "post_self_attn_layernorm"),
+        ("pre_mlp_layernorm", layer.mlp, "post_mlp_layernorm"),
+    ):
+        taken = x if places == "after" else getattr(layer, before)(x)
+        output, bias = part(taken, None, angles) if part is layer.self_attention else part(taken)
+        if places != "before":
+            output, bias = getattr(layer, after)(output if bias is None else output + bias), None
+        x = add((output, bias), x, dropout)
+    return x
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+@pytest.mark.parametrize("model", [{}, LLAMA], ids=["biases", "rotary"])
+@pytest.mark.parametrize("places", ["before", "after", "both"])
+def test_norms_stand_before_the_branches_or_after_or_both(places: str, model: dict[str, Any], again: bool) -> None:
+    """Without training and in training with dropout, also with the MLP computed again: the same bits."""
+    x = torch.randn(LENGTH, ROWS, 64, generator=torch.Generator().manual_seed(3))
+    recompute: Any = {"recompute_granularity": "selective", "recompute_modules": ("mlp",)} if again else {}
+    layer, angles = _layer(small_config({**model, "hidden_dropout": 0.25}, training=recompute), places)
+    assert layer.recompute_mlp == again
+    for training in (False, True):
+        layer.train(training)
+        found = []
+        for written_out in (False, True):
+            torch.manual_seed(5)
+            given = x.clone().requires_grad_()
+            output = _written_out(layer, given, angles, places, 0.25) if written_out else layer(given, None, angles)[0]
+            output.square().sum().backward()
+            found.append([output.detach(), *(weight.grad for weight in layer.parameters())])
+            layer.zero_grad()
+        assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("places", ["before", "after", "both"])
+def test_inference_goes_on_with_what_is_read(places: str) -> None:
+    """In the last layer; in others all positions go on."""
+    layer, angles = _layer(small_config({**LLAMA, "hidden_dropout": 0.25}), places)
+    x = torch.randn(LENGTH, ROWS, 64, generator=torch.Generator().manual_seed(3))
+    wanted = torch.tensor([3, 31, 0])
+    layer.eval()
+    with torch.inference_mode():
+        whole = layer(x.clone(), None, angles)[0].flatten(0, 1)
+        for last, expected in ((1, whole[wanted][:, None]), (2, whole.view(LENGTH, ROWS, -1))):
+            sequences = WholeSequences(wanted)
+            sequences.begin(last)
+            torch.testing.assert_close(layer(x.clone(), None, angles, sequences)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

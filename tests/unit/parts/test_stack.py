@@ -15,9 +15,9 @@ from megatron_ext.parts.stack import Layer, layers, stack
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_flops
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.traffic import sent
-from megatron_ext.rules.training import recomputed_parts_are_known
+from megatron_ext.rules.part_rules import parts_are_computed_again
 from tests.support.small_models import LLAMA, small_config
 
 MIXTURE = {**LLAMA, "num_layers": 4, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
@@ -136,7 +136,7 @@ def test_what_norms_after_and_over_whole_projections_cost(monkeypatch: pytest.Mo
     config = _recomputing_norms(5e-5)
     usual, one = sent(config, 0), Activations(config, fused=False)
     assert one.chunk(stack(config), first=False, last=False).layers < one.total(stack(config))
-    assert list(recomputed_parts_are_known(config, Facts())) == []
+    assert list(parts_are_computed_again(config, Facts())) == []
 
     monkeypatch.setattr(described, "_layer", _with_norms_after)
     config = _recomputing_norms(6e-5)
@@ -146,8 +146,12 @@ def test_what_norms_after_and_over_whole_projections_cost(monkeypatch: pytest.Mo
     # Computing such norms anew would save nothing, and is refused.
     one = Activations(config, fused=False)
     assert one.chunk(stack(config), first=False, last=False).layers == one.total(stack(config))
-    [problem] = recomputed_parts_are_known(config, Facts())
-    assert "of norms after attention and MLP no output is kept to be computed anew; use core_attn or mlp" in problem
+    [problem] = parts_are_computed_again(config, Facts())
+    assert problem == (
+        "--recompute-modules layernorm computes anew what norms before attention and MLP give, and no output of other "
+        "norms is kept for that, but --norm-position is after; use --norm-position before, or --recompute-modules "
+        "core_attn"
+    )
 
 
 @pytest.mark.parametrize(

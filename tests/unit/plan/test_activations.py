@@ -7,10 +7,11 @@ import torch
 
 from megatron_ext.config.schema import Config
 from megatron_ext.parallel import groups
+from megatron_ext.parts.attention.describe import SHORT
 from megatron_ext.parts.stack import layers, stack
 from megatron_ext.plan.activations import Activations
 from tests.support.saved_bytes import bytes_held_for_backward
-from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config
+from tests.support.small_models import LATENTS, LLAMA, OLMO2, build_small_model, small_config
 
 S, B, H, F, HEADS = 32, 2, 64, 96, 4
 UNIT = 4 * S * B * H
@@ -29,8 +30,9 @@ def _formula(number: int, other: dict[str, Any] | None = None, **recompute: Any)
 
 def _held(number: int, other: dict[str, Any] | None = None, **recompute: Any) -> int:
     [gpt], _ = build_small_model(_config(number, other, **recompute))
-    tokens = torch.randint(0, 250, (B, S + 1), generator=torch.Generator().manual_seed(0))
-    inputs, positions = tokens[:, :-1].contiguous(), torch.arange(S).expand(B, S)
+    length = (other or {}).get("seq_length", S)
+    tokens = torch.randint(0, 250, (B, length + 1), generator=torch.Generator().manual_seed(0))
+    inputs, positions = tokens[:, :-1].contiguous(), torch.arange(length).expand(B, length)
     labels = tokens[:, 1:].contiguous()
     mask = torch.ones(B, S) if recompute.get("linear_cross_entropy") else None
     held = bytes_held_for_backward(
@@ -72,10 +74,10 @@ def test_every_mode_holds_what_its_formula_says() -> None:
 
 
 def test_a_layer_is_what_docs_say() -> None:
-    """14.1 residual streams, of which the parts are written out here."""
+    """15 residual streams, of which the parts are written out here."""
     config = _config(LAYERS)
     layer = Activations(config, fused=False).layer(layers(config)[0])
-    assert layer.parts["core"] == UNIT + 4 * B * HEADS * S  # context and the softmax's normalizer
+    assert layer.parts["core"] == 4 * B * HEADS * S * S  # weights of the softmax, in short sequences
     assert layer.parts["norms"] == 2 * (UNIT + 4 * S * B)  # output, and 1/RMS of every token
     assert layer.parts["mlp"] == 4 * UNIT * F // H  # gate and up (2F), silu(gate), their product
     assert layer.parts["heads"] == 2 * UNIT  # 2 groups of 4 heads
@@ -90,7 +92,11 @@ def test_a_layer_is_what_docs_say() -> None:
         {"qk_layernorm": True, "num_query_groups": 4, "group_query_attention": False},
         {"squared_relu": True, "swiglu": False, "position_embedding_type": "learned_absolute"},
         {"hidden_dropout": 0.1},
+        {"seq_length": SHORT + 2, "max_position_embeddings": SHORT + 2},
         {"untie_embeddings_and_output_weights": False},
+        LATENTS,
+        {**LATENTS, "q_lora_rank": None, "v_head_dim": 20},
+        {**LATENTS, "qk_layernorm": False},
     ],
     ids=lambda model: " ".join(model),
 )

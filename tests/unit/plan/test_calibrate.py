@@ -25,7 +25,7 @@ from megatron_ext.plan.hardware import (
     constants_of,
     hardware,
 )
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from tests.support import planner_numbers
 from tests.support.planner_numbers import CASES, config_of, machine_of
 from tests.support.small_models import small_config

@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.dry_run import USABLE, verdict
 from megatron_ext.plan.memory import worst_stage
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.train import configure as configuring
 from megatron_ext.train.configure import Configured, configure
 from tests.support import planner_numbers

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.plan import schedule
 from megatron_ext.plan.estimate import Times, _in_turn, step_time
 from megatron_ext.plan.hardware import Constants, Machine, hardware
-from megatron_ext.plan.links import latency, span, transfer
-from megatron_ext.plan.preview import _shown
+from megatron_ext.plan.interconnect import latency, span, transfer
 from megatron_ext.plan.schedule import Schedule, most_held
-from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import by_formula, shortest, simulate
+from megatron_ext.plan.simulated_timeline import _shown
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, slow_stages
 from megatron_ext.plan.traffic import Term, sent
 from tests.support.planner_numbers import CASES, Case, config_of, machine_of

@@ -9,10 +9,10 @@ from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.estimate import pass_times, step_time
-from megatron_ext.plan.evaluation import Evaluation, evaluate
 from megatron_ext.plan.hardware import CPU, TABLE, Constants, Machine, hardware
-from megatron_ext.plan.question import question
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.layout_evaluation import Evaluation, evaluate
+from megatron_ext.plan.search_input import question
+from megatron_ext.plan.stage_parameters import Shapes
 
 _LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --bf16 "

@@ -11,7 +11,7 @@ from megatron_ext.plan import dry_run as verdicts
 from megatron_ext.plan.dry_run import verdict
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import MemoryEstimate, described, helpful_flags, host_bytes, kept_at_least
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from tests.support import planner_numbers
 from tests.support.planner_numbers import CASES, Case, config_of
 

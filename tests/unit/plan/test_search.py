@@ -13,20 +13,20 @@ from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan import presentation
+from megatron_ext.plan import plan_report
 from megatron_ext.plan import search as search_module
-from megatron_ext.plan.choices import RECOMPUTATIONS, SHARDINGS, flags, hybrid, layouts
 from megatron_ext.plan.estimate import at_least, formula_at_least, time_of
-from megatron_ext.plan.evaluation import evaluate_config
 from megatron_ext.plan.hardware import Machine, hardware
+from megatron_ext.plan.layout_choices import RECOMPUTATIONS, SHARDINGS, flags, hybrid, layouts
+from megatron_ext.plan.layout_evaluation import evaluate_config
 from megatron_ext.plan.memory import stage_memory, worst_stage
-from megatron_ext.plan.presentation import command, simpler, speed
-from megatron_ext.plan.question import question
+from megatron_ext.plan.plan_report import command, simpler, speed
 from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
+from megatron_ext.plan.search_input import question
 from megatron_ext.plan.sensitivity import alternatives, hinges, with_short_gradients
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.workload import Workload
-from megatron_ext.rules.run import nothing_needed_is_missing, values_are_in_range, values_have_what_they_need
+from megatron_ext.rules.run_rules import nothing_needed_is_missing, values_are_in_range, values_have_what_they_need
 from megatron_ext.rules.validate import RULES, RULES_OF_LAYOUTS, RULES_OF_MICRO_BATCHES, RULES_OF_RECOMPUTATION
 from tests.support import plans
 from tests.support.golden_text import section
@@ -114,7 +114,7 @@ def test_what_lies_in_host_memory_is_said() -> None:
     """One device of 85 GB holds no 12 bytes a parameter of optimizer state next to the rest."""
     question = asked(1, f"{SMALL} --global-batch-size 16")
     first = search(question, 1).best[0]
-    assert presentation.name(first).endswith("micro batch 1, optimizer in host memory")
+    assert plan_report.name(first).endswith("micro batch 1, optimizer in host memory")
     kept = f"{12 * 8_030_261_248 / 1e9:.1f} GB"
     assert speed(first, question.machine).endswith(f"it keeps {kept} a device in host memory, up to {kept} a node")
 

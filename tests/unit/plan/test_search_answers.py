@@ -13,14 +13,14 @@ from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan.choices import flags, layouts
 from megatron_ext.plan.estimate import step_time
 from megatron_ext.plan.flops import flops_per_token, forward_flops
 from megatron_ext.plan.hardware import Constants, Machine, hardware
+from megatron_ext.plan.layout_choices import flags, layouts
 from megatron_ext.plan.memory import memory
-from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.search_input import placeholders, question
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.rules.validate import problems
 from megatron_ext.train.configure import configure
 from tests.support import planner_numbers

@@ -16,11 +16,11 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.estimate import step_time
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import memory
-from megatron_ext.plan.preview import equal_stages, preview
-from megatron_ext.plan.question import placeholders
 from megatron_ext.plan.schedule import Schedule
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.search_input import placeholders
 from megatron_ext.plan.simulate import ends, simulate
+from megatron_ext.plan.simulated_timeline import equal_stages, preview
+from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.timeline import Lane, Pass, Timeline, as_text, duration, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
 from tests.support import plans

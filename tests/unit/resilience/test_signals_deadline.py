@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import SignalWatcher, StopDeadline
-from megatron_ext.resilience.watch import Watch
+from megatron_ext.resilience.watchdog import Watch
 from tests.support.forked import Forked
 
 

@@ -22,21 +22,21 @@ from megatron_ext.config.parse.options import options, options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.device import hardware_queues
 from megatron_ext.rules import (
-    context,
-    curves,
-    fp8,
-    inference,
-    model,
-    moe,
-    operations,
-    pipeline,
-    profiling,
-    ranks,
-    run,
-    sharding,
-    training,
+    context_parallel_rules,
+    curve_rules,
+    fp8_rules,
+    inference_rules,
+    model_rules,
+    moe_rules,
+    operation_rules,
+    pipeline_rules,
+    profiling_rules,
+    rank_rules,
+    run_rules,
+    sharding_rules,
+    training_rules,
 )
-from megatron_ext.rules.run import values_are_in_range, values_have_what_they_need
+from megatron_ext.rules.run_rules import values_are_in_range, values_have_what_they_need
 from megatron_ext.rules.validate import RULES, problems
 from megatron_ext.train.configure import configure, gather_facts
 from tests.support import near_bounds
@@ -232,7 +232,7 @@ def test_a_wrong_command_line_ends_the_process_with_64_in_two_seconds(line: str)
 
 def test_each_wrong_line_ends_with_64_before_torch_is_loaded():
     """In one interpreter, for starting it takes longer than what is asked."""
-    command = [sys.executable, "-m", "tests.support.ends_of_lines"]
+    command = [sys.executable, "-m", "tests.support.command_line_exits"]
     lines = json.dumps([shlex.split(f"{BASE} {line}") for line in WRONG_LINES])
     done = subprocess.run(command, input=lines, cwd=ROOT, capture_output=True, text=True, check=True)
     for line, (code, seconds, said) in zip(WRONG_LINES, json.loads(done.stdout), strict=True):
@@ -349,19 +349,19 @@ def test_what_was_not_read_is_neither_missing_nor_judged() -> None:
 def test_each_rule_of_a_room_is_asked() -> None:
     """A rule that no list holds would never speak."""
     for room in (
-        context,
-        fp8,
-        inference,
-        model,
-        moe,
-        operations,
-        pipeline,
-        profiling,
-        ranks,
-        run,
-        sharding,
-        training,
-        curves,
+        context_parallel_rules,
+        fp8_rules,
+        inference_rules,
+        model_rules,
+        moe_rules,
+        operation_rules,
+        pipeline_rules,
+        profiling_rules,
+        rank_rules,
+        run_rules,
+        sharding_rules,
+        training_rules,
+        curve_rules,
     ):
         rules = {
             name
@@ -371,7 +371,7 @@ def test_each_rule_of_a_room_is_asked() -> None:
             and not name.startswith("_")
             and list(inspect.signature(value).parameters) == ["config", "facts"]
         }
-        assert rules - {"split_is_right"} == {rule.__name__ for rule in room.RULES}
+        assert rules - {"split_is_right", "matrices_are_whole"} == {rule.__name__ for rule in room.RULES}
         assert set(room.RULES) <= set(RULES)
     assert len(set(RULES)) == len(RULES)
 

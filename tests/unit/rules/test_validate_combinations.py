@@ -16,7 +16,7 @@ from tests.support.wrong_flags import BASE, EXAMPLES
 
 # Rules about one flag by itself, or about the machine.
 NO_COMBINATION = {"ranks_are_those_of_the_launch", "timeout_is_a_time"}
-ABOUT_OTHER_THINGS = {"model", "training", "curves", "run", "suggest", "validate"}
+ABOUT_OTHER_THINGS = {"model_rules", "training_rules", "curve_rules", "run_rules", "suggest", "validate"}
 
 
 def layout_rules() -> list[Any]:

@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.device import hardware_queues
-from megatron_ext.rules.run import checkpoint_options_have_a_checkpoint
+from megatron_ext.rules.run_rules import checkpoint_options_have_a_checkpoint
 from megatron_ext.rules.validate import problems
 from megatron_ext.train.configure import gather_facts
 from tests.support.near_bounds import found

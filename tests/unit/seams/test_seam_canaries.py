@@ -97,6 +97,14 @@ def _flash_on_cpu() -> None:
     assert [part.shape for part in parts] == [head.shape for head in heads]
 
 
+def _softmax_backward_in_place() -> None:
+    scores = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    softmax, grad = scores.softmax(-1), torch.arange(12.0).view(3, 4)
+    (expected,) = torch.autograd.grad(softmax, scores, grad)
+    torch.ops.aten._softmax_backward_data.out(grad, softmax.detach(), -1, torch.float32, grad_input=grad)
+    assert torch.allclose(grad, expected, atol=1e-6)
+
+
 def _start_alone() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
@@ -189,6 +197,7 @@ TRIED: dict[str, Callable[[], None]] = {
     "torch.Tensor._post_accumulate_grad_hooks": _hooks_in_front,
     "torch._C._current_graph_task_id": _graph_task,
     "torch.ops.mkldnn._linear_pointwise": _linear_pointwise,
+    "torch.ops.aten._softmax_backward_data": _softmax_backward_in_place,
     _CPU_ATTENTION: _flash_on_cpu,
     f"{_CPU_ATTENTION}_backward": _flash_on_cpu,
     "torch.distributed.tensor.DTensor._local_tensor": _local_tensor,

@@ -14,16 +14,24 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext import device
+from megatron_ext.device.kernels import linear
 from megatron_ext.device.weight_gradients import add_
 from megatron_ext.errors import TrainingError
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel import groups
 from megatron_ext.sharding.ddp import WritingDataParallel
-from tests.support.in_turn import end_layout
+from tests.support.several_models import end_layout
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 NAN = float("nan")
+
+
+class _Linear(torch.nn.Linear):
+    """Multiplies as the layers of a model do, which write first gradients in fp32 where they belong."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 class _Model(torch.nn.Module):
@@ -31,8 +39,8 @@ class _Model(torch.nn.Module):
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
-        self.twice = torch.nn.Linear(6, 6, bias=False, dtype=dtype)
-        self.sometimes = torch.nn.Linear(6, 3, dtype=dtype)
+        self.twice = _Linear(6, 6, bias=False, dtype=dtype)
+        self.sometimes = _Linear(6, 3, dtype=dtype)
         self.never = torch.nn.Parameter(torch.zeros(5, dtype=dtype))
         self.frozen = torch.nn.Parameter(torch.zeros(7, dtype=dtype), requires_grad=False)
         with torch.no_grad():

@@ -18,7 +18,7 @@ from megatron_ext.telemetry.metrics import (
     as_row,
 )
 from megatron_ext.telemetry.metrics import TestMetrics as LossOfTest
-from megatron_ext.telemetry.scalars import scalars, scalars_against_samples
+from megatron_ext.telemetry.tensorboard_tags import scalars, scalars_against_samples
 
 ROW: dict[str, Any] = {
     "iteration": 11,

@@ -18,9 +18,9 @@ from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Lane, Pass, Timeline
 from megatron_ext.plan.timeline_svg import as_section
-from megatron_ext.telemetry.curve import RunHistory, loss_chart, read_history, summary
-from megatron_ext.telemetry.jsonl import MetricsFile
+from megatron_ext.telemetry.loss_curve import RunHistory, loss_chart, read_history, summary
 from megatron_ext.telemetry.metrics import ValidationMetrics
+from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.run_page import run_page, runs_page
 from tests.support.pages import HOSTILE, elements
 from tests.support.samples import step

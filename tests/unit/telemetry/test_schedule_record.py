@@ -17,7 +17,7 @@ from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.plan.timeline import COMMUNICATION, Block, Pass, as_text, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
-from megatron_ext.rules.profiling import recorded_steps_are_trained
+from megatron_ext.rules.profiling_rules import recorded_steps_are_trained
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep, merged, read, timeline, write
 from megatron_ext.train.callbacks.profiling import Schedule, folder
@@ -337,7 +337,7 @@ def _recording(
 
 def _take(callback: Schedule, run: Any, iterations: range) -> list[int]:
     """Take steps; return those within which there is a recorder, with the engine's times besides."""
-    trainer: Any = SimpleNamespace(run=run)
+    trainer: Any = SimpleNamespace(run=run, position=run.state)
     nothing: Any = None
     recorded = []
     for iteration in iterations:
@@ -365,7 +365,7 @@ def test_steps_of_the_range_are_recorded_and_written_once(
 
 def test_a_run_that_ends_within_the_range_writes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     callback, run, written = _recording(monkeypatch)
-    trainer: Any = SimpleNamespace(run=run)
+    trainer: Any = SimpleNamespace(run=run, position=run.state)
     callback.on_end(trainer)
     assert written == [], "nothing was recorded"
     _take(callback, run, range(1, 4))
@@ -376,7 +376,7 @@ def test_a_run_that_ends_within_the_range_writes_what_it_has(monkeypatch: pytest
 @pytest.mark.parametrize("within", [False, True])
 def test_a_step_that_fails_is_not_recorded(within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     callback, run, _ = _recording(monkeypatch)
-    trainer: Any = SimpleNamespace(run=run)
+    trainer: Any = SimpleNamespace(run=run, position=run.state)
     _take(callback, run, range(1, 3 if within else 2))
     callback.on_step_begin(trainer)
     callback.on_failure(trainer, KeyboardInterrupt())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Block, Pass
-from megatron_ext.telemetry import communication, schedule_recorder
+from megatron_ext.telemetry import communication_clock, schedule_recorder
 from megatron_ext.telemetry.schedule_recorder import ScheduleRecorder
 
 
@@ -63,8 +63,8 @@ class Work:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(Group, "clock", found, raising=False)
-    monkeypatch.setattr(communication, "ProcessGroup", Group)
-    monkeypatch.setattr(communication, "Work", Work)
+    monkeypatch.setattr(communication_clock, "ProcessGroup", Group)
+    monkeypatch.setattr(communication_clock, "Work", Work)
     monkeypatch.setattr(schedule_recorder, "time", SimpleNamespace(perf_counter=found.mark))
     everyone = {"of": [("here", 0.5), ("here", 0.0), ("elsewhere", -50.0)]}  # machine, and seconds after the first
     monkeypatch.setattr(schedule_recorder, "_machine", lambda: "here")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer import exported
-from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"

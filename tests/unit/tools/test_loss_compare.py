@@ -20,7 +20,7 @@ from megatron_ext.verify import cases
 from tests.support.losses import commits, golden, layouts, run
 from tests.support.losses.commits import commit_hash
 from tests.support.losses.compare import different_files, first_difference
-from tests.support.of_one_module import replace_in
+from tests.support.patched_in_one_module import replace_in
 
 STAGE = {
     "rows": [

@@ -11,7 +11,7 @@ from megatron.core.full_cuda_graph import StaticBufferLoader
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_ext.data.batch import Batch
+from megatron_ext.data.microbatch import Batch
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train import build
 from megatron_ext.train.captured_passes import CapturedPasses

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.config.schema import Config, DataConfig
-from megatron_ext.data.checksums import Block, checksums
+from megatron_ext.data.data_manifest import Block, checksums
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.train import data_check

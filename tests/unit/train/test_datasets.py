@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.derived.batch import evaluation_batch
+from megatron_ext.config.derived.batch_size import evaluation_batch
 from megatron_ext.config.schema import Config, DataConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import use_of_sources

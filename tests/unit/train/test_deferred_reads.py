@@ -12,8 +12,8 @@ import torch
 from megatron_ext.errors import NumericError
 from megatron_ext.train.deferred_reads import LateStep, LateSteps
 from megatron_ext.train.run import Run
-from megatron_ext.train.shared_numbers import StopVotes
 from megatron_ext.train.step import train_step
+from megatron_ext.train.step_allreduce import StopVotes
 from tests.support.small_runs import are_equal, built, weights
 
 VOTES = StopVotes(0, 1, 0)

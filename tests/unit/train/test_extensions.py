@@ -7,11 +7,13 @@ import pytest
 
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
+from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import SampleWindow, Source
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.parts.own_parameters import current
+from megatron_ext.parts.catalogue import Parameter, count
+from megatron_ext.parts.own_parameters import with_own_parameters
 from megatron_ext.train.extensions import NONE, Extensions, OwnSamples
 from megatron_ext.train.trainer import Callback
 from tests.support.small_models import small_config
@@ -47,11 +49,13 @@ def test_callbacks_are_taken_as_they_are_or_made() -> None:
     assert [one is there for one in made] == [True, False, True]
 
 
-def test_the_catalogue_lists_own_parameters_meanwhile() -> None:
-    own = Extensions(layer_parameters=PARTS["layer_parameters"])
-    with own.in_the_catalogue():
-        assert current() is PARTS["layer_parameters"]
-    assert current() is None
+def test_the_catalogue_lists_own_parameters() -> None:
+    config = small_config()
+    own = Extensions(
+        layer_spec=PARTS["layer_spec"], layer_parameters=lambda config, layer: [Parameter("mix", (5,), 0, "zeros")]
+    ).applied(config)
+    assert count(own) == count(config) + 4 * 5
+    assert to_yaml(own) == to_yaml(config), "no file holds them"
 
 
 def _config(**groups: dict[str, Any]) -> Config:
@@ -86,7 +90,7 @@ def _config(**groups: dict[str, Any]) -> Config:
 def test_own_parts_that_cannot_work(parts: list[str], flags: dict[str, Any], said: str | None) -> None:
     own, config = Extensions(**{name: PARTS[name] for name in parts}), _config(**flags)
     if said is None:
-        assert own.applied(config) == config
+        assert own.applied(config) == with_own_parameters(config, own.layer_parameters)
         return
     with pytest.raises(ConfigurationError) as raised:
         own.applied(config)
@@ -114,7 +118,7 @@ def test_an_own_optimizer_is_registered_and_takes_the_place_of_the_flags() -> No
     """As often as the process trains, and for as long as a run lasts; another one of the same name is refused."""
     own = dataclasses.replace(OPTIMIZERS["lion"], name="mine", title="Mine", schemes=frozenset({"use_torch_fsdp2"}))
     config = _config(layout={"use_torch_fsdp2": True, "world_size": 2})
-    with Extensions(optimizer=own).in_the_catalogue():
+    with Extensions(optimizer=own).registered():
         for _ in range(2):
             applied = Extensions(optimizer=own).applied(config)
             optimizer = dataclasses.replace(config.optimizer, optimizer="mine")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ext.config.schema import Config
-from megatron_ext.device.protocol import DeviceMemory
+from megatron_ext.device.device_protocol import DeviceMemory
 from megatron_ext.errors import ConfigurationError, DataError, MemoryExhaustedError, TrainingError
 from megatron_ext.plan.memory import estimate, host_bytes, kept_at_least
 from megatron_ext.train import memory_check

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.data.corpus import Splits
 from megatron_ext.errors import DataError, NumericError
 from megatron_ext.train.bad_step import _cause

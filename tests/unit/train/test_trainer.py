@@ -8,8 +8,8 @@ import torch
 
 from megatron_ext.errors import NumericError, StoppedBySignal
 from megatron_ext.train.run import Position, Run
-from megatron_ext.train.shared_numbers import StopVotes
 from megatron_ext.train.step import StepResult
+from megatron_ext.train.step_allreduce import StopVotes
 from megatron_ext.train.trainer import Callback, Trainer
 from tests.support.small_runs import built
 

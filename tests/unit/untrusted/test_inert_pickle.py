@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.huggingface import saved_model
-from megatron_ext.checkpoint.megatron_lm.arguments import read_args
+from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files, read_metadata
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, plain

@@ -17,20 +17,20 @@ from typing import Any
 import pytest
 from backports import zstd
 
-from megatron_ext.checkpoint.huggingface.folder import _index
+from megatron_ext.checkpoint.huggingface.huggingface_folder import _index
 from megatron_ext.checkpoint.huggingface.safetensors import read_header
-from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.saved import read_saved
+from megatron_ext.data.data_record import read_record
 from megatron_ext.data.prepare import documents
 from megatron_ext.data.prepare.inputs import find_files
-from megatron_ext.data.record import read_record
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families.hf_config import read_hf_config
 from megatron_ext.foreign.translate import read
-from megatron_ext.tokenizer.build import build_tokenizer
-from megatron_ext.untrusted.folder import file_inside
+from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.untrusted.text import ExcessiveError, TextError, load_json, read_file
+from megatron_ext.untrusted.untrusted_folder import file_inside
 from megatron_ext.untrusted.yaml_text import MOST_YAML, load_yaml
 from tests.support.syntax import nodes_of, source
 
@@ -225,7 +225,7 @@ def test_every_reader_of_json_is_bounded(tmp_path: Path) -> None:
         _index(tmp_path / "config.json")
     (tmp_path / "manifest.json").write_text(deep)
     with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
-        manifest.read(tmp_path)
+        checkpoint_manifest.read(tmp_path)
     assert read_record(tmp_path / "config.json") is None
 
 
@@ -248,7 +248,7 @@ def test_half_a_character_is_refused() -> None:
 _READERS = {"json.load", "json.loads", "orjson.loads", "yaml.load", "yaml.safe_load", "yaml.full_load", "yaml.load_all"}
 _OTHERS = {
     "parallel/rendezvous.py": "what this run's own ranks have put into their store",
-    "resilience/board.py": "the same",
+    "resilience/rank_reports.py": "the same",
     "data/prepare/documents.py": "lines of a corpus, of any depth that the parser bears and of bounded size",
     "data/prepare/long_texts.py": "the same lines",
 }

@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.errors import DataError
-from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_ext.verify import exported_tokenizer
 from megatron_ext.verify.exported_tokenizer import _compare, _documents, _held_out_texts, _Reader, _short
 from tests.support.corpora import corpus_of

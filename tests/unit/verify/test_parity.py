@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.verify import cases, parity
 from megatron_ext.verify.gather import Shard, assemble
 from megatron_ext.verify.parity import bf16_distance, compare, farthest
-from megatron_ext.verify.record import RunRecord
+from megatron_ext.verify.recorded_training import RunRecord
 from tests.support.small_models import LLAMA, small_config
 
 RUN = RunRecord(

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.copying import FileRange, Files
-from megatron_ext.checkpoint.huggingface import exporter, importer, load, saved_model
+from megatron_ext.checkpoint.huggingface import exporter, importer, load_hf, saved_model
 from megatron_ext.checkpoint.huggingface.exporter import export_huggingface
-from megatron_ext.checkpoint.huggingface.folder import HFFolder
+from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.checkpoint.huggingface.importer import import_huggingface
 from megatron_ext.checkpoint.huggingface.safetensors import create
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
-from megatron_ext.checkpoint.native import manifest, torch_dist
+from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import ParameterMapping, RowRange, family_of
@@ -69,10 +69,10 @@ def test_an_import_is_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     path = import_huggingface(_write(tmp_path / "source"), tmp_path / "saved")
     assert path == tmp_path / "saved" / "iter_0000000"
-    files = manifest.read(path)
+    files = checkpoint_manifest.read(path)
     assert files is not None
     assert sorted(files) == [".metadata", "__0_0.distcp", "config.yaml", "metadata.json", "versions.json"]
-    assert manifest.problems(path, files) == []
+    assert checkpoint_manifest.problems(path, files) == []
     assert "fp16: true" in (path / "config.yaml").read_text()
     objects = torch_dist.read_objects((path / ".metadata").open("rb"))
     states = {f"decoder.layers.{module}._extra_state/shard_0_1" for module in (
@@ -228,7 +228,7 @@ def test_pieces_of_a_parameter_are_found_in_stacked_chunks(tmp_path: Path, monke
     chunk = Chunk((2, 0, 4, 6), (2, 3, 5, 7), "shard", 0, 0)
     other = Chunk((0, 0, 4, 6), (2, 3, 5, 7), "shard", 0, 0)
     made: Any = object.__new__(SavedModel)
-    made.path = tmp_path
+    made.path, made.config = tmp_path, small_config({**LLAMA_FLAGS, "num_experts": 3})
     (tmp_path / "shard").touch()
     made.tensors = {"decoder.layers.mlp.experts.experts.w": Tensor("BF16", (4, 3, 9, 13), (other, chunk))}
     made._elements = lambda path, key, chunk, dtype: (1000, None)
@@ -271,7 +271,9 @@ def test_what_a_checkpoint_has_that_its_configuration_does_not(saved: Path) -> N
     (path / "versions.json").write_text("{}")
     shards, problems = model.damage()
     assert list(shards) == ["__0_0.distcp"]
-    assert problems == [f"versions.json has 2 bytes instead of {(manifest.read(path) or {})['versions.json']['bytes']}"]
+    assert problems == [
+        f"versions.json has 2 bytes instead of {(checkpoint_manifest.read(path) or {})['versions.json']['bytes']}"
+    ]
     (path / "manifest.json").write_text("{}")
     assert model.damage() == ({}, ["manifest.json is damaged"])
 
@@ -297,7 +299,7 @@ def test_rows_of_a_shard_are_read_from_two_tensors_and_padding(
     for turned in (False, True):
         wide = whole[2:8, columns].shape
         target = torch.full(wide[::-1], -1.0, dtype=dtype).t() if turned else torch.full(wide, -1.0, dtype=dtype)
-        load.read_rows(source, mapping, range(2, 8), columns, target)
+        load_hf.read_rows(source, mapping, range(2, 8), columns, target)
         assert torch.equal(target, whole[2:8, columns].to(dtype))
 
 

@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface import exporter, importer, saved_model
 from megatron_ext.checkpoint.huggingface.arrays import ARRAYS, converted
 from megatron_ext.checkpoint.huggingface.exporter import export_huggingface
-from megatron_ext.checkpoint.huggingface.folder import HFFolder
+from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.checkpoint.huggingface.importer import import_huggingface
 from megatron_ext.checkpoint.huggingface.safetensors import create
 from megatron_ext.checkpoint.huggingface.saved_model import SavedModel

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.local import folder, rank_file, writer
+from megatron_ext.checkpoint.local import rank_file, snapshot_folder, writer
 from megatron_ext.checkpoint.local.writer import SnapshotWriter, restore_snapshot
-from megatron_ext.checkpoint.native import manifest
-from megatron_ext.checkpoint.native.folder import iteration_folder
+from megatron_ext.checkpoint.native import checkpoint_manifest
+from megatron_ext.checkpoint.native.checkpoint_folder import iteration_folder
 from megatron_ext.checkpoint.native.save import save_checkpoint
-from megatron_ext.config.parse.files import to_yaml
+from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.errors import DataError
 from tests.support.checkpoints import FLAGS, train, trained_alone
 from tests.support.run_state import state_hash
@@ -50,7 +50,7 @@ def test_another_process_goes_on_from_a_snapshot_bit_for_bit(more: str, tmp_path
     then = state_hash(run)
     losses = train(run, 3)
     made.join()
-    assert made.bytes == folder.file_of(made.folder, 2, 0).stat().st_size
+    assert made.bytes == snapshot_folder.file_of(made.folder, 2, 0).stat().st_size
     assert state_hash(run) != then
     again = trained_alone(flags(tmp_path, more), 1)
     restore_snapshot(again, 2)
@@ -69,14 +69,14 @@ def test_the_header_names_the_checkpoint_that_the_snapshot_follows_on(tmp_path: 
         run.state.iteration = iteration
         made.take()
         made.join()
-        header = rank_file.read_header(folder.file_of(made.folder, iteration, 0)) or {}
+        header = rank_file.read_header(snapshot_folder.file_of(made.folder, iteration, 0)) or {}
         found.append((header["checkpoint"], header["manifest"]))
-        assert (header["iteration"], header["layout"]) == (iteration, folder.layout_of(run.config))
+        assert (header["iteration"], header["layout"]) == (iteration, snapshot_folder.layout_of(run.config))
         assert header["config.yaml"] == to_yaml(run.config)
         assert json.loads(header["data.json"]) == {"seed": 7}
         if iteration in (2, 4):
             save_checkpoint(run, tmp_path / "save")
-    names = {step: manifest.name_of(iteration_folder(tmp_path / "save", step)) for step in (2, 4)}
+    names = {step: checkpoint_manifest.name_of(iteration_folder(tmp_path / "save", step)) for step in (2, 4)}
     assert None not in names.values()
     assert found == [(0, None), (0, None), (2, names[2]), (4, names[4]), (2, names[2])]
 
@@ -88,10 +88,10 @@ def test_the_newest_two_snapshots_stay_until_the_run_is_saved(tmp_path: Path) ->
         run.state.iteration = iteration
         made.take()
         made.join()
-    assert folder.iterations(made.folder) == [4, 6]
+    assert snapshot_folder.iterations(made.folder) == [4, 6]
     run.state.iteration = 5
     made.remove_later()
-    assert folder.iterations(made.folder) == [4]
+    assert snapshot_folder.iterations(made.folder) == [4]
     made.forget()
     assert not made.folder.exists()
 
@@ -109,10 +109,10 @@ def test_a_snapshot_that_cannot_be_written_is_told_and_leaves_the_older_ones(tmp
     made.take()
     made.join()
     assert made.problem == f"File exists: {place}"
-    assert folder.iterations(made.folder) == [1, 2, 3]
+    assert snapshot_folder.iterations(made.folder) == [1, 2, 3]
     run.state.iteration = 4
     assert made.take() == 0.0
-    assert folder.iterations(made.folder) == [1, 2, 3]
+    assert snapshot_folder.iterations(made.folder) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("lacks", [0, 1])
@@ -135,7 +135,7 @@ def test_room_for_exactly_a_snapshot_is_enough(lacks: int, tmp_path: Path, monke
 def test_a_snapshot_of_another_run_is_refused_with_a_way_out(tmp_path: Path) -> None:
     run = trained_alone(flags(tmp_path), 1)
     made = snapshot_of(run)
-    path = folder.file_of(made.folder, 1, 0)
+    path = snapshot_folder.file_of(made.folder, 1, 0)
     rank_file.write(path, {}, writer.tensors_of(run) | writer.random_states(run))
     with pytest.raises(DataError, match=r"lacks 'numbers'; remove the folder to go on from the checkpoint$"):
         restore_snapshot(run, 1)
@@ -178,7 +178,7 @@ def test_snapshots_lie_in_a_folder_of_their_save_folder(tmp_path: Path) -> None:
     found = []
     for save in ("save", "link", "other"):
         run = trained_alone([*flags(tmp_path), "--save", str(tmp_path / save)])
-        found.append(folder.folder_of(run.config))
+        found.append(snapshot_folder.folder_of(run.config))
     assert found[0] == found[1] != found[2]
     shutil.rmtree(tmp_path / "save")
-    assert folder.folder_of(trained_alone(FLAGS).config) is None
+    assert snapshot_folder.folder_of(trained_alone(FLAGS).config) is None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.native import resume
-from megatron_ext.checkpoint.native.folder import SavedCheckpoint
+from megatron_ext.checkpoint.native.checkpoint_folder import SavedCheckpoint
 from megatron_ext.checkpoint.native.resume import Search
 
 

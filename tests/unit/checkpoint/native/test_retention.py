@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.native import retention
-from megatron_ext.checkpoint.native.folder import iteration_folder, saved_iterations
-from megatron_ext.checkpoint.native.manifest import MANIFEST
+from megatron_ext.checkpoint.native.checkpoint_folder import iteration_folder, saved_iterations
+from megatron_ext.checkpoint.native.checkpoint_manifest import MANIFEST
 from megatron_ext.checkpoint.native.retention import expired, remove_expired
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from tests.support.checkpoints import FLAGS, train, trained_alone

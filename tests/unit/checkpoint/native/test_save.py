@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.native import contents, manifest, save
-from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
-from megatron_ext.checkpoint.native.load import load_checkpoint
+from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict, save
+from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import Kept, Save, save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import StorageError
+from megatron_ext.parts.layer import PreNormLayer
 from tests.support.checkpoints import FLAGS, train, trained_alone
 from tests.support.run_state import state_hash
 
@@ -33,10 +35,18 @@ RUNS = [
 
 def state_of(run: Any) -> tuple[Any, ...]:
     """Return all that the next step of a run follows from."""
-    generators = {name: bytes(state.numpy()) for name, state in contents.random_tracker().get_states().items()}
+    generators = {
+        name: bytes(state.numpy()) for name, state in checkpoint_state_dict.random_tracker().get_states().items()
+    }
     # Masters that lie in host memory have none between steps; the losses that follow are theirs.
     digest = "" if run.config.optimizer.optimizer_cpu_offload else state_hash(run)
-    return digest, run.state, generators, bytes(torch.get_rng_state().numpy()), contents.grad_scaler_state(run)
+    return (
+        digest,
+        run.state,
+        generators,
+        bytes(torch.get_rng_state().numpy()),
+        checkpoint_state_dict.grad_scaler_state(run),
+    )
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -58,11 +68,34 @@ def test_a_loaded_run_goes_on_as_the_saved_one_did(words: str, background: bool,
     assert load_checkpoint(again, tmp_path) == 3
     assert state_of(again) == then
     assert train(again, 3) == losses
-    files = manifest.read(path)
+    files = checkpoint_manifest.read(path)
     assert files is not None
-    assert sorted([*files, manifest.MANIFEST]) == sorted(str(file.relative_to(path)) for file in path.iterdir())
-    assert manifest.problems(path, files) == []
+    assert sorted([*files, checkpoint_manifest.MANIFEST]) == sorted(
+        str(file.relative_to(path)) for file in path.iterdir()
+    )
+    assert checkpoint_manifest.problems(path, files) == []
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000001", "iter_0000003", TRACKER]
+
+
+class Counting(PreNormLayer):
+    """Counts its passes in a buffer that is another tensor after each."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        self.passes = self.passes + 1
+        return super().forward(*arguments, **named)
+
+
+def test_a_buffer_that_a_layer_replaces_is_saved_as_it_is_then(tmp_path: Path) -> None:
+    run, kept = trained_alone(FLAGS, layer_spec=lambda spec, _: replace(spec, module=Counting)), Kept()
+    for steps in (1, 2):
+        train(run, steps)
+        path = Save(run, tmp_path, background=True, kept=kept).finish()
+        passes = run.state.iteration * 2  # microbatches of a step
+        assert Tensors(path).read("decoder.layers.passes").unique().tolist() == [passes]
 
 
 def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,12 +32,10 @@ def problems_of(line: str) -> list[str]:
 
 
 def test_flags_that_cannot_be_read_hide_no_rule():
-    found = problems_of(
-        "--hiden-size 4 --lr fast --multi-latent-attention --world-size 3 --tensor-model-parallel-size 2"
-    )
+    found = problems_of("--hiden-size 4 --lr fast --mla-down-proj-fusion --world-size 3 --tensor-model-parallel-size 2")
     starts = [
         "--lr: 'fast' is not a number",
-        "--multi-latent-attention is not supported",
+        "--mla-down-proj-fusion is not supported",
         "unknown flag --hiden-size; did you mean --hidden-size?",
         "world size 3 is not a multiple of --tensor-model-parallel-size 2",
     ]
@@ -95,7 +93,7 @@ def test_unknown_flags_are_left_out_where_asked_with_a_warning_each(tmp_path: Pa
 
 def test_underscores_stand_for_hyphens():
     assert parse(shlex.split("--num_layers 4 --logging_level 5")).values == {"num_layers": 4}
-    assert read(["--multi_latent_attention"]).problems[0].startswith("--multi-latent-attention is not supported")
+    assert read(["--mla_down_proj_fusion"]).problems[0].startswith("--mla-down-proj-fusion is not supported")
 
 
 @pytest.mark.parametrize(

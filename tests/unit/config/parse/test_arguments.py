@@ -89,7 +89,7 @@ def test_refused_flags_are_named_with_their_values_and_neutral_ones_pass():
     assert problem.startswith("--fim-rate 0.7 is not supported: ")
     (problem,) = problems_of("--spec some.module Spec --num-layers 4")
     assert problem.startswith("--spec some.module Spec is not supported: ")
-    neutral = "--fim-rate 0.50 --fim-prefix-token=<fim_prefix> --moe-layer-freq=1 --muon-momentum 0.90"
+    neutral = "--fim-rate 0.50 --fim-prefix-token=<fim_prefix> --muon-momentum 0.90"
     assert parse(shlex.split(neutral)) == Typed(values={})
 
 

@@ -79,6 +79,8 @@ def test_a_file_that_is_no_text_or_too_long_is_refused(tmp_path: Path, monkeypat
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read: it is no regular file"):
         parse(["--data-args-path", str(tmp_path)])
+    with pytest.raises(ConfigurationError, match="/proc/self/mem cannot be read: Input/output error"):
+        parse(["--data-args-path", "/proc/self/mem"])  # fails as a broken disk does
 
 
 def test_a_file_that_is_not_there_is_refused_and_believed_by_a_dry_run() -> None:

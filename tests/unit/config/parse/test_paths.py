@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext.durable import only_files
 from megatron_ext.errors import ConfigurationError, StorageError
-from megatron_ext.telemetry.jsonl import MetricsFile
+from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.train.configure import configure
 
 FLAGS = shlex.split("""
@@ -108,7 +108,7 @@ AS_NOBODY = """
 import os, sys
 from megatron_ext.errors import StorageError
 from megatron_ext.train.configure import configure
-import megatron_ext.config.parse.files
+import megatron_ext.config.parse.config_file
 configure(sys.argv[1:-2])  # imports what that user may not
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 try:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.config.parse.arguments import parse
-from megatron_ext.config.parse.files import to_yaml
+from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.parse.options import Option, names_by_resume, options, options_by_name
 from megatron_ext.config.parse.saved import adopt, read_saved, shapes_and_function
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.schema import Config, model
+from megatron_ext.config.schema import Config, model_flags
 from megatron_ext.config.schema.option import Resume, option
 from megatron_ext.rules.validate import problems
 from tests.support.wrong_flags import BASE
@@ -21,8 +21,10 @@ from tests.support.wrong_flags import BASE
 EVERY_PART = (
     f"{BASE} --disable-bias-linear --group-query-attention --num-query-groups 4 --num-experts 4 "
     "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-router-dtype fp32 --window-size 3,0 "
-    "--window-attn-skip-freq 2 --attention-dropout 0"
+    "--window-attn-skip-freq 2 --attention-dropout 0 --moe-layer-freq 2 --softmax-scale 0.3"
 )
+ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2"
+"""The same with what learned positions do not have."""
 FREE_IN_THE_MODEL = {
     "seq_length": "a longer context goes on from a shorter one",
     "no_position_embedding": "an old spelling, which changes nothing where it is taken",
@@ -64,7 +66,7 @@ def another(option: Option, value: Any) -> Any:
     return value * 2 if isinstance(value, float) else value + 1
 
 
-TEXTS = {"window_size": "7,0", "window_attn_skip_freq": "3"}
+TEXTS = {"window_size": "7,0", "window_attn_skip_freq": "3", "no_rope_freq": "3", "moe_layer_freq": "3"}
 """Other values of fields that are texts with a meaning."""
 
 
@@ -75,7 +77,7 @@ def test_each_field_has_one_of_the_roles():
 def test_a_field_without_a_role_cannot_be_declared():
     with pytest.raises(TypeError, match="resume"):
         option(False, "A part of the model.")  # pyright: ignore[reportCallIssue]
-    assert not hasattr(model, "free"), "a field of the model names its role in full"
+    assert not hasattr(model_flags, "free"), "a field of the model names its role in full"
 
 
 def test_a_field_of_the_model_that_may_change_has_a_reason():
@@ -85,7 +87,7 @@ def test_a_field_of_the_model_that_may_change_has_a_reason():
 
 @pytest.mark.parametrize("name", shapes_and_function())
 def test_a_resume_with_another_model_is_refused(name: str, tmp_path: Path):
-    config = config_of(EVERY_PART)
+    config = config_of(ROTATED if name == "no_rope_freq" else EVERY_PART)
     saved = saved_by(config, tmp_path)
     assert problems(config, Facts(saved=saved)) == []
     was = saved[name] = another(options_by_name()[name], saved[name])
@@ -97,7 +99,7 @@ def test_a_resume_with_another_model_is_refused(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize("name", shapes_and_function())
 def test_finetuning_may_change_what_is_computed_and_not_the_shapes(name: str, tmp_path: Path):
-    config = config_of(EVERY_PART)
+    config = config_of(ROTATED if name == "no_rope_freq" else EVERY_PART)
     config = replace(config, checkpoint=replace(config.checkpoint, finetune=True))
     saved = saved_by(config, tmp_path)
     saved[name] = another(options_by_name()[name], saved[name])

@@ -27,11 +27,11 @@ from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.data.prepare.long_texts import split_strings
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError
-from megatron_ext.tokenizer import batch, protocol
-from megatron_ext.tokenizer.batch import plain_encoder, probe_texts
-from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer import encode_many, tokenizer_protocol
+from megatron_ext.tokenizer.encode_many import plain_encoder, probe_texts
+from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer
-from megatron_ext.tokenizer.protocol import beginning, between_words, in_pieces
+from megatron_ext.tokenizer.tokenizer_protocol import beginning, between_words, in_pieces
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "preprocess"
 TOOL = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
@@ -42,7 +42,7 @@ SENTENCE = "A line of text that goes on, and 123 numbers; "
 @pytest.fixture
 def long_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of over 100 bytes are long, and pieces of them have 40."""
-    for module in (long_texts, documents, parquet, batch, protocol):
+    for module in (long_texts, documents, parquet, encode_many, tokenizer_protocol):
         if hasattr(module, "LONG"):
             monkeypatch.setattr(module, "LONG", 100)
         if hasattr(module, "_PIECE"):
@@ -54,7 +54,7 @@ def long_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sentencepiece_holds_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "_LONGEST", {SentencePieceTokenizer: 200})
+    monkeypatch.setattr(encode_many, "_LONGEST", {SentencePieceTokenizer: 200})
 
 
 def random_texts(count: int) -> list[str]:

@@ -17,8 +17,8 @@ from megatron_ext.data.prepare.documents import Block, ReadPosition
 from megatron_ext.data.prepare.encode import BlockEncoder
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer.batch import fast_encoder, plain_encoder, probe_texts
-from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.encode_many import fast_encoder, plain_encoder, probe_texts
+from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "preprocess"

@@ -354,10 +354,9 @@ def named_kernel(line: str) -> tuple[str, int | None, list[str]]:
         (f"--device cuda {CONTEXT} --attention-dropout 0", "attends to parts"),
         (f"--device cuda {CONTEXT} --attention-dropout 0 --cp-comm-type p2p all_gather", "attends to parts"),
         (f"--device cuda {CONTEXT} --attention-dropout 0 --cp-comm-type p2p a2a", None),
-        (f"--device cuda {CONTEXT} --cp-comm-type a2a", None),
-        (f"--device cuda {CONTEXT}", None),  # with dropout heads are exchanged, where nobody says otherwise
+        (f"--device cuda {CONTEXT} --attention-dropout 0 --cp-comm-type a2a", None),
         ("--device cuda --transformer-impl transformer_engine", None),
-        ("--device cuda", None),
+        ("--device cuda --attention-dropout 0", None),
     ],
 )
 def test_flags_that_choose_nothing_are_said(line: str, reason: str | None) -> None:

@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.model.config import transformer_config
 from megatron_ext.parts.attention.compute import SDPAttention
+from megatron_ext.parts.attention.describe import SHORT
 from tests.support.small_models import small_config
 
 
@@ -36,14 +37,14 @@ def _roundings(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()) * 2**8 / 0.42
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("sequence", "dtype"), [(33, torch.float32), (SHORT + 1, torch.float32), (33, torch.bfloat16)])
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])  # 3: as many as samples
 @pytest.mark.parametrize("scale", [None, 0.5])
-def test_equals_attention_written_out(groups: int, scale: float | None, dtype: torch.dtype) -> None:
+def test_equals_attention_written_out(sequence: int, groups: int, scale: float | None, dtype: torch.dtype) -> None:
     """In fp32 within 2e-6. In bf16 four roundings of the context, half of them at random: of the probabilities, their
     product, and it; in the gradients twelve, for those of the probabilities and scores come on top."""
     torch.manual_seed(0)
-    sequence, batch, heads, channels = 33, 3, 6, 16
+    batch, heads, channels = 3, 6, 16
     shapes = [(batch, heads, sequence, channels)] + [(batch, groups, sequence, channels)] * 2
     ours = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     exact = [tensor.detach().double().requires_grad_() for tensor in ours]

@@ -1,11 +1,19 @@
 """Rotary frequencies and their scaling."""
 
+from typing import Any
+
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron_ext.parts.attention.describe import RotaryScaling
-from megatron_ext.parts.attention.rope import rotate, rotate_reference, scaled_inverse_frequencies, split_and_rotate
+from megatron_ext.parts.attention.describe import RotaryScaling, YarnScaling
+from megatron_ext.parts.attention.rope import (
+    rotate,
+    rotate_reference,
+    scaled_inverse_frequencies,
+    split_and_rotate,
+    yarn_inverse_frequencies,
+)
 
 
 def _frequencies(base: float = 500000.0, channels: int = 128) -> torch.Tensor:
@@ -31,6 +39,21 @@ def test_other_constants_take_effect() -> None:
 
     narrower = RotaryScaling(8.0, 2.0, 4.0, original_positions=1000)
     assert scaled_inverse_frequencies(frequencies, narrower)[2] < frequencies[2] / 2.0
+
+
+@pytest.mark.parametrize(("factor", "original", "betas"), [(40.0, 4096, (32.0, 1.0)), (4.0, 32, (8.0, 7.9))])
+def test_yarn_is_that_of_transformers(factor: float, original: int, betas: tuple[float, float]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": factor, "mscale": 0.7, "mscale_all_dim": 0.4}
+    parameters |= {"original_max_position_embeddings": original, "beta_fast": betas[0], "beta_slow": betas[1]}
+    config: Any = LlamaConfig(head_dim=64, rope_parameters=parameters)  # pyright: ignore[reportCallIssue]
+    expected, length = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    scaling = YarnScaling(factor, original, *betas, 0.7, 0.4)
+    ours = yarn_inverse_frequencies(_frequencies(10000.0, 64), scaling, 10000.0)
+    torch.testing.assert_close(ours, expected, rtol=2e-6, atol=0)
+    assert scaling.of_table == pytest.approx(length, rel=1e-12)
 
 
 @pytest.mark.parametrize("channels", [16, 24])

@@ -24,8 +24,8 @@ from megatron_ext.parts.linear.scaled_products import (
     product,
     quantize,
 )
-from megatron_ext.rules.fp8 import fp8_has_layers_of_its_own
-from tests.support.in_turn import end_layout
+from megatron_ext.rules.part_rules import parts_are_computed
+from tests.support.several_models import end_layout
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 MANTISSA = {E4M3: 3, E5M2: 2}
@@ -349,6 +349,8 @@ def test_what_is_kept_is_the_same() -> None:
 
 
 def test_experts_are_refused_with_what_to_do() -> None:
-    config = small_config({"num_experts": 4}, training={"fp8_format": "hybrid"})
-    [problem] = fp8_has_layers_of_its_own(config, Facts())
-    assert problem.endswith("of --num-experts 4; leave --fp8-format out to train them in bf16")
+    config = small_config({"num_experts": 4, "disable_bias_linear": True}, training={"fp8_format": "hybrid"})
+    assert list(parts_are_computed(config, Facts())) == [
+        "--fp8-format hybrid multiplies in FP8, which has no grouped products for experts, but --num-experts is 4; "
+        "leave --fp8-format out to train them in bf16"
+    ]

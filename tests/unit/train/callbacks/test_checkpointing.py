@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.native.folder import saved_iterations
+from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
 from megatron_ext.errors import NumericError
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.trainer import Callback

@@ -13,7 +13,7 @@ from megatron_ext.train.callbacks.reporting import Reporting
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Trainer
-from tests.support.of_one_module import replace_in
+from tests.support.patched_in_one_module import replace_in
 from tests.support.small_runs import MODEL, built
 
 

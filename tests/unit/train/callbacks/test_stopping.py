@@ -7,8 +7,8 @@ import pytest
 
 from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.train.callbacks.stopping import Stopping
-from megatron_ext.train.shared_numbers import StopVotes
 from megatron_ext.train.step import StepResult
+from megatron_ext.train.step_allreduce import StopVotes
 from megatron_ext.train.trainer import Trainer
 from tests.support.small_runs import built
 

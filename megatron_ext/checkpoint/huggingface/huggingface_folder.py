@@ -1,0 +1,133 @@
+"""Reads a Hugging Face folder as a source of our parameters: `config.json` next to one or several safetensors files.
+
+    folder = HFFolder("Llama-3.2-1B")
+    folder.check(config)             # every missing or misshapen tensor at once
+    folder.entries["lm_head.weight"] # where it lies
+
+Nothing in the folder is executed, and no file outside of it is opened, whatever its index says. This needs no torch.
+"""
+
+from pathlib import Path
+
+from megatron_ext.checkpoint.dtypes import WIDTH
+from megatron_ext.checkpoint.huggingface.safetensors import Entry, read_header
+from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.families import state_dict_mapping
+from megatron_ext.families.hf_config import read_hf_config
+from megatron_ext.untrusted.text import load_json, read_file
+from megatron_ext.untrusted.untrusted_folder import file_inside
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LARGEST_INDEX = 1 << 26  # bytes; 200,000 tensors have some 20 million
+
+
+class HFFolder:
+    """The tensors of a Hugging Face model.
+
+    Raises:
+        ConfigurationError: the folder has no usable `config.json`, or no safetensors.
+        DataError: an index or a file is damaged, or leads out of the folder.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder)
+        self.family, self.values = read_hf_config(folder)
+        self.entries = _entries(self.path)
+        prefix = self.family.headless_prefix
+        if prefix and f"{self.family.names[_TABLE][0].removeprefix(prefix)}.weight" in self.entries:
+            # The oldest files were written from the model without its head, whose names have no prefix.
+            self.entries = {f"{prefix}{name}": entry for name, entry in self.entries.items()}
+
+    def check(self, config: Config) -> None:
+        """Check that the files hold the model that `config` (made from `values`) describes.
+
+        Raises:
+            DataError: a tensor is missing or has another shape or dtype than it should have; all of them are named.
+        """
+        problems = []
+        for mapping in state_dict_mapping(config, self.family):
+            for name, shape in mapping.tensor_shapes().items():
+                entry = self.entries.get(name)
+                if entry is None:
+                    problems.append(f"{name} is missing; it should have shape {list(shape)}")
+                elif entry.shape != shape:
+                    problems.append(f"{name} has shape {list(entry.shape)}; by config.json it should be {list(shape)}")
+                elif entry.dtype not in WIDTH:
+                    problems.append(f"{name} has dtype {entry.dtype}; supported are {', '.join(WIDTH)}")
+        if config.model.untie_embeddings_and_output_weights is False and self._has_an_output_layer_of_its_own():
+            head = f"{self.family.names['output_layer'][0]}.weight"
+            problems.append(f"{head} differs from the embeddings, but config.json has tie_word_embeddings")
+        if problems:
+            raise DataError(
+                f"{self.path}: config.json does not match the tensors: "
+                + "; ".join(problems)
+                + ". Take both from the same model."
+            )
+
+    def dtype(self) -> str:
+        """Return the dtype of the weights; where they differ, one that holds all of them."""
+        dtypes = {entry.dtype for entry in self.entries.values() if entry.dtype in WIDTH}
+        return "F32" if dtypes == {"F16", "BF16"} else max(dtypes, key=WIDTH.__getitem__, default="F16")
+
+    def _has_an_output_layer_of_its_own(self) -> bool:
+        """Return whether the output layer differs from the embedding: old files of tied models hold the shared matrix
+        twice; two different ones would be another model."""
+        head, table = (
+            self.entries.get(f"{self.family.names[module][0]}.weight") for module in ("output_layer", _TABLE)
+        )
+        if head is None or table is None:
+            return False
+        if head.shape != table.shape or head.dtype != table.dtype:
+            return True
+        step = max(1, (1 << 24) // max(1, head.row_bytes))
+        starts = range(0, head.shape[0], step)
+        pairs = ([entry.rows(at, min(step, entry.shape[0] - at)) for entry in (head, table)] for at in starts)
+        return any(one.tobytes() != other.tobytes() for one, other in pairs)
+
+
+_TABLE = "embedding.word_embeddings"
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    if (folder / INDEX).exists():
+        names = _index(safe_file(folder, INDEX))
+        entries = {}
+        for file in sorted(set(names.values())):
+            entries |= {
+                name: entry for name, entry in read_header(safe_file(folder, file)).items() if names.get(name) == file
+            }
+        lost = sorted(names.keys() - entries.keys())
+        if lost:
+            raise DataError(f"{folder / INDEX} places {', '.join(lost[:5])} in a file that does not hold it")
+        return entries
+    if (folder / SINGLE).exists():
+        return read_header(safe_file(folder, SINGLE))
+    raise ConfigurationError(
+        f"{folder} holds neither {SINGLE} nor {INDEX}; weights in another format (.bin) are pickles and are not read: "
+        "convert them with transformers' save_pretrained"
+    )
+
+
+def _index(path: Path) -> dict[str, str]:
+    try:
+        names = load_json(read_file(path, _LARGEST_INDEX))["weight_map"]
+        if all(isinstance(file, str) for file in names.values()):
+            return names
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise DataError(f"{path} is not the index of a sharded model: it has no weight_map of names")
+
+
+def safe_file(folder: Path, name: str) -> Path:
+    """Return the path of a file of the folder, which its own content (an index) names.
+
+    The links of a Hugging Face cache, from `snapshots/<revision>/` to `blobs/` next to it, are followed; no others are.
+
+    Raises:
+        DataError: the name or a link leads out of the folder, or there is no such file.
+    """
+    home = folder.resolve()
+    cached = home.parent.name == "snapshots"
+    return file_inside(folder, name, also=[home.parent.parent / "blobs"] if cached else [])

@@ -1,0 +1,192 @@
+"""Reads a checkpoint."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
+from megatron_ext.checkpoint.native import checkpoint_state_dict
+from megatron_ext.checkpoint.native.agreed_checkpoint import first_whole
+from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, RELEASE, SavedCheckpoint
+from megatron_ext.checkpoint.native.resume import search_in
+from megatron_ext.checkpoint.native.safe_reading import UNREADABLE, SafeReader, no_code_from_files
+from megatron_ext.checkpoint.native.snapshot import Saveable
+from megatron_ext.config.parse.options import options_by_name
+from megatron_ext.config.parse.saved import read_saved
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.parts import own_parameters
+from megatron_ext.resilience.process_end import is_lost_peer
+from megatron_ext.terminal import warn
+from megatron_ext.untrusted.untrusted_folder import file_inside
+
+
+def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
+    """Find a checkpoint in `folder`, or the one that it is, and load it. Collective.
+
+    This is for a run whose flags and data follow from no checkpoint; `pretrain` loads the one that they follow from.
+    A checkpoint that is not as its manifest says is passed over with a warning, for the next newest, unless
+    --no-fallback forbids it.
+
+    Returns:
+        The checkpoint's iteration; None where the folder holds no checkpoint.
+    Raises:
+        DataError, StorageError: as `first_whole` and `load_saved`.
+    """
+    flags = run.config.checkpoint
+    chosen = first_whole(lambda: search_in(folder, flags.ckpt_step), flags)
+    if chosen is None:
+        return None
+    load_saved(run, chosen[0])
+    return chosen[0].iteration
+
+
+def load_saved(run: Saveable, checkpoint: SavedCheckpoint) -> None:
+    """Put the tensors and the progress of the checkpoint, which all ranks have agreed on, into `run`. Collective.
+
+    In the layout that saved it, the run then goes on exactly as if it had not been interrupted, unless --finetune and
+    the like leave parts of it aside.
+
+    Raises:
+        DataError: the checkpoint cannot be read, or is of another model.
+        RuntimeError: another rank was lost meanwhile.
+    """
+    try:
+        with no_code_from_files(checkpoint.path), run.sharding.weights_in_place(run.chunks):
+            _read(run, checkpoint)
+    except UNREADABLE as error:
+        if is_lost_peer(error):
+            raise
+        reason = _reason(_refusal_of_metadata(checkpoint) if "metadata is None" in str(error) else error)
+        raise DataError(
+            f"the checkpoint {checkpoint.path} cannot be read as one of this model: {reason}. Compare its "
+            "config.yaml with the flags given; if they agree, it is damaged: move it away, and the one before is used."
+        ) from error
+
+
+def _refusal_of_metadata(checkpoint: SavedCheckpoint) -> BaseException:
+    """Return why `.metadata` was refused, which torch swallows: it looks for another file, and has none."""
+    try:
+        SafeReader(checkpoint.path).read_metadata()
+    except (*UNREADABLE, DataError) as error:
+        return error
+    return DataError("its .metadata could not be read at first; a second time it could")
+
+
+def _read(run: Saveable, checkpoint: SavedCheckpoint) -> None:
+    path = checkpoint.path
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    _require_own_layers(run, checkpoint, common)
+    megatrons = megatron_lm.wrote(common)
+    translated = _as_ours(run, path, common) if megatrons else common
+    parts = _wanted(run, checkpoint, translated)
+    to_load = checkpoint_state_dict.to_load(run, parts)
+    without: dict[str, list[str]] = {}
+    if megatrons:
+        without = megatron_lm.rename(to_load.state_dict, SafeReader(path).read_metadata().state_dict_metadata)
+    # Not every rank reads every tensor: no need for the engine to see that they all do.
+    loaded: Any = dist_checkpointing.load(to_load.state_dict, str(path), _reading(run), validate_access_integrity=False)
+    if megatrons:
+        loaded |= {name: value for name, value in translated.items() if name != "optimizer"}
+        for chunk, names in without.items():
+            loaded[chunk] |= dict.fromkeys(names)
+    checkpoint_state_dict.restore(run, to_load, parts, loaded)
+
+
+def _require_own_layers(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> None:
+    """Require the layers that the checkpoint was trained with, where they have parameters of their own."""
+    lacking = set(common.get(checkpoint_state_dict.OWN_PARAMETERS, ())) - set(own_parameters.names(run.config))
+    if lacking:
+        raise ConfigurationError(
+            f"the checkpoint {checkpoint.path} was trained with layers of one's own, whose parameters "
+            f"{', '.join(sorted(lacking))} this model does not have; start it from the script that brings them "
+            "(layer_spec= and layer_parameters=)"
+        )
+
+
+def _reading(run: Saveable) -> Any:
+    """Return the engine's way to read: every rank all that it needs, or data-parallel ranks together."""
+    own = TorchDistLoadShardedStrategy()
+    if not run.config.checkpoint.ckpt_fully_parallel_load:
+        return own
+    # The engine's broadcast makes its buffers on a GPU.
+    exchange = "broadcast" if run.device.kind == "cuda" else "gather_object"
+    return FullyParallelLoadStrategyWrapper(own, run.groups.dp_cp, exchange_algo=exchange)
+
+
+def _as_ours(run: Saveable, path: Path, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the common state of a checkpoint that Megatron-LM wrote, if it is one that can be used."""
+    different = megatron_lm.different_flags(common, run.config)
+    if different:
+        raise DataError(
+            f"the checkpoint {path}, which Megatron-LM wrote, has {', '.join(different)}; give the flags that it was "
+            "trained with."
+        )
+    flags = run.config.checkpoint
+    if not (flags.finetune or flags.no_load_optim or megatron_lm.optimizer_is_readable(common)):
+        raise DataError(
+            f"the checkpoint {path}, which Megatron-LM wrote, has its optimizer state in flat buffers that only its "
+            "own layout can read; save it there with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim to go "
+            "on with a new optimizer."
+        )
+    return megatron_lm.as_ours(common)
+
+
+def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> checkpoint_state_dict.Parts:
+    """Return what the flags ask for, of what is there."""
+    path = checkpoint.path
+    # Made from a Hugging Face model, or released by somebody: training begins with a new optimizer.
+    if common.get("weights_only") or checkpoint.path.name == RELEASE:
+        return checkpoint_state_dict.Parts(optimizer=False, rng=False, progress=False)
+    flags = run.config.checkpoint
+    optimizer = not (flags.finetune or flags.no_load_optim)
+    if optimizer and "optimizer_step" not in common:
+        raise DataError(
+            f"the checkpoint {path} was saved without optimizer state; add --no-load-optim to go on with a new one, "
+            "or --finetune to begin at iteration 0."
+        )
+    was = _saved_optimizer(path)
+    if optimizer and was not in (None, run.config.optimizer.optimizer):
+        raise DataError(
+            f"the checkpoint {path} has the state of --optimizer {was}, from which --optimizer "
+            f"{run.config.optimizer.optimizer} cannot go on; use --optimizer {was}, or add --no-load-optim to go on "
+            "with a new state."
+        )
+    rng = not (flags.finetune or flags.no_load_rng)
+    grid = common.get("rng_grid")
+    if rng and grid != checkpoint_state_dict.rng_grid(run):
+        whose = (
+            f"{path} was saved by (pipeline, data, tensor) = {tuple(grid)} ranks"
+            if grid
+            else f"{path} holds no random state that can be used here"
+        )
+        if run.config.model.attention_dropout or run.config.model.hidden_dropout:
+            _warn(run, f"{whose}: dropout goes on from new random numbers")
+        rng = False
+    return checkpoint_state_dict.Parts(optimizer=optimizer, rng=rng, progress=not flags.finetune)
+
+
+def _saved_optimizer(path: Path) -> str | None:
+    """Return the optimizer whose state the checkpoint holds; None where its configuration does not say it."""
+    saved = read_saved(file_inside(path, CONFIG)) if (path / CONFIG).exists() else None
+    return None if saved is None else saved.get("optimizer", options_by_name()["optimizer"].default)
+
+
+def _warn(run: Saveable, text: str) -> None:
+    if run.rank == 0:
+        warn(text)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the engine's own words, the first of many lines."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip() or type(error).__name__
+    # torch's first lines on a pickle that it refuses say how to run it all the same; what it asks for comes after them.
+    asked = [line.partition(". Please use")[0] for line in text.splitlines() if " GLOBAL " in line]
+    text = asked[0] if asked else text
+    return f"{type(error).__name__}: {text.splitlines()[0][:300]}"

@@ -1,0 +1,117 @@
+"""The options of the data: files, blends, splits, tokenizer, loading."""
+
+from dataclasses import dataclass
+
+from megatron_ext.config.schema.option import Need, free, option
+
+TOKENIZER_TYPES = (
+    "ByteTokenizer",
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "TikTokenizer",
+    "GPT2BPETokenizer",
+    "NullTokenizer",
+)
+"""Values of --tokenizer-type; `tokenizer/from_flags.py` builds each."""
+
+
+_FROM_ITS_FOLDER = "use HuggingFaceTokenizer with --tokenizer-model naming the model's folder, which has tokenizer.json"
+_OTHER_TOKENIZERS = {
+    "MultimodalTokenizer": "images are not in this version",
+    **dict.fromkeys(
+        ("Llama3Tokenizer", "LLama3Tokenizer", "Qwen2Tokenizer", "Qwen3Tokenizer"),
+        _FROM_ITS_FOLDER,
+    ),
+}
+"""Tokenizers of Megatron and of its forks that are not built, and what to use instead."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Options of the data."""
+
+    data_path: tuple[str, ...] | None = free(
+        None, "Prefixes of .bin/.idx files, each optionally after its weight; --split divides them."
+    )
+    split: str = free("969,30,1", "Shares of --data-path for training, validation and test.")
+    train_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for training alone.")
+    valid_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for validation alone.")
+    test_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for test alone.")
+    data_args_path: str | None = free(None, "File whose words stand for --data-path, where there are many.")
+    per_split_data_args_path: str | None = free(
+        None, "JSON file whose lists train, valid and test stand for --train-data-path and its like."
+    )
+    data_order: str = free(
+        "shuffled",
+        "shuffled: megatron-core's order, from index files that are built at the first start; "
+        "formula: computed, no index.",
+        choices=("shuffled", "formula"),
+    )
+    data_cache_path: str | None = free(
+        None, "Folder of the sample indices; default a folder named cache beside the data."
+    )
+    verify_data: str = free(
+        "background",
+        "Compare the data with the checksums of its manifest: some blocks at the start and all while training (1% of "
+        "a core of the machine), all at the start, or none.",
+        choices=("start", "background", "off"),
+    )
+    mock_data: bool = free(False, "Synthetic tokens, a function of the seed; no files.")
+    tokenizer_type: str | None = option(
+        None,
+        "Tokenizer that made the data.",
+        resume="tokenizer",
+        choices=TOKENIZER_TYPES,
+        refused=_OTHER_TOKENIZERS,
+    )
+    accept_other_tokenizer: bool = free(
+        False, "Train although a manifest next to the data says that another tokenizer made it; default refuse."
+    )
+    tokenizer_model: str | None = option(
+        None, "The tokenizer's file, or its folder for HuggingFaceTokenizer.", resume="tokenizer"
+    )
+    vocab_size: int = option(
+        None,
+        "Entries of the vocabulary before padding; default the tokenizer's, for TikTokenizer 131072. "
+        "NullTokenizer needs it.",
+        resume="shape",
+        at_least=1,
+    )
+    vocab_file: str | None = option(None, "GPT2BPETokenizer: its vocab.json, from token to id.", resume="tokenizer")
+    merge_file: str | None = option(None, "GPT2BPETokenizer: its merges.txt, one merge a line.", resume="tokenizer")
+    tokenizer_special_tokens: tuple[str, ...] | None = option(
+        None,
+        "Special tokens: appended to the vocabulary of HuggingFaceTokenizer and GPT2BPETokenizer; the first ids of "
+        "TikTokenizer, default <unk> <s> </s> <mask> <pad> <cls> <sep>.",
+        resume="tokenizer",
+        aliases=("--tiktoken-special-tokens",),
+    )
+    tiktoken_pattern: str | None = option(
+        None,
+        "TikTokenizer: how a text is split before the merges; default v2.",
+        resume="tokenizer",
+        choices=("v1", "v2"),
+    )
+    tiktoken_num_special_tokens: int = option(
+        1000, "TikTokenizer: ids before the vocabulary's; those without a name are <SPECIAL_n>.", resume="tokenizer"
+    )
+    reset_position_ids: bool = free(
+        False, "Count positions, learned or rotary, from the beginning of each document in a sample."
+    )
+    reset_attention_mask: bool = free(False, "Let no token see another document of its sample.")
+    eod_mask_loss: bool = free(False, "Do not train on predicting what follows an end of document.")
+    assistant_only_loss: bool = free(
+        False,
+        "Train only on the tokens that the .mask file next to the data names: the assistant's.",
+        needs={True: (Need("mock_data", False, "data with a mask"),)},
+    )
+    no_mmap_bin_files: bool = free(
+        False, "Read tokens from their place in the .bin files; default map the files into memory."
+    )
+    skip_samples: tuple[str, ...] | None = free(
+        None,
+        "Samples to leave out, by their places in the order of the training: numbers, ranges as 4096-4159, or files of "
+        "them, as a spike's samples.jsonl. No other sample moves; their places hold padding that no loss counts.",
+        metavar="SAMPLES",
+    )
+    num_workers: int = free(2, "Background threads that load batches; 0 loads in the loop.", at_least=0)

@@ -1,0 +1,375 @@
+"""The options of the model: its shape, its parts, and how its weights begin."""
+
+from dataclasses import dataclass
+
+from megatron_ext.config.schema.option import Need, option
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Options of the model, a GPT decoder. Sizes are those of the whole model, never of one rank."""
+
+    num_layers: int = option(
+        None, "Number of transformer layers.", resume="shape", required="12", at_least=1, at_most=10_000
+    )
+    hidden_size: int = option(None, "Width of the residual stream.", resume="shape", required="768", at_least=1)
+    ffn_hidden_size: int = option(
+        None,
+        "Width inside the MLP; default 4 x hidden size, or 2/3 of that rounded to 64 with a gate.",
+        resume="shape",
+        at_least=1,
+    )
+    num_attention_heads: int = option(None, "Number of attention heads.", resume="shape", required="12", at_least=1)
+    kv_channels: int = option(None, "Size of one head; default hidden size / heads.", resume="shape", at_least=1)
+    group_query_attention: bool = option(
+        False, "Share each key and value head between several query heads.", resume="shape"
+    )
+    num_query_groups: int = option(
+        None,
+        "Number of key/value heads with --group-query-attention; without that switch, the number of heads.",
+        resume="shape",
+        at_least=1,
+    )
+    seq_length: int = option(None, "Tokens in one training sample.", resume="free", required="1024", at_least=1)
+    max_position_embeddings: int = option(
+        None,
+        "Rows of the learned position table (at least the sequence length); default the sequence length.",
+        resume="shape",
+        at_least=1,
+    )
+    position_embedding_type: str = option(
+        "learned_absolute",
+        "How positions enter the model.",
+        resume="shape",
+        choices=("learned_absolute", "rope", "none"),
+    )
+    no_position_embedding: bool = option(
+        False,
+        "An old spelling, taken as Megatron takes it: nothing with --position-embedding-type rope, else refused.",
+        resume="free",
+    )
+    rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).", resume="function", positive=True)
+    rotary_percent: float = option(1.0, "Share of each head's channels that is rotated.", resume="function")
+    rotary_interleaved: bool = option(
+        False,
+        "Rotate neighbouring channels (2i, 2i + 1) together, as GPT-J does, instead of i and i + half.",
+        resume="function",
+        needs={True: [Need("position_embedding_type", "rope", "rotary positions")]},
+    )
+    window_size: str | None = option(
+        None,
+        "Positions before and after its own that a query sees in layers with a window, such as 4095,0, which are 4,096 "
+        "with its own; the second is 0. -1,0 is no limit.",
+        resume="function",
+        metavar="LEFT,RIGHT",
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        "Which layers have the window of --window-size; default all. N: N - 1 layers with it and one without, in turn; "
+        "a list such as [1,1,1,0]*6: those with a 1.",
+        resume="function",
+        metavar="N|LIST",
+    )
+    no_rope_freq: str | None = option(
+        None,
+        "Which layers rotate nothing, with --position-embedding-type rope; default none. N: every N-th layer; a list "
+        "such as [0,0,0,1]*6: those with a 1.",
+        resume="function",
+        metavar="N|LIST",
+    )
+    use_rope_scaling: bool = option(
+        False,
+        "Stretch the rotary frequencies as Llama 3.1 does.",
+        resume="function",
+        needs={True: [Need("position_embedding_type", "rope", "rotary positions")]},
+    )
+    rope_scaling_factor: float = option(
+        8.0, "How far the context is stretched with --use-rope-scaling.", resume="function", positive=True
+    )
+    rope_scaling_low_freq_factor: float = option(
+        1.0, "Wavelengths above original length / this are stretched in full.", resume="function", positive=True
+    )
+    rope_scaling_high_freq_factor: float = option(
+        4.0, "Wavelengths below original length / this are left alone.", resume="function"
+    )
+    rope_scaling_original_max_position_embeddings: int = option(
+        8192, "Context length that the model had before the stretch.", resume="function", at_least=1
+    )
+    multi_latent_attention: bool = option(
+        False,
+        "Multi-head latent attention: keys and values of all heads out of one small vector of each token.",
+        resume="shape",
+        needs={
+            True: [
+                Need("position_embedding_type", "rope", "rotary positions"),
+                Need("rotary_percent", 1.0, "all of --qk-pos-emb-head-dim rotated"),
+                Need("rotary_interleaved", False, "its own rotation, of neighbouring channels"),
+                Need("use_rope_scaling", False, "--rope-type yarn to stretch the frequencies"),
+                Need("group_query_attention", False, "keys and values of its own for every head"),
+                Need("add_qkv_bias", False, "projections without bias"),
+                Need("qk_layernorm_over", "head", "norms over its latents"),
+                Need("qk_layernorm_place", "before", "norms over its latents"),
+            ]
+        },
+    )
+    q_lora_rank: int | None = option(
+        None,
+        "Channels that a token's queries are made of with --multi-latent-attention; default: they are projected at "
+        "once.",
+        resume="shape",
+        at_least=1,
+    )
+    kv_lora_rank: int = option(
+        32, "Channels that a token's keys and values are made of there.", resume="shape", at_least=1
+    )
+    qk_head_dim: int = option(
+        128, "Channels of a query or key head there that are not rotated.", resume="shape", at_least=1
+    )
+    qk_pos_emb_head_dim: int = option(
+        64,
+        "Channels of a query or key head there that are; all heads share those of the key.",
+        resume="shape",
+        at_least=1,
+    )
+    v_head_dim: int = option(128, "Channels of a value head there.", resume="shape", at_least=1)
+    rope_type: str | None = option(
+        None,
+        "How rotary frequencies are stretched: not at all, or by YaRN; default yarn with --multi-latent-attention.",
+        resume="function",
+        choices=("rope", "yarn"),
+        needs={"yarn": [Need("multi_latent_attention", True, "latent attention")]},
+    )
+    rotary_scaling_factor: float = option(1.0, "How far YaRN stretches the context.", resume="function", at_least=1)
+    original_max_position_embeddings: int = option(
+        4096, "Context length that the model had before YaRN.", resume="function", at_least=1
+    )
+    beta_fast: float = option(
+        32.0,
+        "Channels that turn more often than this in that context are left alone by YaRN.",
+        resume="function",
+        positive=True,
+    )
+    beta_slow: float = option(
+        1.0, "Channels that turn less often than this are stretched in full by YaRN.", resume="function", positive=True
+    )
+    mscale: float = option(
+        1.0, "How much YaRN lengthens rotated channels: 0.1 x this x ln(factor) + 1.", resume="function", at_least=0
+    )
+    mscale_all_dim: float = option(
+        0.0,
+        "How much of that goes to the scores of all channels instead, by its square.",
+        resume="function",
+        at_least=0,
+    )
+    swiglu: bool = option(False, "SwiGLU activation in the MLP (gate x SiLU).", resume="shape")
+    geglu: bool = option(
+        False, "GeGLU activation in the MLP (gate x GELU), with --openai-gelu in its tanh form.", resume="shape"
+    )
+    squared_relu: bool = option(False, "Squared ReLU activation in the MLP.", resume="function")
+    openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.", resume="function")
+    normalization: str = option("LayerNorm", "Kind of norm.", resume="shape", choices=("LayerNorm", "RMSNorm"))
+    norm_parameters: str = option(
+        "all",
+        "What norms have of their own: a weight and, in LayerNorm, a bias (all); a weight alone; or nothing.",
+        resume="shape",
+        choices=("all", "weight", "none"),
+        needs={
+            fewer: [
+                Need("normalization", "LayerNorm", "LayerNorm"),
+                Need("norm_position", "before", "norms before attention and MLP"),
+                Need("transformer_impl", "local", "layers of this program's own"),
+            ]
+            for fewer in ("weight", "none")
+        },
+    )
+    norm_position: str = option(
+        "before",
+        "Whether norms stand before attention and MLP, or after them, on what they add to the residual stream.",
+        resume="shape",
+        choices=("before", "after"),
+    )
+    norm_epsilon: float = option(1e-5, "Epsilon inside the norms.", resume="function", positive=True)
+    embedding_multiplier: float = option(
+        1.0, "Factor of the word embeddings that enter the layers.", resume="function", positive=True
+    )
+    residual_multiplier: float = option(
+        1.0, "Factor of what attention and MLP add to the residual stream.", resume="function", positive=True
+    )
+    logits_multiplier: float = option(1.0, "Factor of the logits.", resume="function", positive=True)
+    softmax_scale: float | None = option(
+        None,
+        "Factor of the products of queries and keys; default 1 / the square root of the head size.",
+        resume="function",
+        positive=True,
+    )
+    untie_embeddings_and_output_weights: bool = option(
+        False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
+    )
+    disable_bias_linear: bool = option(False, "No biases in the linear layers.", resume="shape")
+    add_qkv_bias: bool = option(False, "A bias in the QKV projection even with --disable-bias-linear.", resume="shape")
+    add_output_bias: bool = option(
+        False,
+        "A bias in attention's output projection even with --disable-bias-linear.",
+        resume="shape",
+        needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
+    )
+    add_mlp_bias: bool = option(
+        False,
+        "Biases in the MLP even with --disable-bias-linear.",
+        resume="shape",
+        needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
+    )
+    qk_layernorm: bool = option(False, "Normalize queries and keys.", resume="shape")
+    qk_layernorm_over: str = option(
+        "head",
+        "What --qk-layernorm normalizes: each head, or all heads of a token at once, as OLMo-2 does.",
+        resume="shape",
+        choices=("head", "projection"),
+        needs={
+            "projection": [
+                Need("qk_layernorm", True, "norms of queries and keys"),
+                Need("normalization", "RMSNorm", "RMSNorm"),
+            ]
+        },
+    )
+    qk_layernorm_place: str = option(
+        "before",
+        "Whether --qk-layernorm normalizes queries and keys before they are rotated, or after it, as Hunyuan does.",
+        resume="function",
+        choices=("before", "after"),
+        needs={
+            "after": [
+                Need("qk_layernorm", True, "norms of queries and keys"),
+                Need("norm_parameters", "all", "norms with all of their parameters"),
+                Need("qk_layernorm_over", "head", "norms of single heads"),
+                Need("position_embedding_type", "rope", "rotary positions"),
+                Need("transformer_impl", "local", "layers of this program's own"),
+            ]
+        },
+    )
+    num_experts: int | None = option(
+        None, "Replace each layer's MLP by a mixture of this many experts.", resume="shape", at_least=1, at_most=65_536
+    )
+    moe_layer_freq: str | None = option(
+        None,
+        "Which layers have experts, the others an MLP; default all. N: one of N layers, the first; a list such as "
+        "[0]*3+[1]*58: those with a 1.",
+        resume="shape",
+        metavar="N|LIST",
+    )
+    moe_ffn_hidden_size: int | None = option(
+        None, "Width inside each expert; default the width of the MLP that they replace.", resume="shape", at_least=1
+    )
+    moe_router_topk: int = option(2, "Experts that compute each token.", resume="function", at_least=1)
+    moe_router_score_function: str = option(
+        "softmax", "What turns the router's logits into weights.", resume="function", choices=("softmax", "sigmoid")
+    )
+    moe_router_pre_softmax: bool = option(
+        False, "Softmax over all experts and then the top k, instead of over the top k alone.", resume="function"
+    )
+    moe_router_dtype: str | None = option(
+        None,
+        "Precision of the router's logits; default that of the weights.",
+        resume="function",
+        choices=("fp32", "fp64"),
+    )
+    moe_router_load_balancing_type: tuple[str, ...] | None = option(
+        None,
+        "What spreads tokens over experts: the auxiliary loss of each microbatch (the default), of each sample or of "
+        "the global batch so far, Sinkhorn's assignment of each microbatch, or nothing.",
+        resume="free",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+    )
+    moe_aux_loss_coeff: tuple[float, ...] | None = option(
+        None, "Weight of the load-balancing loss in the total loss; default 0.", resume="free"
+    )
+    moe_z_loss_coeff: float | None = option(
+        None, "Weight of the router's z-loss, which keeps its logits small, in the total loss.", resume="free"
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        None,
+        "Width of the shared experts together, which compute every token beside the routed ones; default none.",
+        resume="shape",
+        at_least=1,
+    )
+    moe_grouped_gemm: bool = option(
+        False,
+        "Multiply by all experts of a rank in one grouped product (bf16), not by one after another.",
+        resume="free",
+    )
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", resume="free", at_least=0)
+    embedding_init_method_std: float | None = option(
+        None, "Standard deviation of the initial embeddings; default --init-method-std.", resume="free", at_least=0
+    )
+    init_method_xavier_uniform: bool = option(
+        False,
+        "Draw initial matrices uniformly up to the square root of 6 / (inputs + outputs), not normally.",
+        resume="free",
+    )
+    attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", resume="free", share=True)
+    hidden_dropout: float = option(
+        0.1, "Dropout probability of embeddings and residual branches.", resume="free", share=True
+    )
+    make_vocab_size_divisible_by: int = option(
+        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", resume="free", at_least=1
+    )
+    transformer_impl: str = option(
+        "local",
+        "Who computes the layers: ours on plain torch, or Transformer Engine where it is installed.",
+        resume="free",
+        choices=("local", "transformer_engine"),
+    )
+    external_kernels: str = option(
+        "none",
+        "Package that megatron-core takes Adam, SGD, gradient norm and clipping from; none: torch's, whatever is "
+        "installed. --transformer-impl transformer_engine takes Transformer Engine's.",
+        resume="free",
+        choices=("none", "apex", "transformer_engine"),
+    )
+    padded_vocab_size: int = option(
+        None,
+        "Rows of the embedding after padding. Derived; give it only to pin it across layouts.",
+        resume="free",
+        at_least=1,
+    )
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Number of key/value heads: the query groups with grouped-query attention, else one per attention head."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def gated_linear_unit(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.swiglu or self.geglu
+
+    @property
+    def expert_ffn_hidden_size(self) -> int:
+        """Width inside each expert; where nothing is said, that of the MLP that they replace."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def load_balancing_coefficient(self) -> float:
+        """Weight of the load-balancing loss; 0 without one."""
+        weights = self.moe_aux_loss_coeff or (0.0,)
+        return weights[0] if self.load_balancing.endswith("aux_loss") else 0.0
+
+    @property
+    def load_balancing(self) -> str:
+        """What spreads tokens over experts; where nothing is said, the auxiliary loss of each microbatch."""
+        return (self.moe_router_load_balancing_type or ("aux_loss",))[0]
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projection of queries, keys and values has a bias."""
+        return self.add_qkv_bias or not self.disable_bias_linear
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.add_output_bias or not self.disable_bias_linear
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether both matrices of the MLP have a bias."""
+        return self.add_mlp_bias or not self.disable_bias_linear

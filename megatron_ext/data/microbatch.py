@@ -1,0 +1,138 @@
+"""From samples to a microbatch, and the parts of it that a pipeline stage reads.
+
+Shape legend: B = samples in a microbatch, S = tokens in a sample (of those that a context-parallel rank holds, once
+they are divided).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from megatron_ext.config.derived.rank_order import context_chunks
+from megatron_ext.data.packing import Documents, documents_of, restarted_positions
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch. A field is None where this pipeline stage does not read it."""
+
+    tokens: torch.Tensor | None = None
+    """int64 [B, S]; first stage."""
+    position_ids: torch.Tensor | None = None
+    """int64 [B, S]; first stage, and every stage where they restart with each document."""
+    labels: torch.Tensor | None = None
+    """int64 [B, S], the token after each of `tokens`; last stage."""
+    loss_mask: torch.Tensor | None = None
+    """float32 [B, S], 0 where the loss does not count; last stage."""
+    documents: Documents | None = None
+    """Which positions see which, where documents are kept apart; every stage."""
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """Return the batch on a device; a pinned one is copied without waiting."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in page-locked memory."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        def mapped(value: torch.Tensor | Documents | None) -> Any:
+            return value.map(function) if isinstance(value, Documents) else value if value is None else function(value)
+
+        return Batch(**{field.name: mapped(getattr(self, field.name)) for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class StageView:
+    """What one rank reads of the samples of its microbatches."""
+
+    is_first_stage: bool = True
+    """Whether this rank's pipeline stage reads tokens and positions."""
+    is_last_stage: bool = True
+    """Whether it reads labels and the loss mask."""
+    cp_rank: int = 0
+    cp_size: int = 1
+    """Number of context-parallel ranks, which share each sample's positions."""
+    eod: int = -1
+    """The token that ends a document."""
+    restarts_positions: bool = False
+    """Whether positions begin anew with each document; every stage reads them then."""
+    separates_documents: bool = False
+    """Whether tokens see their own document alone; every stage reads then where the documents are."""
+    documents_are_whole: bool = False
+    """Whether attention sees whole samples although context-parallel ranks share them."""
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads the tokens of its samples."""
+        return self.is_first_stage or self.restarts_positions or self.separates_documents
+
+    @property
+    def reads_samples(self) -> bool:
+        """Whether it reads its samples at all."""
+        return self.reads_tokens or self.is_last_stage
+
+
+WHOLE = StageView()
+
+
+def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Batch:
+    """Stack samples, whose fields are tensors or arrays of [S], into what one stage reads, for all positions.
+
+    A sample may say where its documents begin (`document_begins`, bool); else each begins after an end of document.
+    """
+
+    def stack(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.stack([torch.as_tensor(sample[name]) for sample in samples]).to(dtype)
+
+    tokens = stack("tokens", torch.int64) if view.reads_tokens else None
+    position_ids = documents = begins = None
+    if any("document_begins" in sample for sample in samples):  # a padding sample is one document
+        nothing = torch.zeros(len(samples[0]["tokens"]), dtype=torch.bool)
+        begins = torch.stack([torch.as_tensor(sample.get("document_begins", nothing)) for sample in samples])
+    if view.restarts_positions:
+        assert tokens is not None
+        position_ids = restarted_positions(tokens, view.eod, begins)
+    elif view.is_first_stage:
+        position_ids = stack("position_ids", torch.int64)
+    if view.separates_documents:
+        assert tokens is not None
+        divided = (0, 1) if view.documents_are_whole else (view.cp_rank, view.cp_size)
+        documents = documents_of(tokens, view.eod, *divided, begins_BS=begins)
+    return Batch(
+        tokens=tokens if view.is_first_stage else None,
+        position_ids=position_ids,
+        labels=stack("labels", torch.int64) if view.is_last_stage else None,
+        loss_mask=stack("loss_mask", torch.float32) if view.is_last_stage else None,
+        documents=documents,
+    )
+
+
+def divide(batch: Batch, view: StageView) -> Batch:
+    """Return the two chunks of every sample that the context-parallel rank holds, in the order of their positions."""
+    if view.cp_size == 1:
+        return batch
+    chunks = torch.tensor(context_chunks(view.cp_rank, view.cp_size))
+
+    def local(values_BS: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values_BS is None else values_BS.unflatten(1, (2 * view.cp_size, -1))[:, chunks].flatten(1)
+
+    return Batch(
+        tokens=local(batch.tokens),
+        position_ids=local(batch.position_ids),
+        labels=local(batch.labels),
+        loss_mask=local(batch.loss_mask),
+        documents=batch.documents,
+    )
+
+
+def padding_sample(seq_length: int) -> dict[str, torch.Tensor]:
+    """Return a sample that fills a place in a batch and that no loss counts: its loss mask is zero."""
+    return {
+        "tokens": torch.zeros(seq_length, dtype=torch.int64),
+        "labels": torch.zeros(seq_length, dtype=torch.int64),
+        "loss_mask": torch.zeros(seq_length, dtype=torch.float32),
+        "position_ids": torch.arange(seq_length, dtype=torch.int64),
+    }

@@ -1,0 +1,218 @@
+"""Computes multi-head latent attention on plain torch (DeepSeek-V2, arXiv:2405.04434, section 2.1, equations 9 to 19).
+
+megatron-core's MLASelfAttention needs Transformer Engine for whole down projections, and without it each rank keeps the
+gradient of its own heads for the key's channels that all heads share. Names and the order of rows are as there.
+
+Shapes: S sequence (of this context-parallel rank), s its slice under sequence parallelism, B batch, H heads of this
+rank, D = N + P channels of a query or key head, of which the last P are rotated, V of a value head, R of the latent of
+keys and values.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_ext.device.kernels import linear
+from megatron_ext.parts.attention.cached import Sequences, WholeSequences
+from megatron_ext.parts.attention.compute import SDPAttention
+from megatron_ext.parts.attention.rope import rotate
+from megatron_ext.parts.latent_attention.describe import LatentAttention
+from megatron_ext.parts.linear.compute import BiasedRowLinear, ColumnLinear, RowLinear
+from megatron_ext.parts.norm.compute import norm_builder, uninitialized
+
+
+class WholeLinear(torch.nn.Module):
+    """Computes Y = X A^T with all of A on every rank: under sequence parallelism of this rank's tokens."""
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = uninitialized(config, outputs, inputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return Y, [..., outputs]. x: [..., inputs]."""
+        return linear(x, self.weight, None)
+
+
+class LatentSelfAttention(MegatronModule):
+    """Projects to latents, normalizes these, projects them to heads, rotates, attends, and projects the result.
+
+    Args:
+        attention: its description.
+        rotary_columns: this layer's columns of the table of angles.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+        *,
+        attention: LatentAttention,
+        rotary_columns: slice | None,
+        **_unused: object,
+    ) -> None:
+        super().__init__(config)
+        self.described, self.layer_number, self.rotary_columns = attention, layer_number, rotary_columns
+        self.tp_group = pg_collection.tp
+        self.checkpoint_core_attention = config.recompute_granularity == "selective" and "core_attn" in (
+            config.recompute_modules or ()
+        )
+        hidden, rank, query_rank = config.hidden_size, attention.rank, attention.query_rank
+        column: Any = partial(
+            ColumnLinear,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            tp_group=self.tp_group,
+        )
+        self.core_attention = SDPAttention(
+            config,
+            layer_number,
+            AttnMaskType.causal,
+            "self",
+            cp_comm_type,
+            attention.score_scale,
+            pg_collection,
+            window=attention.window,
+        )
+        self.linear_proj: Any = (BiasedRowLinear if attention.output_bias else RowLinear)(
+            attention.context_size,
+            hidden,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=attention.output_bias,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=self.tp_group,
+        )
+        if query_rank is None:
+            self.linear_q_proj = column(hidden, attention.query_size)
+        else:
+            self.linear_q_down_proj = WholeLinear(config, hidden, query_rank)
+            self.linear_q_up_proj = column(query_rank, attention.query_size)
+        self.linear_kv_down_proj = WholeLinear(config, hidden, rank + attention.position_size)
+        self.linear_kv_up_proj = column(
+            rank, attention.query_heads * (attention.head_size - attention.position_size + attention.value_head_size)
+        )
+        norm: Any = norm_builder(attention.norm) if attention.qk_norm is not None else None
+        self.q_layernorm: Any = norm and query_rank and norm(config, query_rank, attention.norm.epsilon)
+        self.kv_layernorm = norm and norm(config, rank, attention.norm.epsilon)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: Sequences | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the projected context, [s, B, hidden], and the bias that must still be added, if any. hidden_states:
+        [s, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal; `packed_seq_params` may attend in
+        another way, and read some positions alone, [N, 1, hidden]."""
+        assert attention_mask is None, "the mask is causal"
+        assert rotary_pos_emb is not None, "some channels are rotated"
+        assert self.rotary_columns is not None, "some channels are rotated"
+        table = rotary_pos_emb[..., self.rotary_columns]
+        query, latent, shared_key = self._projected(hidden_states, table.contiguous())
+        if isinstance(packed_seq_params, WholeSequences):
+            return self._inferred(query, latent, shared_key, packed_seq_params)
+        core: Any = self.core_attention
+        attend = core if packed_seq_params is None else packed_seq_params.attention(core, self.layer_number)
+        heads_BHSD = query, *self._keys_and_values(latent, shared_key)
+        if self.checkpoint_core_attention and self.training:
+            context = tensor_parallel.checkpoint(attend, False, *heads_BHSD)
+        else:
+            context = attend(*heads_BHSD)
+        return self.linear_proj(context)
+
+    def _projected(
+        self, hidden_sBM: torch.Tensor, table: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, [B, H, S, D], the latent of keys and values, [s, B, R], and the channels of the key that all
+        heads share, [B, 1, S, P]. What is rotated is rotated."""
+        described = self.described
+        if described.query_rank is None:
+            query_SBM: torch.Tensor = self.linear_q_proj(hidden_sBM)[0]
+        else:
+            latent = self.linear_q_down_proj(hidden_sBM)
+            query_SBM = self.linear_q_up_proj(latent if self.q_layernorm is None else self.q_layernorm(latent))[0]
+        kept_sBM = self.linear_kv_down_proj(hidden_sBM)
+        latent_sBR, shared_SBP = kept_sBM.split((described.rank, described.position_size), dim=-1)
+        # The gradient of what all heads share is the sum over those of all ranks.
+        if self.config.sequence_parallel:
+            shared_SBP = gather_from_sequence_parallel_region(shared_SBP.contiguous(), group=self.tp_group)
+        elif self.tp_group.size() > 1:
+            shared_SBP = copy_to_tensor_model_parallel_region(shared_SBP, group=self.tp_group)
+        query_BHSD = query_SBM.unflatten(-1, (-1, described.head_size)).permute(1, 2, 0, 3)
+        plain, turned = query_BHSD.split((described.head_size - described.position_size, described.position_size), -1)
+        query = torch.cat((plain, rotate(turned, table, interleaved=True)), dim=-1)
+        shared_key = rotate(shared_SBP.transpose(0, 1)[:, None], table, interleaved=True)
+        # The product would keep a copy next to the whole that this is a part of.
+        latent_sBR = latent_sBR.contiguous() if self.kv_layernorm is None else self.kv_layernorm(latent_sBR)
+        return query, latent_sBR, shared_key
+
+    def _keys_and_values(
+        self, latent_sBR: torch.Tensor, shared_key_B1SP: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys, [B, H, S, D], and the values, [B, H, S, V], of this rank's heads."""
+        described = self.described
+        up_SBM: torch.Tensor = self.linear_kv_up_proj(latent_sBR)[0]
+        plain = described.head_size - described.position_size
+        up_BHSM = up_SBM.unflatten(-1, (-1, plain + described.value_head_size)).permute(1, 2, 0, 3)
+        key, value = up_BHSM.split((plain, described.value_head_size), dim=-1)
+        shared = shared_key_B1SP.expand(-1, key.size(1), -1, -1)
+        # Of another size they are filled up, which makes a copy as well.
+        value = value.contiguous() if described.value_head_size == described.head_size else value
+        return torch.cat((key, shared), dim=-1), value
+
+    def _inferred(
+        self,
+        query_BHSD: torch.Tensor,
+        latent_SBR: torch.Tensor,
+        shared_key_B1SP: torch.Tensor,
+        inference: WholeSequences,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the same without gradients: in the last layer that of the positions that are read alone."""
+        described, number = self.described, self.layer_number
+        latent_B1SR = latent_SBR.transpose(0, 1)[:, None]
+        kept = torch.cat((latent_B1SR, shared_key_B1SP), dim=-1)
+        attend = partial(inference.attend, scale=described.score_scale, window=described.window)
+        if inference.goes_on:
+            query = self._absorbed(query_BHSD)
+            context = self._values(attend(number, query, kept, latent_B1SR))
+        else:
+            inference.keep(number, kept, described.rank)
+            heads = query_BHSD, *self._keys_and_values(latent_SBR, shared_key_B1SP)
+            context = attend(number, *heads)
+        return self.linear_proj(inference.narrowed(context, self))
+
+    def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what makes keys, [H, N, R], and values, [H, V, R], of a latent."""
+        described = self.described
+        plain, value = described.head_size - described.position_size, described.value_head_size
+        up = self.linear_kv_up_proj.weight.unflatten(0, (-1, plain + value))
+        return up[:, :plain], up[:, plain:]
+
+    def _absorbed(self, query_BH1D: torch.Tensor) -> torch.Tensor:
+        """Return queries for latents, [B, H, 1, R + P]: what makes keys of latents is part of them, so that one key
+        head serves all (the same, section 2.1.2)."""
+        described = self.described
+        plain, turned = query_BH1D.split((described.head_size - described.position_size, described.position_size), -1)
+        return torch.cat((plain @ self._up()[0], turned), dim=-1)
+
+    def _values(self, context_1BM: torch.Tensor) -> torch.Tensor:
+        """Return the context of this rank's heads, [1, B, H * V], from that in latents, [1, B, H * R]."""
+        context_1BH1R = context_1BM.unflatten(-1, (-1, 1, self.described.rank))
+        return (context_1BH1R @ self._up()[1].transpose(-1, -2)).flatten(2)

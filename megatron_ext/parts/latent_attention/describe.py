@@ -1,0 +1,234 @@
+"""Describes multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are
+projected from one small vector of each token, the latent, and so may be the queries; a few channels are rotated by the
+position, and all heads share those of the key.
+
+In training it is attention with as many key heads as query heads. With T tokens of a rank, H hidden, h heads of a rank,
+D = N + P and V channels of a key and of a value head, P of them rotated, R and Q channels of the latents of keys and
+queries, w bytes of an element, a rank holds of each layer
+
+    heads         w T h (2 D + max(D, V))   queries, keys, values, which are filled up to the size of keys (V where
+                                            attention is computed block by block, and in core)
+    core          w T h max(D, V) + 4 T h   attention's result and the normalizer of its softmax
+    projection    w T h V                   input of the output projection
+    latents       w T (2 Q + 2 R + P) + 8 T before and after their norms, and 1/RMS (/t with sequence parallelism)
+
+With I = Q (H where queries are projected at once) + R channels of what its column-parallel projections read, t
+tensor-parallel ranks send (t-1)/t w T (I + P) one way and (t-1)/t w T H, of its output, the other way.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.attention.describe import Attention, Rotary, YarnScaling, window_of
+from megatron_ext.parts.norm.describe import Norm
+from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.protocol import Exchange, Place, Product, Share, State
+from megatron_ext.parts.ways import Asked
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class LatentAttention(Attention):
+    """Attention whose keys and values, and perhaps queries, come out of latents. Names and the order of rows are those
+    of megatron-core's MLASelfAttention, whose down projections every rank has whole, as with Transformer Engine."""
+
+    modules = (
+        "linear_q_proj",
+        "linear_q_down_proj",
+        "q_layernorm",
+        "linear_q_up_proj",
+        "linear_kv_down_proj",
+        "kv_layernorm",
+        "linear_kv_up_proj",
+        "linear_proj",
+    )
+
+    query_rank: int | None
+    """Channels of the latent of a token's queries; None where they are projected at once."""
+
+    rank: int
+    """Channels of the latent of a token's keys and values."""
+
+    position_size: int
+    """Channels of a head, its last, that are rotated; all heads share those of the key."""
+
+    @property
+    def blocks(self) -> int:
+        """None: what tensor-parallel ranks gather is narrower than a block's input (`sent`)."""
+        return 0
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head of which `rotary` rotates a share."""
+        return self.position_size
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by."""
+        scaling = self.rotary.scaling if self.rotary is not None else None
+        return self.head_size**-0.5 * (scaling.of_scores if isinstance(scaling, YarnScaling) else 1.0)
+
+    @property
+    def _kept_size(self) -> int:
+        """Channels of the latent of keys and values with the key's that all heads share: what generation keeps."""
+        return self.rank + self.position_size
+
+    @property
+    def _up_size(self) -> int:
+        """Number of channels of all heads that come out of that latent."""
+        return self.query_heads * (self.head_size - self.position_size + self.value_head_size)
+
+    def parameters(self, place: Place) -> Iterator[Parameter]:
+        """Yield the projections and the norms of latents."""
+        hidden = place.model.hidden_size
+        if self.output_bias:
+            yield place.vector("linear_proj.bias", hidden, sequence_parallel=True)
+        yield place.matrix("linear_proj.weight", hidden, self.context_size, adds=True, tp_dim=1)
+        if self.query_rank is None:
+            yield place.matrix("linear_q_proj.weight", self.query_size, hidden, tp_dim=0)
+        else:
+            yield place.matrix("linear_q_down_proj.weight", self.query_rank, hidden, sequence_parallel=True)
+            yield place.matrix("linear_q_up_proj.weight", self.query_size, self.query_rank, tp_dim=0)
+        yield place.matrix("linear_kv_down_proj.weight", self._kept_size, hidden, sequence_parallel=True)
+        yield place.matrix("linear_kv_up_proj.weight", self._up_size, self.rank, tp_dim=0)
+        if self.qk_norm is not None:
+            if self.query_rank is not None:
+                yield from self.norm.parameters(place.inside("q_layernorm"), self.query_rank)
+            yield from self.norm.parameters(place.inside("kv_layernorm"), self.rank)
+
+    def state(self, place: Place) -> Iterator[State]:
+        """Yield what is saved with each linear layer that ranks divide."""
+        queries = "linear_q_proj" if self.query_rank is None else "linear_q_up_proj"
+        for name in ("linear_proj", queries, "linear_kv_up_proj"):
+            yield State(f"{place.name}.{name}._extra_state", "extra")
+
+    def products(self, share: Share) -> list[Product]:
+        """Return the projections."""
+        tokens, own, t = share.tokens, share.tokens / share.divided, share.tensor
+        queries = [Product(tokens, self.query_size // t, self.query_rank or share.hidden)]
+        if self.query_rank is not None:
+            queries.insert(0, Product(own, self.query_rank, share.hidden))
+        return [
+            *queries,
+            Product(own, self._kept_size, share.hidden),
+            Product(tokens, self._up_size // t, self.rank),
+            Product(tokens, share.hidden, self.context_size // t),
+        ]
+
+    def held(self, share: Share) -> Mapping[str, float]:
+        """Return the bytes of queries, keys and values, of what they attended to, of that as the output projection's
+        input, and of the latents."""
+        heads, exchanges = self.query_heads // share.tensor, {*share.config.layout.cp_comm_type}
+        of_all = share.context if "all_gather" in exchanges else 1
+        in_parts = self.window is not None or share.config.data.reset_attention_mask
+        in_parts = in_parts or (share.context > 1 and exchanges != {"a2a"})
+        filled = self.value_head_size if in_parts else max(self.head_size, self.value_head_size)
+        of_heads = self.head_size + of_all * (self.head_size + filled)
+        # A norm that keeps its input keeps what it is a part of.
+        whole = self.qk_norm is not None and self.norm.keeps_its_input(share)
+        channels, norms = (self._kept_size if whole else self.rank) + (self.query_rank or 0), 0
+        if self.qk_norm is not None:
+            channels += self.rank + (self.query_rank or 0)
+            norms = 1 + (self.query_rank is not None)
+        numbers = norms * _FP32 * (1 if self.norm.kind == "RMSNorm" else 2)
+        latents = (share.width * channels + numbers) * share.tokens / share.divided
+        if share.config.layout.sequence_parallel_keep_gathered:
+            latents += share.width * share.tokens * self._read(share) * (share.divided - 1) / share.divided
+        return {
+            "heads": share.width * share.tokens * heads * of_heads,
+            "core": share.tokens * heads * (share.width * filled + _FP32),
+            "projection": share.width * share.tokens * heads * self.value_head_size,
+            "latents": latents,
+        }
+
+    def _read(self, share: Share) -> int:
+        """Return the channels of what the column-parallel projections read."""
+        return self.rank + (self.query_rank or share.hidden)
+
+    def sent(self, share: Share) -> Iterator[Exchange]:
+        """Yield what tensor-parallel ranks exchange in place of the input, and what context-parallel ranks do."""
+        yield from super().sent(share)
+        if share.tensor == 1:
+            return
+        one = (share.tensor - 1) / share.tensor * share.width * share.tokens
+        read, output = one * (self._read(share) + self.position_size), one * share.hidden
+        of_read, of_output = "m {layers} (t-1)/t w T (I+P)", "m {layers} (t-1)/t A"
+        if not share.config.layout.sequence_parallel:
+            yield Exchange("tp", "all-reduce", 2 * output, 0.0, (1, 0), f"2 {of_output}", "mixer")
+            yield Exchange("tp", "all-reduce", 0.0, 2 * read, (0, 3), f"2 {of_read}", "mixer")
+            return
+        again = 0 if share.config.layout.sequence_parallel_keep_gathered else 1
+        yield Exchange("tp", "all-gather", read, 0.0, (3, 0), of_read, "mixer")
+        yield Exchange("tp", "all-gather", 0.0, output, (0, 1), of_output, "mixer")
+        if again:
+            yield Exchange(
+                "tp", "all-gather", 0.0, one * self._read(share), (0, 2), "m {layers} (t-1)/t w T I", "mixer"
+            )
+        yield Exchange("tp", "reduce-scatter", output, 0.0, (1, 0), of_output, "mixer")
+        yield Exchange("tp", "reduce-scatter", 0.0, read, (0, 3), of_read, "mixer")
+
+    def cannot(self, config: Config) -> Iterator[str]:
+        """Yield what the ways of computing it cannot do, and what its flags cannot be."""
+        yield from super().cannot(config)
+        model = config.model
+        if model.softmax_scale is not None:
+            yield (
+                f"--softmax-scale {model.softmax_scale:g} with --multi-latent-attention, whose scale follows from its "
+                "heads; leave --softmax-scale out"
+            )
+        if model.no_rope_freq is not None:
+            yield (
+                f"--no-rope-freq {model.no_rope_freq} with --multi-latent-attention, all of whose layers rotate; leave "
+                "--no-rope-freq out"
+            )
+        if self.position_size % 2:
+            yield (
+                f"--qk-pos-emb-head-dim {self.position_size} is odd, but channels are rotated in pairs; use "
+                f"--qk-pos-emb-head-dim {self.position_size + 1}"
+            )
+        if model.rope_type == "yarn" and model.beta_fast < model.beta_slow:
+            yield (
+                f"--beta-fast {model.beta_fast:g} is below --beta-slow {model.beta_slow:g}; use --beta-fast 32 "
+                "--beta-slow 1"
+            )
+        if model.rope_type == "yarn" and model.rotary_base <= 1:
+            yield (
+                f"--rope-type yarn needs wavelengths that grow, but --rotary-base is {model.rotary_base:g}; use "
+                "--rotary-base 10000"
+            )
+
+    def pieces(self, config: Config) -> dict[str, Asked]:
+        """Return what it asks of a way of computing it."""
+        own = {"latent": Asked("--multi-latent-attention is given", "--multi-latent-attention=false")}
+        return {**super().pieces(config), **own}
+
+
+def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAttention:
+    """Return the latent attention of layer `number`, with norms of this kind."""
+    yarn = YarnScaling(
+        model.rotary_scaling_factor,
+        model.original_max_position_embeddings,
+        model.beta_fast,
+        model.beta_slow,
+        model.mscale,
+        model.mscale_all_dim,
+    )
+    return LatentAttention(
+        kind="latent",
+        query_heads=model.num_attention_heads,
+        groups=model.num_attention_heads,
+        head_size=model.qk_head_dim + model.qk_pos_emb_head_dim,
+        value_head_size=model.v_head_dim,
+        window=window_of(model, number),
+        rotary=Rotary(model.rotary_base, 1.0, yarn if model.rope_type != "rope" else None, interleaved=True),
+        qk_norm="head" if model.qk_layernorm else None,
+        qk_norm_after_rotation=False,
+        norm=norm,
+        qkv_bias=False,
+        output_bias=model.has_output_bias,
+        query_rank=model.q_lora_rank,
+        rank=model.kv_lora_rank,
+        position_size=model.qk_pos_emb_head_dim,
+    )

@@ -1,0 +1,235 @@
+"""Judges who holds up a run: from what every rank says of itself, and from who says nothing.
+
+The ranks that wait are not to blame. In this order, to blame is who does not answer; who waits for its data; who is
+busy with something else and has not begun a collective in which others wait; who has begun fewer collectives of a
+group than the others of that group; who is busy although it has begun all of them, as a device may not have.
+
+What the watch says of a rank by its last heartbeat, and of a hang.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_ext.parallel.operations import END_OF_BATCH, MESSAGES
+from megatron_ext.resilience.peer_processes import ProcessName
+from megatron_ext.resilience.progress import LOADER
+
+# Names of operations between two ranks, which nobody counts; the last is the flight recorder's for a batch of them.
+_BETWEEN_TWO = frozenset((*MESSAGES, END_OF_BATCH, "coalesced"))
+
+NOBODY = "all ranks are there and none is behind, but they cannot exchange data."
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Says where a rank is. It is plain data, which goes through JSON."""
+
+    iteration: int | None
+    """The step it works on, from 1; None before the first."""
+
+    phase: str
+
+    operation: str | None = None
+    """The collective that it waits in, or `LOADER`; None where it waits for nothing."""
+
+    group: str = ""
+    """torch's name of that collective's group, equal on all its ranks."""
+
+    group_title: str = ""
+    """The group's name for people."""
+
+    members: tuple[int, ...] = ()
+    """Ranks of that group."""
+
+    seconds: float | None = 0.0
+    """How long it has waited; None where that is not known."""
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Collectives begun, by the group's name."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, for `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "RankReport":
+        """Return what `as_json` was called on."""
+        return cls(**{**fields, "members": tuple(fields["members"])})
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether it is in a collective."""
+        return self.operation is not None and self.operation != LOADER
+
+    @property
+    def whereabouts(self) -> str:
+        """Where it is, in words."""
+        where = "before the first step" if self.iteration is None else f"at iteration {self.iteration}"
+        return f"{where}, in {self.phase}"
+
+
+def hang_text(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> str:
+    """Return who did not come and who waits for it, in one sentence or two, without an advice.
+
+    Args:
+        reports: the ranks that answered.
+        silent: the ranks that did not, and what is known of each, for example "is stopped; last heard of at ...".
+    """
+    waiting = {rank: report for rank, report in reports.items() if report.waits_for_ranks}
+    if silent:
+        cause = "; ".join(f"rank {rank} did not come: it {text}" for rank, text in sorted(silent.items()))
+        return f"{cause}. {_waiters(waiting, silent)}".rstrip()
+    loading = {rank: report for rank, report in reports.items() if report.operation == LOADER}
+    if loading:
+        cause = "; ".join(
+            f"rank {rank} waits for its data loader,{_since(report.seconds)}, {report.whereabouts}"
+            for rank, report in sorted(loading.items())
+        )
+        return f"{cause}. {_waiters(waiting, loading)}".rstrip()
+    busy = {rank: report for rank, report in reports.items() if report.operation is None}
+    absent = {rank: report for rank, report in busy.items() if _is_missed(rank, report, waiting)}
+    if absent:
+        return _busy_text(absent, waiting)
+    behind = _behind(waiting)
+    if behind:
+        cause = "; ".join(_behind_text(rank, waiting[rank], waiting[ahead]) for rank, ahead in sorted(behind.items()))
+        return f"{cause}. {_waiters(waiting, behind)}".rstrip()
+    members = {member for report in waiting.values() for member in report.members}
+    if not members.isdisjoint(busy):
+        return _busy_text({rank: report for rank, report in busy.items() if rank in members}, waiting)
+    return f"{NOBODY} {_waiters(waiting, ())}".rstrip()
+
+
+def numbers_text(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0-2, 5`."""
+    pieces: list[str] = []
+    ordered = sorted(ranks)
+    start = 0
+    for index, rank in enumerate(ordered):
+        if index + 1 == len(ordered) or ordered[index + 1] != rank + 1:
+            first = ordered[start]
+            pieces.append(str(first) if first == rank else f"{first}-{rank}")
+            start = index + 1
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(pieces)}"
+
+
+def _is_missed(rank: int, report: RankReport, waiting: Mapping[int, RankReport]) -> bool:
+    """Return whether somebody waits in a collective that this rank has not begun, or for a message."""
+    return any(
+        rank in other.members
+        and (_count(report, other) < _count(other, other) or (other.operation or "").split(" ")[0] in _BETWEEN_TWO)
+        for other in waiting.values()
+    )
+
+
+def _busy_text(busy: Mapping[int, RankReport], waiting: Mapping[int, RankReport]) -> str:
+    cause = "; ".join(f"rank {rank} did not come: it is {report.whereabouts}" for rank, report in sorted(busy.items()))
+    return f"{cause}. {_waiters(waiting, busy)}".rstrip()
+
+
+def _behind(waiting: Mapping[int, RankReport]) -> dict[int, int]:
+    """Return the ranks that have begun fewer collectives of a group than one that waits in it, each with that one.
+
+    A rank that left one out goes on into another group, and waits there for ranks that wait for it. The place where
+    most ranks wait is right; where there are several, all are named.
+    """
+    waiters = Counter(report.group for report in waiting.values())
+    waited_for: dict[int, int] = {}
+    most = 0
+    for other, report in sorted(waiting.items(), key=lambda item: -waiters[item[1].group]):
+        late = [
+            rank
+            for rank in report.members
+            if rank in waiting and _count(waiting[rank], report) < _count(report, report)
+        ]
+        if late and waiters[report.group] >= most:
+            most = waiters[report.group]
+            for rank in late:
+                waited_for.setdefault(rank, other)
+    return waited_for
+
+
+def _count(report: RankReport, of: RankReport) -> int:
+    return report.counts.get(of.group, 0)
+
+
+def _behind_text(rank: int, report: RankReport, ahead: RankReport) -> str:
+    return (
+        f"rank {rank} did not come to collective {_count(ahead, ahead)} of {ahead.group_title}: it has begun "
+        f"{_count(report, ahead)}, and waits in {report.operation} of {report.group_title}, {report.whereabouts}"
+    )
+
+
+def _waiters(waiting: Mapping[int, RankReport], to_blame: Collection[int]) -> str:
+    """Return who waits in which operation of which group, the longest first."""
+    places: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+    for rank, report in sorted(waiting.items(), key=lambda item: -(item[1].seconds or 0.0)):
+        if rank not in to_blame:
+            places.setdefault((report.operation or "", report.group_title, report.members), []).append(rank)
+    texts = []
+    for (operation, title, members), ranks in places.items():
+        longest = max((waiting[rank].seconds for rank in ranks), key=lambda seconds: seconds or 0.0)
+        verb = "waits" if len(ranks) == 1 else "wait"
+        texts.append(
+            f"{numbers_text(ranks)} {verb} in {operation} of {title} ({numbers_text(members)}){_since(longest)}"
+        )
+    return _capitalized("; ".join(texts)) + "." if texts else ""
+
+
+def _since(seconds: float | None) -> str:
+    return "" if seconds is None else f" since {seconds:.1f} s"
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+THE_END = "the end of the run"
+"""The phase of a rank that has left."""
+
+
+def where(beat: Mapping[str, Any]) -> str:
+    """Return where a rank was at a heartbeat."""
+    return RankReport(iteration=beat["iteration"], phase=beat["phase"]).whereabouts
+
+
+def silence_text(beat: Mapping[str, Any], end: str | None, *, stopped: bool) -> str:
+    """Return what is known of a rank that does not answer.
+
+    Args:
+        beat: its last heartbeat; empty where there was none.
+        end: how its process ended, where that was seen.
+        stopped: whether a rank of its machine sees that its process is stopped.
+    """
+    if beat.get("phase") == THE_END:
+        return "has left the run"
+    if end is not None:
+        return end
+    how = "is stopped, by SIGSTOP or a debugger" if stopped else "does not answer"
+    if not beat:
+        return f"{how}, never heard of"
+    name = ProcessName.from_json(beat["process"])
+    return f"{how} (process {name.pid} on {name.host}), last heard of {where(beat)}"
+
+
+def last_words(step: int, cause: str, folder: str | None, *, timeout: float, recorded: bool) -> str:
+    """Return the line that ends a run which hangs.
+
+    Args:
+        step: the step, from 1; 0 before the first.
+        cause: whole sentences.
+        folder: where stacks were written, if they were.
+        timeout: seconds that a rank may wait.
+        recorded: whether a flight recorder's dump is there too.
+    """
+    where = f"at iteration {step}" if step else "before the first step"
+    stacks = f"Stacks of the ranks that live: {folder}. " if folder else ""
+    if folder and recorded:
+        stacks += f"What they exchanged: tools/doctor.py --flight-recorder {folder}. "
+    resume = " --load resumes from the last checkpoint." if step else ""
+    return (
+        f"hang {where}: {cause} {stacks}If it is not stuck but slow, raise --distributed-timeout-minutes (now "
+        f"{timeout / 60.0:g}); else look at that rank's output and machine, and start again.{resume}"
+    )

@@ -1,0 +1,244 @@
+"""Rules about the model's shape."""
+
+from collections.abc import Iterator
+
+from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
+from megatron_ext.config.resolve import Facts, positive
+from megatron_ext.config.schema import Config
+from megatron_ext.rules.suggest import divisors, groups_fit, listed, nearest_multiples, tensor_sizes, use
+
+
+def heads_divide_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the attention heads divide by the tensor-parallel size."""
+    heads, size = config.model.num_attention_heads, config.layout.tensor_model_parallel_size
+    if positive(heads, size) and heads % size:
+        fix = use("--tensor-model-parallel-size", tensor_sizes(config))
+        fix = fix or f"use --num-attention-heads {listed(nearest_multiples(heads, size))}"
+        yield f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {size}; {fix}"
+
+
+def query_groups_fit_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the query groups are a multiple or a divisor of the tensor-parallel size."""
+    model, size = config.model, config.layout.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if not model.group_query_attention or not positive(heads, groups, size):
+        return
+    if heads % size == 0 and not groups_fit(groups, size):
+        working = [g for g in divisors(heads) if groups_fit(g, size)]
+        yield (
+            f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {size}; "
+            f"use --num-query-groups {listed(working)}"
+        )
+
+
+def heads_divide_by_query_groups(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the attention heads divide by the query groups."""
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if not positive(heads, groups):
+        return
+    if not model.group_query_attention:
+        if groups != heads:
+            yield f"--num-query-groups {groups} has no effect without --group-query-attention; give both or neither"
+    elif heads % groups:
+        yield (
+            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
+            f"use --num-query-groups {listed(divisors(heads))}"
+        )
+
+
+def head_size_is_whole(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a head size: --kv-channels, or a hidden size that divides by the heads."""
+    model = config.model
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if positive(hidden, heads) and model.kv_channels is None and not model.multi_latent_attention:
+        working = nearest_multiples(hidden, heads)
+        yield (
+            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use --hidden-size "
+            f"{listed(working)}, or give the size of one head: --kv-channels {max(hidden // heads // 2 * 2, 2)}"
+        )
+
+
+def rotary_channels_are_even(config: Config, facts: Facts) -> Iterator[str]:
+    """Require an even number of rotated channels."""
+    model = config.model
+    of_heads = model.position_embedding_type == "rope" and not model.multi_latent_attention
+    if not of_heads or not positive(model.kv_channels):
+        return
+    if not 0 < model.rotary_percent <= 1:
+        yield f"--rotary-percent {model.rotary_percent:g} is not above 0 and at most 1; use --rotary-percent 1"
+    elif int(model.kv_channels * model.rotary_percent) % 2 or int(model.kv_channels * model.rotary_percent) == 0:
+        rotated = int(model.kv_channels * model.rotary_percent)
+        fix = "--kv-channels " + str(model.kv_channels + 1) if model.rotary_percent == 1 else "--rotary-percent 1"
+        yield (
+            f"--kv-channels {model.kv_channels} with --rotary-percent {model.rotary_percent:g} rotates {rotated} "
+            f"channels of each head, but they turn in pairs; use {fix}"
+        )
+
+
+def mlp_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the MLP's width divides by the tensor-parallel size."""
+    width, size = config.model.ffn_hidden_size, config.layout.tensor_model_parallel_size
+    if positive(width, size) and width % size:
+        yield (
+            f"--ffn-hidden-size {width} is not divisible by --tensor-model-parallel-size {size}; "
+            f"use --ffn-hidden-size {listed(nearest_multiples(width, size))}"
+        )
+
+
+def one_activation(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse two activations at once."""
+    model = config.model
+    switches = [
+        ("--swiglu", model.swiglu),
+        ("--squared-relu", model.squared_relu),
+        ("--geglu", model.geglu),
+        ("--openai-gelu", model.openai_gelu and not model.geglu),
+    ]
+    flags = [flag for flag, on in switches if on]
+    if len(flags) > 1:
+        yield f"{' and '.join(flags)} name different activations; keep one of them"
+
+
+def branches_are_multiplied_as_they_are(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse a factor of branches whose norm would take it out again."""
+    model = config.model
+    if model.residual_multiplier != 1.0 and model.norm_position != "before":
+        yield (
+            f"--residual-multiplier {model.residual_multiplier:g} multiplies what --norm-position "
+            f"{model.norm_position} normalizes afterwards; use --residual-multiplier 1"
+        )
+
+
+def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:
+    """Require learned positions for the whole sequence."""
+    model = config.model
+    rows, length = model.max_position_embeddings, model.seq_length
+    if model.position_embedding_type == "learned_absolute" and positive(rows, length) and rows < length:
+        yield (
+            f"--max-position-embeddings {rows} is below --seq-length {length}, so that the last tokens have no "
+            f"position; use --max-position-embeddings {length}"
+        )
+
+
+def windows_are_well_formed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a window, and a pattern of the layers that have it, which can be read."""
+    model = config.model
+    size, pattern = model.window_size, model.window_attn_skip_freq
+    if pattern is not None and size is None:
+        yield f"--window-attn-skip-freq {pattern} without --window-size says where nothing is; add --window-size 4095,0"
+    try:
+        if size is not None:
+            read_window(size)
+    except ValueError:
+        yield (
+            f"--window-size {size} is no pair of the positions before a query, at least 0 (or -1: all), and of those "
+            "after it, 0 in a causal model; use --window-size 4095,0"
+        )
+    try:
+        if pattern is not None and positive(model.num_layers):
+            read_pattern(pattern, min(model.num_layers, 100_000))
+    except ValueError:
+        yield (
+            f"--window-attn-skip-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 "
+            f"or 1 (--num-layers); use --window-attn-skip-freq 2, or [1]*{model.num_layers}"
+        )
+
+
+def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a pattern which can be read, of layers that would be rotated otherwise."""
+    model, pattern = config.model, config.model.no_rope_freq
+    if pattern is None:
+        return
+    try:
+        if positive(model.num_layers):
+            read_pattern(pattern, min(model.num_layers, 100_000), "the last")
+    except ValueError:
+        yield (
+            f"--no-rope-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 or 1 "
+            f"(--num-layers); use --no-rope-freq 4, or [0]*{model.num_layers}"
+        )
+    if model.position_embedding_type != "rope":
+        yield (
+            f"--no-rope-freq {pattern} says which layers rotate nothing, but with --position-embedding-type "
+            f"{model.position_embedding_type} none does; use --position-embedding-type rope, or leave it out"
+        )
+    if model.transformer_impl != "local":
+        yield (
+            f"--no-rope-freq {pattern} needs layers of this program's own, but --transformer-impl is "
+            f"{model.transformer_impl}; use --transformer-impl local"
+        )
+
+
+def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
+    """Require factors of rotary scaling that are in order."""
+    model = config.model
+    if model.use_rope_scaling and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
+        yield (
+            f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor:g} is not below "
+            f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor:g}; use "
+            "--rope-scaling-low-freq-factor 1 --rope-scaling-high-freq-factor 4"
+        )
+
+
+def no_position_embedding_has_rope(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse --no-position-embedding without rotary positions."""
+    kind = config.model.position_embedding_type
+    if config.model.no_position_embedding and kind != "rope":
+        yield (
+            f"--no-position-embedding with --position-embedding-type {kind} is refused, as by Megatron, which takes it "
+            "with rope alone; for rotary positions use --position-embedding-type rope, to train without any leave it "
+            "out and use --position-embedding-type none"
+        )
+
+
+def vocabulary_fits_its_padding(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a padded vocabulary that holds the true one and divides by the tensor-parallel size."""
+    model, size = config.model, config.layout.tensor_model_parallel_size
+    vocabulary = config.data.vocab_size or 0
+    if not positive(vocabulary, model.padded_vocab_size, size):
+        return
+    if model.padded_vocab_size < vocabulary or model.padded_vocab_size % size:
+        yield (
+            f"--padded-vocab-size {model.padded_vocab_size} must be at least the vocabulary's {vocabulary} "
+            f"entries and divisible by --tensor-model-parallel-size {size}; leave it out to have it derived"
+        )
+
+
+def transformer_engine_is_installed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the package that --transformer-impl transformer_engine needs."""
+    if config.model.transformer_impl == "transformer_engine" and "transformer_engine" not in facts.packages:
+        yield (
+            "--transformer-impl transformer_engine: the package transformer_engine is not installed; "
+            "use --transformer-impl local, which needs no build"
+        )
+
+
+def external_kernels_are_installed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the package of --external-kernels."""
+    package = config.model.external_kernels
+    if package != "none" and package not in facts.packages:
+        yield (
+            f"--external-kernels {package}: the package {package} is not installed; leave the flag out, the kernels of "
+            "torch need no build"
+        )
+
+
+RULES = (
+    heads_divide_by_tensor_size,
+    query_groups_fit_tensor_size,
+    heads_divide_by_query_groups,
+    head_size_is_whole,
+    rotary_channels_are_even,
+    mlp_divides_by_tensor_size,
+    one_activation,
+    branches_are_multiplied_as_they_are,
+    positions_cover_the_sequence,
+    windows_are_well_formed,
+    layers_without_rotation_are_named,
+    rope_scaling_has_a_range,
+    no_position_embedding_has_rope,
+    vocabulary_fits_its_padding,
+    transformer_engine_is_installed,
+    external_kernels_are_installed,
+)

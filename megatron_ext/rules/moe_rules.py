@@ -1,0 +1,173 @@
+"""Rules about a mixture of experts, and the ranks that share it."""
+
+from collections.abc import Iterator
+
+from megatron_ext.config.derived.layer_patterns import read_pattern
+from megatron_ext.config.resolve import Facts, positive
+from megatron_ext.config.schema import Config
+from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
+
+
+def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
+    """Require at most one load-balancing loss, and coefficients of the right sign."""
+    model = config.model
+    kinds = model.moe_router_load_balancing_type or ()
+    weights = list(model.moe_aux_loss_coeff or ())
+    if len(kinds) > 1 or len(weights) > 1:
+        yield (
+            f"--moe-router-load-balancing-type {' '.join(kinds) or 'aux_loss'} with --moe-aux-loss-coeff "
+            f"{' '.join(f'{weight:g}' for weight in weights) or 0}: one load-balancing loss is supported; "
+            "use --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+        )
+    elif model.load_balancing_coefficient < 0:
+        yield f"--moe-aux-loss-coeff {model.load_balancing_coefficient:g} is below 0; use --moe-aux-loss-coeff 0.01"
+    elif model.load_balancing == "sinkhorn" and any(weights):
+        yield (
+            f"--moe-router-load-balancing-type sinkhorn with --moe-aux-loss-coeff {weights[0]:g}: its assignment is "
+            "balanced without a loss; leave --moe-aux-loss-coeff out"
+        )
+    if model.moe_z_loss_coeff is not None and model.moe_z_loss_coeff <= 0:
+        yield f"--moe-z-loss-coeff {model.moe_z_loss_coeff:g} is not above 0; use --moe-z-loss-coeff 1e-3"
+
+
+def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse flags of experts without --num-experts."""
+    model, layout = config.model, config.layout
+    if model.num_experts is not None:
+        return
+    switches = [
+        ("--expert-model-parallel-size", layout.expert_model_parallel_size > 1),
+        ("--moe-layer-freq", model.moe_layer_freq not in (None, "1", "-1")),
+        ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size is not None),
+        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size is not None),
+        ("--moe-aux-loss-coeff", model.load_balancing_coefficient != 0.0),
+        ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
+    ]
+    flags = [flag for flag, there in switches if there]
+    if flags:
+        ranks = max(layout.expert_model_parallel_size, 1)
+        experts = f"--num-experts {-(-8 // ranks) * ranks}"
+        biases = "" if model.disable_bias_linear else " --disable-bias-linear"
+        yield (
+            f"{', '.join(flags)} without --num-experts: there are no experts; add {experts}{biases}, or leave "
+            f"{'it' if len(flags) == 1 else 'them'} out"
+        )
+
+
+def layers_with_experts_are_named(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a pattern of the layers with experts which can be read, and names some."""
+    model, pattern = config.model, config.model.moe_layer_freq
+    if pattern in (None, "-1") or not positive(model.num_layers):  # -1 is MindSpeed's word for all
+        return
+    try:
+        named = any(read_pattern(pattern, min(model.num_layers, 100_000), "the first"))
+    except ValueError:
+        yield (
+            f"--moe-layer-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 or 1 "
+            f"(--num-layers); use --moe-layer-freq 1, or [0]+[1]*{model.num_layers - 1}"
+        )
+    else:
+        experts = model.num_experts
+        if experts is not None and not named:
+            yield f"--moe-layer-freq {pattern} gives no layer its --num-experts {experts}; use --moe-layer-freq 1"
+
+
+def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the experts divide over the expert-parallel ranks."""
+    layout, experts, ranks = config.layout, config.model.num_experts, config.layout.expert_model_parallel_size
+    if experts is not None and positive(experts, ranks) and experts % ranks:
+        others = max(layout.pipeline_model_parallel_size * layout.expert_tensor_size, 1)
+        working = [n for n in divisors(experts) if layout.world_size % (n * others) == 0] or [1]
+        yield (
+            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ranks}; "
+            f"use --expert-model-parallel-size {listed(working)}"
+        )
+
+
+def a_token_has_enough_experts(config: Config, facts: Facts) -> Iterator[str]:
+    """Require at least as many experts as compute each token."""
+    model, experts = config.model, config.model.num_experts
+    if experts is None or not positive(experts, model.moe_router_topk):
+        return
+    if model.moe_router_topk > experts:
+        yield (
+            f"--moe-router-topk {model.moe_router_topk} is above --num-experts {experts}; "
+            f"use --moe-router-topk {experts}"
+        )
+    only_one_weight = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    if model.moe_router_topk == 1 and only_one_weight and model.load_balancing != "sinkhorn":
+        yield (
+            "--moe-router-topk 1 without --moe-router-pre-softmax gives every expert the weight 1, so that the router "
+            "learns nothing; add --moe-router-pre-softmax"
+        )
+
+
+def expert_ranks_fit_the_stage(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the ranks of a pipeline stage divide by those that share the experts."""
+    layout = config.layout
+    world, stages = layout.world_size, layout.pipeline_model_parallel_size
+    tensor, experts, expert_tensor = (
+        layout.tensor_model_parallel_size,
+        layout.expert_model_parallel_size,
+        layout.expert_tensor_size,
+    )
+    if not positive(world, stages, tensor, experts, expert_tensor, config.model.num_experts):
+        return
+    if world % (stages * tensor) or world // stages % (experts * expert_tensor) == 0:
+        return
+    stage = world // stages
+    working = [n for n in divisors(config.model.num_experts or 1) if stage % (n * expert_tensor) == 0]
+    fixes = [f"--expert-model-parallel-size {listed(working)}"] if working else []
+    fixes += [] if working else [f"--expert-tensor-parallel-size {listed(divisors(stage)[:4])}"]
+    yield (
+        f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} = "
+        f"{experts * expert_tensor} does not divide the {stage} ranks of a pipeline stage, among which the experts are "
+        f"shared (world size {world} / --pipeline-model-parallel-size {stages}); use {fixes[0]}"
+    )
+
+
+def expert_width_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that an expert's width divides by the expert-tensor-parallel size."""
+    model, layout = config.model, config.layout
+    if model.num_experts is None:
+        return
+    width, size = model.expert_ffn_hidden_size, layout.expert_tensor_size
+    if positive(width, size) and width % size:
+        yield (
+            f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {size}; "
+            f"use --moe-ffn-hidden-size {listed(nearest_multiples(width, size))}, or --expert-tensor-parallel-size 1"
+        )
+    shared, size = model.moe_shared_expert_intermediate_size, layout.tensor_model_parallel_size
+    if shared is not None and positive(shared, size) and shared % size:
+        yield (
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size {size}; "
+            f"use --moe-shared-expert-intermediate-size {listed(nearest_multiples(shared, size))}"
+        )
+
+
+def stages_between_data_parallel_ranks_have_their_experts(config: Config, facts: Facts) -> Iterator[str]:
+    """Require of --use-tp-pp-dp-mapping with experts on several stages what megatron-core requires: that experts have
+    as many data-parallel ranks as everything else."""
+    model, layout = config.model, config.layout
+    stages, experts = layout.pipeline_model_parallel_size, layout.expert_model_parallel_size * layout.expert_tensor_size
+    if model.num_experts is None or not layout.use_tp_pp_dp_mapping or stages == 1:
+        return
+    if not positive(stages, experts, layout.model_parallel_size, layout.world_size):
+        return
+    if layout.expert_data_parallel_size != layout.data_parallel_size:
+        yield (
+            f"--use-tp-pp-dp-mapping with --pipeline-model-parallel-size {stages} and experts divided over {experts} "
+            f"ranks, not over tensor- and context-parallel ranks alone: leave --use-tp-pp-dp-mapping out"
+        )
+
+
+RULES = (
+    auxiliary_losses_are_losses,
+    layers_with_experts_are_named,
+    expert_flags_need_experts,
+    experts_divide_over_ranks,
+    a_token_has_enough_experts,
+    expert_ranks_fit_the_stage,
+    expert_width_divides_by_tensor_size,
+    stages_between_data_parallel_ranks_have_their_experts,
+)

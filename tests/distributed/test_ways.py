@@ -1,0 +1,260 @@
+"""Every piece of a layer in every way of computing it: as the reference has it, or refused with a fix that works.
+
+Attention by itself is held against one mask in fp64, a whole model against the same without recomputation and FP8.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.parts.stack import layers
+from megatron_ext.parts.ways import RECOMPUTATIONS, WAYS
+from megatron_ext.rules.part_rules import RULES
+from megatron_ext.verify.ranks import run_ranks
+
+LENGTH = 64
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
+    f"--seq-length {LENGTH} --position-embedding-type rope --micro-batch-size 2 --global-batch-size 2 --device cpu "
+    "--vocab-size 64 --mock-data --train-iters 1 --lr 1e-3"
+).split()
+# Flags of each way, and the ranks that it takes.
+FLAGS: dict[str, tuple[int, str]] = {
+    "whole": (1, ""),
+    "documents": (1, "--reset-attention-mask"),
+    "all_gather": (2, "--context-parallel-size 2 --cp-comm-type all_gather"),
+    "ring": (2, "--context-parallel-size 2 --cp-comm-type p2p"),
+    "all to all": (2, "--context-parallel-size 2 --cp-comm-type a2a"),
+    "documents, all_gather": (2, "--reset-attention-mask --context-parallel-size 2 --cp-comm-type all_gather"),
+    "Transformer Engine": (1, "--transformer-impl transformer_engine"),
+    "FlashAttention 3": (1, "--device cuda --flash-attention-version 3"),
+    "prefill": (1, ""),
+    "one token": (1, ""),
+}
+_LATENT = (
+    "--group-query-attention=false --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 6"
+)
+NOT_HERE = ("Transformer Engine", "FlashAttention 3")
+PIECES = {
+    "plain": "--attention-dropout 0",
+    "window": "--window-size 12,0 --attention-dropout 0",
+    "window of one": "--window-size 0,0 --attention-dropout 0",
+    "window beyond the sequence": "--window-size 500,0 --attention-dropout 0",
+    "dropout": "--attention-dropout 0.25",
+    "window, dropout": "--window-size 12,0 --attention-dropout 0.25",
+    "latent": f"{_LATENT} --attention-dropout 0",
+    "latent, window": f"{_LATENT} --window-size 12,0 --attention-dropout 0",
+    "latent, dropout": f"{_LATENT} --attention-dropout 0.25",
+}
+_NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+_LLAMA = f"{_NO_DROPOUT} --swiglu --normalization RMSNorm --disable-bias-linear"
+PARTS = {
+    "biases": _NO_DROPOUT,
+    "gates": _LLAMA,
+    "norms of heads": f"{_LLAMA} --qk-layernorm",
+    "norms after": f"{_LLAMA} --norm-position after --qk-layernorm --qk-layernorm-over projection",
+    "windows": f"{_LLAMA} --window-size 12,0 --window-attn-skip-freq 2",
+    "experts": f"{_LLAMA} --num-experts 4",
+    "shared experts": f"{_LLAMA} --num-experts 4 --moe-shared-expert-intermediate-size 32",
+}
+_SELECTIVE = "--recompute-granularity selective --recompute-modules"
+WAYS_OF_A_MODEL = {
+    "core_attn anew": "--recompute-granularity selective",
+    "mlp anew": f"{_SELECTIVE} mlp",
+    "layernorm anew": f"{_SELECTIVE} layernorm",
+    "all anew": f"{_SELECTIVE} core_attn mlp layernorm",
+    "layers anew": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "FP8": "--fp8-format hybrid",
+    "Transformer Engine": "--transformer-impl transformer_engine",
+}
+
+
+def _line(way: str, piece: str) -> tuple[int, list[str]]:
+    """The number of ranks, and the command line."""
+    ranks, flags = FLAGS[way] if piece in PIECES else (1, WAYS_OF_A_MODEL.get(way, ""))
+    return ranks, [*MODEL, *flags.split(), *(PIECES | PARTS)[piece].split()]
+
+
+def _config(way: str, piece: str) -> Any:
+    ranks, words = _line(way, piece)
+    return resolve({**parse(words).values, "world_size": ranks}, Facts())
+
+
+def _problems(config: Any) -> list[str]:
+    return [problem for rule in RULES for problem in rule(config, Facts())]
+
+
+def _refused(way: str, piece: str) -> list[str]:
+    return _problems(_config(way, piece))
+
+
+def _reference(heads: list[torch.Tensor], window: int | None, ends: list[int], scale: float) -> torch.Tensor:
+    query, key, value = heads
+    position = torch.arange(LENGTH)
+    distance = position[:, None] - position
+    document = torch.bucketize(position, torch.tensor(ends), right=True)
+    seen = (distance >= 0) & (document[:, None] == document)
+    if window is not None:
+        seen &= distance < window
+    key, value = (tensor.repeat_interleave(query.size(1) // key.size(1), 1) for tensor in (key, value))
+    return (query @ key.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ value
+
+
+def _difference(way: str, piece: str) -> float:
+    """The largest difference of the result and of the gradients, on this rank."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_ext.data.packing import documents_of
+    from megatron_ext.model.config import transformer_config
+    from megatron_ext.parts.attention import context_parallel
+    from megatron_ext.parts.attention.cached import KeyValueCache
+    from megatron_ext.parts.attention.compute import SDPAttention
+
+    config = _config(way, piece)
+    described = layers(config)[0].attention
+    generator = torch.Generator().manual_seed(1)
+    queries, groups, size, of_value = (
+        *(described.query_heads, described.groups),
+        *(described.head_size, described.value_head_size),
+    )
+    each = (queries, size), (groups, size), (groups, of_value), (queries, of_value)
+    shapes = [(2, number, LENGTH, channels) for number, channels in each]
+    *heads, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    for tensor in heads:
+        tensor.requires_grad_()
+    tokens = torch.ones(2, LENGTH, dtype=torch.long)
+    documents, ends = None, [LENGTH]
+    size, rank = (torch.distributed.get_world_size(), torch.distributed.get_rank()) if FLAGS[way][0] > 1 else (1, 0)
+    if config.data.reset_attention_mask:
+        tokens[:, [20, 45]] = 0
+        documents, ends = documents_of(tokens, 0, rank, size), [21, 46]
+    expected = _reference(heads, described.window, ends, 0.3)
+    if way in ("prefill", "one token"):
+        with torch.no_grad():
+            cache: Any = KeyValueCache(LENGTH, [LENGTH - 1] * 2, LENGTH - 1, torch.device("cpu"))
+            first = cache.attend(1, *(tensor[:, :, :-1] for tensor in heads), scale=0.3, window=described.window)
+            cache.advance()
+            last = cache.attend(1, *(tensor[:, :, -1:] for tensor in heads), scale=0.3, window=described.window)
+            found = first if way == "prefill" else last
+            part = expected[:, :, :-1] if way == "prefill" else expected[:, :, -1:]
+            return float((found - part.permute(2, 0, 1, 3).flatten(2)).abs().max())
+    groups = ProcessGroupCollection()
+    groups.cp = torch.distributed.group.WORLD  # pyright: ignore[reportAttributeAccessIssue]
+    attend = SDPAttention(
+        transformer_config(config, "cpu"),
+        1,
+        AttnMaskType.causal,
+        "self",
+        config.layout.cp_comm_type[0],
+        0.3,
+        groups,
+        window=described.window,
+    )
+
+    def held(whole: torch.Tensor) -> torch.Tensor:
+        return whole if size == 1 else context_parallel._in_chunks(whole, size)[rank]
+
+    found = attend(*(held(tensor) for tensor in heads), documents=documents)
+    part = held(expected).permute(2, 0, 1, 3).flatten(2)
+    of_part = held(weight).permute(2, 0, 1, 3).flatten(2)
+    of_found = torch.autograd.grad((found * of_part).sum(), heads)
+    if size > 1:
+        for gradient in of_found:
+            torch.distributed.all_reduce(gradient)
+    of_expected = torch.autograd.grad((expected * weight).sum(), heads)
+    pairs = [(found, part), *zip(of_found, of_expected, strict=True)]
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def _differences(pairs: list[tuple[str, str]]) -> list[float]:
+    torch.distributed.init_process_group("gloo")
+    return [_difference(*pair) for pair in pairs]
+
+
+PAIRS = [*itertools.product(FLAGS, PIECES), *itertools.product(WAYS_OF_A_MODEL, PARTS)]
+COMPUTED = [
+    pair for pair in PAIRS if pair[0] not in NOT_HERE and not _refused(*pair) and not pair[1].endswith("dropout")
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_not_refused_is_what_one_mask_gives(ranks: int) -> None:
+    pairs = [pair for pair in COMPUTED if pair[1] in PIECES and FLAGS[pair[0]][0] == ranks]
+    assert len(pairs) > 4
+    for of_rank in run_ranks(ranks, _differences, pairs):
+        assert dict(zip(pairs, of_rank, strict=True)) == pytest.approx(dict.fromkeys(pairs, 0.0), abs=1e-11)
+
+
+def _of_models(pairs: list[tuple[str, str]]) -> list[float]:
+    """The largest difference of loss and gradients from those of the plain way, by the norm of the latter."""
+    from megatron_ext import device
+    from tests.support.several_models import end_layout
+    from tests.support.small_models import build_small_model
+
+    device.install("cpu")
+    tokens = torch.randint(64, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+    def computed(way: str, part: str) -> list[torch.Tensor]:
+        [model], _ = build_small_model(_config(way, part))
+        positions = torch.arange(LENGTH).expand(2, -1)
+        loss = model(tokens[:, :-1].contiguous(), positions, labels=tokens[:, 1:].contiguous()).mean()
+        loss.backward()
+        end_layout()
+        return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+    plain = {part: computed("", part) for part in PARTS}
+    return [
+        max(
+            float((one - other).norm() / other.norm().clamp(min=1e-12))
+            for one, other in zip(computed(way, part), plain[part], strict=True)
+        )
+        for way, part in pairs
+    ]
+
+
+def test_models_are_what_they_are_in_the_plain_way() -> None:
+    """To the bit where something is computed again; FP8 has 3 bits of a number, and 2 of a gradient."""
+    pairs = [pair for pair in COMPUTED if pair[1] in PARTS]
+    assert len({way for way, _ in pairs}) == len(WAYS_OF_A_MODEL) - 1
+    [found] = run_ranks(1, _of_models, pairs)
+    for (way, part), difference in zip(pairs, found, strict=True):
+        assert (0.0 < difference < 0.3) if way == "FP8" else difference == 0.0, (way, part, difference)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=", ".join)
+def test_what_is_refused_has_a_fix_that_works(pair: tuple[str, str]) -> None:
+    ranks, words = _line(*pair)
+    for sentence in _refused(*pair):
+        for fix in sentence.partition("; ")[2].removeprefix("use ").split(", or "):
+            if fix.startswith("leave "):
+                left_out = words.index(fix.split()[1])
+                typed = [*words[:left_out], *words[left_out + 2 :]]
+            else:
+                typed = [*words, *fix.removeprefix("use ").split()]
+            assert sentence not in _problems(resolve({**parse(typed).values, "world_size": ranks}, Facts()))
+
+
+def test_pieces_are_refused_where_a_way_lacks_them() -> None:
+    assert ["--attention-dropout 0" in one for one in _refused("documents", "dropout")] == [True]
+    assert _refused("ring", "window") == [
+        "--cp-comm-type p2p sends all keys around the ring, and no rank leaves out those that a window hides, but "
+        "--window-size is 12,0; use --window-size -1,0, or --cp-comm-type all_gather"
+    ]
+    assert _refused("FlashAttention 3", "dropout") == [
+        "--flash-attention-version 3 takes FlashAttention 3, whose kernels have no dropout, but "
+        "--attention-dropout is 0.25; use --attention-dropout 0, or --flash-attention-version 2"
+    ]
+    assert len(_refused("Transformer Engine", "window")) == 1
+    assert len(_refused("Transformer Engine", "norms after")) == 2
+    assert len(_refused("FP8", "shared experts")) == 1
+    configs = [_config(*pair) for pair in PAIRS]
+    asked = {piece for config in configs for layer in layers(config) for piece in layer.pieces(config)}
+    assert {piece for way in (*WAYS.values(), *RECOMPUTATIONS.values()) for piece in way.lacks} == asked, (
+        "a piece that no test has"
+    )

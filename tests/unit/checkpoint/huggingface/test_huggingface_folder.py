@@ -1,0 +1,67 @@
+"""Folders of Hugging Face as they are read: which file holds a tensor, and which dtype holds all weights."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.checkpoint.huggingface import huggingface_folder as hf_folder
+from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
+from megatron_ext.checkpoint.huggingface.safetensors import Entry, create
+from megatron_ext.errors import DataError
+
+
+def _folder(**dtypes: str) -> Any:
+    made: Any = object.__new__(HFFolder)
+    made.entries = {name: Entry(Path("x"), code, (2,), 0) for name, code in dtypes.items()}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("codes", "all_held_by"),
+    [("F16", "F16"), ("BF16", "BF16"), ("F16 BF16", "F32"), ("F16 BF16 F32", "F32"), ("F16 BF16 F64", "F64"),
+     ("BF16 F32", "F32"), ("F32 F64", "F64"), ("I64 BF16", "BF16"), ("I64", "F16"), ("", "F16")],
+)  # fmt: skip
+def test_a_dtype_that_holds_all_weights(codes: str, all_held_by: str) -> None:
+    assert _folder(**{f"t{number}": code for number, code in enumerate(codes.split())}).dtype() == all_held_by
+
+
+def test_a_tied_head_may_be_there_twice_and_not_differ(tmp_path: Path) -> None:
+    """In the last row alone, in the dtype alone, or in the shape."""
+    made: Any = object.__new__(HFFolder)
+    made.family = SimpleNamespace(names={"embedding.word_embeddings": ("table",), "output_layer": ("lm_head",)})
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for number, (other, differs) in enumerate((
+        (values, False), (values + (np.arange(4) == 3)[:, None], True), (values[:3], True),
+        (values.view(np.uint16).astype(np.uint16).reshape(4, 6)[:, :3], True),
+    )):  # fmt: skip
+        code = "BF16" if other.dtype == np.uint16 else "F32"
+        table = create(tmp_path / f"t{number}", {"table.weight": values.shape}, "F32")["table.weight"]
+        head = create(tmp_path / f"h{number}", {"lm_head.weight": other.shape}, code)["lm_head.weight"]
+        table.whole(writable=True)[...] = values
+        head.whole(writable=True)[...] = other
+        made.entries = {"lm_head.weight": head, "table.weight": table}
+        assert made._has_an_output_layer_of_its_own() == differs
+    made.entries = {name: entry for name, entry in made.entries.items() if name == "table.weight"}
+    assert not made._has_an_output_layer_of_its_own()
+
+
+def test_the_index_says_which_file_holds_a_tensor(tmp_path: Path) -> None:
+    """Two files have one of the same name; a single file next to the index is not read."""
+    for file, names in (("a.safetensors", "xy"), ("b.safetensors", "yz"), ("model.safetensors", "w")):
+        create(tmp_path / file, dict.fromkeys(names, (1,)), "F32")
+    index = tmp_path / "model.safetensors.index.json"
+    for y in ("a", "b"):
+        places = {"x": "a.safetensors", "y": f"{y}.safetensors", "z": "b.safetensors"}
+        index.write_text(json.dumps({"weight_map": places}))
+        assert {name: entry.path.name for name, entry in hf_folder._entries(tmp_path).items()} == places
+    index.write_text(json.dumps({"weight_map": {"z": "a.safetensors"}}))
+    with pytest.raises(DataError, match="places z in a file that does not hold it"):
+        hf_folder._entries(tmp_path)
+    for wrong in ({"x": 5, "y": "a.safetensors"}, ["x"]):
+        index.write_text(json.dumps({"weight_map": wrong}))
+        with pytest.raises(DataError, match="is not the index of a sharded model"):
+            hf_folder._entries(tmp_path)

@@ -1,0 +1,90 @@
+"""What a batch holds for a stage, and how it is divided among context-parallel ranks."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.data.microbatch import Batch, StageView, collate, divide, padding_sample
+
+EOD, LENGTH = 9, 24
+SAMPLES = torch.randint(0, 9, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def batch(view: StageView) -> Batch:
+    rows = [{**padding_sample(LENGTH), "tokens": row, "labels": row.roll(-1)} for row in SAMPLES]
+    return divide(collate(rows, view), view)
+
+
+def test_documents_begin_where_the_samples_say_so() -> None:
+    """And not after an end of document; a padding sample is one document."""
+    begins = torch.zeros(LENGTH, dtype=torch.bool)
+    begins[[0, 5, 6, 17]] = True
+    rows: list[dict[str, torch.Tensor]] = [{**padding_sample(LENGTH), "tokens": SAMPLES[1], "document_begins": begins}]
+    rows.append(padding_sample(LENGTH))
+    got = collate(rows, StageView(eod=EOD, restarts_positions=True, separates_documents=True))
+    expected = [*range(5), 0, *range(11), *range(7)]
+    assert torch.as_tensor(got.position_ids).tolist() == [expected, list(range(LENGTH))]
+    assert got.documents is not None
+    assert got.documents.query_ends.diff().tolist() == [5, 1, 11, 7, LENGTH]
+
+
+def test_a_stage_reads_tokens_for_either_flag() -> None:
+    middle = {"is_first_stage": False, "is_last_stage": False}
+    for flag in ("restarts_positions", "separates_documents"):
+        view = StageView(**middle, eod=EOD, **{flag: True})
+        assert view.reads_samples
+        got = batch(view)
+        assert (got.position_ids is None, got.documents is None) == (
+            flag != "restarts_positions",
+            flag != "separates_documents",
+        )
+
+
+def test_without_the_flags_nothing_is_made() -> None:
+    got = batch(StageView(eod=EOD))
+    assert got.documents is None
+    assert torch.equal(torch.as_tensor(got.position_ids), torch.arange(LENGTH).expand(len(SAMPLES), -1))
+
+
+def test_a_batch_is_mapped_with_its_documents() -> None:
+    view = StageView(cp_rank=1, cp_size=2, eod=EOD, separates_documents=True)
+    moved = batch(view).to("meta").documents
+    assert moved is not None
+    assert moved.key_index is not None
+    assert {moved.query_ends.device.type, moved.key_ends.device.type, moved.key_index.device.type} == {"meta"}
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_copy_to_a_device_waits_unless_it_is_from_pinned_memory(
+    is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, device, non_blocking: asked.append((device, non_blocking)) or tensor
+    )
+    Batch(tokens=torch.zeros(1, 2), labels=torch.zeros(1, 2)).to("cuda:1")
+    assert asked == [("cuda:1", is_pinned)] * 2
+
+
+def test_a_padding_sample_counts_in_nothing() -> None:
+    padding = {name: values.tolist() for name, values in padding_sample(3).items()}
+    assert padding == {"tokens": [0] * 3, "labels": [0] * 3, "loss_mask": [0.0] * 3, "position_ids": [0, 1, 2]}
+
+
+def test_a_stage_reads_samples_for_any_of_its_flags() -> None:
+    """Of first and last stage, restarted positions and separated documents any."""
+    for flags in itertools.product((False, True), repeat=4):
+        first, last, restarts, separates = flags
+        view = StageView(first, last, restarts_positions=restarts, separates_documents=separates)
+        assert view.reads_tokens == (flags in TOKENS_READ)
+        assert view.reads_samples == (any(flags))
+
+
+TOKENS_READ = {
+    (first, last, restarts, separates)
+    for first, last, restarts, separates in itertools.product((False, True), repeat=4)
+    if (first, restarts, separates) != (False, False, False)
+}
