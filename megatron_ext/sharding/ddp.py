@@ -34,13 +34,13 @@ from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.device.weight_gradients import expect_first, products_write, takes_first, write_
 from megatron_ext.errors import TrainingError
+from megatron_ext.optim.settings import optimizer_config
 from megatron_ext.sharding.engine import (
     build_optimizer,
     catalogued,
     ddp_config,
     for_chunks,
     initialized,
-    optimizer_settings,
     updating,
 )
 from megatron_ext.sharding.flat_shards import FlatPart
@@ -216,7 +216,7 @@ class DataParallel(Sharding):
     ) -> ChainedOptimizer:
         for weight in (weight for chunk in chunks for weight in chunk.parameters()):
             vars(weight).pop("is_managed_by_layer_wise_optimizer", None)  # or the distributed one would leave it out
-        settings = optimizer_settings(self.config, distributed=self.config.layout.sharding.optimizer)
+        settings = optimizer_config(self.config, distributed=self.config.layout.sharding.optimizer)
         built = build_optimizer(chunks, settings, self.config, groups)
         for weight, main in (pair for part in self.parts(built) for pair in part.main_parameters()):
             main.whole_shape = weight.shape
