@@ -8,8 +8,10 @@ step before has left, and each weight's part expects its first gradient (device/
 still when its bucket is about to be reduced (of one rank alone, too) is zeroed: a weight that a step does not use has
 no gradient of the step before. Padding between weights is zero from the start, and nothing writes there.
 
-The bits are those of sums with zeros; only products of `--gradient-accumulation-fusion` could leave a -0.0, of a sum
-that underflows.
+On a CPU, where no reduction waits for a gradient, autograd adds those of all microbatches up by itself, and they go to
+the buffer when the last backward pass is done; products write there at once (device/kernels.py).
+
+The bits are those of sums with zeros; only products that write themselves could leave a -0.0, of a sum that underflows.
 """
 
 from collections.abc import Callable, Iterator, Sequence

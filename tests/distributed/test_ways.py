@@ -35,11 +35,11 @@ FLAGS: dict[str, tuple[int, str]] = {
     "prefill": (1, ""),
     "one token": (1, ""),
 }
+NOT_HERE = ("Transformer Engine", "FlashAttention 3")
 _LATENT = (
     "--group-query-attention=false --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 6"
 )
-NOT_HERE = ("Transformer Engine", "FlashAttention 3")
 PIECES = {
     "plain": "--attention-dropout 0",
     "window": "--window-size 12,0 --attention-dropout 0",
@@ -59,6 +59,7 @@ PARTS = {
     "norms of heads": f"{_LLAMA} --qk-layernorm",
     "norms after": f"{_LLAMA} --norm-position after --qk-layernorm --qk-layernorm-over projection",
     "windows": f"{_LLAMA} --window-size 12,0 --window-attn-skip-freq 2",
+    "latents": f"{_LLAMA} {_LATENT}",
     "experts": f"{_LLAMA} --num-experts 4",
     "shared experts": f"{_LLAMA} --num-experts 4 --moe-shared-expert-intermediate-size 32",
 }

@@ -170,8 +170,7 @@ class LatentAttention(Attention):
         yield Exchange("tp", "reduce-scatter", 0.0, read, (0, 3), of_read, "mixer")
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what the ways of computing it cannot do, and what its flags cannot be."""
-        yield from super().cannot(config)
+        """Yield what its flags cannot be."""
         model = config.model
         if model.softmax_scale is not None:
             yield (
