@@ -203,7 +203,7 @@ class LatentAttention(Attention):
 
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return what it asks of a way of computing it."""
-        own = {"latent": Asked("--multi-latent-attention is given", "--multi-latent-attention=false")}
+        own = {"latent": Asked("--multi-latent-attention is given")}
         return {**super().pieces(config), **own}
 
 
