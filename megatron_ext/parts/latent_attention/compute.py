@@ -173,9 +173,7 @@ class LatentSelfAttention(MegatronModule):
         up_BHSM = up_SBM.unflatten(-1, (-1, plain + described.value_head_size)).permute(1, 2, 0, 3)
         key, value = up_BHSM.split((plain, described.value_head_size), dim=-1)
         shared = shared_key_B1SP.expand(-1, key.size(1), -1, -1)
-        # Of another size they are filled up, which makes a copy as well.
-        value = value.contiguous() if described.value_head_size == described.head_size else value
-        return torch.cat((key, shared), dim=-1), value
+        return torch.cat((key, shared), dim=-1), value.contiguous()
 
     def _inferred(
         self,
