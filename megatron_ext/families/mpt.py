@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
-from megatron_ext.families.reading import Reading
+from megatron_ext.families.reading import WITHOUT_BEARING, Reading
 from megatron_ext.families.shared import QKV, plain_values, refuse_others, square_flags
 
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -27,7 +27,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     refuse_others(attention, {"attn_type": "multihead_attention", "qk_ln": False, "prefix_lm": False})
     refuse_others(attention, {"alibi": True, "alibi_bias_max": 8, "attn_uses_sequence_id": False})
     values = {name: attention.number_or_none(key) for name, key in _NUMBERS.items()}
-    attention.refuse_the_rest("which is not known", but=("attn_impl", "attn_pdrop", "model_type", "dtype"))
+    attention.refuse_the_rest("is not known", but=sum(WITHOUT_BEARING.values(), ("attn_impl", "is_encoder_decoder")))
     refuse_others(reading, {"expansion_ratio": 4, "no_bias": True, "embedding_fraction": 1.0})
     reading.understand("learned_pos_emb", "init_device", "norm_type")  # which transformers does not read
     reading.problems += [f"attn_config: {problem}" for problem in attention.problems]

@@ -361,11 +361,13 @@ def _rotary_values(reading: Reading, partial: bool, head: int | None, yarn: bool
         values["rope_type"] = "rope"
     if yarn and kind == "yarn":
         values |= _yarn_values(rotary, reading.integer("max_position_embeddings", 2048))
-    kinds = ("default", "linear", "yarn" if yarn else "llama3")
+    kinds = ("default", "yarn") if yarn else ("default", "linear", "llama3")
     if kind in kinds:
         rotary.refuse_the_rest(f"which rope_type {kind} does not read; leave it out")
     else:
-        rotary.problems.append(f"rope_type is {json.dumps(kind)}; supported are {', '.join(kinds)}")
+        rotary.problems.append(
+            f"rope_type is {json.dumps(kind)}; only {', '.join(kinds[:-1])} and {kinds[-1]} are supported"
+        )
     reading.problems += [f"{name}: {problem}" for problem in dict.fromkeys(rotary.problems)]
     reading.problems += _contradictions(reading, name, beside, {**beside, **taken, "rope_type": kind})
     return values

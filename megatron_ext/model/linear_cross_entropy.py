@@ -84,16 +84,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first in range(0, len(hidden_NH), size):
             part = slice(first, first + size)
             hidden_CH, counts_C = hidden_NH[part], counts_N[part]
-            logits_CV, of_cap_CV = _logits(hidden_CH, weight_VH, vocabulary)
+            logits_CV = _logits(hidden_CH, weight_VH, vocabulary)
+            # What a bound leaves of a gradient; 0 for padding is as good as any number.
+            kept_CV = None if vocabulary.cap is None else 1.0 - (logits_CV / vocabulary.cap).clamp_(-1.0).square_()
             losses_N[part], grad_CV = _losses(logits_CV, labels_N[part], counts_C, vocabulary, graded=any(graded))
             if any(graded):
-                grad_CV = grad_CV if of_cap_CV is None else grad_CV.mul_(1.0 - of_cap_CV.square())
+                grad_CV = grad_CV if kept_CV is None else grad_CV.mul_(kept_CV)
                 grad_CV = grad_CV.to(hidden_NH.dtype)
             if for_hidden is not None:
                 for_hidden[part] = linear(grad_CV, weight_VH.t())
             if for_weight is not None:
                 add_product_(for_weight, grad_CV, hidden_CH)
-            del logits_CV, of_cap_CV, grad_CV  # before the next ones are made
+            del logits_CV, kept_CV, grad_CV  # before the next ones are made
         ctx.save_for_backward(for_hidden, for_weight)
         ctx.weight, ctx.into_main_grad = weight_VH, into_main_grad
         return torch.dot(
@@ -118,16 +120,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return for_hidden, for_weight, *[None] * 6
 
 
-def _logits(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: Vocabulary
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return logits in fp32, of padding the lowest number there is, and the tangents that their bound multiplies."""
-    logits_CV, of_cap_CV = linear(hidden_CH, weight_VH).float(), None
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+    """Return logits in fp32, of padding the lowest number there is."""
+    logits_CV = linear(hidden_CH, weight_VH).float()
     if vocabulary.cap is not None:
-        of_cap_CV = (logits_CV / vocabulary.cap).tanh_()
-        logits_CV = vocabulary.cap * of_cap_CV
+        logits_CV = logits_CV.div_(vocabulary.cap).tanh_().mul_(vocabulary.cap)
     logits_CV[:, vocabulary.true_rows :] = torch.finfo(torch.float32).min
-    return logits_CV, of_cap_CV
+    return logits_CV
 
 
 def _losses(

@@ -58,7 +58,7 @@ PIECES = {
         "--softmax-type learnable --attention-logit-softcapping 0.5 --position-embedding-type alibi "
         "--attention-dropout 0"
     ),
-    "gates": "--attention-output-gate --attention-dropout 0",
+    "output gates": "--attention-output-gate --attention-dropout 0",
     "clips": "--qkv-clip 0.5 --attention-dropout 0",
     "sinks, dropout": "--softmax-type learnable --attention-dropout 0.25",
     "caps, dropout": "--attention-logit-softcapping 0.5 --attention-dropout 0.25",
@@ -82,7 +82,7 @@ PARTS = {
         f"{_LLAMA} --softmax-type learnable --attention-logit-softcapping 2 --final-logit-softcapping 5 --qkv-clip 0.5 "
         "--attention-output-gate"
     ),
-    "slopes": f"{_NO_DROPOUT} --position-embedding-type alibi --softmax-type off-by-one",
+    "slopes and a sink": f"{_NO_DROPOUT} --position-embedding-type alibi --softmax-type off-by-one",
     "experts": f"{_LLAMA} --num-experts 4",
     "shared experts": f"{_LLAMA} --num-experts 4 --moe-shared-expert-intermediate-size 32",
 }

@@ -142,7 +142,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 12},
         **{"pad_token_id": None, **_UNTIED},
     },
-    "BLOOM": {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 6, "vocab_size": VOCABULARY},
+    "BLOOM": {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 6, "vocab_size": VOCABULARY, **_UNTIED},
     "MPT": {
         **{"model_type": "mpt", "d_model": 48, "n_layers": 2, "n_heads": 6, "vocab_size": VOCABULARY},
         **{"max_seq_len": 128, "attn_config": {"clip_qkv": 0.4, "softmax_scale": 0.7}},
