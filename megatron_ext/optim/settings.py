@@ -8,11 +8,12 @@ from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import Config
 
 
-def optimizer_config(config: Config, *, distributed: bool) -> CoreOptimizerConfig:
+def optimizer_config(config: Config, *, distributed: bool, overlaps: bool) -> CoreOptimizerConfig:
     """megatron-core's optimizer settings. Learning rate and weight decay are set anew at every step.
 
     Args:
         distributed: whether to use megatron-core's distributed optimizer (decided by the sharding scheme).
+        overlaps: whether the next forward pass gathers what was updated.
     """
     optimizer, training, traits = config.optimizer, config.training, traits_of(config.optimizer)
     return CoreOptimizerConfig(
@@ -32,7 +33,7 @@ def optimizer_config(config: Config, *, distributed: bool) -> CoreOptimizerConfi
         hysteresis=training.hysteresis,
         **({name: getattr(optimizer, name) for name in traits.flags} if traits.is_the_engines else {}),
         use_distributed_optimizer=distributed,
-        overlap_param_gather=config.layout.overlap_param_gather,
+        overlap_param_gather=overlaps,
         clip_grad=optimizer.clip_grad,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
     )

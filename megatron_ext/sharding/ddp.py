@@ -216,7 +216,11 @@ class DataParallel(Sharding):
     ) -> ChainedOptimizer:
         for weight in (weight for chunk in chunks for weight in chunk.parameters()):
             vars(weight).pop("is_managed_by_layer_wise_optimizer", None)  # or the distributed one would leave it out
-        settings = optimizer_config(self.config, distributed=self.config.layout.sharding.optimizer)
+        settings = optimizer_config(
+            self.config,
+            distributed=self.config.layout.sharding.optimizer,
+            overlaps=self.config.layout.overlap_param_gather,
+        )
         built = build_optimizer(chunks, settings, self.config, groups)
         for weight, main in (pair for part in self.parts(built) for pair in part.main_parameters()):
             main.whole_shape = weight.shape

@@ -78,7 +78,7 @@ class FSDP2(RowSharding):
     def optimizer(
         self, chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection, device: Device
     ) -> ChainedOptimizer:
-        settings = optimizer_config(self.config, distributed=False)
+        settings = optimizer_config(self.config, distributed=False, overlaps=self.config.layout.overlap_param_gather)
         settings.bf16 = False  # the shards are fp32, whatever is computed with
         built = build_optimizer(chunks, settings, self.config, groups)
         over_rows = self._over_rows(groups, device)

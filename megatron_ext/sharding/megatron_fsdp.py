@@ -58,7 +58,7 @@ class MegatronFSDP(RowSharding):
         return wrapped
 
     def optimizer(self, chunks: Sequence[Any], groups: ProcessGroupCollection, device: Device) -> ChainedOptimizer:
-        settings = optimizer_config(self.config, distributed=True)
+        settings = optimizer_config(self.config, distributed=True, overlaps=self.config.layout.overlap_param_gather)
         built = build_optimizer(chunks, settings, self.config, groups)
         dtype = getattr(torch, self.config.training.params_dtype)
         return ChainedOptimizer([MegatronFSDPOptimizer(built, chunks, dtype, groups)])

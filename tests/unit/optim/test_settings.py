@@ -1,6 +1,5 @@
 """Values of flags arrive in the settings of megatron-core that they are for, each by one that is no default."""
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +37,7 @@ def test_the_optimizers_settings(training: dict[str, Any]) -> None:
     optimizer = OptimizerConfig(**own, **adam, clip_grad=0.75)
     config = type(config)(config.model, config.layout, config.training, optimizer, config.data, logging=logging)
     for distributed in (False, True):
-        settings = optimizer_config(config, distributed=distributed)
+        settings = optimizer_config(config, distributed=distributed, overlaps=True)
         assert settings.use_distributed_optimizer == distributed
         expected = {**own, **adam, **training, "clip_grad": 0.75, "log_num_zeros_in_grad": True}
         expected |= {
@@ -46,8 +45,7 @@ def test_the_optimizers_settings(training: dict[str, Any]) -> None:
             "params_dtype": torch.float16 if "fp16" in training else torch.bfloat16,
         }
         assert {name: getattr(settings, name) for name in expected} == expected
-    at_once = dataclasses.replace(config, layout=dataclasses.replace(config.layout, overlap_param_gather=False))
-    assert not optimizer_config(at_once, distributed=False).overlap_param_gather
+    assert not optimizer_config(config, distributed=False, overlaps=False).overlap_param_gather
 
 
 def test_a_groups_own_factor_and_rate() -> None:
