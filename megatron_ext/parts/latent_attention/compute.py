@@ -108,8 +108,8 @@ class LatentSelfAttention(MegatronModule):
             rank, attention.query_heads * (attention.head_size - attention.position_size + attention.value_head_size)
         )
         norm: Any = norm_builder(attention.norm) if attention.qk_norm is not None else None
-        self.q_layernorm = norm and query_rank and norm(config, query_rank, attention.norm.epsilon)
-        self.kv_layernorm = norm and norm(config, rank, attention.norm.epsilon)
+        self.q_layernorm: Any = norm and query_rank and norm(config, query_rank, attention.norm.epsilon)
+        self.kv_layernorm: Any = norm and norm(config, rank, attention.norm.epsilon)
 
     def forward(
         self,
