@@ -82,7 +82,7 @@ def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
     if not config.model.disable_bias_linear:
         # They add nothing to the biases that are there.
         given |= dict.fromkeys(("add_qkv_bias", "add_output_bias", "add_mlp_bias"), False)
-    if config.model.position_embedding_type == "rope":
+    if config.model.position_embedding_type != "learned_absolute":
         given.pop("max_position_embeddings")  # a promise about lengths, with no parameter behind it
     if _same_layers(config, values):
         given = {name: value for name, value in given.items() if name not in layer_patterns.FIELDS}

@@ -1,4 +1,4 @@
-"""OLMo: Llama whose norms are LayerNorm without parameters; without clipped queries, keys and values."""
+"""OLMo: Llama whose norms are LayerNorm without parameters; queries, keys and values may be clipped."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ from megatron_ext.families.shared import (
     biases_of_attention,
     decoder_json,
     decoder_values,
-    refuse_others,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    refuse_others(reading, {"clip_qkv": None})
-    return {**decoder_values(reading, epsilon=None), **bias_values(reading, mlp=False)}
+    values = {**decoder_values(reading, epsilon=None), **bias_values(reading, mlp=False)}
+    return {**values, "qkv_clip": reading.number_or_none("clip_qkv")}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config, epsilon=None), **bias_json(config, mlp=False), "clip_qkv": None}
+    content = {**decoder_json(config, epsilon=None), **bias_json(config, mlp=False)}
+    return {**content, "clip_qkv": config.model.qkv_clip}
 
 
 OLMO = Family(

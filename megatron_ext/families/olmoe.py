@@ -16,13 +16,12 @@ from megatron_ext.families.shared import (
     expert_names,
     expert_values,
     heads_fill_width,
-    refuse_others,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     values = {**decoder_values(reading), **bias_values(reading, mlp=False)}
-    refuse_others(reading, {"clip_qkv": None})
+    values["qkv_clip"] = reading.number_or_none("clip_qkv")
     experts, width = reading.integer("num_experts"), reading.integer("intermediate_size")
     normalized = reading.boolean("norm_topk_prob", False)
     return {**values, **expert_values(reading, experts, width, normalized=normalized)}
@@ -34,7 +33,7 @@ def _write(config: Config) -> dict[str, Any]:
         **decoder_json(config),
         **expert_json(config),
         **bias_json(config, mlp=False),
-        "clip_qkv": None,
+        "clip_qkv": model.qkv_clip,
         "intermediate_size": model.expert_ffn_hidden_size,
         "num_experts": model.num_experts,
         "norm_topk_prob": not model.moe_router_pre_softmax,

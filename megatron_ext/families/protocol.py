@@ -72,6 +72,9 @@ class Family:
     is_common: bool = False
     """Whether a model that fits several families is exported as one of this."""
 
+    qkv_by_groups: bool = False
+    """Whether queries, keys and values of each group lie together in the fused QKV, as ours do."""
+
     transposed: frozenset[str] = frozenset()
     """Modules of ours whose weight lies transposed there."""
 

@@ -76,6 +76,10 @@ class Reading:
         self.problems.append(f"{key} is {json.dumps(value)}, and not a positive number")
         return 1.0
 
+    def number_or_none(self, key: str) -> float | None:
+        """Return the same of a key that may be null."""
+        return None if self.get(key) is None else self.number(key, 1.0)
+
     def refuse_unless(self, key: str, wanted: Any, default: Any, why: str) -> None:
         """Note a problem, which `why` explains, unless the key has the value `wanted`."""
         value = self.get(key, default)
@@ -107,6 +111,7 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
     "are about training, which flags describe: --attention-dropout, --hidden-dropout, --moe-aux-loss-coeff": (
         "attention_dropout",
         "attn_pdrop",
+        "emb_pdrop",
         "embd_pdrop",
         "embedding_dropout",
         "hidden_dropout",

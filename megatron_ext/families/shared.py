@@ -108,7 +108,9 @@ def decoder_json(config: Config, epsilon: str | None = "rms_norm_eps") -> dict[s
         "rope_scaling": None,
         "attention_dropout": 0.0,
     }
-    if model.use_rope_scaling:
+    if model.rotary_seq_len_interpolation_factor != 1.0:
+        content["rope_scaling"] = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    elif model.use_rope_scaling:
         content["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": model.rope_scaling_factor,
@@ -170,6 +172,30 @@ def gelu_values(reading: Reading, key: str, usual: str) -> dict[str, Any]:
 
 NO_PADDING = {"pad_token_id": None}
 """What is written in families whose default is an entry that a smaller vocabulary does not have."""
+
+
+def plain_values(reading: Reading, width: str, heads: str, depth: str, length: str) -> dict[str, Any]:
+    """Return the values of decoders whose heads fill the width and whose MLP is four times as wide, by their keys."""
+    hidden, number = reading.integer(width), reading.integer(heads)
+    if hidden % number:
+        reading.problems.append(f"{width} {hidden} is not divisible by {heads} {number}")
+    return {
+        "num_layers": reading.integer(depth),
+        "hidden_size": hidden,
+        "ffn_hidden_size": 4 * hidden,
+        "num_attention_heads": number,
+        "num_query_groups": number,
+        "kv_channels": max(hidden // number, 1),
+        "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5),
+        "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", True),
+        "vocab_size": reading.integer("vocab_size"),
+        "max_position_embeddings": reading.integer(length, 2048),
+    }
+
+
+def square_flags(model: ModelConfig) -> dict[str, Any]:
+    """Return the widths of `plain_values` (`Family.dependent_flags`)."""
+    return {**heads_fill_width(model), "ffn_hidden_size": 4 * model.hidden_size}
 
 
 def heads_fill_width(model: ModelConfig) -> dict[str, Any]:
@@ -313,6 +339,7 @@ def _rotary_values(reading: Reading, partial: bool, head: int | None, yarn: bool
     values: dict[str, Any] = {
         "rotary_base": rotary.number("rope_theta", 10000.0),
         "use_rope_scaling": kind == "llama3",
+        "rotary_seq_len_interpolation_factor": rotary.number("factor", 1.0) if kind == "linear" else 1.0,
         **({"rotary_percent": rotary.number("partial_rotary_factor", 1.0)} if partial else {}),
     }
     if head is not None and kind == "dynamic" and rotary.get("alpha") is not None:
@@ -334,11 +361,13 @@ def _rotary_values(reading: Reading, partial: bool, head: int | None, yarn: bool
         values["rope_type"] = "rope"
     if yarn and kind == "yarn":
         values |= _yarn_values(rotary, reading.integer("max_position_embeddings", 2048))
-    kinds = ("default", "yarn" if yarn else "llama3")
+    kinds = ("default", "yarn") if yarn else ("default", "linear", "llama3")
     if kind in kinds:
         rotary.refuse_the_rest(f"which rope_type {kind} does not read; leave it out")
     else:
-        rotary.problems.append(f"rope_type is {json.dumps(kind)}; only {' and '.join(kinds)} are supported")
+        rotary.problems.append(
+            f"rope_type is {json.dumps(kind)}; only {', '.join(kinds[:-1])} and {kinds[-1]} are supported"
+        )
     reading.problems += [f"{name}: {problem}" for problem in dict.fromkeys(rotary.problems)]
     reading.problems += _contradictions(reading, name, beside, {**beside, **taken, "rope_type": kind})
     return values

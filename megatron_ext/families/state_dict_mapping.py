@@ -71,7 +71,7 @@ def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family)
         module = _EXPERT + module.removeprefix(f"{_EXPERT}{parameter.expert}.")
     tensors = [f"{prefix}{name.format(parameter.expert)}.{kind}" for name in family.names[module]]
     rows = parameter.true_rows or parameter.shape[0]
-    if module == QKV:
+    if module == QKV and not family.qkv_by_groups:
         assert isinstance(mixer, Attention)
         ranges = tuple(_grouped(tensors, mixer))
     else:

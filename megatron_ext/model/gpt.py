@@ -23,8 +23,9 @@ from megatron_ext.model.loss import Readout
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.attention.rope import RotaryTable, ScaledRotaryEmbedding
 from megatron_ext.parts.linear.compute import keep_gathered, multiply_in_fp8
+from megatron_ext.parts.norm.compute import norm_builder
 from megatron_ext.parts.spec import OwnSpec, block_spec
-from megatron_ext.parts.stack import stack
+from megatron_ext.parts.stack import final_norm, stack
 
 # It warns on every rank and for every chunk that another model class will one day replace this one.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
@@ -137,6 +138,7 @@ def build_model(
         share_or_copy()
     chunks = config.layout.virtual_pipeline_model_parallel_size
     of_readout["true_vocab_size"] = config.data.vocab_size or config.model.padded_vocab_size
+    of_readout["cap"] = config.model.final_logit_softcapping
     build = partial(_build_chunk, config, transformer_config, pg_collection, chunks, on_meta, layer_spec, of_readout)
     return [build(chunk) for chunk in range(chunks)]
 
@@ -165,7 +167,8 @@ def _build_chunk(
             fp16_lm_cross_entropy=False,
             parallel_output=True,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            position_embedding_type=model.position_embedding_type,  # pyright: ignore[reportArgumentType]
+            # ALiBi is computed in attention, of which megatron-core knows nothing.
+            position_embedding_type=kind if (kind := model.position_embedding_type) != "alibi" else "none",  # pyright: ignore[reportArgumentType]
             pg_collection=pg_collection,
             vp_stage=chunk if chunks > 1 else None,
             restarts_positions=config.data.reset_position_ids,
@@ -178,6 +181,8 @@ def _build_chunk(
         else:
             gpt.rotary_pos_emb = ScaledRotaryEmbedding(first, transformer_config, pg_collection)
     _multiply_outputs(gpt, model)
+    if gpt.pre_process and model.embed_layernorm:
+        _normalize_embeddings(gpt, model)
     multiply_in_fp8(gpt, config, pg_collection)
     keep_gathered(gpt, config)
     if on_meta:
@@ -200,6 +205,17 @@ def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
         modules.append((model.logits_multiplier, gpt.decoder.final_layernorm))
     for factor, module in modules:
         module.register_forward_hook(partial(_multiplied, factor))
+
+
+def _normalize_embeddings(gpt: GPT, model: ModelConfig) -> None:
+    """Have the chunk normalize word embeddings, as BLOOM does (arXiv:2211.05100, section 3.2.2)."""
+    build, embedding = norm_builder(final_norm(model)), gpt.embedding
+    norm = build(config=gpt.config, hidden_size=model.hidden_size, eps=model.norm_epsilon)
+    if model.position_embedding_type == "learned_absolute":
+        for parameter in norm.parameters():  # it sees all tokens: the sequence is divided after the sum with positions
+            parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+    embedding.word_embeddings_norm = norm
+    embedding.word_embeddings.register_forward_hook(lambda _module, _inputs, words: norm(words))
 
 
 def _multiplied(factor: float, _module: torch.nn.Module, _inputs: object, output: Any) -> Any:

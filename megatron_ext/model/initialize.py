@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +79,10 @@ def fill(
     Args:
         first_row: index in the tensor-parallel shard; `shard` holds the rows from there on.
     """
+    if shard.dim() == 1 and parameter.init in ("normal", "uniform"):
+        column = replace(parameter, shape=(*parameter.shape, 1))
+        fill(shard.unsqueeze(1), column, seed, tp_rank, tp_size, first_row)
+        return
     shape = parameter.local_shape(tp_size)
     assert shard.shape[1:] == shape[1:], f"{parameter.name}: shard of shape {shard.shape}"
     assert first_row + len(shard) <= shape[0], f"{parameter.name}: shard of shape {shard.shape} from row {first_row}"

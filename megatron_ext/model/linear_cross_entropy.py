@@ -33,6 +33,9 @@ class Vocabulary:
     group: ProcessGroup | None = None
     """Ranks that share the vocabulary, each an equal part, in the order of the ranks; None for one rank."""
 
+    cap: float | None = None
+    """Bound of the logits, as cap tanh(logits / cap)."""
+
 
 def linear_cross_entropy(
     hidden_NH: torch.Tensor,
@@ -82,14 +85,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(first, first + size)
             hidden_CH, counts_C = hidden_NH[part], counts_N[part]
             logits_CV = _logits(hidden_CH, weight_VH, vocabulary)
+            # What a bound leaves of a gradient; 0 for padding is as good as any number.
+            kept_CV = None if vocabulary.cap is None else 1.0 - (logits_CV / vocabulary.cap).clamp_(-1.0).square_()
             losses_N[part], grad_CV = _losses(logits_CV, labels_N[part], counts_C, vocabulary, graded=any(graded))
             if any(graded):
+                grad_CV = grad_CV if kept_CV is None else grad_CV.mul_(kept_CV)
                 grad_CV = grad_CV.to(hidden_NH.dtype)
             if for_hidden is not None:
                 for_hidden[part] = linear(grad_CV, weight_VH.t())
             if for_weight is not None:
                 add_product_(for_weight, grad_CV, hidden_CH)
-            del logits_CV, grad_CV  # before the next ones are made
+            del logits_CV, kept_CV, grad_CV  # before the next ones are made
         ctx.save_for_backward(for_hidden, for_weight)
         ctx.weight, ctx.into_main_grad = weight_VH, into_main_grad
         return torch.dot(
@@ -117,6 +123,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     """Return logits in fp32, of padding the lowest number there is."""
     logits_CV = linear(hidden_CH, weight_VH).float()
+    if vocabulary.cap is not None:
+        logits_CV = logits_CV.div_(vocabulary.cap).tanh_().mul_(vocabulary.cap)
     logits_CV[:, vocabulary.true_rows :] = torch.finfo(torch.float32).min
     return logits_CV
 

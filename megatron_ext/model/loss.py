@@ -118,12 +118,20 @@ class TokenLogits:
         return picked_SB.t()
 
 
+def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return cap tanh(logits / cap) (Gemma 2, arXiv:2408.00118, section 2); without a cap the logits themselves."""
+    return logits if cap is None else cap * (logits / cap).tanh()
+
+
 class OutputLayer(ColumnParallelLinear):
     """megatron-core's output layer, which gives padding no probability, and whose weight others may read in its forward
     pass: whatever divides weights over ranks has gathered it by then."""
 
     true_rows: int
     """Rows of this rank that stand for entries of the vocabulary; those after them are padding."""
+
+    cap: float | None
+    """Bound of the logits."""
 
     def forward(
         self,
@@ -138,6 +146,7 @@ class OutputLayer(ColumnParallelLinear):
         if reads is not None:
             return reads(input_, self.weight if weight is None else weight)
         logits, bias = super().forward(input_, weight, runtime_gather_output)
+        logits = capped(logits, self.cap)
         if self.true_rows < self.output_size_per_partition:
             assert logits.size(-1) == self.output_size_per_partition, "logits stay divided over tensor-parallel ranks"
             # Behind autograd's back, to spare a copy of the gradient: the softmax makes these columns exactly 0, and
@@ -165,11 +174,15 @@ class Readout:
     keeps_output_weight: bool = True
     """Whether the output layer's weight stays where it is until the backward pass, or is gathered again for that."""
 
+    cap: float | None = None
+    """Bound of the logits, as cap tanh(logits / cap)."""
+
     def prepare(self, output_layer: ColumnParallelLinear) -> None:
         """Make the layer that megatron-core has built an `OutputLayer`."""
         output_layer.__class__ = OutputLayer
+        assert isinstance(output_layer, OutputLayer)
         rows = output_layer.output_size_per_partition
-        output_layer.true_rows = min(rows, self._true_rows(rows))  # pyright: ignore[reportAttributeAccessIssue]
+        output_layer.true_rows, output_layer.cap = min(rows, self._true_rows(rows)), self.cap
 
     def __call__(
         self,
@@ -217,7 +230,7 @@ class Readout:
             hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=group)
         elif group.size() > 1:
             hidden_SBH = copy_to_tensor_model_parallel_region(hidden_SBH, group=group)
-        vocabulary = Vocabulary(self._true_rows(len(weight)), group if group.size() > 1 else None)
+        vocabulary = Vocabulary(self._true_rows(len(weight)), group if group.size() > 1 else None, self.cap)
         fused = self.config.gradient_accumulation_fusion
         return linear_cross_entropy(
             hidden_SBH.flatten(0, 1), weight, labels_N, counts_N, vocabulary, into_main_grad=fused
@@ -229,7 +242,7 @@ class Readout:
         return layer(hidden_NH.unsqueeze(1))[0].squeeze(1)
 
     def _true_logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return linear(hidden, weight[: self.true_vocab_size])
+        return capped(linear(hidden, weight[: self.true_vocab_size]), self.cap)
 
     def _true_rows(self, rows: int) -> int:
         """Return how many entries of the vocabulary this rank and those after it have, where each has so many rows."""

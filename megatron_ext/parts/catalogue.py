@@ -13,6 +13,7 @@ A global name is megatron-core's own name with the layer's index in the whole mo
 import functools
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 from megatron_ext.config.derived.rank_order import chunk_layers
@@ -25,6 +26,7 @@ from megatron_ext.parts.stack import Branch, Layer, final_norm, layers, residual
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+EMBEDDING_NORM = "embedding.word_embeddings_norm"
 
 
 def parameters(config: Config) -> list[Parameter]:
@@ -148,7 +150,13 @@ def embedding_parameters(config: Config) -> Iterator[Parameter]:
         tp_dim=0,
         true_rows=_true_rows(config),
     )
-    if model.position_embedding_type == "learned_absolute":
+    learned = model.position_embedding_type == "learned_absolute"
+    if model.embed_layernorm:
+        place = Place(EMBEDDING_NORM, "embedding", model, residual_std(config))
+        for parameter in final_norm(model).parameters(place, model.hidden_size):
+            # With learned positions megatron-core divides the sequence after their sum.
+            yield replace(parameter, sequence_parallel=not learned)
+    if learned:
         shape = (model.max_position_embeddings, model.hidden_size)
         yield Parameter(POSITION_EMBEDDINGS, shape, "embedding", *_embedding_init(model, shape))
 

@@ -22,8 +22,8 @@ class Place:
     name: str
     """Global name of the module, `decoder.layers.3.mlp`."""
 
-    stage: int | Literal["output"]
-    """Index of the layer, or the end of the model."""
+    stage: int | Literal["embedding", "output"]
+    """Index of the layer, or an end of the model."""
 
     model: ModelConfig
     residual_std: float

@@ -111,10 +111,12 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotar
     query_norm, key_norm = query_key_norms(attention, tp_group)
     return ModuleSpec(
         module=_ATTENTIONS[attention.kind],
-        params={"attn_mask_type": AttnMaskType.causal, "rotary_columns": columns},
+        params={"attn_mask_type": AttnMaskType.causal, "rotary_columns": columns, "clip": attention.clip},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
-            core_attention=partial(SDPAttention, window=attention.window),  # pyright: ignore[reportArgumentType]
+            core_attention=partial(  # pyright: ignore[reportArgumentType]
+                SDPAttention, window=attention.window, softmax=attention.softmax
+            ),
             linear_proj=BiasedRowLinear if attention.output_bias else RowLinear,
             q_layernorm=query_norm,
             k_layernorm=key_norm,

@@ -60,6 +60,14 @@ def _takes_flash_attention(config: Config, *versions: int) -> bool:
     return ours and training.flash_attention_version in versions and backend not in ("fused", "unfused")
 
 
+def _has_other_scores(config: Config) -> bool:
+    """Return whether softmax is over more than the products of queries and keys."""
+    model = config.model
+    changed = model.attention_logit_softcapping is not None or model.position_embedding_type == "alibi"
+    return changed or model.softmax_type != "vanilla"
+
+
+_NEVER_RUN = "which was never run with {} here"
 _NO_DROPOUT = {"dropout": "whose kernels have no dropout"}
 
 WAYS: dict[str, Way] = {
@@ -67,6 +75,11 @@ WAYS: dict[str, Way] = {
     "windows": Way(
         lambda config: config.model.window_size not in (None, "-1,0"),
         "--window-size computes attention block by block",
+        _NO_DROPOUT,
+    ),
+    "other scores": Way(
+        _has_other_scores,
+        "--softmax-type, --attention-logit-softcapping or alibi computes attention block by block",
         _NO_DROPOUT,
     ),
     "documents": Way(
@@ -102,8 +115,13 @@ WAYS: dict[str, Way] = {
         lambda config: config.model.transformer_impl == "transformer_engine",
         "--transformer-impl transformer_engine computes attention by Transformer Engine",
         {
-            "window": "which was never run with windows here",
-            "latent": "which was never run with latents here",
+            "window": _NEVER_RUN.format("windows"),
+            "sink": _NEVER_RUN.format("sinks"),
+            "cap": "which has no bound of scores",
+            "slopes": _NEVER_RUN.format("slopes"),
+            "gate": _NEVER_RUN.format("gates"),
+            "clip": "which clips nothing",
+            "latent": _NEVER_RUN.format("latents"),
             "norms after": "whose layers have norms before attention and MLP alone",
             "norms of projections": "whose norms of queries and keys are over single heads",
         },

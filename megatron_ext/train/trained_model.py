@@ -161,7 +161,7 @@ def _saved_flags(values: Mapping[str, Any]) -> list[str]:
         return []
     precision = {"bf16", "fp16"} if {"bf16", "fp16"} & values.keys() else set()
     names = [name for name in _AS_SAVED if name not in values and name not in precision]
-    if "seq_length" in values and saved.get("position_embedding_type") == "rope":
+    if "seq_length" in values and saved.get("position_embedding_type") in ("rope", "alibi"):
         # A promise about lengths, with no parameter behind it.
         names = [name for name in names if name != "max_position_embeddings"]
     return [word for name in names if saved.get(name) for word in _as_flag(name, saved[name])]

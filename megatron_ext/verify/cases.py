@@ -48,6 +48,13 @@ MODELS = {
         f"--num-layers 4 {_LLAMA.replace('--swiglu', '--geglu --openai-gelu')} --embedding-multiplier 8 "
         "--residual-multiplier 0.7 --logits-multiplier 0.3 --softmax-scale 0.4"
     ),
+    "sinks and gates": f"--num-layers 4 {_LLAMA} {_UNTIED} --softmax-type learnable --attention-output-gate",
+    "caps and clips": (
+        f"--num-layers 4 {_LLAMA} --window-size 15,0 --window-attn-skip-freq 2 --attention-logit-softcapping 0.5 "
+        "--final-logit-softcapping 2 --qkv-clip 0.5 --norm-position both"
+    ),
+    "ALiBi": "--num-layers 4 --position-embedding-type alibi --embed-layernorm",
+    "packed ALiBi": "--num-layers 4 --position-embedding-type alibi --softmax-type off-by-one --reset-attention-mask",
     "experts in two layers": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
         "--moe-layer-freq [0,1,0,1]"
@@ -341,6 +348,21 @@ _PIECES = {
     ),
     "TP4 SP, query and key norm after rotation": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "CP2 a2a, query and key norm after rotation": (2, f"{_CP2} a2a"),
+    "TP2 SP PP2 VPP2, sinks and gates": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "TP4, sinks and gates": (4, "--tensor-model-parallel-size 4"),
+    "CP2 p2p, sinks and gates": (2, f"{_CP2} p2p"),
+    "CP2 a2a, sinks and gates": (2, f"{_CP2} a2a"),
+    "TP2 SP FSDP2, sinks and gates": (4, f"{_TP2_SP} {_FSDP2}"),
+    "ZeRO-3, sinks and gates": (2, f"{_MEGATRON_FSDP} optim_grads_params"),
+    "DP2 distributed optimizer, overlap, sinks and gates": (2, _OVERLAP),
+    "one process, recompute selective, sinks and gates": (1, RECOMPUTE["selective, all parts"]),
+    "TP2 SP PP2 VPP2, caps and clips": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 all_gather, caps and clips": (2, f"{_CP2} all_gather"),
+    "one process, linear cross-entropy, caps and clips": (1, "--linear-cross-entropy"),
+    "TP2 SP PP2 VPP2, ALiBi": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 p2p, ALiBi": (2, f"{_CP2} p2p"),
+    "CP2 a2a, ALiBi": (2, f"{_CP2} a2a"),
+    "CP2 all_gather, packed ALiBi": (2, f"{_CP2} all_gather"),
     "TP2 SP PP2 VPP2, LayerNorm without bias": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "TP2 SP PP2 VPP2, some biases": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "one process, recompute selective, some biases": (1, RECOMPUTE["selective, all parts"]),

@@ -71,6 +71,14 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["OLMo-2"] = OLMO2
 MODELS["latents"] = LATENTS
 MODELS["latents of keys alone, biases"] = {**LATENTS, "q_lora_rank": None, "disable_bias_linear": False}
+MODELS["sinks and gates"] = {
+    **LLAMA,
+    "softmax_type": "learnable",
+    "attention_output_gate": True,
+    "norm_position": "both",
+    "embed_layernorm": True,
+}
+MODELS["GPT-2 with a norm of embeddings"] = {"embed_layernorm": True}
 EXPERTS = "experts"
 ALL_MODELS = {
     **MODELS,

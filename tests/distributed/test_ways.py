@@ -11,6 +11,7 @@ import torch
 
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.stack import layers
 from megatron_ext.parts.ways import RECOMPUTATIONS, WAYS
 from megatron_ext.rules.part_rules import RULES
@@ -35,16 +36,33 @@ FLAGS: dict[str, tuple[int, str]] = {
     "prefill": (1, ""),
     "one token": (1, ""),
 }
+NOT_HERE = ("Transformer Engine", "FlashAttention 3")
 _LATENT = (
     "--group-query-attention=false --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 6"
 )
-NOT_HERE = ("Transformer Engine", "FlashAttention 3")
 PIECES = {
     "plain": "--attention-dropout 0",
     "window": "--window-size 12,0 --attention-dropout 0",
     "window of one": "--window-size 0,0 --attention-dropout 0",
     "window beyond the sequence": "--window-size 500,0 --attention-dropout 0",
+    "learned sinks": "--softmax-type learnable --attention-dropout 0",
+    "a sink": "--softmax-type off-by-one --attention-dropout 0",
+    "caps": "--attention-logit-softcapping 0.5 --attention-dropout 0",
+    "slopes": "--position-embedding-type alibi --attention-dropout 0",
+    "window, learned sinks, caps and slopes": (
+        "--window-size 12,0 --softmax-type learnable --attention-logit-softcapping 0.5 --position-embedding-type alibi "
+        "--attention-dropout 0"
+    ),
+    "learned sinks, caps and slopes": (
+        "--softmax-type learnable --attention-logit-softcapping 0.5 --position-embedding-type alibi "
+        "--attention-dropout 0"
+    ),
+    "output gates": "--attention-output-gate --attention-dropout 0",
+    "clips": "--qkv-clip 0.5 --attention-dropout 0",
+    "sinks, dropout": "--softmax-type learnable --attention-dropout 0.25",
+    "caps, dropout": "--attention-logit-softcapping 0.5 --attention-dropout 0.25",
+    "slopes, dropout": "--position-embedding-type alibi --attention-dropout 0.25",
     "dropout": "--attention-dropout 0.25",
     "window, dropout": "--window-size 12,0 --attention-dropout 0.25",
     "latent": f"{_LATENT} --attention-dropout 0",
@@ -59,6 +77,12 @@ PARTS = {
     "norms of heads": f"{_LLAMA} --qk-layernorm",
     "norms after": f"{_LLAMA} --norm-position after --qk-layernorm --qk-layernorm-over projection",
     "windows": f"{_LLAMA} --window-size 12,0 --window-attn-skip-freq 2",
+    "latents": f"{_LLAMA} {_LATENT}",
+    "sinks, bounds, output gates and clips": (
+        f"{_LLAMA} --softmax-type learnable --attention-logit-softcapping 2 --final-logit-softcapping 5 --qkv-clip 0.5 "
+        "--attention-output-gate"
+    ),
+    "slopes and a sink": f"{_NO_DROPOUT} --position-embedding-type alibi --softmax-type off-by-one",
     "experts": f"{_LLAMA} --num-experts 4",
     "shared experts": f"{_LLAMA} --num-experts 4 --moe-shared-expert-intermediate-size 32",
 }
@@ -93,8 +117,10 @@ def _refused(way: str, piece: str) -> list[str]:
     return _problems(_config(way, piece))
 
 
-def _reference(heads: list[torch.Tensor], window: int | None, ends: list[int], scale: float) -> torch.Tensor:
-    query, key, value = heads
+def _reference(
+    heads: list[torch.Tensor], attention: Attention, sink: torch.Tensor, ends: list[int], scale: float
+) -> torch.Tensor:
+    (query, key, value), window, softmax = heads, attention.window, attention.softmax
     position = torch.arange(LENGTH)
     distance = position[:, None] - position
     document = torch.bucketize(position, torch.tensor(ends), right=True)
@@ -102,7 +128,17 @@ def _reference(heads: list[torch.Tensor], window: int | None, ends: list[int], s
     if window is not None:
         seen &= distance < window
     key, value = (tensor.repeat_interleave(query.size(1) // key.size(1), 1) for tensor in (key, value))
-    return (query @ key.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ value
+    scores = query @ key.mT * scale
+    if softmax.cap is not None:
+        scores = softmax.cap * (scores / softmax.cap).tanh()
+    if softmax.has_slopes:
+        slopes = torch.tensor([2.0 ** -(head + 1) for head in range(8)], dtype=torch.float64)
+        scores = scores - slopes[:, None, None] * distance
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if softmax.sink != "vanilla":
+        of_sink = sink if softmax.sink == "learnable" else torch.zeros_like(sink)
+        scores = torch.cat((scores, of_sink[:, None, None].expand(*scores.shape[:-1], 1)), -1)
+    return scores.softmax(-1)[..., :LENGTH] @ value
 
 
 def _difference(way: str, piece: str) -> float:
@@ -124,9 +160,9 @@ def _difference(way: str, piece: str) -> float:
         *(described.head_size, described.value_head_size),
     )
     each = (queries, size), (groups, size), (groups, of_value), (queries, of_value)
-    shapes = [(2, number, LENGTH, channels) for number, channels in each]
-    *heads, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    for tensor in heads:
+    shapes = [*((2, number, LENGTH, channels) for number, channels in each), (queries,)]
+    *heads, weight, sink = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    for tensor in (*heads, sink):
         tensor.requires_grad_()
     tokens = torch.ones(2, LENGTH, dtype=torch.long)
     documents, ends = None, [LENGTH]
@@ -134,18 +170,10 @@ def _difference(way: str, piece: str) -> float:
     if config.data.reset_attention_mask:
         tokens[:, [20, 45]] = 0
         documents, ends = documents_of(tokens, 0, rank, size), [21, 46]
-    expected = _reference(heads, described.window, ends, 0.3)
-    if way in ("prefill", "one token"):
-        with torch.no_grad():
-            cache: Any = KeyValueCache(LENGTH, [LENGTH - 1] * 2, LENGTH - 1, torch.device("cpu"))
-            first = cache.attend(1, *(tensor[:, :, :-1] for tensor in heads), scale=0.3, window=described.window)
-            cache.advance()
-            last = cache.attend(1, *(tensor[:, :, -1:] for tensor in heads), scale=0.3, window=described.window)
-            found = first if way == "prefill" else last
-            part = expected[:, :, :-1] if way == "prefill" else expected[:, :, -1:]
-            return float((found - part.permute(2, 0, 1, 3).flatten(2)).abs().max())
+    expected = _reference(heads, described, sink, ends, 0.3)
     groups = ProcessGroupCollection()
     groups.cp = torch.distributed.group.WORLD  # pyright: ignore[reportAttributeAccessIssue]
+    groups.tp = torch.distributed.new_subgroups(1)[0]
     attend = SDPAttention(
         transformer_config(config, "cpu"),
         1,
@@ -155,7 +183,24 @@ def _difference(way: str, piece: str) -> float:
         0.3,
         groups,
         window=described.window,
+        softmax=described.softmax,
     )
+    learned = dict(attend.named_parameters())
+    if learned:
+        attend.softmax_offset = torch.nn.Parameter(sink.detach())
+    if way in ("prefill", "one token"):
+        with torch.no_grad():
+            cache: Any = KeyValueCache(LENGTH, [LENGTH - 1] * 2, LENGTH - 1, torch.device("cpu"))
+            first = cache.attend(
+                1, *(tensor[:, :, :-1] for tensor in heads), scale=0.3, window=described.window, scores=attend.scores
+            )
+            cache.advance()
+            last = cache.attend(
+                1, *(tensor[:, :, -1:] for tensor in heads), scale=0.3, window=described.window, scores=attend.scores
+            )
+            found = first if way == "prefill" else last
+            part = expected[:, :, :-1] if way == "prefill" else expected[:, :, -1:]
+            return float((found - part.permute(2, 0, 1, 3).flatten(2)).abs().max())
 
     def held(whole: torch.Tensor) -> torch.Tensor:
         return whole if size == 1 else context_parallel._in_chunks(whole, size)[rank]
@@ -163,11 +208,11 @@ def _difference(way: str, piece: str) -> float:
     found = attend(*(held(tensor) for tensor in heads), documents=documents)
     part = held(expected).permute(2, 0, 1, 3).flatten(2)
     of_part = held(weight).permute(2, 0, 1, 3).flatten(2)
-    of_found = torch.autograd.grad((found * of_part).sum(), heads)
+    of_found = torch.autograd.grad((found * of_part).sum(), [*heads, *attend.parameters()])
     if size > 1:
         for gradient in of_found:
             torch.distributed.all_reduce(gradient)
-    of_expected = torch.autograd.grad((expected * weight).sum(), heads)
+    of_expected = torch.autograd.grad((expected * weight).sum(), [*heads, *([sink] if learned else [])])
     pairs = [(found, part), *zip(of_found, of_expected, strict=True)]
     return max(float((one - other).abs().max()) for one, other in pairs)
 
@@ -231,6 +276,7 @@ def test_models_are_what_they_are_in_the_plain_way() -> None:
 def test_what_is_refused_has_a_fix_that_works(pair: tuple[str, str]) -> None:
     ranks, words = _line(*pair)
     for sentence in _refused(*pair):
+        assert not sentence.endswith("; use ")
         for fix in sentence.partition("; ")[2].removeprefix("use ").split(", or "):
             if fix.startswith("leave "):
                 left_out = words.index(fix.split()[1])

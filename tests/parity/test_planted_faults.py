@@ -113,6 +113,12 @@ def test_gradient_scale_of_fsdp2(first_steps: Experiment) -> None:
         ("TP2 SP PP2 VPP2, GeGLU and multipliers", planted.multiply_nothing_on_the_last_stage),
         ("TP2 SP PP2 VPP2, interleaved half rotation, none in layer 2", planted.rotate_every_layer),
         ("TP4 SP, query and key norm after rotation", planted.leave_rotated_heads_as_they_are),
+        ("TP2 SP PP2 VPP2, ALiBi", planted.give_every_rank_the_slopes_of_the_first),
+        ("CP2 p2p, ALiBi", planted.count_positions_from_each_chunk),
+        ("CP2 p2p, sinks and gates", planted.leave_out_the_sink_of_the_ring),
+        ("TP2 SP PP2 VPP2, sinks and gates", planted.open_every_gate),
+        ("TP2 SP PP2 VPP2, caps and clips", planted.let_logits_grow),
+        ("CP2 all_gather, caps and clips", planted.clip_nothing),
         ("TP2 SP PP2 VPP2, some biases", planted.add_the_bias_of_attention_on_every_rank),
     ],
 )

@@ -134,6 +134,19 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 6},
     },
     "Gemma": {"model_type": "gemma", **_DECODER, "num_key_value_heads": 1, "pad_token_id": None, **_UNTIED},
+    "Qwen2 with linear scaling": {
+        **{"model_type": "qwen2", **_DECODER, "rope_scaling": {"rope_type": "linear", "factor": 3.0}, **_UNTIED}
+    },
+    "Gemma 2": {
+        **{"model_type": "gemma2", **_DECODER, "head_dim": 8, "num_hidden_layers": 4, "sliding_window": 6},
+        **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 12},
+        **{"pad_token_id": None, **_UNTIED},
+    },
+    "BLOOM": {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 6, "vocab_size": VOCABULARY, **_UNTIED},
+    "MPT": {
+        **{"model_type": "mpt", "d_model": 48, "n_layers": 2, "n_heads": 6, "vocab_size": VOCABULARY},
+        **{"max_seq_len": 128, "attn_config": {"clip_qkv": 0.4, "softmax_scale": 0.7}},
+    },
     "Granite": {
         **{"model_type": "granite", **_DECODER, "head_dim": 8, "embedding_multiplier": 0.3, "logits_scaling": 3.0},
         **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "tie_word_embeddings": True},
@@ -143,7 +156,14 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "hunyuan_v1_dense", **_DECODER, "pad_token_id": None},
         "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0},
     },
-    "OLMo": {"model_type": "olmo", **_DECODER, "head_dim": 8, "pad_token_id": None, "attention_bias": True},
+    "OLMo": {
+        "model_type": "olmo",
+        **_DECODER,
+        "head_dim": 8,
+        "pad_token_id": None,
+        "attention_bias": True,
+        "clip_qkv": 0.5,
+    },
     "OLMo-3": {
         **{"model_type": "olmo3", **_DECODER, "num_hidden_layers": 4, "sliding_window": 6, "pad_token_id": None},
         "rope_parameters": {
@@ -181,7 +201,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "StableLM": {"model_type": "stablelm", **_DECODER, "head_dim": 8, "use_qkv_bias": True},
     "OLMoE": {
         **{"model_type": "olmoe", **_DECODER, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3},
-        **{"norm_topk_prob": True, "pad_token_id": None},
+        **{"norm_topk_prob": True, "pad_token_id": None, "clip_qkv": 0.7},
     },
     "DeepSeek-V3, dense": {
         **{"model_type": "deepseek_v3", **_LATENTS, "q_lora_rank": 20, "tie_word_embeddings": False},

@@ -178,3 +178,42 @@ def add_the_bias_of_attention_on_every_rank() -> None:
             self.register_forward_hook(lambda _module, _inputs, output: (output[0], output[1] * self.tp_group.size()))
 
     linear.BiasedRowLinear.__init__ = make_without_a_sum  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def give_every_rank_the_slopes_of_the_first() -> None:
+    from megatron_ext.parts.attention.scores import Scores
+
+    of_heads = Scores.of_heads
+    Scores.of_heads = lambda self, rank, size: of_heads(self, 0, size)
+
+
+def count_positions_from_each_chunk() -> None:
+    """Distances around the ring are then those within a chunk."""
+    from megatron_ext.parts.attention import context_parallel
+
+    context_parallel.context_chunks = lambda rank, size: (0, 0)
+
+
+def leave_out_the_sink_of_the_ring() -> None:
+    from megatron_ext.parts.attention import context_parallel
+
+    context_parallel.with_sink = lambda out, log_sum_exp, sink: (out, log_sum_exp)
+
+
+def open_every_gate() -> None:
+    from megatron_ext.parts.attention.compute import CausalSelfAttention
+
+    CausalSelfAttention._gated = lambda self, context, gate: context
+
+
+def let_logits_grow() -> None:
+    from megatron_ext.model import loss
+
+    loss.capped = lambda logits, cap: logits
+
+
+def clip_nothing() -> None:
+    from megatron_ext.parts.attention import compute
+
+    build = compute.CausalSelfAttention.__init__
+    compute.CausalSelfAttention.__init__ = lambda self, *sizes, clip, **settings: build(self, *sizes, **settings)

@@ -35,6 +35,7 @@ EARLIER_FLAGS: dict[str, tuple[str, str | None]] = {
     "--router-gating-in-fp32": ("moe_router_dtype", "fp32"),
     "--moe-router-fp32": ("moe_router_dtype", "fp32"),
     "--use-llama2-rotary-position-embeddings": ("position_embedding_type", "rope"),
+    "--use-alibi-position-embeddings": ("position_embedding_type", "alibi"),
     "--rotary-position-embeddings-theta": ("rotary_base", None),
     "--moe-intermediate-size": ("moe_ffn_hidden_size", None),
     "--wandb-name": ("wandb_exp_name", None),

@@ -75,7 +75,6 @@ FLAGS: dict[str, str] = {
     "--pad-vocab-size-to": f"{_BLOOMS}: use --padded-vocab-size",
     "--reset-progress": f"{_BLOOMS}: use --finetune",
     "--eval-only": f"{_BLOOMS}: use --skip-train, or tasks/main.py",
-    "--embed-layernorm": f"{_BLOOMS}: a norm after the embedding is not in this version; leave it out",
     "--pp-partition-method": f"{_BLOOMS}: {_STAGES}",
     "--patch-tokenizer-type": f"{_PAI}: use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
     "--intermediate-size": f"{_PAI}: use --ffn-hidden-size",

@@ -24,6 +24,11 @@ def kernels_by_name(config: Config) -> str | None:
         return "with --reset-attention-mask attention is computed by torch's kernel for documents"
     if all(config.layout.attends_in_parts):
         return "with --context-parallel-size FlashAttention attends to parts of a sequence"
+    model = config.model
+    if model.attention_logit_softcapping is not None or model.position_embedding_type == "alibi":
+        return "with capped scores or ALiBi attention is computed by torch's flex_attention"
+    if model.softmax_type != "vanilla":
+        return f"with --softmax-type {model.softmax_type} attention is computed by torch's flex_attention"
     return None
 
 

@@ -41,7 +41,7 @@ class ModelConfig:
         "learned_absolute",
         "How positions enter the model.",
         resume="shape",
-        choices=("learned_absolute", "rope", "none"),
+        choices=("learned_absolute", "rope", "alibi", "none"),
     )
     no_position_embedding: bool = option(
         False,
@@ -55,6 +55,12 @@ class ModelConfig:
         "Rotate neighbouring channels (2i, 2i + 1) together, as GPT-J does, instead of i and i + half.",
         resume="function",
         needs={True: [Need("position_embedding_type", "rope", "rotary positions")]},
+    )
+    rotary_seq_len_interpolation_factor: float = option(
+        1.0,
+        "What positions are divided by before they give angles of rotation: how far the context is stretched.",
+        resume="function",
+        positive=True,
     )
     window_size: str | None = option(
         None,
@@ -81,7 +87,12 @@ class ModelConfig:
         False,
         "Stretch the rotary frequencies as Llama 3.1 does.",
         resume="function",
-        needs={True: [Need("position_embedding_type", "rope", "rotary positions")]},
+        needs={
+            True: [
+                Need("position_embedding_type", "rope", "rotary positions"),
+                Need("rotary_seq_len_interpolation_factor", 1.0, "one stretch of the context"),
+            ]
+        },
     )
     rope_scaling_factor: float = option(
         8.0, "How far the context is stretched with --use-rope-scaling.", resume="function", positive=True
@@ -184,11 +195,17 @@ class ModelConfig:
     )
     norm_position: str = option(
         "before",
-        "Whether norms stand before attention and MLP, or after them, on what they add to the residual stream.",
+        "Whether norms stand before attention and MLP, after them, on what they add to the residual stream, or both.",
         resume="shape",
-        choices=("before", "after"),
+        choices=("before", "after", "both"),
     )
     norm_epsilon: float = option(1e-5, "Epsilon inside the norms.", resume="function", positive=True)
+    embed_layernorm: bool = option(
+        False,
+        "Normalize the word embeddings before the first layer, as BLOOM does.",
+        resume="shape",
+        needs={True: [Need("transformer_impl", "local", "norms of this program's own")]},
+    )
     embedding_multiplier: float = option(
         1.0, "Factor of the word embeddings that enter the layers.", resume="function", positive=True
     )
@@ -199,6 +216,33 @@ class ModelConfig:
     softmax_scale: float | None = option(
         None,
         "Factor of the products of queries and keys; default 1 / the square root of the head size.",
+        resume="function",
+        positive=True,
+    )
+    softmax_type: str = option(
+        "vanilla",
+        "What attention's softmax sums over besides the keys: nothing, one more key with the score 0 and no value, or "
+        "with a score that each head learns.",
+        resume="shape",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+    attention_logit_softcapping: float | None = option(
+        None,
+        "Bound c of attention's scores, as c tanh(scores / c), as Gemma 2 has it; default none.",
+        resume="function",
+        positive=True,
+    )
+    final_logit_softcapping: float | None = option(
+        None, "Bound c of the logits, as c tanh(logits / c); default none.", resume="function", positive=True
+    )
+    attention_output_gate: bool = option(
+        False,
+        "Multiply what attention gives by the sigmoid of as many channels more of the QKV projection.",
+        resume="shape",
+    )
+    qkv_clip: float | None = option(
+        None,
+        "Largest size of each number in queries, keys and values, as OLMo and DBRX have it; default no limit.",
         resume="function",
         positive=True,
     )

@@ -32,28 +32,31 @@ def block_forward(
     causal: bool,
     scale: float,
     mask_QK: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return softmax(scale Q K^T) V over these keys alone, [B, H, Q, V], and the log-sum-exp of its scores, fp32 [B, H,
     Q].
 
     Args:
-        mask_QK: what is added to the scores, in the queries' type: 0, and -infinity for keys that a query does not see.
+        mask_QK: what is added to the scores, in the queries' type or fp32: -infinity for keys that a query does not
+            see. It may be of heads, [B or 1, H or 1, Q, K].
+        cap: bound of the scores before that, as cap tanh(scores / cap); no kernel has it.
     """
     channels = value_BGKD.size(-1)
     if channels != query_BHQD.size(-1):
         query, key, value = widened(query_BHQD, key_BGKD, value_BGKD)
-        out, log_sum_exp = block_forward(query, key, value, causal=causal, scale=scale, mask_QK=mask_QK)
+        out, log_sum_exp = block_forward(query, key, value, causal=causal, scale=scale, mask_QK=mask_QK, cap=cap)
         return out[..., :channels], log_sum_exp
     tensors = query_BHQD, key_BGKD, value_BGKD
-    if _has_cpu_kernel(query_BHQD):
+    if _has_cpu_kernel(query_BHQD) and cap is None:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(*tensors, 0.0, causal, attn_mask=mask_QK, scale=scale)
-    if _has_cuda_kernel(query_BHQD) and mask_QK is None:
+    if _has_cuda_kernel(query_BHQD) and mask_QK is None and cap is None:
         out, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             *tensors, 0.0, causal, False, scale=scale
         )
         return out, log_sum_exp
-    return block_forward_reference(*tensors, causal=causal, scale=scale, mask_QK=mask_QK)
+    return block_forward_reference(*tensors, causal=causal, scale=scale, mask_QK=mask_QK, cap=cap)
 
 
 def block_backward(
@@ -67,6 +70,7 @@ def block_backward(
     causal: bool,
     scale: float,
     mask_QK: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> _Blocks:
     """Return this block's share of the gradients of query, key and value.
 
@@ -76,14 +80,14 @@ def block_backward(
     if value_BGKD.size(-1) != query_BHQD.size(-1):
         grad, query, key, value, out = widened(*tensors[:-1])
         parts = block_backward(
-            grad, query, key, value, out, log_sum_exp_BHQ, causal=causal, scale=scale, mask_QK=mask_QK
+            grad, query, key, value, out, log_sum_exp_BHQ, causal=causal, scale=scale, mask_QK=mask_QK, cap=cap
         )
         query, key, value = (part[..., : like.size(-1)] for part, like in zip(parts, tensors[1:4], strict=True))
         return query, key, value
-    if _has_cpu_kernel(query_BHQD):
+    if _has_cpu_kernel(query_BHQD) and cap is None:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(*tensors, 0.0, causal, attn_mask=mask_QK, scale=scale)
-    if _has_cuda_kernel(query_BHQD) and mask_QK is None:
+    if _has_cuda_kernel(query_BHQD) and mask_QK is None and cap is None:
         # Of the generator, which nothing reads without dropout; in the shapes and the type that the forward gives.
         seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=query_BHQD.device) for shape in ((2,), ()))
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -98,7 +102,7 @@ def block_backward(
             offset,
             scale=scale,
         )
-    return block_backward_reference(*tensors, causal=causal, scale=scale, mask_QK=mask_QK)
+    return block_backward_reference(*tensors, causal=causal, scale=scale, mask_QK=mask_QK, cap=cap)
 
 
 def block_forward_reference(
@@ -109,9 +113,10 @@ def block_forward_reference(
     causal: bool,
     scale: float,
     mask_QK: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `block_forward` written out; it holds the scores of the block."""
-    scores = _scores(query_BHQD, key_BGKD, causal, scale, mask_QK)
+    scores, _ = _scores(query_BHQD, key_BGKD, causal, scale, mask_QK, cap)
     log_sum_exp = scores.logsumexp(-1)
     weights = (scores - log_sum_exp.unsqueeze(-1)).exp().to(value_BGKD.dtype)
     return weights @ _repeated(value_BGKD, query_BHQD), log_sum_exp
@@ -128,14 +133,18 @@ def block_backward_reference(
     causal: bool,
     scale: float,
     mask_QK: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> _Blocks:
     """Compute `block_backward` written out (Dao et al. 2022, arXiv:2205.14135, appendix B.2)."""
-    weights = (_scores(query_BHQD, key_BGKD, causal, scale, mask_QK) - log_sum_exp_BHQ.unsqueeze(-1)).exp()
+    scores, of_cap = _scores(query_BHQD, key_BGKD, causal, scale, mask_QK, cap)
+    weights = (scores - log_sum_exp_BHQ.unsqueeze(-1)).exp()
     grad, accurate = grad_BHQD.to(weights.dtype), weights.dtype
     for_value = weights.transpose(-1, -2) @ grad
     for_weights = grad @ _repeated(value_BGKD, query_BHQD).to(accurate).transpose(-1, -2)
     shift = (grad * out_BHQD.to(accurate)).sum(-1, keepdim=True)
     for_scores = weights * (for_weights - shift) * scale
+    if of_cap is not None:
+        for_scores = for_scores * (1.0 - of_cap.square())
     for_query = for_scores @ _repeated(key_BGKD, query_BHQD).to(accurate)
     for_key = for_scores.transpose(-1, -2) @ query_BHQD.to(accurate)
     groups = key_BGKD.size(1)
@@ -220,17 +229,26 @@ def _has_cuda_kernel(query: torch.Tensor) -> bool:
 
 
 def _scores(
-    query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, causal: bool, scale: float, mask_QK: torch.Tensor | None
-) -> torch.Tensor:
+    query_BHQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    causal: bool,
+    scale: float,
+    mask_QK: torch.Tensor | None,
+    cap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the scores, and with a cap the hyperbolic tangents that it multiplies."""
     accurate = torch.promote_types(query_BHQD.dtype, torch.float32)
     key = _repeated(key_BGKD, query_BHQD).to(accurate)
-    scores = query_BHQD.to(accurate) @ key.transpose(-1, -2) * scale
+    scores, of_cap = query_BHQD.to(accurate) @ key.transpose(-1, -2) * scale, None
+    if cap is not None:
+        of_cap = (scores / cap).tanh_()
+        scores = cap * of_cap
     if mask_QK is not None:
         scores = scores + mask_QK
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
-    return scores
+    return scores, of_cap
 
 
 def _repeated(heads_BGKD: torch.Tensor, query_BHQD: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from megatron_ext.data.packing import Documents
 from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.packed import attend_window
+from megatron_ext.parts.attention.scores import PLAIN, Scores, forward, with_sink
 
 Project = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states [N, hidden] to the logits [N, V]."""
@@ -74,20 +75,27 @@ class WholeSequences(Sequences):
         self._last_layer, self._is_narrow = last_layer, False
 
     def attention(self, core: Any, layer_number: int) -> Callable[..., torch.Tensor]:
-        """Return `attend` with the scale and the window of the core, which trains and computes gradients."""
-        return partial(self.attend, layer_number, scale=core.softmax_scale, window=core.window)
+        """Return `attend` as the core attends, which trains and computes gradients."""
+        how = {"scale": core.softmax_scale, "window": core.window, "scores": core.scores}
+        return partial(self.attend, layer_number, **how)
 
     def attend(
-        self, layer_number: int, *heads: torch.Tensor, scale: float | None, window: int | None = None
+        self,
+        layer_number: int,
+        *heads: torch.Tensor,
+        scale: float | None,
+        window: int | None = None,
+        scores: Scores = PLAIN,
     ) -> torch.Tensor:
         """Return the context of one layer, [S, B, H x D], in which a query sees the latest `window` keys, or all.
 
         Args:
             heads: queries [B, H, S, D], keys and values [B, G, S, D].
         """
-        query_BHSD, _, value_BGSV = heads
-        if window is not None and window < query_BHSD.size(2):
-            context = attend_window(*heads, query_BHSD.size(-1) ** -0.5 if scale is None else scale, window)
+        query_BHSD, key_BGSD, value_BGSV = heads
+        if not scores.are_plain or (window is not None and window < query_BHSD.size(2)):
+            known = query_BHSD.size(-1) ** -0.5 if scale is None else scale
+            context = attend_window(query_BHSD, key_BGSD, value_BGSV, known, window, scores)
         else:
             query, key, value = widened(*heads)
             context = F.scaled_dot_product_attention(
@@ -130,11 +138,16 @@ class TextsInARow(WholeSequences):
         self._lengths = [*lengths, filled] if filled else lengths
 
     def attend(
-        self, layer_number: int, *heads: torch.Tensor, scale: float | None, window: int | None = None
+        self,
+        layer_number: int,
+        *heads: torch.Tensor,
+        scale: float | None,
+        window: int | None = None,
+        scores: Scores = PLAIN,
     ) -> torch.Tensor:
         """Return the context of one layer, [S, 1, H x D]."""
         texts = zip(*(one.split(self._lengths, dim=2) for one in heads), strict=True)
-        attend = partial(super().attend, layer_number, scale=scale, window=window)
+        attend = partial(super().attend, layer_number, scale=scale, window=window, scores=scores)
         return torch.cat([attend(*of_text) for of_text in texts])
 
 
@@ -188,24 +201,41 @@ class KeyValueCache(WholeSequences):
         return self._next_B1
 
     def attend(
-        self, layer_number: int, *heads: torch.Tensor, scale: float | None, window: int | None = None
+        self,
+        layer_number: int,
+        *heads: torch.Tensor,
+        scale: float | None,
+        window: int | None = None,
+        scores: Scores = PLAIN,
     ) -> torch.Tensor:
         """Keep the keys and values of this pass, and return the context of one layer, [S, B, H x D]."""
         query_BHSD, key_BGSD, value_BGSD = heads
         if self._is_first:
             if layer_number not in self._kept:
                 self._kept[layer_number] = self._begun(key_BGSD), self._begun(value_BGSD)
-            return super().attend(layer_number, *heads, scale=scale, window=window)
+            return super().attend(layer_number, *heads, scale=scale, window=window, scores=scores)
         first = 0 if window is None else max(0, self._length - window)
         keys_BGTD, values_BGTD = (kept[:, :, first : self._length] for kept in self._kept[layer_number])
         keys_BGTD[:, :, -1:], values_BGTD[:, :, -1:] = key_BGSD, value_BGSD
         rows, groups, _, channels = key_BGSD.shape
+        unseen = self._unseen(query_BHSD.dtype, first)
+        if not scores.are_plain:
+            places = torch.arange(first, self._length, device=query_BHSD.device)
+            block = forward(
+                *(query_BHSD, keys_BGTD, values_BGTD),
+                causal=False,
+                scale=channels**-0.5 if scale is None else scale,
+                mask_QK=unseen,
+                scores=scores,
+                places=(places[-1:], places),
+            )
+            return with_sink(*block, scores.sink_H)[0].permute(2, 0, 1, 3).flatten(2)
         # The query heads that share a key's are as many positions that see the same.
         context = F.scaled_dot_product_attention(
             query_BHSD.reshape(rows, groups, -1, channels),
             keys_BGTD,
             values_BGTD,
-            attn_mask=self._unseen(query_BHSD.dtype, first),
+            attn_mask=unseen,
             scale=scale,
         )
         return context.reshape(1, rows, -1)

@@ -5,6 +5,7 @@ D channels of a query or key head, V of a value head.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_ext.data.packing import Documents
 from megatron_ext.parts.attention import context_parallel
 from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.cached import Sequences
+from megatron_ext.parts.attention.describe import VANILLA, Softmax
 from megatron_ext.parts.attention.packed import attend_documents, attend_window
 from megatron_ext.parts.attention.rope import TokenAngles, rotate, split_and_rotate
+from megatron_ext.parts.attention.scores import PLAIN, Scores
 from megatron_ext.parts.attention.short import attend_short, takes
 
 _ALL = slice(None)
@@ -34,11 +38,14 @@ class CausalSelfAttention(SelfAttention):
 
     Args:
         rotary_columns: this layer's columns of the table of angles; None where it rotates nothing.
+        clip: bound of the size of each number in queries, keys and values.
     """
 
-    def __init__(self, *positional: Any, rotary_columns: slice | None = _ALL, **settings: Any) -> None:
+    def __init__(
+        self, *positional: Any, rotary_columns: slice | None = _ALL, clip: float | None = None, **settings: Any
+    ) -> None:
         super().__init__(*positional, **settings)
-        self.rotary_columns = rotary_columns
+        self.rotary_columns, self.clip = rotary_columns, clip
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -56,38 +63,51 @@ class CausalSelfAttention(SelfAttention):
             rotary_pos_emb = None if columns is None else rotary_pos_emb[..., columns].contiguous()
         core: Any = self.core_attention
         attend = core if packed_seq_params is None else packed_seq_params.attention(core, self.layer_number)
-        heads_BHSD = self._heads(hidden_states, rotary_pos_emb)
+        *heads_BHSD, gate_SBHD = self._heads(hidden_states, rotary_pos_emb)
         reads_views = isinstance(core, SDPAttention) and packed_seq_params is None and core.reads_views(heads_BHSD)
         if heads_BHSD[0].size(2) > 1 and not reads_views:
             # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
-            heads_BHSD = tuple(head.contiguous() for head in heads_BHSD)
+            heads_BHSD = [head.contiguous() for head in heads_BHSD]
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(attend, False, *heads_BHSD)
         else:
             context = attend(*heads_BHSD)
+        context = self._gated(context, gate_SBHD)
         if packed_seq_params is not None:
             context = packed_seq_params.narrowed(context, self)
         return self.linear_proj(context)
 
-    def _heads(self, hidden_states: torch.Tensor, table: torch.Tensor | TokenAngles | None) -> tuple[torch.Tensor, ...]:
-        """Return queries, [B, H, S, D], keys and values, [B, G, S, D], rotated if there is a table of angles."""
+    def _heads(self, hidden_states: torch.Tensor, table: torch.Tensor | TokenAngles | None) -> tuple[Any, ...]:
+        """Return queries, [B, H, S, D], keys and values, [B, G, S, D], rotated if there is a table of angles, and the
+        gate of what they give, [S, B, H, D], if there is one."""
         interleaved = self.config.rotary_interleaved
         # A GPU's kernels read heads where they are, where nothing is to be rotated.
         written = table is not None or hidden_states.device.type == "cpu"
         one_token = isinstance(table, TokenAngles)
         if written and not one_token and self._splits_at_once and not torch.compiler.is_compiling():
             product: Any = self.linear_qkv
-            mixed, groups = product(hidden_states)[0], self.num_query_groups_per_partition
+            mixed, groups = self._clipped(product(hidden_states)[0]), self.num_query_groups_per_partition
             per_group = self.num_attention_heads_per_partition // groups
             mixed_SBGM = mixed.view(*mixed.shape[:-1], groups, -1)
-            return split_and_rotate(mixed_SBGM, per_group, table, interleaved=interleaved)
-        heads_SBHD: Any = self.get_query_key_value_tensors(hidden_states)
+            return *split_and_rotate(mixed_SBGM, per_group, table, interleaved=interleaved), None
+        has_gate = self.config.attention_output_gate
+        heads_SBHD: Any = self.get_query_key_value_tensors(hidden_states, output_gate=has_gate)
+        gate_SBHD = heads_SBHD[3] if has_gate else None
+        heads_SBHD = [self._clipped(heads) for heads in heads_SBHD[:3]]
         if isinstance(table, TokenAngles):
             heads_SBHD, table = (*table.turned(*heads_SBHD[:2]), heads_SBHD[2]), None
         query, key, value = (heads.permute(1, 2, 0, 3) for heads in heads_SBHD)
         if table is not None:
             query, key = rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved)
-        return *self._rotated_and_normed(query, key), value
+        return *self._rotated_and_normed(query, key), value, gate_SBHD
+
+    def _clipped(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.clip is None else x.clamp(-self.clip, self.clip)
+
+    def _gated(self, context_SBC: torch.Tensor, gate_SBHD: torch.Tensor | None) -> torch.Tensor:
+        if gate_SBHD is None:
+            return context_SBC
+        return (context_SBC * gate_SBHD.flatten(2).float().sigmoid()).to(context_SBC.dtype)
 
     def _rotated_and_normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both through their norms, where these stand after the rotation."""
@@ -96,9 +116,11 @@ class CausalSelfAttention(SelfAttention):
 
     @property
     def _splits_at_once(self) -> bool:
-        """Whether nothing happens to queries and keys between their product and their rotation: no norm, and no choice
-        of heads where ranks share a group."""
+        """Whether nothing happens to queries and keys between their product and their rotation: no norm, no choice of
+        heads where ranks share a group, and no gate between them."""
         groups: Any = self.config.num_query_groups
+        if self.config.attention_output_gate:
+            return False
         return self.q_layernorm is None and self.k_layernorm is None and groups >= self.world_size
 
 
@@ -106,7 +128,11 @@ class SDPAttention(torch.nn.Module):
     """Computes softmax(Q K^T / sqrt(D), causal) V (Vaswani et al. 2017, equation 1), by torch's fastest kernel for the
     device.
 
-    It is built as megatron-core builds a core attention, and called by `CausalSelfAttention`.
+    It is built as megatron-core builds a core attention, and called by `CausalSelfAttention`. Its parameter, where the
+    softmax has a learned sink, is named and divided as megatron-core's is.
+
+    Args:
+        softmax: how products become weights.
     """
 
     def __init__(
@@ -120,9 +146,10 @@ class SDPAttention(torch.nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         window: int | None = None,
+        softmax: Softmax = VANILLA,
     ) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.softmax = window, softmax
         assert attn_mask_type is AttnMaskType.causal, f"only causal attention is implemented, not {attn_mask_type}"
         assert pg_collection is not None or config.context_parallel_size == 1, "which ranks share a sample?"
         self.cp_group = pg_collection.cp if pg_collection is not None and config.context_parallel_size > 1 else None
@@ -131,8 +158,41 @@ class SDPAttention(torch.nn.Module):
         self.dropout = config.attention_dropout
         # Under sequence parallelism the whole block already draws from this rank's own generator.
         self.fork_generator = not config.sequence_parallel
+        if softmax == VANILLA:
+            return
+        tp_group: Any = None if pg_collection is None else pg_collection.tp
+        rank, size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
+        self.tp_group, heads = tp_group, config.num_attention_heads
+        self._bounded = Scores(softmax.cap, softmax.slopes(heads)).of_heads(rank, size)
+        if softmax.sink == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads // size, dtype=config.params_dtype))
+            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
-    def reads_views(self, heads_BHSD: tuple[torch.Tensor, ...]) -> bool:
+    @property
+    def scores(self) -> Scores:
+        """What becomes of the products of this rank's heads."""
+        if self.softmax == VANILLA:
+            return PLAIN
+        sinks = {"vanilla": None, "off-by-one": 0.0}
+        return replace(self._bounded, sink_H=sinks.get(self.softmax.sink, getattr(self, "softmax_offset", None)))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the sinks as megatron-core's checkpoints take them."""
+        if self.softmax.sink != "learnable":
+            return {}
+        assert metadata is not None, "which ranks hold the same?"
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+    def reads_views(self, heads_BHSD: list[torch.Tensor]) -> bool:
         """Return whether heads of whole sequences stay as they lie. A GPU's kernels read rows of channels that begin at
         multiples of 16 bytes; a CPU reads any, and views of one product keep no more memory than copies."""
         query, key, value = heads_BHSD
@@ -143,7 +203,8 @@ class SDPAttention(torch.nn.Module):
         return query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
 
     def _is_whole(self, documents: Documents | None) -> bool:
-        return documents is None and self.cp_group is None and self.window is None
+        whole = documents is None and self.cp_group is None and self.window is None
+        return whole and self.softmax == VANILLA
 
     def forward(
         self,
@@ -189,11 +250,15 @@ class SDPAttention(torch.nn.Module):
         several of these."""
         query, key, value = query_BHSD, key_BGSD, value_BGSV
         group, window, scale = self.cp_group, self.window, self.softmax_scale or 1.0 / math.sqrt(query.size(-1))
+        scores = self.scores
+        if group is not None and self.cp_comm_type == "a2a":
+            scores = scores.of_heads(group.rank(), group.size())
+        how: dict[str, Any] = {"scale": scale, "window": window, "scores": scores}
         attend: Any = self._whole
         if documents is not None:
-            attend = partial(attend_documents, documents=documents, scale=scale, window=window)
-        elif window is not None:
-            attend = partial(attend_window, scale=scale, window=window)
+            attend = partial(attend_documents, documents=documents, **how)
+        elif window is not None or not scores.are_plain:
+            attend = partial(attend_window, **how)
         if group is None:
             return attend(query, key, value)
         if self.cp_comm_type == "a2a":
@@ -203,6 +268,6 @@ class SDPAttention(torch.nn.Module):
             assert self.cp_comm_type == "all_gather", "validated: documents need all keys at once"
             return attend(query, *context_parallel.all_positions(key, value, group))
         if self.cp_comm_type == "all_gather":
-            return context_parallel.attend_gathered(query, key, value, group, scale, window)
+            return context_parallel.attend_gathered(query, key, value, group, scale, window, scores)
         assert window is None, "validated: the ring knows no windows"
-        return context_parallel.attend_ring(query, key, value, group, scale)
+        return context_parallel.attend_ring(query, key, value, group, scale, scores)

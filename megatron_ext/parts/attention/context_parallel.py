@@ -18,6 +18,7 @@ a sample, s = S / ranks those of this rank, chunk after chunk.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv, irecv, ise
 
 from megatron_ext.config.derived.rank_order import context_chunks
 from megatron_ext.data.packing import Segment
-from megatron_ext.parts.attention.blocks import block_backward, block_forward
+from megatron_ext.parts.attention import scores as scored
+from megatron_ext.parts.attention.scores import PLAIN, Places, Scores, sink_gradient, with_sink
 from megatron_ext.parts.attention.segments import attend_segments, merge
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -57,11 +59,12 @@ def attend_gathered(
     group: ProcessGroup,
     scale: float,
     window: int | None = None,
+    scores: Scores = PLAIN,
 ) -> torch.Tensor:
     """Return attention of this rank's queries, [B, H, s, V], over gathered keys: the latest `window` of them."""
     key, value = all_positions(key_BGsD, value_BGsV, group)
     segments = segments_of_rank(group.rank(), group.size(), key.size(2))
-    return attend_segments(query_BHsD, key, value, segments, scale, window)
+    return attend_segments(query_BHsD, key, value, segments, scale, window, scores)
 
 
 def attend_by_heads(
@@ -85,10 +88,15 @@ def attend_by_heads(
 
 
 def attend_ring(
-    query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsV: torch.Tensor, group: ProcessGroup, scale: float
+    query_BHsD: torch.Tensor,
+    key_BGsD: torch.Tensor,
+    value_BGsV: torch.Tensor,
+    group: ProcessGroup,
+    scale: float,
+    scores: Scores = PLAIN,
 ) -> torch.Tensor:
     """Return attention of this rank's queries, [B, H, s, V], over keys that come around the ring."""
-    return _Ring.apply(query_BHsD, key_BGsD, value_BGsV, group, scale)  # pyright: ignore[reportReturnType]
+    return _Ring.apply(query_BHsD, key_BGsD, value_BGsV, group, scale, scores, scores.sink_H)  # pyright: ignore[reportReturnType]
 
 
 def _joined(*tensors: torch.Tensor) -> torch.Tensor:
@@ -135,6 +143,22 @@ def _visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
     return (everything, slice(0, half), False) if source < rank else (slice(half, length), everything, False)
 
 
+def _places(
+    scores: Scores, group: ProcessGroup, source: int, rows: slice, columns: slice, query: torch.Tensor
+) -> Places | None:
+    """Return where some of this rank's queries, and some keys of `source`, stand in the sample, if scores depend on
+    it."""
+    if scores.slopes is None:
+        return None
+    half = query.size(2) // 2
+    offsets = torch.arange(half, device=query.device)
+
+    def of(rank: int) -> torch.Tensor:
+        return torch.cat([offsets + half * chunk for chunk in context_chunks(rank, group.size())])
+
+    return of(group.rank())[rows], of(source)[columns]
+
+
 class _Exchange:
     """Sends a tensor to the next rank of the ring, and receives another from the one before."""
 
@@ -161,7 +185,14 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: ProcessGroup, scale: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        group: ProcessGroup,
+        scale: float,
+        scores: Scores,
+        sink: torch.Tensor | float | None,
     ) -> torch.Tensor:
         rank, size, accurate = group.rank(), group.size(), torch.promote_types(query.dtype, torch.float32)
         shapes = key.shape, value.shape
@@ -169,10 +200,17 @@ class _Ring(torch.autograd.Function):
         out = log_sum_exp = None
         for step in range(size):
             exchange = _Exchange(pair, group, step) if step < size - 1 else None
-            rows, columns, causal = _visible(rank, (rank - step) % size, query.size(2))
+            source = (rank - step) % size
+            rows, columns, causal = _visible(rank, source, query.size(2))
             keys, values = _parted(pair, shapes)
-            part, part_log_sum_exp = block_forward(
-                query[:, :, rows], keys[:, :, columns], values[:, :, columns], causal=causal, scale=scale
+            part, part_log_sum_exp = scored.forward(
+                query[:, :, rows],
+                keys[:, :, columns],
+                values[:, :, columns],
+                causal=causal,
+                scale=scale,
+                scores=scores,
+                places=_places(scores, group, source, rows, columns, query),
             )
             if out is None or log_sum_exp is None:  # the first block is this rank's own, with all of its queries
                 out, log_sum_exp = part.to(accurate), part_log_sum_exp.clone()
@@ -182,16 +220,18 @@ class _Ring(torch.autograd.Function):
                 )
             pair = exchange.wait() if exchange else pair
         assert out is not None
+        assert log_sum_exp is not None
+        out, log_sum_exp = with_sink(out, log_sum_exp, sink)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, log_sum_exp)
-        ctx.group, ctx.scale = group, scale
+        ctx.save_for_backward(query, key, value, out, log_sum_exp, sink if isinstance(sink, torch.Tensor) else None)
+        ctx.group, ctx.scale, ctx.scores = group, scale, replace(scores, sink_H=None)
         return out
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        query, key, value, out, log_sum_exp = ctx.saved_tensors
+    ) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, log_sum_exp, sink = ctx.saved_tensors
         rank, size = ctx.group.rank(), ctx.group.size()
         shapes = key.shape, value.shape
         pair = _joined(key, value)
@@ -199,17 +239,20 @@ class _Ring(torch.autograd.Function):
         home = None
         for step in range(size):
             exchange = _Exchange(pair, ctx.group, 2 * step) if step < size - 1 else None
-            rows, columns, causal = _visible(rank, (rank - step) % size, query.size(2))
+            source = (rank - step) % size
+            rows, columns, causal = _visible(rank, source, query.size(2))
             keys, values = _parted(pair, shapes)
-            parts = block_backward(
+            parts = scored.backward(
                 grad[:, :, rows],
                 query[:, :, rows],
                 keys[:, :, columns],
                 values[:, :, columns],
                 out[:, :, rows],
-                log_sum_exp[:, :, rows].contiguous(),
+                log_sum_exp[:, :, rows],
                 causal=causal,
                 scale=ctx.scale,
+                scores=ctx.scores,
+                places=_places(ctx.scores, ctx.group, source, rows, columns, query),
             )
             for_query[:, :, rows] += parts[0]
             for_pair = home.wait() if home else pair.new_zeros(pair.shape, dtype=log_sum_exp.dtype)
@@ -220,4 +263,5 @@ class _Ring(torch.autograd.Function):
             pair = exchange.wait() if exchange else pair
         assert home is not None
         for_key, for_value = _parted(home.wait().to(key.dtype), shapes)
-        return for_query.to(query.dtype), for_key, for_value, None, None
+        for_sink = sink_gradient(grad, out, log_sum_exp, sink)
+        return for_query.to(query.dtype), for_key, for_value, *[None] * 3, for_sink

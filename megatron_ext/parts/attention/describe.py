@@ -85,16 +85,47 @@ class Rotary:
     interleaved: bool = False
     """Whether pair i is (channel 2i, channel 2i + 1), and not (channel i, channel i + half)."""
 
+    interpolation: float = 1.0
+    """What positions are divided by (arXiv:2306.15595)."""
+
     def channels(self, head_size: int) -> int:
         """Return the number of rotated channels of a head."""
         return int(head_size * self.percent)
 
 
 @dataclass(frozen=True)
+class Softmax:
+    """Says how the products of queries and keys become weights, and what else the softmax sums over."""
+
+    sink: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """One more key of every query, whose value is 0: none, one with the score 0, or with a score that each head
+    learns."""
+
+    cap: float | None = None
+    """Bound of the scores, as cap tanh(scores / cap) (Gemma 2, arXiv:2408.00118, section 2)."""
+
+    has_slopes: bool = False
+    """Whether scores fall with the distance from query to key (ALiBi, arXiv:2108.12409)."""
+
+    def slopes(self, heads: int) -> tuple[float, ...] | None:
+        """Return what the scores of each of `heads` heads lose for every position between query and key: a geometric
+        series from 2^(-8/n) with n heads, a power of two; for those beyond it, every second one of the series of 2n
+        (the paper's published code)."""
+        if not self.has_slopes:
+            return None
+        power = 1 << (heads.bit_length() - 1)
+        series = [2.0 ** (-8.0 * (number + 1) / power) for number in range(power)]
+        return (*series, *(2.0 ** (-4.0 * (2 * number + 1) / power) for number in range(heads - power)))
+
+
+VANILLA = Softmax()
+
+
+@dataclass(frozen=True)
 class Attention(Part):
     """Causal self-attention, whose query heads share key/value heads group by group. Sizes are of the whole model."""
 
-    modules = ("linear_qkv", "q_layernorm", "k_layernorm", "linear_proj")
+    modules = ("linear_qkv", "q_layernorm", "k_layernorm", "core_attention", "linear_proj")
 
     kind: Literal["grouped_query", "latent"]
     """How queries, keys and values come about; multi-head attention is that of one query head a group."""
@@ -124,6 +155,18 @@ class Attention(Part):
 
     qkv_bias: bool
     output_bias: bool
+    softmax: Softmax = VANILLA
+    has_gate: bool = False
+    """Whether what queries attended to is multiplied by the sigmoid of as many channels more of the QKV projection
+    (arXiv:2505.06708)."""
+
+    clip: float | None = None
+    """Bound of the size of each number in queries, keys and values, where they go into rotation."""
+
+    @property
+    def qkv_size(self) -> int:
+        """Channels of the QKV projection's output, gates included."""
+        return self.query_size * (2 if self.has_gate else 1) + self.key_size + self.value_size
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int] | None:
@@ -159,7 +202,11 @@ class Attention(Part):
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
         """Yield the output projection, the fused QKV, and the norms of queries and keys."""
-        hidden, qkv = place.model.hidden_size, self.query_size + self.key_size + self.value_size
+        hidden, qkv = place.model.hidden_size, self.qkv_size
+        if self.softmax.sink == "learnable":
+            name = f"{place.name}.core_attention.softmax_offset"
+            std = place.model.init_method_std
+            yield Parameter(name, (self.query_heads,), place.stage, "normal", std, tp_dim=0)
         if self.output_bias:
             yield place.vector("linear_proj.bias", hidden, sequence_parallel=True)
         yield place.matrix("linear_proj.weight", hidden, self.context_size, adds=True, tp_dim=1)
@@ -179,7 +226,7 @@ class Attention(Part):
         # A rank has at least one group of keys and values, so that they are repeated where there are fewer of them.
         keys = max(self.groups // share.tensor, 1) * (self.head_size + self.value_head_size)
         return [
-            Product(share.tokens, self.query_size // share.tensor + keys, share.hidden),
+            Product(share.tokens, self.query_size * (2 if self.has_gate else 1) // share.tensor + keys, share.hidden),
             Product(share.tokens, share.hidden, self.context_size // share.tensor),
         ]
 
@@ -195,6 +242,10 @@ class Attention(Part):
             numbers = queries + groups if self.qk_norm == "head" else 2
             heads += (share.width * (self.head_size * queries + keys) + _FP32 * numbers) * share.tokens
         context = share.width * share.tokens * self.value_head_size * queries
+        if self.has_gate:
+            heads += context + _FP32 * share.tokens * self.value_head_size * queries  # what it multiplies, and sigmoids
+        if self.clip is not None:
+            heads += share.width * share.tokens * (self.head_size * queries + keys + values)  # before they are clipped
         core = context + _FP32 * share.tokens * queries
         if self._keeps_weights(share):
             core = share.width * share.tokens * share.length * queries
@@ -205,6 +256,7 @@ class Attention(Part):
         config = share.config
         whole = share.context == 1 or "a2a" in config.layout.cp_comm_type
         plain = self.window is None and config.model.attention_dropout == 0.0 and not config.data.reset_attention_mask
+        plain = plain and self.softmax == VANILLA
         return whole and plain and not share.fused and share.width == _FP32 and share.length <= SHORT
 
     def gradients(self, share: Share) -> float:
@@ -243,6 +295,17 @@ class Attention(Part):
             found["dropout"] = Asked(text, "--attention-dropout 0")
         if self.window is not None:
             found["window"] = Asked(f"--window-size is {config.model.window_size}", "--window-size -1,0")
+        if self.softmax.sink != "vanilla":
+            found["sink"] = Asked(f"--softmax-type is {self.softmax.sink}", "--softmax-type vanilla")
+        if self.softmax.cap is not None:
+            text = f"--attention-logit-softcapping is {self.softmax.cap:g}"
+            found["cap"] = Asked(text)
+        if self.softmax.has_slopes:
+            found["slopes"] = Asked("--position-embedding-type is alibi", "--position-embedding-type rope")
+        if self.has_gate:
+            found["gate"] = Asked("--attention-output-gate is given")
+        if self.clip is not None:
+            found["clip"] = Asked(f"--qkv-clip is {self.clip:g}")
         if self.qk_norm == "projection":
             found["norms of projections"] = Asked("--qk-layernorm-over is projection", "--qk-layernorm-over head")
         return found
@@ -293,6 +356,13 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         norm=norm,
         qkv_bias=model.has_qkv_bias,
         output_bias=model.has_output_bias,
+        softmax=Softmax(
+            model.softmax_type,  # pyright: ignore[reportArgumentType]
+            model.attention_logit_softcapping,
+            model.position_embedding_type == "alibi",
+        ),
+        has_gate=model.attention_output_gate,
+        clip=model.qkv_clip,
     )
 
 
@@ -317,4 +387,5 @@ def _rotary(model: ModelConfig) -> Rotary | None:
         model.rope_scaling_original_max_position_embeddings,
     )
     scaling = scaling if model.use_rope_scaling else None
-    return Rotary(model.rotary_base, model.rotary_percent, scaling, model.rotary_interleaved)
+    factor = model.rotary_seq_len_interpolation_factor
+    return Rotary(model.rotary_base, model.rotary_percent, scaling, model.rotary_interleaved, factor)

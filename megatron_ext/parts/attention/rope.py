@@ -38,6 +38,8 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
             self.inv_freq = yarn_inverse_frequencies(self.inv_freq, rotary.scaling, rotary.base)
         elif rotary.scaling is not None:
             self.inv_freq = scaled_inverse_frequencies(self.inv_freq, rotary.scaling)
+        if rotary.interpolation != 1.0:
+            self.inv_freq = self.inv_freq / rotary.interpolation
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Return angles in radians, [positions, 1, 1, rotated channels]; the two channels of a pair have the same."""

@@ -9,13 +9,15 @@ value head.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_ext.data.packing import Segment
-from megatron_ext.parts.attention.blocks import block_backward, block_forward
+from megatron_ext.parts.attention import scores as scored
 from megatron_ext.parts.attention.describe import WINDOW_ROWS
+from megatron_ext.parts.attention.scores import PLAIN, Places, Scores, sink_gradient, with_sink
 
 
 def attend_segments(
@@ -25,6 +27,7 @@ def attend_segments(
     segments: Sequence[Segment],
     scale: float,
     window: int | None = None,
+    scores: Scores = PLAIN,
 ) -> torch.Tensor:
     """Return attention of each segment's queries over its keys, [B, H, Q, V]; contiguous.
 
@@ -32,8 +35,15 @@ def attend_segments(
         segments: cover every query once. The last query of a segment sees all keys of the segment, the one before it
             all but the last, and so on. Every row of the batch has the same segments.
         window: number of latest keys that a query sees; None: all.
+        scores: how scores come of products, and the sink.
     """
-    return _Segments.apply(query_BHQD, key_BGKD, value_BGKV, tuple(segments), scale, window)  # pyright: ignore[reportReturnType]
+    if not scores.are_plain and query_BHQD.device.type == "cuda":
+        from megatron_ext.parts.attention.flex import attend_flex
+
+        return attend_flex(query_BHQD, key_BGKD, value_BGKV, segments, scale, window, scores)
+    return _Segments.apply(  # pyright: ignore[reportReturnType]
+        query_BHQD, key_BGKD, value_BGKV, tuple(segments), scale, window, scores, scores.sink_H
+    )
 
 
 def attend_segments_reference(
@@ -43,19 +53,30 @@ def attend_segments_reference(
     segments: Sequence[Segment],
     scale: float,
     window: int | None = None,
+    scores: Scores = PLAIN,
 ) -> torch.Tensor:
     """Compute `attend_segments` written out with one mask over all queries and keys."""
     queries, keys = query_BHQD.size(2), key_BGKD.size(2)
     visible = torch.zeros(queries, keys, dtype=torch.bool)
+    distance = torch.zeros(queries, keys, dtype=query_BHQD.dtype)
     for segment in segments:
         rows, columns = segment.rows, slice(segment.first_key, segment.first_key + segment.keys)
         last = segment.keys - segment.queries  # key that the first query sees
         seen = torch.ones(segment.queries, segment.keys, dtype=torch.bool).tril(last)
         visible[rows, columns] = seen if window is None else seen.triu(last - window + 1)
+        distance[rows, columns] = torch.arange(segment.keys) - torch.arange(last, segment.keys)[:, None].to(distance)
     repeats = query_BHQD.size(1) // key_BGKD.size(1)
     key, value = key_BGKD.repeat_interleave(repeats, 1), value_BGKV.repeat_interleave(repeats, 1)
-    scores = (query_BHQD @ key.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
-    return scores.softmax(-1) @ value
+    logits = query_BHQD @ key.transpose(-1, -2) * scale
+    if scores.cap is not None:
+        logits = scores.cap * (logits / scores.cap).tanh()
+    if scores.slopes is not None:
+        logits = logits + torch.tensor(scores.slopes).to(logits)[:, None, None] * distance
+    logits = logits.masked_fill(~visible, -torch.inf)
+    if scores.sink_H is None:
+        return logits.softmax(-1) @ value
+    sink = torch.as_tensor(scores.sink_H).to(logits).reshape(-1, 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.cat((logits, sink), -1).softmax(-1)[..., :-1] @ value
 
 
 def merge(
@@ -77,14 +98,17 @@ _Block = tuple[slice, bool, torch.Tensor | None]
 """Some keys, whether queries see them causally (as many keys as queries), and a mask."""
 
 
-def _parts(segments: Sequence[Segment], window: int | None, like: torch.Tensor) -> Iterator[tuple[slice, list[_Block]]]:
-    """Yield queries with the keys that they see: those of a segment, or a few of it where a window hides some keys."""
+def _parts(
+    segments: Sequence[Segment], window: int | None, like: torch.Tensor
+) -> Iterator[tuple[slice, int, list[_Block]]]:
+    """Yield queries, the key that is the first one's own, and the keys that they see: those of a segment, or a few of
+    it where a window hides some keys."""
     band = None
     for rows, queries, start, keys in ((one.rows, one.queries, one.first_key, one.keys) for one in segments):
         before, end = keys - queries, start + keys
         if window is None or keys <= window:
             whole: list[_Block] = [(slice(start, start + before), False, None)] if before else []
-            yield rows, [*whole, (slice(start + before, end), True, None)]
+            yield rows, start + before, [*whole, (slice(start + before, end), True, None)]
             continue
         if band is None:
             band = _band(window, like)
@@ -93,7 +117,7 @@ def _parts(segments: Sequence[Segment], window: int | None, like: torch.Tensor) 
             seen = min(some + window - 1, before + first + some)
             last = start + before + first + some
             here = slice(rows.start + first, rows.start + first + some)
-            yield here, [(slice(last - seen, last), False, band[-some:, -seen:])]
+            yield here, last - some, [(slice(last - seen, last), False, band[-some:, -seen:])]
 
 
 def _band(window: int, like: torch.Tensor) -> torch.Tensor:
@@ -102,6 +126,14 @@ def _band(window: int, like: torch.Tensor) -> torch.Tensor:
     seen = torch.ones(WINDOW_ROWS, WINDOW_ROWS + window - 1, dtype=torch.bool, device=like.device)
     hidden = ~seen.tril(window - 1).triu()
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+
+
+def _places(scores: Scores, first: int, rows: slice, keys: slice, like: torch.Tensor) -> Places | None:
+    """Return the places of queries, of which the first is at key `first`, and of keys, where scores depend on them."""
+    if scores.slopes is None:
+        return None
+    queries = torch.arange(first, first + rows.stop - rows.start, device=like.device)
+    return queries, torch.arange(keys.start, keys.stop, device=like.device)
 
 
 class _Segments(torch.autograd.Function):
@@ -114,37 +146,55 @@ class _Segments(torch.autograd.Function):
         segments: tuple[Segment, ...],
         scale: float,
         window: int | None,
+        scores: Scores,
+        sink: torch.Tensor | float | None,
     ) -> torch.Tensor:
         out = query.new_empty((*query.shape[:-1], value.size(-1)))
         log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
-        for rows, blocks in _parts(segments, window, query):
+        for rows, first, blocks in _parts(segments, window, query):
             parts = [
-                block_forward(
-                    query[:, :, rows], key[:, :, block], value[:, :, block], causal=causal, scale=scale, mask_QK=mask
+                scored.forward(
+                    query[:, :, rows],
+                    key[:, :, block],
+                    value[:, :, block],
+                    causal=causal,
+                    scale=scale,
+                    mask_QK=mask,
+                    scores=scores,
+                    places=_places(scores, first, rows, block, query),
                 )
                 for block, causal, mask in blocks
             ]
             joint = parts[0] if len(parts) == 1 else merge(*parts[0], *parts[1])
-            out[:, :, rows], log_sum_exp[:, :, rows] = joint
-        ctx.save_for_backward(query, key, value, out, log_sum_exp)
-        ctx.segments, ctx.scale, ctx.window = segments, scale, window
+            out[:, :, rows], log_sum_exp[:, :, rows] = with_sink(*joint, sink)
+        ctx.save_for_backward(query, key, value, out, log_sum_exp, sink if isinstance(sink, torch.Tensor) else None)
+        ctx.segments, ctx.scale, ctx.window, ctx.scores = segments, scale, window, replace(scores, sink_H=None)
         return out
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
-        query, key, value, out, log_sum_exp = ctx.saved_tensors
+    ) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, log_sum_exp, sink = ctx.saved_tensors
         for_query, for_key, for_value = (
             tensor.new_zeros(tensor.shape, dtype=log_sum_exp.dtype) for tensor in (query, key, value)
         )
-        for rows, blocks in _parts(ctx.segments, ctx.window, query):
+        for rows, first, blocks in _parts(ctx.segments, ctx.window, query):
             for block, causal, mask in blocks:
                 of_queries = (tensor[:, :, rows] for tensor in (grad, query))
                 of_keys = (tensor[:, :, block] for tensor in (key, value))
-                of_result = out[:, :, rows], log_sum_exp[:, :, rows].contiguous()
-                parts = block_backward(*of_queries, *of_keys, *of_result, causal=causal, scale=ctx.scale, mask_QK=mask)
+                parts = scored.backward(
+                    *of_queries,
+                    *of_keys,
+                    *(out[:, :, rows], log_sum_exp[:, :, rows]),
+                    causal=causal,
+                    scale=ctx.scale,
+                    mask_QK=mask,
+                    scores=ctx.scores,
+                    places=_places(ctx.scores, first, rows, block, query),
+                )
                 for_query[:, :, rows] += parts[0]
                 for_key[:, :, block] += parts[1]
                 for_value[:, :, block] += parts[2]
-        return for_query.to(query.dtype), for_key.to(key.dtype), for_value.to(value.dtype), None, None, None
+        for_sink = sink_gradient(grad, out, log_sum_exp, sink)
+        return for_query.to(query.dtype), for_key.to(key.dtype), for_value.to(value.dtype), *[None] * 4, for_sink

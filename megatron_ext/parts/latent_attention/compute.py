@@ -183,17 +183,14 @@ class LatentSelfAttention(MegatronModule):
         inference: WholeSequences,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the same without gradients: in the last layer that of the positions that are read alone."""
-        described, number = self.described, self.layer_number
+        attend = inference.attention(self.core_attention, self.layer_number)
         latent_B1SR = latent_SBR.transpose(0, 1)[:, None]
         kept = torch.cat((latent_B1SR, shared_key_B1SP), dim=-1)
-        attend = partial(inference.attend, scale=described.score_scale, window=described.window)
         if inference.goes_on:
-            query = self._absorbed(query_BHSD)
-            context = self._values(attend(number, query, kept, latent_B1SR))
+            context = self._values(attend(self._absorbed(query_BHSD), kept, latent_B1SR))
         else:
-            inference.keep(number, kept, described.rank)
-            heads = query_BHSD, *self._keys_and_values(latent_SBR, shared_key_B1SP)
-            context = attend(number, *heads)
+            inference.keep(self.layer_number, kept, self.described.rank)
+            context = attend(query_BHSD, *self._keys_and_values(latent_SBR, shared_key_B1SP))
         return self.linear_proj(inference.narrowed(context, self))
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,7 @@ from megatron_ext.parts.ways import Asked
 _FP32 = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LatentAttention(Attention):
     """Attention whose keys and values, and perhaps queries, come out of latents. Names and the order of rows are those
     of megatron-core's MLASelfAttention, whose down projections every rank has whole, as with Transformer Engine."""
@@ -172,14 +172,22 @@ class LatentAttention(Attention):
         yield Exchange("tp", "reduce-scatter", 0.0, read, (0, 3), of_read, "mixer")
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what the ways of computing it cannot do, and what its flags cannot be."""
-        yield from super().cannot(config)
+        """Yield what its flags cannot be."""
         model = config.model
         if model.softmax_scale is not None:
             yield (
                 f"--softmax-scale {model.softmax_scale:g} with --multi-latent-attention, whose scale follows from its "
                 "heads; leave --softmax-scale out"
             )
+        for flag, is_asked in (
+            ("--softmax-type", model.softmax_type != "vanilla"),
+            ("--attention-logit-softcapping", model.attention_logit_softcapping is not None),
+            ("--attention-output-gate", model.attention_output_gate),
+            ("--qkv-clip", model.qkv_clip is not None),
+            ("--rotary-seq-len-interpolation-factor", model.rotary_seq_len_interpolation_factor != 1.0),
+        ):
+            if is_asked:
+                yield f"{flag} with --multi-latent-attention, whose layers have no such piece; leave {flag} out"
         if model.no_rope_freq is not None:
             yield (
                 f"--no-rope-freq {model.no_rope_freq} with --multi-latent-attention, all of whose layers rotate; leave "

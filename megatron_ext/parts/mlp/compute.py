@@ -34,8 +34,7 @@ class FeedForward(MLP):
         expanded, _ = first(hidden_states)  # with its bias, as `ColumnLinear` adds it
         if not self.config.gated_linear_unit:
             return second(activation(expanded))
-        if not nothing_is_trained():
-            assert activation is F.silu, "no other activation has a gate here"
-            return second(swiglu(expanded))
         gate, up = expanded.chunk(2, dim=-1)
-        return second(activation(gate).mul_(up))
+        if nothing_is_trained():
+            return second(activation(gate).mul_(up))
+        return second(swiglu(expanded) if activation is F.silu else activation(gate) * up)

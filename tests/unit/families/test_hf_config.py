@@ -53,6 +53,9 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_SMALL, **_OF_EXPERTS, **_SWITCHED, "num_hidden_layers": 3, "num_experts": 4},
     "deepseek_v2": {**_LATENTS, "q_lora_rank": None},
     "deepseek_v3": {**_LATENTS, "q_lora_rank": 6, "num_nextn_predict_layers": 1},
+    "gemma2": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
+    "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 4, "vocab_size": 96, "pad_token_id": 3},
+    "mpt": {"d_model": 24, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_seq_len": 32, "pad_token_id": 3},
     "gpt2": _GPT2,
 }
 _OTHER = {
@@ -76,6 +79,8 @@ _OF_OTHER_SETTINGS = {
     "phi3": {"original_max_position_embeddings"},
     "deepseek_v2": {*_OF_NO_EXPERTS, "topk_method", "head_dim"},
     "deepseek_v3": {*_OF_NO_EXPERTS, "num_mtp_layers"},
+    "mpt": {"learned_pos_emb", "init_device", "norm_type"},
+    "bloom": {"slow_but_exact"},
 }
 """Keys that a family has and does not read, or not with the settings here."""
 
@@ -182,7 +187,6 @@ def test_a_key_that_nobody_knows_is_refused(family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_scaling: rope_type is "linear"'),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 'rope_scaling: rope_type is "yarn"'),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_scaling: rope_type is "dynamic"'),
         ({"rope_scaling": {**SCALING, "type": "yarn"}}, 'rope_type is "llama3", but type is "yarn"'),

@@ -28,6 +28,9 @@ QWEN3 = {**LLAMA, "qk_layernorm": True}
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "moe_ffn_hidden_size": 24}
 MIXTRAL, QWEN3_MOE = {**LLAMA, **EXPERTS}, {**QWEN3, **EXPERTS, "moe_router_pre_softmax": True}
 WINDOWS = {"window_size": "7,0", "window_attn_skip_freq": "2"}
+GEMMA2 = {"swiglu": False, "geglu": True, "embedding_multiplier": 8.0, "norm_position": "both", **WINDOWS}
+GEMMA2 |= {"attention_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+ALIBI = {"position_embedding_type": "alibi", "ffn_hidden_size": 256}
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -101,6 +104,11 @@ def test_a_family_is_a_file() -> None:
         ({**QWEN3, **EXPERTS}, "qwen3_moe"),
         ({**QWEN3_MOE, "moe_layer_freq": "[0,1,1,0]"}, "qwen3_moe"),
         ({**MIXTRAL, "moe_layer_freq": "1"}, "mixtral"),
+        ({**LLAMA, **GEMMA2}, "gemma2"),
+        ({**LLAMA, "qkv_clip": 2.0, "normalization": "LayerNorm", "norm_parameters": "none"}, "olmo"),
+        ({**LLAMA, "rotary_seq_len_interpolation_factor": 4.0}, "llama"),
+        ({**ALIBI, "openai_gelu": True, "embed_layernorm": True}, "bloom"),
+        ({**ALIBI, "norm_parameters": "weight", "disable_bias_linear": True, "qkv_clip": 2.0}, "mpt"),
         ({"openai_gelu": True}, "gpt2"),
         ({"group_query_attention": True, "num_query_groups": 4}, "gpt2"),
     ],
@@ -196,7 +204,7 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
     [
         (
             {"model_type": "bert"},
-            '"bert" is not supported; use one of arcee, deepseek_v2, deepseek_v3, ernie4_5, exaone4, ',
+            '"bert" is not supported; use one of arcee, bloom, deepseek_v2, deepseek_v3, ernie4_5, exaone4, ',
         ),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),
@@ -207,8 +215,14 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
         ({"model_type": "ministral", "layer_types": ["full_attention"] * 2}, "supported is a list of 1 times full_att"),
         ({"model_type": "ministral", "layer_types": ["chunked_attention"]}, r'layer_types is \["chunked_attention"\]'),
         ({"model_type": "qwen2", "max_window_layers": -1}, "max_window_layers is -1, and not a natural integer"),
-        ({"model_type": "phi3", "rope_scaling": {"rope_type": "longrope"}}, 'rope_type is "longrope"; only default'),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type is "yarn"; only default and llama3'),
+        (
+            {"model_type": "phi3", "rope_scaling": {"rope_type": "longrope"}},
+            'rope_type is "longrope"; only default',
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            'rope_type is "yarn"; only default, linear and llama3',
+        ),
         ({"rope_parameters": {"rope_type": "dynamic"}}, 'rope_type is "dynamic"'),
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "differ between layers"),
         ({"model_type": "arcee", "hidden_act": "gelu"}, 'is "gelu", but the MLP here is squared ReLU: relu2'),

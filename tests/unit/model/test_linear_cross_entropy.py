@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_ext.device.weight_gradients import expect_first
 from megatron_ext.model import linear_cross_entropy as module
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
+from megatron_ext.model.loss import capped
 
 TOKENS, HIDDEN, ROWS, TRUE_ROWS = 50, 24, 96, 83
 BOUNDS = {torch.float32: (2e-7, 2e-6), torch.bfloat16: (2e-4, 8e-3)}
@@ -27,10 +28,12 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch.
     return hidden.requires_grad_(), weight.requires_grad_(), labels, counts
 
 
-def exact(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> Any:
+def exact(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor, cap: float | None = None
+) -> Any:
     """Loss and both gradients in float64, padding left out."""
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
-    losses = F.cross_entropy(hidden @ weight[:TRUE_ROWS].t(), labels, reduction="none")
+    losses = F.cross_entropy(capped(hidden @ weight[:TRUE_ROWS].t(), cap), labels, reduction="none")
     loss = (losses * counts).sum()
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
@@ -40,15 +43,15 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("chunk", [1, 7, 25, 50, None])
-def test_loss_and_gradients_are_exact(dtype: torch.dtype, chunk: int | None) -> None:
+@pytest.mark.parametrize(("chunk", "cap"), [(1, None), (7, None), (25, None), (50, None), (None, None), (7, 4.0)])
+def test_loss_and_gradients_are_exact(dtype: torch.dtype, chunk: int | None, cap: float | None) -> None:
     """Chunks of 7 do not divide the tokens; a gradient of 3 scales both."""
     given = inputs(dtype)
-    loss = linear_cross_entropy(*given, Vocabulary(TRUE_ROWS), chunk=chunk)
+    loss = linear_cross_entropy(*given, Vocabulary(TRUE_ROWS, cap=cap), chunk=chunk)
     for_hidden, for_weight = torch.autograd.grad(loss * 3.0, given[:2])
     assert (loss.dtype, for_hidden.dtype, for_weight.dtype) == (torch.float32, dtype, dtype)
     of_loss, of_gradient = BOUNDS[dtype]
-    expected = exact(*given)
+    expected = exact(*given, cap)
     assert error(loss, expected[0]) < of_loss
     assert error(for_hidden / 3.0, expected[1]) < of_gradient
     assert error(for_weight / 3.0, expected[2]) < of_gradient

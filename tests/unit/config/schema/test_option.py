@@ -22,7 +22,8 @@ from tests.support.wrong_flags import BASE
 EVERY_PART = (
     f"{BASE} --disable-bias-linear --group-query-attention --num-query-groups 4 --num-experts 4 "
     "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-router-dtype fp32 --window-size 3,0 "
-    "--window-attn-skip-freq 2 --attention-dropout 0 --moe-layer-freq 2 --softmax-scale 0.3"
+    "--window-attn-skip-freq 2 --attention-dropout 0 --moe-layer-freq 2 --softmax-scale 0.3 "
+    "--attention-logit-softcapping 2 --final-logit-softcapping 3 --qkv-clip 4"
 )
 ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2"
 """The same with what learned positions do not have."""
