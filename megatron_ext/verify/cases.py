@@ -358,7 +358,6 @@ _PIECES = {
     "one process, recompute selective, sinks and gates": (1, RECOMPUTE["selective, all parts"]),
     "TP2 SP PP2 VPP2, caps and clips": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 all_gather, caps and clips": (2, f"{_CP2} all_gather"),
-    "one process, linear cross-entropy, caps and clips": (1, "--linear-cross-entropy"),
     "TP2 SP PP2 VPP2, ALiBi": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 p2p, ALiBi": (2, f"{_CP2} p2p"),
     "CP2 a2a, ALiBi": (2, f"{_CP2} a2a"),

@@ -92,9 +92,10 @@ class WholeSequences(Sequences):
         Args:
             heads: queries [B, H, S, D], keys and values [B, G, S, D].
         """
-        query_BHSD, _, value_BGSV = heads
+        query_BHSD, key_BGSD, value_BGSV = heads
         if not scores.are_plain or (window is not None and window < query_BHSD.size(2)):
-            context = attend_window(*heads, query_BHSD.size(-1) ** -0.5 if scale is None else scale, window, scores)
+            known = query_BHSD.size(-1) ** -0.5 if scale is None else scale
+            context = attend_window(query_BHSD, key_BGSD, value_BGSV, known, window, scores)
         else:
             query, key, value = widened(*heads)
             context = F.scaled_dot_product_attention(
