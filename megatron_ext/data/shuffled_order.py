@@ -53,7 +53,8 @@ class CachedGPTDataset(GPTDataset):
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         """Return the sample that megatron-core does, without its looks for padding, which no sample here has: they
         take as long as all the rest."""
-        if idx is None or self.config.eod_mask_loss:
+        config: Any = self.config
+        if idx is None or config.eod_mask_loss:
             return super().__getitem__(idx)
         text = torch.from_numpy(self._query_document_sample_shuffle_indices(idx)[0])
         return {"tokens": text[:-1], "labels": text[1:], **_fields_of_all(len(text) - 1)}

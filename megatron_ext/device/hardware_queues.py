@@ -31,7 +31,7 @@ def wants_one_queue(layout: LayoutConfig, capability: int | None) -> bool:
         capability: major compute capability of the oldest GPU; None where it is unknown, which counts as old.
     """
     overlaps = layout.tensor_model_parallel_size > 1 or layout.context_parallel_size > 1
-    return overlaps and not layout.needs_several_hardware_queues and (capability is None or capability < _BLACKWELL)
+    return overlaps and not layout.flags_that_divide_weights and (capability is None or capability < _BLACKWELL)
 
 
 def mistake(layout: LayoutConfig, capability: int | None, setting: str | None) -> tuple[str, str] | None:
@@ -45,7 +45,7 @@ def mistake(layout: LayoutConfig, capability: int | None, setting: str | None) -
             "before Blackwell, tensor- and context-parallel communication overlaps with 1 hardware queue alone",
             f"unset {VARIABLE}: the program sets 1",
         )
-    if setting == "1" and layout.needs_several_hardware_queues:
+    if setting == "1" and layout.flags_that_divide_weights:
         return "the communication of FSDP overlaps with more than 1 hardware queue", f"unset {VARIABLE}"
     return None
 

@@ -25,13 +25,16 @@ _FEW_ROWS = 32
 _LARGE = 1 << 20
 """Elements of a matrix from which on oneDNN is the faster one with AVX-512, be the rows few or many."""
 
+_WRITTEN_IN_PLACE = 1 << 17
+"""Elements of a matrix from which on a gradient that need not be copied is worth an autograd function in Python."""
+
 GEMMS = ("blas", "mixed", "onednn")
 """What multiplies fp32 matrices on a CPU: torch's BLAS, which is MKL on x86; oneDNN but for weight gradients, of which
 it would copy an operand; or oneDNN.
 
-With AVX2 both reach the same, and BLAS does without an autograd function in Python. With AVX-512 oneDNN is ahead in
-forward products and input gradients: a little where MKL uses AVX-512 too or AVX2 is as fast, and 2.2 times where MKL
-does without it on a processor that is twice as fast with it (docs/decisions.md)."""
+With AVX2 both reach the same, and BLAS does without an autograd function in Python where matrices are small. With
+AVX-512 oneDNN is ahead in forward products and input gradients: a little where MKL uses AVX-512 too or AVX2 is as fast,
+and 2.2 times where MKL does without it on a processor that is twice as fast with it (docs/decisions.md)."""
 
 _FAR_AHEAD = 1.6
 """How many times as fast as BLAS oneDNN must be to take the weight gradients too. Measured processors lie at 1.1 or
@@ -89,7 +92,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return _linear_without_gradient(x, weight, bias)
     # The compiler fuses nothing with an operation that it does not know.
     left_to_the_compiler = _gemm != "onednn" and torch.compiler.is_compiling()
-    if _is_fp32_on_cpu(x, weight) and not left_to_the_compiler:
+    gains = _gemm != "blas" or weight.numel() >= _WRITTEN_IN_PLACE
+    if gains and _is_fp32_on_cpu(x, weight) and not left_to_the_compiler:
         return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 

@@ -34,7 +34,7 @@ def takes_first(main_grad: torch.Tensor) -> bool:
 def place_of_first(weight: torch.Tensor) -> torch.Tensor | None:
     """Return where a product may write the gradient that it returns to autograd: the main gradient of `weight`, where
     that expects its first one; None where it does not, or another product has written there."""
-    main_grad = getattr(weight, "main_grad", None)
+    main_grad: Any = getattr(weight, "main_grad", None)
     if getattr(main_grad, "expects_first", False) is not True:
         return None
     main_grad.expects_first = "written"  # still expected: `write_` sees whether this is all of it

@@ -43,7 +43,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     for key, size in (("qk_head_dim", plain + rotated), ("head_dim", rotated)):
         reading.refuse_unless(key, size, size, f"but by qk_nope_head_dim and qk_rope_head_dim it is {size}")
     heads, dense = values["num_attention_heads"], reading.integer("first_k_dense_replace", least=0)
-    reading.refuse_unless("num_key_value_heads", heads, heads, f"but each of {heads} heads has its own keys")
+    reading.refuse_unless("num_key_value_heads", heads, heads, f"but each of num_attention_heads {heads} has keys")
     reading.refuse_unless("rms_norm_eps", _EPSILON, _EPSILON, f"but norms of latents have {_EPSILON:g}, and others too")
     for key, usual in {"rope_interleave": True, "attention_bias": False, "mlp_bias": False}.items():
         reading.refuse_unless(key, usual, usual, f"only {str(usual).lower()} is supported")

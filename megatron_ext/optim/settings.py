@@ -8,14 +8,12 @@ from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import Config
 
 
-def optimizer_config(
-    config: Config, *, use_distributed_optimizer: bool, overlap_param_gather: bool
-) -> CoreOptimizerConfig:
+def optimizer_config(config: Config, *, distributed: bool, overlaps: bool) -> CoreOptimizerConfig:
     """megatron-core's optimizer settings. Learning rate and weight decay are set anew at every step.
 
     Args:
-        use_distributed_optimizer: whether data-parallel ranks divide the state (decided by the sharding scheme).
-        overlap_param_gather: whether the next forward pass gathers what was updated.
+        distributed: whether to use megatron-core's distributed optimizer (decided by the sharding scheme).
+        overlaps: whether the next forward pass gathers what was updated.
     """
     optimizer, training, traits = config.optimizer, config.training, traits_of(config.optimizer)
     return CoreOptimizerConfig(
@@ -34,8 +32,8 @@ def optimizer_config(
         loss_scale_window=training.loss_scale_window,
         hysteresis=training.hysteresis,
         **({name: getattr(optimizer, name) for name in traits.flags} if traits.is_the_engines else {}),
-        use_distributed_optimizer=use_distributed_optimizer,
-        overlap_param_gather=overlap_param_gather,
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=overlaps,
         clip_grad=optimizer.clip_grad,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
     )

@@ -238,7 +238,7 @@ class _Walk:
             self._add(self.shorter, fewer, other)
             self.last_of_shorter = other.last
         self._add(self.whole, whole, state)
-        self.last = state.last
+        self.last, self.place, self.works = state.last, state.place, whole
 
     def ends(self, seconds: Sequence[float], delay: float) -> tuple[float, float]:
         """Return when the step ends, and when the shorter one does (0 where there is none).
@@ -253,6 +253,16 @@ class _Walk:
         self.whole.run(done, seconds, delay)
         self.shorter.run(other, seconds, delay)
         return max(done[at] for at in self.last), max((other[at] for at in self.last_of_shorter), default=0.0)
+
+    def each(self, seconds: Sequence[float], delay: float) -> dict[tuple[int, Work], float]:
+        """Return when each pass ends, by stage and pass, where there is no shorter step."""
+        done = [0.0, -math.inf]
+        self.whole.run(done, seconds, delay)
+        return {
+            (stage, work): done[self.place[stage * self.size + number]]
+            for stage, works in enumerate(self.works)
+            for work, number in zip(self.schedule.order(stage), works, strict=True)
+        }
 
     def _works(self, schedule: Schedule) -> list[list[int]]:
         """Return what each stage does, as numbers: backward passes are before forward passes, then chunk by chunk."""

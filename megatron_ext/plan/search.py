@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_ext.config.derived.sharding import FLAGS
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, TrainingConfig
@@ -81,7 +82,7 @@ class Candidate:
         return (
             layout.model_parallel_size,
             layout.virtual_pipeline_model_parallel_size,
-            layout.sharding.complexity,
+            (None, *FLAGS).index(layout.sharding.flag),
             self.config.training.micro_batch_size,
         )
 

@@ -10,7 +10,7 @@ behind what it waits for, once for all pipelines with as many stages, chunks and
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.plan.schedule import Schedule, walk
+from megatron_ext.plan.schedule import Schedule, Work, walk
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,12 @@ def by_formula(
     return Times(schedule.microbatches * each + waits, schedule.microbatches * each)
 
 
-def finish(
-    schedule: Schedule, forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], delay: float
-) -> float:
-    """Return when the last stage to finish has finished, with all microbatches simulated."""
-    return walk(schedule, 0).ends(_flat(forward, backward), delay)[0]
+def ends(
+    schedule: Schedule, forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], delay: float = 0.0
+) -> dict[tuple[int, Work], float]:
+    """Return when each pass ends, with all microbatches simulated; those of a stage stand in the order in which it
+    works."""
+    return walk(schedule, 0).each(_flat(forward, backward), delay)
 
 
 def _works(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]]) -> list[float]:

@@ -14,38 +14,10 @@ from megatron_ext.config.schema import Config
 from megatron_ext.plan.estimate import pass_times, step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import OverTime, over_time
-from megatron_ext.plan.schedule import Schedule, Work, schedule_of
-from megatron_ext.plan.simulate import simulate
+from megatron_ext.plan.schedule import Schedule, schedule_of
+from megatron_ext.plan.simulate import ends, simulate
 from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.timeline import COMMUNICATION, Block, Lane, Pass, Timeline
-
-
-def ends(
-    schedule: Schedule, forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], delay: float = 0.0
-) -> dict[tuple[int, Work], float]:
-    """Return when each pass ends, by stage and pass; those of a stage stand in the order in which it works.
-
-    Args:
-        forward, backward: seconds of one microbatch by stage and chunk.
-        delay: seconds of one send.
-    """
-    left = [list(reversed(schedule.order(stage))) for stage in range(schedule.stages)]
-    done: dict[tuple[int, Work], float] = {}
-    clock = [0.0] * schedule.stages
-    while any(left):
-        before = len(done)
-        for stage in range(schedule.stages):
-            while left[stage]:
-                work = left[stage][-1]
-                need = schedule.waits_for(stage, work)
-                if need is not None and need not in done:
-                    break
-                arrived = 0.0 if need is None else done[need] + (delay if need[0] != stage else 0.0)
-                seconds = (forward if work.forward else backward)[stage][work.chunk]
-                clock[stage] = done[stage, left[stage].pop()] = max(clock[stage], arrived) + seconds
-        assert len(done) > before, "a schedule that waits for itself"
-    return done
-
 
 Table = Sequence[Sequence[float]]
 """Numbers by stage and chunk."""

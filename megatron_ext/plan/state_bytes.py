@@ -62,8 +62,8 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     (--outer-dp-sharding-strategy optim).
     """
     training, scheme = config.training, config.layout.sharding
-    mixed = training.mixed_precision and not scheme.keeps_weights_in_fp32
-    in_fp32 = training.accumulate_allreduce_grads_in_fp32 or scheme.keeps_gradients_in_fp32
+    mixed = training.mixed_precision and not scheme.weights_in_fp32
+    in_fp32 = training.accumulate_allreduce_grads_in_fp32 or scheme.gradients_in_fp32
     gradients = 4 if not mixed or in_fp32 else 2
     states = optimizer_bytes(config, expert=expert)
     ranks = sharing_ranks(config, expert=expert)

@@ -54,23 +54,15 @@ def megatron_fsdp_shards_the_state(config: Config, facts: Facts) -> Iterator[str
 
 def matrices_are_whole(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse what divides matrices with an optimizer that updates each as a whole: one of a user's own, as yet."""
-    traits, layout, experts = traits_of(config.optimizer), config.layout, config.model.num_experts
-    if not traits.needs_whole_matrices:
-        return
-    divided = [
-        ("--tensor-model-parallel-size", layout.tensor_model_parallel_size),
-        ("--expert-tensor-parallel-size", 1 if experts is None else layout.expert_tensor_size),
-    ]
-    for flag, size in divided:
-        if size > 1:
-            yield f"{flag} {size} divides matrices, and {traits.title} updates whole ones; use {flag} 1"
-    if not layout.sharding.gives_whole_matrices:
+    traits, layout = traits_of(config.optimizer), config.layout
+    sizes = {name: getattr(layout, name) for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size")}
+    given = [f"{flag_of(name)} {size}" for name, size in sizes.items() if (size or 1) > 1]
+    given += layout.flags_that_divide_weights + ["--optimizer-cpu-offload"] * config.optimizer.optimizer_cpu_offload
+    for flag in given if traits.needs_whole_matrices else ():
         yield (
-            f"{flag_of(str(layout.sharding.flag))} divides matrices, and {traits.title} updates whole ones; use "
-            "--use-distributed-optimizer, which then divides the weights between them"
+            f"{flag} divides matrices, and {traits.title} updates whole ones; leave it out "
+            "(--use-distributed-optimizer shares whole ones out among the ranks)"
         )
-    if config.optimizer.optimizer_cpu_offload:
-        yield f"--optimizer-cpu-offload moves flat ranges, and {traits.title} updates matrices; leave it out"
 
 
 def copies_are_divided_by_megatron_fsdp(config: Config, facts: Facts) -> Iterator[str]:

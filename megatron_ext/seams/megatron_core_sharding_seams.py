@@ -259,10 +259,15 @@ OPTIMIZERS = (
         Seam(f"parameter.{mark}", why, (), (f"{_CORE}.distributed.finalize_model_grads",))
         for mark, why in (
             ("main_grad", "a weight's gradient, where gradients are summed in fp32"),
-            ("is_managed_by_layer_wise_optimizer", "set while buffers are laid out: no rank's range cuts the weight"),
             ("allreduce", "False on the weights of experts that have data-parallel groups of their own"),
             ("sequence_parallel", "True on weights whose gradients are added over tensor-parallel ranks"),
         )
+    ),
+    Seam(
+        "parameter.is_managed_by_layer_wise_optimizer",
+        "set while buffers are laid out: no rank's range cuts the weight",
+        (),
+        (f"{_CORE}.optimizer.param_layout",),
     ),
     Seam(
         "parameter.shared",

@@ -8,8 +8,10 @@ step before has left, and each weight's part expects its first gradient (device/
 still when its bucket is about to be reduced (of one rank alone, too) is zeroed: a weight that a step does not use has
 no gradient of the step before. Padding between weights is zero from the start, and nothing writes there.
 
-The bits are those of sums with zeros; only products of `--gradient-accumulation-fusion` could leave a -0.0, of a sum
-that underflows.
+On a CPU, where no reduction waits for a gradient, autograd adds those of all microbatches up by itself, and they go to
+the buffer when the last backward pass is done; products write there at once (device/kernels.py).
+
+The bits are those of sums with zeros; only products that write themselves could leave a -0.0, of a sum that underflows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,13 +34,13 @@ from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.device.weight_gradients import expect_first, products_write, takes_first, write_
 from megatron_ext.errors import TrainingError
+from megatron_ext.optim.settings import optimizer_config
 from megatron_ext.sharding.engine import (
     build_optimizer,
     catalogued,
     ddp_config,
     for_chunks,
     initialized,
-    optimizer_settings,
     updating,
 )
 from megatron_ext.sharding.flat_shards import FlatPart
@@ -214,7 +216,11 @@ class DataParallel(Sharding):
     ) -> ChainedOptimizer:
         for weight in (weight for chunk in chunks for weight in chunk.parameters()):
             vars(weight).pop("is_managed_by_layer_wise_optimizer", None)  # or the distributed one would leave it out
-        settings = optimizer_settings(self.config, distributed=self.config.layout.sharding.optimizer)
+        settings = optimizer_config(
+            self.config,
+            distributed=self.config.layout.sharding.optimizer,
+            overlaps=self.config.layout.overlap_param_gather,
+        )
         built = build_optimizer(chunks, settings, self.config, groups)
         for weight, main in (pair for part in self.parts(built) for pair in part.main_parameters()):
             main.whole_shape = weight.shape

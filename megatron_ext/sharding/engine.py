@@ -19,7 +19,6 @@ from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.initialize import initialize
 from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.optim.gradient_norm import replace_loops
-from megatron_ext.optim.settings import optimizer_config
 from megatron_ext.optim.torch_optimizer import as_registered
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.parts.parameter import Parameter
@@ -64,17 +63,6 @@ def initialized(
     return list(chunks)
 
 
-def optimizer_settings(config: Config, *, distributed: bool) -> CoreOptimizerConfig:
-    """Return megatron-core's optimizer settings.
-
-    Args:
-        distributed: whether to use its distributed optimizer.
-    """
-    return optimizer_config(
-        config, use_distributed_optimizer=distributed, overlap_param_gather=config.layout.overlap_param_gather
-    )
-
-
 def build_optimizer(
     chunks: Sequence[torch.nn.Module], settings: CoreOptimizerConfig, config: Config, groups: ProcessGroupCollection
 ) -> Any:
@@ -108,16 +96,14 @@ def _of_groups(chunks: Sequence[torch.nn.Module], settings: CoreOptimizerConfig,
     """Return what the groups of some parameters have in place of what others have."""
     known, found = catalogued(chunks, config), get_standard_config_overrides(settings)
     found = {key: values for key, values in found.items() if "wd_mult" not in values}
-    found[_where("decays not", lambda weight: not known[id(weight)].decay)] = {"wd_mult": 0.0}
+    chosen: list[tuple[dict[str, Any], Callable[[Parameter], bool]]] = [({"wd_mult": 0.0}, lambda one: not one.decay)]
     if traits_of(config.optimizer).of_elements is not None:
-        for update in ("matrix", "element"):
-            key = _where(update, lambda weight, update=update: known[id(weight)].update == update)
-            found[key] = {"update": update}
+        chosen += [({"update": "matrix"}, lambda one: one.update == "matrix")]
+        chosen += [({"update": "element"}, lambda one: one.update == "element")]
+    for values, holds in chosen:
+        predicate = ParamPredicate(str(values), lambda weight, holds=holds: holds(known[id(weight)]))
+        found[ParamKey(predicate=predicate)] = values
     return found
-
-
-def _where(name: str, holds: Callable[[torch.nn.Parameter], bool]) -> ParamKey:
-    return ParamKey(predicate=ParamPredicate(name, holds))
 
 
 def reset_routers(config: TransformerConfig, model: Sequence[torch.nn.Module]) -> None:

@@ -40,8 +40,9 @@ from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.initialize import initialize
 from megatron_ext.model.names import global_named_parameters
+from megatron_ext.optim.settings import optimizer_config
 from megatron_ext.parallel.rows import RowShard, local_part, mark
-from megatron_ext.sharding.engine import build_optimizer, ddp_config, optimizer_settings
+from megatron_ext.sharding.engine import build_optimizer, ddp_config
 from megatron_ext.sharding.protocol import Watcher
 from megatron_ext.sharding.row_shards import HostRowOptimizer, RowSharding, RowShardOptimizer, local_gradient
 
@@ -77,7 +78,7 @@ class FSDP2(RowSharding):
     def optimizer(
         self, chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection, device: Device
     ) -> ChainedOptimizer:
-        settings = optimizer_settings(self.config, distributed=False)
+        settings = optimizer_config(self.config, distributed=False, overlaps=self.config.layout.overlap_param_gather)
         settings.bf16 = False  # the shards are fp32, whatever is computed with
         built = build_optimizer(chunks, settings, self.config, groups)
         over_rows = self._over_rows(groups, device)

@@ -22,13 +22,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.device.device_protocol import Device
+from megatron_ext.optim.settings import optimizer_config
 from megatron_ext.parallel.rows import RowShard, mark
 from megatron_ext.sharding.engine import (
     build_optimizer,
     ddp_config,
     for_chunks,
     initialized,
-    optimizer_settings,
 )
 from megatron_ext.sharding.protocol import Watcher
 from megatron_ext.sharding.row_shards import RowSharding, RowShards
@@ -58,7 +58,7 @@ class MegatronFSDP(RowSharding):
         return wrapped
 
     def optimizer(self, chunks: Sequence[Any], groups: ProcessGroupCollection, device: Device) -> ChainedOptimizer:
-        settings = optimizer_settings(self.config, distributed=True)
+        settings = optimizer_config(self.config, distributed=True, overlaps=self.config.layout.overlap_param_gather)
         built = build_optimizer(chunks, settings, self.config, groups)
         dtype = getattr(torch, self.config.training.params_dtype)
         return ChainedOptimizer([MegatronFSDPOptimizer(built, chunks, dtype, groups)])

@@ -46,7 +46,7 @@ VERIFIED = ("Llama 3.1", "Qwen2", "GPT-2")
 # Of families and shapes, those whose tensors are cut in a way of their own. The others: see --all.
 CUT_IN_THEIR_OWN_WAY = {
     *("Llama 2", "Llama with biases", "Qwen2", "OLMo-2", "Mixtral", "Qwen3-MoE", "Qwen3-MoE with dense layers"),
-    *("Phi-3", "Nemotron", "GPT-2"),
+    *("Phi-3", "Nemotron", "DeepSeek-V3, dense", "GPT-2"),
 }
 
 

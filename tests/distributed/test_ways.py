@@ -36,11 +36,11 @@ FLAGS: dict[str, tuple[int, str]] = {
     "prefill": (1, ""),
     "one token": (1, ""),
 }
+NOT_HERE = ("Transformer Engine", "FlashAttention 3")
 _LATENT = (
     "--group-query-attention=false --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 6"
 )
-NOT_HERE = ("Transformer Engine", "FlashAttention 3")
 PIECES = {
     "plain": "--attention-dropout 0",
     "window": "--window-size 12,0 --attention-dropout 0",
@@ -77,6 +77,7 @@ PARTS = {
     "norms of heads": f"{_LLAMA} --qk-layernorm",
     "norms after": f"{_LLAMA} --norm-position after --qk-layernorm --qk-layernorm-over projection",
     "windows": f"{_LLAMA} --window-size 12,0 --window-attn-skip-freq 2",
+    "latents": f"{_LLAMA} {_LATENT}",
     "sinks, bounds, output gates and clips": (
         f"{_LLAMA} --softmax-type learnable --attention-logit-softcapping 2 --final-logit-softcapping 5 --qkv-clip 0.5 "
         "--attention-output-gate"

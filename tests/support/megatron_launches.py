@@ -104,6 +104,7 @@ class Outcome:
 _NOT_TOGETHER = {
     "--fp8-format": "FP8 with experts",
     "--cp-comm-type": "attention dropout in a ring of context-parallel ranks",
+    "--multi-latent-attention": "latent attention next to learned positions",
     "--use-torch-fsdp2": "a loss scale (`--fp16`) under FSDP2",
 }
 """Flag at which a problem of these launches begins -> the combination that is not built."""

@@ -1,15 +1,12 @@
 """Describes how data-parallel ranks divide a run: what of it, by which flags, and what that cannot run with.
 
-    scheme = config.layout.sharding
-    scheme.shares(8)           # (1, 1, 8): over how many ranks weights, gradients and optimizer state are divided
-
 What is divided says when it is exchanged: gradients layer by layer after each microbatch, where they are divided, or
 else in buckets after the last one; weights layer by layer for every pass, or else, where the state is divided, once a
 step. A new scheme is its flags in `schema/layout_flags.py`, its entry here, and its file in `sharding/`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Flag = Literal["use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"]
@@ -17,52 +14,42 @@ Flag = Literal["use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsd
 
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 FSDP = FLAGS[1:]
-"""The flags under which no rank keeps whole weights between steps."""
+"""The flags under which no rank keeps whole weights between steps, nor updates whole matrices."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scheme:
-    """All that the program knows of one way to divide weights, gradients and optimizer state."""
+    """All that the program knows of one way to divide weights, gradients and optimizer state.
+
+    Attributes:
+        values: fields of the layout, with the values that ask for it; one is its flag.
+        implementation: `module:class` of its `Sharding`.
+        weights, gradients, optimizer: whether each rank keeps a part of these.
+        title: the planner's name; without one it does not choose the scheme.
+        overlaps: fields of the layout that the planner sets as well.
+        divides_more: flags of what keeps less on each rank, for a run that does not fit.
+        weights_in_fp32, gradients_in_fp32: whether these are fp32, whatever is computed with.
+        between: when copies of what is divided (--num-distributed-optimizer-instances) sum their gradients: those parts
+            after each reduction, or once a step; or the whole gradients once a step.
+        own: fields of the layout that it alone reads.
+        ignores: fields that change nothing with it, and why.
+        cannot: yields what of a resolved configuration it does not go with, in sentences with a setting that works.
+    """
 
     values: Mapping[str, Any]
-    """Fields of the layout, with the values that ask for it; the first is its flag."""
-
     implementation: str
-    """`module:class` of its `Sharding`."""
-
     weights: bool = False
     gradients: bool = False
     optimizer: bool = False
-    """Whether each rank keeps a part of these."""
-
     title: str = ""
     overlaps: tuple[str, ...] = ()
-    complexity: int = 0
-    """The planner's name (none: it does not choose the scheme), the fields that it sets as well, and which of two
-    schemes it prefers: the lower one."""
-
     divides_more: str = ""
-    """Flags of what keeps less on each rank, for a run that does not fit."""
-
-    keeps_weights_in_fp32: bool = False
-    keeps_gradients_in_fp32: bool = False
-    """Whether these are fp32, whatever is computed with: the weights as their own masters."""
-
+    weights_in_fp32: bool = False
+    gradients_in_fp32: bool = False
     between: Literal["reductions", "steps", "whole steps"] = "reductions"
-    """When copies (--num-distributed-optimizer-instances) sum the parts of their gradients: after each reduction, or
-    once a step; or all of them once a step."""
-
-    gives_whole_matrices: bool = False
-    """Whether a rank updates whole matrices, where the optimizer needs them."""
-
     own: tuple[str, ...] = ()
-    """Fields of the layout that it alone reads."""
-
     ignores: Mapping[str, str] = field(default_factory=dict)
-    """Fields that change nothing with it, and why."""
-
     cannot: Callable[[Any], Iterator[str]] = lambda config: iter(())
-    """Yields what of a resolved configuration it does not go with, in sentences with a setting that works."""
 
     @property
     def flag(self) -> Flag | None:
@@ -149,15 +136,13 @@ DDP = Scheme(
     title="DDP",
     overlaps=("overlap_grad_reduce",),
     divides_more="--use-distributed-optimizer",
-    gives_whole_matrices=True,
 )
-ZERO_1 = replace(
-    DDP,
-    values={"use_distributed_optimizer": True},
+ZERO_1 = Scheme(
+    {"use_distributed_optimizer": True},
+    DDP.implementation,
     optimizer=True,
     title="ZeRO-1",
     overlaps=("overlap_grad_reduce", "overlap_param_gather"),
-    complexity=1,
     divides_more="--use-torch-fsdp2 in place of --use-distributed-optimizer",
 )
 FSDP2 = Scheme(
@@ -165,38 +150,36 @@ FSDP2 = Scheme(
     "megatron_ext.sharding.fsdp2:FSDP2",
     *(True, True, True),
     title="FSDP2",
-    complexity=2,
-    keeps_weights_in_fp32=True,
-    keeps_gradients_in_fp32=True,
+    weights_in_fp32=True,  # they are their own masters
+    gradients_in_fp32=True,
     own=("torch_fsdp2_no_reshard_after_forward", "torch_fsdp2_cpu_offload"),
     ignores=dict.fromkeys(ZERO_1.overlaps, "--use-torch-fsdp2 overlaps its traffic layer by layer"),
     cannot=_fsdp2_cannot,
 )
 
 
-def _megatron_fsdp(strategy: str, *divides: bool, **traits: Any) -> Scheme:
+def _megatron_fsdp(strategy: str, *divides: bool, between: Any = "steps", more: str = "", title: str = "") -> Scheme:
+    why = "--use-megatron-fsdp divides what --data-parallel-sharding-strategy says, and overlaps its traffic layer by "
+    why += "layer"
     return Scheme(
         {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy},
         "megatron_ext.sharding.megatron_fsdp:MegatronFSDP",
         *divides,
-        complexity=3,
-        keeps_gradients_in_fp32=True,
+        title=title,
+        divides_more=more,
+        gradients_in_fp32=True,
+        between=between,
         own=("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"),
-        ignores=dict.fromkeys(
-            ("use_distributed_optimizer", *ZERO_1.overlaps, "ddp_bucket_size"),
-            "--use-megatron-fsdp divides what --data-parallel-sharding-strategy says, and overlaps its traffic layer "
-            "by layer",
-        ),
+        ignores=dict.fromkeys(("use_distributed_optimizer", *ZERO_1.overlaps, "ddp_bucket_size"), why),
         cannot=_megatron_fsdp_cannot,
-        **{"between": "steps", **traits},
     )
 
 
 SCHEMES = (
     DDP,
     ZERO_1,
-    _megatron_fsdp("no_shard", divides_more=DDP.divides_more),
-    _megatron_fsdp("optim", False, False, True, between="whole steps", divides_more=ZERO_1.divides_more),
+    _megatron_fsdp("no_shard", more=DDP.divides_more),
+    _megatron_fsdp("optim", False, False, True, between="whole steps", more=ZERO_1.divides_more),
     _megatron_fsdp("optim_grads", False, True, True, title="ZeRO-2"),
     _megatron_fsdp("optim_grads_params", True, True, True, title="ZeRO-3"),
     FSDP2,

@@ -116,7 +116,7 @@ def _of_gradients(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, "without --bf16 gradients have the precision of the weights"
         return
     for scheme in given_schemes(values):
-        if scheme.keeps_gradients_in_fp32:
+        if scheme.gradients_in_fp32:
             for name in asked:
                 yield name, f"{flag_of(str(scheme.flag))} sums and keeps gradients in fp32"
 

@@ -30,6 +30,7 @@ OTHER_DEFAULTS = {
     "--data-parallel-sharding-strategy": OtherDefault(
         "optim_grads_params", "the same, where --use-megatron-fsdp reads it"
     ),
+    "--rotary-seq-len-interpolation-factor": OtherDefault(None, "1 stretches nothing, which there is not to give it"),
     "--distributed-backend": OtherDefault("nccl", "the same on GPUs; gloo on CPU processes"),
     "--eval-interval": OtherDefault(None, "there evaluation is off until it is given; here 0 says so"),
     "--moe-layer-freq": OtherDefault(1, "the same, experts in every layer"),

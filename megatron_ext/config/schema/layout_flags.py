@@ -162,11 +162,6 @@ class LayoutConfig:
         return ["--" + flag.replace("_", "-") for flag in FSDP if getattr(self, flag)]
 
     @property
-    def needs_several_hardware_queues(self) -> bool:
-        """Whether layers are gathered and reduced one by one (FSDP), which overlaps on several hardware queues."""
-        return bool(self.flags_that_divide_weights)
-
-    @property
     def model_parallel_size(self) -> int:
         """Number of ranks that work on the same samples: TP x CP x PP."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size

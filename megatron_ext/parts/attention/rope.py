@@ -285,7 +285,7 @@ def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: Rotar
 
 
 def yarn_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: YarnScaling, base: float) -> torch.Tensor:
-    """Stretch the rotary frequencies by YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2).
+    """Scale the rotary frequencies by YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2).
 
     A channel that turns more than beta_fast times in the original context keeps its frequency, one that turns less than
     beta_slow times has it divided by the factor, and between their indices, rounded outwards, both are mixed linearly.

@@ -7,7 +7,6 @@ Shapes: B batch, H query heads, G key/value heads, S positions, D channels of a 
 N = B G groups of heads, R = S H / G queries of a group, one head after another.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -39,13 +38,9 @@ def _grouped(heads_BHSD: torch.Tensor, key_BGSD: torch.Tensor) -> torch.Tensor:
 
 def _scores(query_NRD: torch.Tensor, key_NSD: torch.Tensor, scale: float) -> torch.Tensor:
     """Return [N, R, S], with -infinity for what a query does not see."""
-    queries, length = query_NRD.size(1), key_NSD.size(1)
-    return torch.baddbmm(_hidden(length, queries // length), query_NRD, key_NSD.transpose(1, 2), alpha=scale)
-
-
-@functools.lru_cache(maxsize=4)
-def _hidden(length: int, heads: int) -> torch.Tensor:
-    return torch.full((length, length), -torch.inf).triu_(1).repeat(heads, 1)
+    length = key_NSD.size(1)
+    hidden = torch.full((length, length), -torch.inf).triu_(1).repeat(query_NRD.size(1) // length, 1)
+    return torch.baddbmm(hidden, query_NRD, key_NSD.transpose(1, 2), alpha=scale)
 
 
 class _ShortAttention(torch.autograd.Function):

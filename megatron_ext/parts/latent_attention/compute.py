@@ -108,7 +108,7 @@ class LatentSelfAttention(MegatronModule):
             rank, attention.query_heads * (attention.head_size - attention.position_size + attention.value_head_size)
         )
         norm: Any = norm_builder(attention.norm) if attention.qk_norm is not None else None
-        self.q_layernorm = norm and query_rank and norm(config, query_rank, attention.norm.epsilon)
+        self.q_layernorm: Any = norm and query_rank and norm(config, query_rank, attention.norm.epsilon)
         self.kv_layernorm = norm and norm(config, rank, attention.norm.epsilon)
 
     def forward(
@@ -173,9 +173,7 @@ class LatentSelfAttention(MegatronModule):
         up_BHSM = up_SBM.unflatten(-1, (-1, plain + described.value_head_size)).permute(1, 2, 0, 3)
         key, value = up_BHSM.split((plain, described.value_head_size), dim=-1)
         shared = shared_key_B1SP.expand(-1, key.size(1), -1, -1)
-        # Of another size they are filled up, which makes a copy as well.
-        value = value.contiguous() if described.value_head_size == described.head_size else value
-        return torch.cat((key, shared), dim=-1), value
+        return torch.cat((key, shared), dim=-1), value.contiguous()
 
     def _inferred(
         self,
@@ -185,17 +183,14 @@ class LatentSelfAttention(MegatronModule):
         inference: WholeSequences,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the same without gradients: in the last layer that of the positions that are read alone."""
-        described, number = self.described, self.layer_number
+        attend = inference.attention(self.core_attention, self.layer_number)
         latent_B1SR = latent_SBR.transpose(0, 1)[:, None]
         kept = torch.cat((latent_B1SR, shared_key_B1SP), dim=-1)
-        attend = partial(inference.attend, scale=described.score_scale, window=described.window)
         if inference.goes_on:
-            query = self._absorbed(query_BHSD)
-            context = self._values(attend(number, query, kept, latent_B1SR))
+            context = self._values(attend(self._absorbed(query_BHSD), kept, latent_B1SR))
         else:
-            inference.keep(number, kept, described.rank)
-            heads = query_BHSD, *self._keys_and_values(latent_SBR, shared_key_B1SP)
-            context = attend(number, *heads)
+            inference.keep(self.layer_number, kept, self.described.rank)
+            context = attend(query_BHSD, *self._keys_and_values(latent_SBR, shared_key_B1SP))
         return self.linear_proj(inference.narrowed(context, self))
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,8 @@ queries, w bytes of an element, a rank holds of each layer
 
     heads         w T h (2 D + max(D, V))   queries, keys, values, which are filled up to the size of keys (V where
                                             attention is computed block by block, and in core)
-    core          w T h max(D, V) + 4 T h   attention's result and the normalizer of its softmax
+    core          w T h max(D, V) + 4 T h   attention's result and the normalizer of its softmax; w T S h in short
+                                            sequences in fp32 on a CPU: its weights
     projection    w T h V                   input of the output projection
     latents       w T (2 Q + 2 R + P) + 8 T before and after their norms, and 1/RMS (/t with sequence parallelism)
 
@@ -123,7 +124,7 @@ class LatentAttention(Attention):
         heads, exchanges = self.query_heads // share.tensor, {*share.config.layout.cp_comm_type}
         of_all = share.context if "all_gather" in exchanges else 1
         in_parts = self.window is not None or share.config.data.reset_attention_mask
-        in_parts = in_parts or (share.context > 1 and exchanges != {"a2a"})
+        in_parts = in_parts or (share.context > 1 and exchanges != {"a2a"}) or self._keeps_weights(share)
         filled = self.value_head_size if in_parts else max(self.head_size, self.value_head_size)
         of_heads = self.head_size + of_all * (self.head_size + filled)
         # A norm that keeps its input keeps what it is a part of.
@@ -132,13 +133,14 @@ class LatentAttention(Attention):
         if self.qk_norm is not None:
             channels += self.rank + (self.query_rank or 0)
             norms = 1 + (self.query_rank is not None)
+        core = share.length if self._keeps_weights(share) else filled + _FP32 / share.width
         numbers = norms * _FP32 * (1 if self.norm.kind == "RMSNorm" else 2)
         latents = (share.width * channels + numbers) * share.tokens / share.divided
         if share.config.layout.sequence_parallel_keep_gathered:
             latents += share.width * share.tokens * self._read(share) * (share.divided - 1) / share.divided
         return {
             "heads": share.width * share.tokens * heads * of_heads,
-            "core": share.tokens * heads * (share.width * filled + _FP32),
+            "core": share.width * share.tokens * heads * core,
             "projection": share.width * share.tokens * heads * self.value_head_size,
             "latents": latents,
         }
@@ -170,13 +172,12 @@ class LatentAttention(Attention):
         yield Exchange("tp", "reduce-scatter", 0.0, read, (0, 3), of_read, "mixer")
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what the ways of computing it cannot do, and what its flags cannot be."""
-        yield from super().cannot(config)
+        """Yield what its flags cannot be."""
         model = config.model
         if model.softmax_scale is not None:
             yield (
                 f"--softmax-scale {model.softmax_scale:g} with --multi-latent-attention, whose scale follows from its "
-                "heads; leave --softmax-scale out, or use --mscale-all-dim"
+                "heads; leave --softmax-scale out"
             )
         for flag, is_asked in (
             ("--softmax-type", model.softmax_type != "vanilla"),
@@ -210,7 +211,7 @@ class LatentAttention(Attention):
 
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return what it asks of a way of computing it."""
-        own = {"latent": Asked("--multi-latent-attention is given", "--multi-latent-attention=false")}
+        own = {"latent": Asked("--multi-latent-attention is given")}
         return {**super().pieces(config), **own}
 
 

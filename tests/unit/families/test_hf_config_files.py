@@ -215,8 +215,14 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
         ({"model_type": "ministral", "layer_types": ["full_attention"] * 2}, "supported is a list of 1 times full_att"),
         ({"model_type": "ministral", "layer_types": ["chunked_attention"]}, r'layer_types is \["chunked_attention"\]'),
         ({"model_type": "qwen2", "max_window_layers": -1}, "max_window_layers is -1, and not a natural integer"),
-        ({"model_type": "phi3", "rope_scaling": {"rope_type": "longrope"}}, 'rope_type is "longrope"; only default'),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type is "yarn"; only default, linear and llama3'),
+        (
+            {"model_type": "phi3", "rope_scaling": {"rope_type": "longrope"}},
+            'rope_type is "longrope"; only default',
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            'rope_type is "yarn"; only default, linear and llama3',
+        ),
         ({"rope_parameters": {"rope_type": "dynamic"}}, 'rope_type is "dynamic"'),
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "differ between layers"),
         ({"model_type": "arcee", "hidden_act": "gelu"}, 'is "gelu", but the MLP here is squared ReLU: relu2'),

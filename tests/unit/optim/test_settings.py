@@ -9,7 +9,7 @@ import torch
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.model.config import transformer_config
 from megatron_ext.optim.settings import optimizer_config, set_rates
-from megatron_ext.sharding.engine import ddp_config, optimizer_settings
+from megatron_ext.sharding.engine import ddp_config
 from tests.support.small_models import LLAMA, small_config
 
 SCALES = {"initial_loss_scale": 4096.0, "min_loss_scale": 16.0, "loss_scale_window": 77, "hysteresis": 5}
@@ -37,7 +37,7 @@ def test_the_optimizers_settings(training: dict[str, Any]) -> None:
     optimizer = OptimizerConfig(**own, **adam, clip_grad=0.75)
     config = type(config)(config.model, config.layout, config.training, optimizer, config.data, logging=logging)
     for distributed in (False, True):
-        settings = optimizer_settings(config, distributed=distributed)
+        settings = optimizer_config(config, distributed=distributed, overlaps=True)
         assert settings.use_distributed_optimizer == distributed
         expected = {**own, **adam, **training, "clip_grad": 0.75, "log_num_zeros_in_grad": True}
         expected |= {
@@ -45,9 +45,7 @@ def test_the_optimizers_settings(training: dict[str, Any]) -> None:
             "params_dtype": torch.float16 if "fp16" in training else torch.bfloat16,
         }
         assert {name: getattr(settings, name) for name in expected} == expected
-    assert not optimizer_config(
-        config, use_distributed_optimizer=False, overlap_param_gather=False
-    ).overlap_param_gather
+    assert not optimizer_config(config, distributed=False, overlaps=False).overlap_param_gather
 
 
 def test_a_groups_own_factor_and_rate() -> None:

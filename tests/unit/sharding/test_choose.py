@@ -19,7 +19,12 @@ from tests.support.small_models import config_of_two
         ({"use_distributed_optimizer": True}, DataParallel, False, False),
         ({"use_torch_fsdp2": True}, FSDP2, True, False),
         ({"use_torch_fsdp2": True, "torch_fsdp2_cpu_offload": True}, FSDP2, True, True),
-        ({"use_megatron_fsdp": True}, MegatronFSDP, False, False),
+        (
+            {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
+            MegatronFSDP,
+            False,
+            False,
+        ),
     ],
 )
 def test_the_scheme_that_the_flags_ask_for(

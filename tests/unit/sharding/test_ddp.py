@@ -12,7 +12,7 @@ import torch
 from benchmarks.rehearsed_world import played
 from megatron_ext import device
 from megatron_ext.parallel import groups
-from megatron_ext.sharding.ddp import DataParallel, _finish_gather
+from megatron_ext.sharding.ddp import DataParallel
 from tests.support.small_models import small_config
 
 
@@ -75,23 +75,6 @@ class Bucket:
 
     def finish_param_sync(self) -> None:
         self.finished.append(self.name)
-
-
-def test_a_weight_that_is_read_alone_is_gathered_first() -> None:
-    """The module's own weights, unless the hooks are off."""
-    finished: list[str] = []
-    module = torch.nn.Linear(2, 2)
-    inner = torch.nn.Sequential(module)
-    chunk: Any = Chunk("chunk", [])
-    chunk.remove_forward_pre_hook_handles = {module: 1, inner: 2}
-    chunk.param_to_bucket_group = {weight: Bucket(finished, name) for name, weight in module.named_parameters()}
-    _finish_gather(chunk, inner)
-    assert finished == []
-    _finish_gather(chunk, module)
-    assert finished == ["weight", "bias"]
-    chunk.remove_forward_pre_hook_handles = {}
-    _finish_gather(chunk, module)
-    assert len(finished) == 2
 
 
 def test_whole_experts_are_divided_over_other_ranks_than_the_rest() -> None:

@@ -131,7 +131,8 @@ def test_an_own_optimizer_is_registered_and_takes_the_place_of_the_flags() -> No
             Extensions(optimizer=other).applied(config)
         for scheme in ("use_distributed_optimizer", "use_megatron_fsdp"):
             flag = f"--{scheme.replace('_', '-')}"
-            refused = _config(layout={scheme: True, "world_size": 2})
+            strategy = {"data_parallel_sharding_strategy": "optim_grads_params"} if "fsdp" in scheme else {}
+            refused = _config(layout={scheme: True, "world_size": 2, **strategy})
             with pytest.raises(
                 ConfigurationError, match=rf"^{flag} cannot run Mine: its traits do not name the scheme"
             ):

@@ -16,7 +16,7 @@ from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import Kept, Save, save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import StorageError
-from megatron_ext.parts.layer import PreNormLayer
+from megatron_ext.parts.layer import ResidualLayer
 from tests.support.checkpoints import FLAGS, train, trained_alone
 from tests.support.run_state import state_hash
 
@@ -77,7 +77,7 @@ def test_a_loaded_run_goes_on_as_the_saved_one_did(words: str, background: bool,
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000001", "iter_0000003", TRACKER]
 
 
-class Counting(PreNormLayer):
+class Counting(ResidualLayer):
     """Counts its passes in a buffer that is another tensor after each."""
 
     def __init__(self, *arguments: Any, **named: Any):

@@ -69,6 +69,10 @@ OUR_OWN = {
     "--residual-multiplier",
     "--logits-multiplier",
     "--softmax-scale",
+    "--qkv-clip",
+    "--attention-logit-softcapping",
+    "--final-logit-softcapping",
+    "--embed-layernorm",
     # Fields of its configuration of latent attention that its command line cannot set.
     "--original-max-position-embeddings",
     "--beta-fast",
@@ -84,7 +88,7 @@ OUR_OWN = {
 FEWER_CHOICES = {
     "--transformer-impl": "the inference variant is not for training",
     "--fp8-recipe": "scales of past steps, and blocks for Blackwell, are not in this version; rowwise is ours",
-    "--position-embedding-type": "yarn, mrope and relative positions are not in this version",
+    "--position-embedding-type": "yarn, mrope and relative ones are not in this version; alibi is Megatron-DeepSpeed's",
     "--optimizer": "muon and soap are not in this version",
     "--exp-avg-dtype": "16 bits with the range of fp32 need no scale of their own",
     "--exp-avg-sq-dtype": "16 bits with the range of fp32 need no scale of their own",
@@ -154,7 +158,7 @@ def test_choices_are_megatrons_but_for_the_ones_listed():
     assert different == set(FEWER_CHOICES)
     for flag in FEWER_CHOICES:
         extra = set(options_by_flag()[flag].choices or ()) - set(wheel_options()[flag].choices or ())
-        assert extra <= {"ByteTokenizer", "rowwise"}
+        assert extra <= {"ByteTokenizer", "rowwise", "alibi"}
 
 
 def test_a_value_that_passes_silently_is_megatrons_default_or_asks_for_nothing():

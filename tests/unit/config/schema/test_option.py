@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.derived.attention_flags import LATENT_FLAGS
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.parse.options import Option, names_by_resume, options, options_by_name
@@ -21,10 +22,12 @@ from tests.support.wrong_flags import BASE
 EVERY_PART = (
     f"{BASE} --disable-bias-linear --group-query-attention --num-query-groups 4 --num-experts 4 "
     "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-router-dtype fp32 --window-size 3,0 "
-    "--window-attn-skip-freq 2 --attention-dropout 0 --moe-layer-freq 2 --softmax-scale 0.3"
+    "--window-attn-skip-freq 2 --attention-dropout 0 --moe-layer-freq 2 --softmax-scale 0.3 "
+    "--attention-logit-softcapping 2 --final-logit-softcapping 3 --qkv-clip 4"
 )
 ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2"
 """The same with what learned positions do not have."""
+LATENT = f"{BASE} --position-embedding-type rope --multi-latent-attention --q-lora-rank 4"
 FREE_IN_THE_MODEL = {
     "seq_length": "a longer context goes on from a shorter one",
     "no_position_embedding": "an old spelling, which changes nothing where it is taken",
@@ -48,6 +51,11 @@ def config_of(flags: str) -> Config:
     return resolve(parse(shlex.split(flags)).values, Facts())
 
 
+def config_with(name: str) -> Config:
+    """Return a configuration in which a field says something."""
+    return config_of(ROTATED if name == "no_rope_freq" else LATENT if name in LATENT_FLAGS else EVERY_PART)
+
+
 def saved_by(config: Config, folder: Path) -> dict[str, Any]:
     """The values of the checkpoint that a run with this configuration writes."""
     (folder / "config.yaml").write_text(to_yaml(config))
@@ -66,8 +74,14 @@ def another(option: Option, value: Any) -> Any:
     return value * 2 if isinstance(value, float) else value + 1
 
 
-TEXTS = {"window_size": "7,0", "window_attn_skip_freq": "3", "no_rope_freq": "3", "moe_layer_freq": "3"}
-"""Other values of fields that are texts with a meaning."""
+TEXTS = {
+    "mscale_all_dim": 1.0,
+    "window_size": "7,0",
+    "window_attn_skip_freq": "3",
+    "no_rope_freq": "3",
+    "moe_layer_freq": "3",
+}
+"""Other values of fields that are texts with a meaning, or 0."""
 
 
 def test_each_field_has_one_of_the_roles():
@@ -87,7 +101,7 @@ def test_a_field_of_the_model_that_may_change_has_a_reason():
 
 @pytest.mark.parametrize("name", shapes_and_function())
 def test_a_resume_with_another_model_is_refused(name: str, tmp_path: Path):
-    config = config_of(ROTATED if name == "no_rope_freq" else EVERY_PART)
+    config = config_with(name)
     saved = saved_by(config, tmp_path)
     assert problems(config, Facts(saved=saved)) == []
     was = saved[name] = another(options_by_name()[name], saved[name])
@@ -99,7 +113,7 @@ def test_a_resume_with_another_model_is_refused(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize("name", shapes_and_function())
 def test_finetuning_may_change_what_is_computed_and_not_the_shapes(name: str, tmp_path: Path):
-    config = config_of(ROTATED if name == "no_rope_freq" else EVERY_PART)
+    config = config_with(name)
     config = replace(config, checkpoint=replace(config.checkpoint, finetune=True))
     saved = saved_by(config, tmp_path)
     saved[name] = another(options_by_name()[name], saved[name])
