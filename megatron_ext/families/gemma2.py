@@ -44,7 +44,8 @@ def _scalar(model: ModelConfig) -> int:
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
-    return GEMMA.dependent_flags(model) | ({"softmax_scale": _scalar(model) ** -0.5} if model.softmax_scale else {})
+    scale = {"softmax_scale": _scalar(model) ** -0.5} if model.softmax_scale else {}
+    return {**GEMMA.dependent_flags(model), **scale}
 
 
 GEMMA2 = Family(

@@ -92,7 +92,7 @@ class Together(torch.optim.Optimizer):
         self._traits = traits
         self._optimizers = {one.name: _alone(one, settings)(own) for one in traits.each if (own := self._groups(one))}
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every tensor that has a gradient."""
         for traits in self._traits.each:
             if groups := self._groups(traits):

@@ -202,7 +202,7 @@ class DataParallel(Sharding):
             return None
         known = catalogued([chunk], self.config)
         for weight in chunk.parameters():
-            weight.is_managed_by_layer_wise_optimizer = known[id(weight)].update == "matrix"
+            vars(weight)["is_managed_by_layer_wise_optimizer"] = known[id(weight)].update == "matrix"
         return LayerWiseDistributedOptimizer.compute_full_param_layout(
             list(chunk.parameters()),
             settings.bucket_size if settings.overlap_grad_reduce else None,
@@ -223,7 +223,7 @@ class DataParallel(Sharding):
         )
         built = build_optimizer(chunks, settings, self.config, groups)
         for weight, main in (pair for part in self.parts(built) for pair in part.main_parameters()):
-            main.whole_shape = weight.shape
+            vars(main)["whole_shape"] = weight.shape
         return built
 
     def parts(self, optimizer: ChainedOptimizer) -> list[OptimizerPart]:

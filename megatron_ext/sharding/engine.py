@@ -102,7 +102,7 @@ def _of_groups(chunks: Sequence[torch.nn.Module], settings: CoreOptimizerConfig,
         chosen += [({"update": "element"}, lambda one: one.update == "element")]
     for values, holds in chosen:
         predicate = ParamPredicate(str(values), lambda weight, holds=holds: holds(known[id(weight)]))
-        found[ParamKey(predicate=predicate)] = values
+        found[ParamKey(predicate=predicate)] = values  # pyright: ignore[reportArgumentType]
     return found
 
 

@@ -251,7 +251,7 @@ def _of_models(pairs: list[tuple[str, str]]) -> list[float]:
         loss = model(tokens[:, :-1].contiguous(), positions, labels=tokens[:, 1:].contiguous()).mean()
         loss.backward()
         end_layout()
-        return [loss.detach(), *(weight.grad for weight in model.parameters())]
+        return [loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
     plain = {part: computed("", part) for part in PARTS}
     return [

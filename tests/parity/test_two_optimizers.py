@@ -73,7 +73,7 @@ def test_each_optimizer_updates_its_own(steps: int) -> None:
 def _train(flags: list[str], traits: OptimizerTraits) -> list[float]:
     from megatron_ext.train.pretrain import pretrain
 
-    return pretrain(flags, optimizer=traits).losses
+    return list(pretrain(flags, optimizer=traits).losses)
 
 
 @pytest.mark.parametrize(

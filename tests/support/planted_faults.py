@@ -203,7 +203,8 @@ def leave_out_the_sink_of_the_ring() -> None:
 def open_every_gate() -> None:
     from megatron_ext.parts.attention.compute import CausalSelfAttention
 
-    CausalSelfAttention._gated = lambda self, context, gate: context
+    attention: Any = CausalSelfAttention
+    attention._gated = lambda self, context, gate: context
 
 
 def let_logits_grow() -> None:
@@ -215,5 +216,6 @@ def let_logits_grow() -> None:
 def clip_nothing() -> None:
     from megatron_ext.parts.attention import compute
 
-    build = compute.CausalSelfAttention.__init__
-    compute.CausalSelfAttention.__init__ = lambda self, *sizes, clip, **settings: build(self, *sizes, **settings)
+    attention: Any = compute.CausalSelfAttention
+    build = attention.__init__
+    attention.__init__ = lambda self, *sizes, clip, **settings: build(self, *sizes, **settings)

@@ -45,6 +45,8 @@ def attend_flex(
         return score if scores.slopes is None else score + slopes[head] * (key - own[query])
 
     sizes = query_BHQD.size(2), key_BGKD.size(2)
+    masks: Any
+    attend: Any
     masks, attend = (
         map(_compiled, (create_block_mask, flex_attention)) if compiled else (create_block_mask, flex_attention)
     )

@@ -181,11 +181,9 @@ class _Segments(torch.autograd.Function):
         )
         for rows, first, blocks in _parts(ctx.segments, ctx.window, query):
             for block, causal, mask in blocks:
-                of_queries = (tensor[:, :, rows] for tensor in (grad, query))
-                of_keys = (tensor[:, :, block] for tensor in (key, value))
                 parts = scored.backward(
-                    *of_queries,
-                    *of_keys,
+                    *(grad[:, :, rows], query[:, :, rows]),
+                    *(key[:, :, block], value[:, :, block]),
                     *(out[:, :, rows], log_sum_exp[:, :, rows]),
                     causal=causal,
                     scale=ctx.scale,

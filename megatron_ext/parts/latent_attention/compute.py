@@ -109,7 +109,7 @@ class LatentSelfAttention(MegatronModule):
         )
         norm: Any = norm_builder(attention.norm) if attention.qk_norm is not None else None
         self.q_layernorm: Any = norm and query_rank and norm(config, query_rank, attention.norm.epsilon)
-        self.kv_layernorm = norm and norm(config, rank, attention.norm.epsilon)
+        self.kv_layernorm: Any = norm and norm(config, rank, attention.norm.epsilon)
 
     def forward(
         self,

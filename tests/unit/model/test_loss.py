@@ -122,6 +122,7 @@ def test_each_rank_masks_its_rows_of_padding(vocabulary: int, rank: int, expecte
         3, 8, config=model.config, init_method=torch.nn.init.zeros_, bias=False, gather_output=False, tp_group=group
     )
     Readout(model.config, group, vocabulary).prepare(layer)
+    assert layer.weight is not None
     layer.weight.data.fill_(1.0)
     with torch.no_grad():
         logits, _ = layer(torch.ones(2, 1, 3))

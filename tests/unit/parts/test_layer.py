@@ -25,6 +25,7 @@ LENGTH, ROWS = 16, 2
 def _layer(config: Config, places: Any) -> Any:
     """The first layer of the model, with norms in these places, and weights that are no norm's initial ones."""
     [model], groups = build_small_model(config)
+    made: Any
     spec = layer_spec(replace(layers(config)[0], norm_places=places), groups.tp)
     made = build_module(spec, config=transformer_config(config, "cpu"), layer_number=1, pg_collection=groups)
     generator = torch.Generator().manual_seed(7)

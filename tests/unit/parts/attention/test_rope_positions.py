@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.model.config import transformer_config
+from megatron_ext.parts.attention.describe import RotaryScaling
 from megatron_ext.parts.attention.rope import RotaryTable, scaled_inverse_frequencies
 from megatron_ext.parts.stack import stack
 from tests.support.small_models import LLAMA, small_config
@@ -24,7 +25,7 @@ def test_angles_are_those_of_a_ranks_positions(rank: int, expected: list[int]) -
     groups: Any = SimpleNamespace(cp=_group(rank, 2))
     [(kind, _)] = stack(config).kinds
     assert kind.attention.rotary is not None
-    assert kind.attention.rotary.scaling is not None
+    assert isinstance(kind.attention.rotary.scaling, RotaryScaling)
     table = RotaryTable(kind.attention, transformer_config(config, "cpu"), groups)
     scaled = scaled_inverse_frequencies(1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16.0), kind.attention.rotary.scaling)
     assert not torch.equal(scaled, 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16.0) / 4.0)
