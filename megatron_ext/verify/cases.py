@@ -50,8 +50,8 @@ MODELS = {
     ),
     "sinks and gates": f"--num-layers 4 {_LLAMA} {_UNTIED} --softmax-type learnable --attention-output-gate",
     "caps and clips": (
-        f"--num-layers 4 {_LLAMA} --window-size 15,0 --window-attn-skip-freq 2 --attention-logit-softcapping 0.5 "
-        "--final-logit-softcapping 2 --qkv-clip 0.5 --norm-position both"
+        f"--num-layers 4 {_LLAMA} --window-size 15,0 --window-attn-skip-freq 2 --attention-logit-softcapping 2 "
+        "--final-logit-softcapping 4 --qkv-clip 1 --norm-position both"
     ),
     "ALiBi": "--num-layers 4 --position-embedding-type alibi --embed-layernorm",
     "packed ALiBi": "--num-layers 4 --position-embedding-type alibi --softmax-type off-by-one --reset-attention-mask",
