@@ -50,8 +50,8 @@ MODELS = {
     ),
     "sinks and gates": f"--num-layers 4 {_LLAMA} {_UNTIED} --softmax-type learnable --attention-output-gate",
     "caps and clips": (
-        f"--num-layers 4 {_LLAMA} --window-size 15,0 --window-attn-skip-freq 2 --attention-logit-softcapping 0.5 "
-        "--final-logit-softcapping 2 --qkv-clip 0.5 --norm-position both"
+        f"--num-layers 4 {_LLAMA} --window-size 15,0 --window-attn-skip-freq 2 --attention-logit-softcapping 2 "
+        "--final-logit-softcapping 4 --qkv-clip 1 --norm-position both"
     ),
     "ALiBi": "--num-layers 4 --position-embedding-type alibi --embed-layernorm",
     "packed ALiBi": "--num-layers 4 --position-embedding-type alibi --softmax-type off-by-one --reset-attention-mask",
@@ -358,7 +358,6 @@ _PIECES = {
     "one process, recompute selective, sinks and gates": (1, RECOMPUTE["selective, all parts"]),
     "TP2 SP PP2 VPP2, caps and clips": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 all_gather, caps and clips": (2, f"{_CP2} all_gather"),
-    "one process, linear cross-entropy, caps and clips": (1, "--linear-cross-entropy"),
     "TP2 SP PP2 VPP2, ALiBi": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 p2p, ALiBi": (2, f"{_CP2} p2p"),
     "CP2 a2a, ALiBi": (2, f"{_CP2} a2a"),
