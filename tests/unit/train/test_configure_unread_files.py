@@ -29,7 +29,10 @@ def _problems(flags: str) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_scaling: rope_type is "yarn"; only default and'),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            'rope_scaling: rope_type is "yarn"; only default, linear and',
+        ),
         ({"model_type": "bert"}, 'model_type "bert" is not supported'),
         ({"logit_scale": 2.0}, "logit_scale is 2.0, a key that is not known for llama"),
         ({"vocab_size": 10**16}, "--vocab-size: 10000000000000000 is above"),
