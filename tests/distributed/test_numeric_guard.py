@@ -307,7 +307,7 @@ def _ended_late(flags: str) -> Late:
 
     class Spoils(Callback):
         def on_step_begin(self, trainer: Any) -> None:
-            begun.append(trainer.run.state.iteration + 1)
+            begun.append(trainer.position.iteration + 1)
             last = trainer.run.world_size - 1
             saboteur.arm(Plant(last, FC1 if begun[-1] == 3 else "no weight"))
 

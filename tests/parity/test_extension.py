@@ -151,11 +151,12 @@ def test_own_parameters_are_saved_whole_and_read_in_another_layout(tmp_path: Pat
     flags, ours = [*FLAGS, "--device", "cpu"], EXTENSIONS  # whose optimizer no export knows, nor needs
     ranks = run_ranks(2, _own_run, [*flags, *LAYOUTS["TP2 SP"][1].split()], str(tmp_path), False, ours)
     [found] = run_ranks(1, _own_run, flags, str(tmp_path), True, ours)
-    config = configure([*FLAGS, "--dry-run"]).config
+    config = with_own_parameters(configure([*FLAGS, "--dry-run"]).config, EXTENSIONS.layer_parameters)
     with EXTENSIONS.registered():
         saved, flaws = assemble(config, (shard for rank in ranks for shard in rank))
         whole, _ = assemble(config, found)
-        halves = configure([*FLAGS, *LAYOUTS["TP2 SP"][1].split(), "--world-size", "2", "--dry-run"]).config
+        divided = [*FLAGS, *LAYOUTS["TP2 SP"][1].split(), "--world-size", "2", "--dry-run"]
+        halves = with_own_parameters(configure(divided).config, EXTENSIONS.layer_parameters)
         assert count_per_rank(halves)[0] < count(config)
     assert flaws == []
     own = [name for name in saved if name.endswith(OWN)]

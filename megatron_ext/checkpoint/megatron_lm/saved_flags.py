@@ -57,6 +57,8 @@ def model_flags(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of the model under our names, where they are given and had an effect."""
     was = {name: args.get(_ARGUMENT_NAMES.get(name, name)) for name in args.keys() | _ARGUMENT_NAMES.keys()}
     was["disable_bias_linear"] = not args["add_bias_linear"] if "add_bias_linear" in args else None
+    if "rotary_seq_len_interpolation_factor" in args:  # None stretches nothing
+        was["rotary_seq_len_interpolation_factor"] = was["rotary_seq_len_interpolation_factor"] or 1.0
     if was.get("multi_latent_attention"):
         # Its heads have sizes of their own, and its configuration a kind of rotation.
         was |= {"kv_channels": None, "rope_type": was.get("rope_type") or "yarn"}
