@@ -25,6 +25,9 @@ _ANSWERED = {"--help", "-h", "--version"}
 """Flags that `read` answers, and ends the process."""
 
 
+_ALONE = "This is the layout of one process, since no launcher says how many: --world-size 8 shows that of 8."
+
+
 def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
     """Configure, then train. Nothing heavy is imported before the flags are known to be right.
 
@@ -73,7 +76,9 @@ def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, An
             warn(warning)
         config = extensions.applied(config)
     memory, fits = verdict(config, device_memory_gb=typed.device_memory_gb, device_name=typed.device_name)
-    say("\n\n".join([describe(config), *([scaled] if scaled else []), "\n".join(memory)]))
+    if environment.rank() == 0:  # every rank of a launcher comes here
+        alone = [] if "world_size" in typed.values or "WORLD_SIZE" in os.environ else [_ALONE]
+        say("\n\n".join([describe(config), *([scaled] if scaled else []), "\n".join(memory), *alone]))
     return 0 if fits else 1
 
 

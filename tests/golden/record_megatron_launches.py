@@ -54,7 +54,8 @@ def main(repository: str) -> None:
 
 def _script(text: str) -> list[str]:
     """Return the words in the arrays of a bash script, but for those of torchrun, of W&B, and of the second branch of a
-    choice; a variable that the script sets to a number is that number."""
+    choice; a variable that the script sets to a number is that number. An array that the script expands without quotes
+    is split again at spaces, whatever quotes stand in it, as the shell does."""
     numbers = dict(re.findall(r"^(\w+)=(\d+)\s*$", text, flags=re.M))
     text = re.sub(r"^else$.*?^fi$", "", text, flags=re.M | re.S)
     line: list[str] = []
@@ -62,13 +63,9 @@ def _script(text: str) -> list[str]:
         if name != "DISTRIBUTED_ARGS" and "wandb" not in body:
             body = re.sub(r"\s#.*$", "", body, flags=re.M).replace("\\\n", "\n")
             body = re.sub(r"\$\{?(\w+)\}?", lambda match: numbers.get(match[1], match[0]), body)
-            line += [part for word in shlex.split(body) for part in _unquoted(word)]
+            whole = f'"${{{name}[@]}}"' in text
+            line += [part for word in shlex.split(body) for part in ([word] if whole else word.split())]
     return line
-
-
-def _unquoted(word: str) -> list[str]:
-    """Split a word that bash would split when the array is expanded without quotes: `"--split '99,1,0'"`."""
-    return word.split(" ") if word.startswith("--") else [word]
 
 
 def _git(repository: str, *command: str) -> str:

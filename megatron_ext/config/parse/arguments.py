@@ -281,6 +281,7 @@ def _read_option(reading: _Reading, flag: str, option: Option, inline: str | Non
         texts, extra = ([inline] if inline is not None else ["true"]), words
     else:
         texts = words if inline is None else [inline, *words]
+        texts = [" ".join(texts)] if option.joined and texts else texts
         texts, extra = (texts, []) if option.many else (texts[:1], texts[1:])
     _refuse_extra(reading, flag, extra)
     if not texts:

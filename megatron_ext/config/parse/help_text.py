@@ -3,6 +3,7 @@
 import itertools
 import textwrap
 
+from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
 from megatron_ext.config.parse.options import Option, options
 
 _USAGE = """\
@@ -48,10 +49,12 @@ examples:
 
 
 def about(word: str) -> str:
-    """Return the flags that have `word` in their name, group or sentence; the nearest names where none has."""
+    """Return the flags that have `word` in their name, group or sentence, and what becomes of others of Megatron-LM and
+    its forks that have it in their name; the nearest names where none has."""
     wanted = word.lstrip("-").replace("_", "-").lower()
     matching = [option for option in options() if wanted in _searched(option)]
-    if not matching:
+    others = [one for one in (megatron_options() | earlier_options()).values() if wanted in one.flag]
+    if not matching and not others:
         import difflib  # as for what an unknown flag meant: nobody else waits for it
 
         names = [option.flag.removeprefix("--") for option in options()]
@@ -63,6 +66,10 @@ def about(word: str) -> str:
         lines += [*([""] if lines else []), f"{group}:"]
         for option in of_group:
             lines += _option(option)
+    for title, accepted in (("taken, without effect", True), ("not supported", False)):
+        entries = [_entry(one.flag, one.reason) for one in others if one.accepted is accepted]
+        lines += [*([""] if lines and entries else []), *([f"{title}:"] if entries else [])]
+        lines += itertools.chain(*entries)
     return "\n".join(lines)
 
 

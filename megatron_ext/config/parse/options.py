@@ -47,6 +47,7 @@ class Option:
 
     metavar: str
     aliases: tuple[str, ...]
+    joined: bool
 
     @property
     def flag(self) -> str:

@@ -53,6 +53,7 @@ def option(
     needs: Mapping[Any, Sequence[Need]] | None = None,
     metavar: str | None = None,
     aliases: Sequence[str] = (),
+    joined: bool = False,
 ) -> Any:
     """Declare one field of the configuration.
 
@@ -71,6 +72,7 @@ def option(
         needs: value -> what it cannot do without. `rules.run_rules.values_have_what_they_need` refuses it without.
         metavar: the placeholder in `--help`.
         aliases: further spellings of the flag that Megatron accepts.
+        joined: whether several words are one text, as a shell makes them of one that stands in an array.
     """
     metadata = {
         "help": help,
@@ -86,6 +88,7 @@ def option(
         "needs": tuple((value, need) for value, needed in (needs or {}).items() for need in needed),
         "metavar": metavar,
         "aliases": tuple(aliases),
+        "joined": joined,
     }
     return dataclasses.field(default=default, metadata=metadata)
 

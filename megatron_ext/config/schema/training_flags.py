@@ -23,6 +23,7 @@ class TrainingConfig:
         "Global batch by tokens consumed, as '0:768 250B:1536' (K, M, B, T stand for 1e3 to 1e12 tokens); the last one "
         "is the --global-batch-size of the curves.",
         metavar="TOKENS:SAMPLES",
+        joined=True,
     )
     train_iters: int | None = free(None, "Stop after this many optimizer steps.", at_least=1)
     train_samples: int | None = free(

@@ -37,6 +37,11 @@ def test_every_step_has_megatrons_batch(schedule: str):
     assert [phase.global_batch_size for phase in batch_phases(config) for _ in range(phase.steps)] == sizes
 
 
+def test_a_schedule_may_be_several_words_as_a_shell_makes_of_an_array_without_quotes():
+    typed = parse(shlex.split(f"{BASE} --step-batch-size-schedule 0:2 1K:4 2.4K:6"))
+    assert typed.values["step_batch_size_schedule"] == "0:2 1K:4 2.4K:6"
+
+
 def test_a_run_in_samples_takes_no_step_that_needs_more():
     config = resolved("0:2 1K:4 2.4K:6", "--train-samples 60")
     phases = batch_phases(config)

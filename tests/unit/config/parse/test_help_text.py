@@ -26,3 +26,13 @@ def test_help_with_a_word_names_what_speaks_of_it() -> None:
     )
     ended = program("pretrain_gpt.py", "--help", "rope", stdout=subprocess.PIPE)
     assert ended.communicate()[0] == text + "\n"
+
+
+def test_help_with_a_word_says_what_becomes_of_megatrons_other_flags() -> None:
+    text = about("tp-comm-overlap")
+    assert text.startswith("taken, without effect:\n")
+    assert "--tp-comm-overlap  " in text
+    assert "communication overlap inside the linear layers is not used" in text
+    assert "not supported:" not in text
+    assert about("spec").rpartition("not supported:\n")[2].startswith("  --spec  ")
+    assert "--rope-scaling-factor X" in about("rope-scaling")
