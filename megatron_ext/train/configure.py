@@ -30,6 +30,7 @@ from megatron_ext.device.graph_support import uncapturing_torch
 from megatron_ext.device.hardware_queues import shows_gpu
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
+from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT
 from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.train.dry_run_assumptions import assumed_facts
@@ -162,6 +163,8 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
             for name, reason in _OF_GPUS.items()
             if typed.values.get(name)
         ]
+    if config.model.moe_grouped_gemm and (reason := _not_grouped(config)) is not None:
+        warnings.append(f"--moe-grouped-gemm changes nothing here: {reason}")
     backend = typed.values.get("attention_backend", config.training.attention_backend)
     reason = attention_kernels.chooses_nothing(config, backend)
     if reason is not None:
@@ -176,6 +179,18 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
             f"and products in FP8 are computed as with --transformer-impl {resolved}"
         )
     return warnings
+
+
+def _not_grouped(config: Config) -> str | None:
+    """Return why no products of experts are grouped (`parts/experts/compute.py`); None where some are."""
+    if not config.training.bf16:
+        return "grouped products are in bf16, and without --bf16 experts are multiplied one after another"
+    width = (config.model.expert_ffn_hidden_size or 0) // (config.layout.expert_tensor_parallel_size or 1)
+    sizes = config.model.hidden_size, width
+    if any(size % GROUPED_ALIGNMENT for size in sizes):
+        shape = " x ".join(map(str, sizes))
+        return f"grouped products need multiples of {GROUPED_ALIGNMENT}, and experts of a rank have {shape}"
+    return None
 
 
 def _without_graphs(typed: Typed, config: Config, facts: Facts) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
     values, warnings = without_effect({"sequence_parallel": True})   # one tensor-parallel rank
 
-A flag is dropped only where what is trained and what is kept are the same with and without it.
+A flag is dropped only where what is trained and what is kept are the same with and without it. What a field needs of
+one other field stands at the field (`ReadWith`); what it needs besides stands here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,26 +11,38 @@ from typing import Any
 
 from megatron_ext.config.derived.attention_flags import LATENT_FLAGS
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.sharding import given_schemes
 from megatron_ext.config.parse.options import flag_of, options_by_name
 
-_READ_BY = {
-    "vocab_file": ("GPT2BPETokenizer",),
-    "merge_file": ("GPT2BPETokenizer",),
-    "tiktoken_pattern": ("TikTokenizer",),
-}
-"""Field -> the kinds of tokenizer that read it; another kind is what its own files say."""
-
 
 def without_effect(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the typed values (by field name) without those that have no effect, and a warning for each of these."""
+    """Return the typed values (by field name) without those that cannot stay where they have no effect, and a warning
+    for each that has none."""
     left = dict(values)
     warnings = []
-    for name, reason in _dropped(values):
-        if left.pop(name) is not False:  # --switch=false asks for nothing
+    dropped = dict(_dropped(values))
+    for name, reason in (dict(_unread(values)) | dropped).items():
+        if left[name] is not False:  # --switch=false asks for nothing
             warnings.append(f"{flag_of(name)} changes nothing here: {reason}")
+        if name in dropped or name in _NEEDS_ANOTHER:
+            del left[name]
     return left, warnings + _drop_parts_of_experts(left)
 
+
+_NEEDS_ANOTHER = (
+    *(
+        "save_interval",
+        "save_retain_interval",
+        "recompute_method",
+        "recompute_num_layers",
+        "expert_tensor_parallel_size",
+    ),
+    *("fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    *("moe_grouped_gemm", "vocab_file", "merge_file", "tiktoken_pattern"),
+)
+"""Fields that are dropped where they are not read, for rules refuse them alone. Others stay as they were typed: a
+checkpoint may hold the same, and their values are judged in any case."""
 
 _PARTS_OF_EXPERTS = ("moe", "moe_act", "shared_experts", "mla_up_proj")
 """Values of --recompute-modules that belong to experts and to latent attention."""
@@ -52,33 +65,30 @@ def _drop_parts_of_experts(left: dict[str, Any]) -> list[str]:
     ]
 
 
+def _unread(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name in values:
+        needed = options_by_name()[name].read_with
+        if needed is not None and not _may_be_read(name, values):
+            yield name, needed.words
+
+
 def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     tensor_size = values.get("tensor_model_parallel_size", 1)
     for name in ("sequence_parallel", "sequence_parallel_keep_gathered"):
         if name in values and tensor_size == 1:
             yield name, "with --tensor-model-parallel-size 1 every rank has the whole sequence"
-    if values.get("save") is None:
-        for name in ("save_interval", "save_retain_interval"):
-            if name in values:
-                yield name, "without --save no checkpoint is written"
-    if not any(name in values for name in ("recompute_granularity", "recompute_activations")):
-        for name in ("recompute_method", "recompute_num_layers"):
-            if name in values:
-                yield name, "without --recompute-granularity nothing is recomputed"
     if not values.get("multi_latent_attention"):
         # That of YaRN is refused: it would change what is trained.
         for name in LATENT_FLAGS:
             if name in values and name != "rope_type":
                 yield name, "without --multi-latent-attention there are no latents"
-    yield from _of_other_tokenizers(values)
-    yield from _of_experts(values)
+    yield from _of_other_optimizers(values)
     for name in ("save_interval", "exit_interval", "exit_duration_in_mins"):
         if values.get(name) == 0 and not (name == "save_interval" and values.get("save") is None):
             yield name, "0 is no interval, and nothing happens by it"
     for scheme in given_schemes(values):
         yield from ((name, reason) for name, reason in scheme.ignores.items() if name in values)
     yield from _of_gradients(values)
-    yield from _of_fp8(values)
     yield from _of_graphs(values)
 
 
@@ -91,18 +101,6 @@ def _of_graphs(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     steps = options_by_name()["cuda_graph_warmup_steps"].default
     if values.get("cuda_graph_warmup_steps", steps) != steps:
         yield "cuda_graph_warmup_steps", "without --cuda-graph-impl full_iteration there is no CUDA graph"
-
-
-def _of_fp8(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    kept = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    if values.get("fp8_format") is None:
-        for name in ("fp8_recipe", "first_last_layers_bf16", *kept):
-            if name in values:
-                yield name, "without --fp8-format nothing is in FP8"
-    elif not values.get("first_last_layers_bf16"):
-        for name in kept:
-            if name in values:
-                yield name, "without --first-last-layers-bf16 all layers are in FP8"
 
 
 def _of_gradients(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -121,16 +119,29 @@ def _of_gradients(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield name, f"{flag_of(str(scheme.flag))} sums and keeps gradients in fp32"
 
 
-def _of_experts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if any(values.get(name) for name in ("num_experts", "load_hf", "use_checkpoint_args")):
-        return  # there are experts, or another file says whether there are
-    for name in ("expert_tensor_parallel_size", "moe_grouped_gemm"):
+_FROM_A_CHECKPOINT = ("load_hf", "use_checkpoint_args")
+_SAID_BY: dict[str, tuple[str, ...]] = {
+    "shape": _FROM_A_CHECKPOINT,
+    "function": _FROM_A_CHECKPOINT,
+    "tokenizer": _FROM_A_CHECKPOINT,
+    "curve": ("use_checkpoint_opt_param_scheduler",),
+}
+"""What a resume does with a field -> the fields by which another file gives its value."""
+
+
+def _may_be_read(name: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a field has an effect next to these, or next to what another file may say."""
+    needed = options_by_name()[name].read_with
+    return needed is None or any(
+        any(values.get(source) for source in _SAID_BY.get(options_by_name()[field].resume, ()))
+        or (needed.holds(values.get(field, options_by_name()[field].default)) and _may_be_read(field, values))
+        for field in needed.any_of
+    )
+
+
+def _of_other_optimizers(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    chosen = values.get("optimizer", options_by_name()["optimizer"].default)
+    read = {name for traits in OPTIMIZERS[chosen].each for name in traits.flags}
+    for name in {name for traits in OPTIMIZERS.values() for name in traits.flags} - read:
         if name in values:
-            yield name, "without --num-experts there are no experts"
-
-
-def _of_other_tokenizers(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    kind = values.get("tokenizer_type")
-    for name, readers in _READ_BY.items():
-        if kind is not None and name in values and kind not in readers:
-            yield name, f"--tokenizer-type {kind} does not read it, only {' and '.join(readers)}"
+            yield name, f"--optimizer {chosen} does not read it"

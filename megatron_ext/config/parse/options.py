@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.config.schema.option import MOST, Need, Resume
+from megatron_ext.config.schema.option import MOST, Need, ReadWith, Resume
 
 _TYPE_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
@@ -48,6 +48,7 @@ class Option:
     metavar: str
     aliases: tuple[str, ...]
     joined: bool
+    read_with: ReadWith | None
 
     @property
     def flag(self) -> str:

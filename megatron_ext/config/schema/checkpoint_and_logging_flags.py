@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import free
+from megatron_ext.config.schema.option import ReadWith, free
+
+_SAVES = ReadWith("save", "without --save no checkpoint is written")
+_LOADS = ReadWith("load", "without --load no checkpoint is read")
+_TENSORBOARD = ReadWith("tensorboard_dir", "without --tensorboard-dir nothing is written for TensorBoard")
+_WANDB = ReadWith("wandb_project", "without --wandb-project nothing goes to Weights & Biases")
+_MLFLOW = ReadWith("mlflow_experiment", "without --mlflow-experiment nothing goes to MLflow")
+_COMET = ReadWith("comet_project", "without --comet-project nothing goes to Comet")
+_TRACKIO = ReadWith("trackio_project", "without --trackio-project nothing goes to Trackio")
 
 
 @dataclass(frozen=True)
@@ -22,36 +30,56 @@ class CheckpointConfig:
         "Steps between two checkpoints; without it only the end is saved.",
         at_least=1,
         aliases=("--persistent-save-interval",),
+        read_with=_SAVES,
     )
-    async_save: bool = free(False, "Write checkpoints in the background; training stops only for a copy in memory.")
-    keep_last_checkpoints: int | None = free(None, "Keep this many of the newest checkpoints; default all.", at_least=1)
+    async_save: bool = free(
+        False, "Write checkpoints in the background; training stops only for a copy in memory.", read_with=_SAVES
+    )
+    keep_last_checkpoints: int | None = free(
+        None, "Keep this many of the newest checkpoints; default all.", at_least=1, read_with=_SAVES
+    )
     save_retain_interval: int | None = free(
-        None, "Keep the checkpoints of every multiple of this many steps; of the others, the newest alone.", at_least=1
+        None,
+        "Keep the checkpoints of every multiple of this many steps; of the others, the newest alone.",
+        at_least=1,
+        read_with=_SAVES,
     )
     ckpt_fully_parallel_save: bool = free(
         False,
         "Let data-parallel ranks write the weights together, each some of them, and not the first rank alone; sharded "
         "optimizer state they always write together.",
+        read_with=_SAVES,
     )
     ckpt_fully_parallel_load: bool = free(
         False,
         "Read each part of a checkpoint on one of the data-parallel ranks, which sends it to the others; default each "
         "reads all that it needs.",
+        read_with=_LOADS,
     )
     ckpt_format: str = free("torch_dist", "Format of checkpoints.", choices=("torch_dist",))
     no_fallback: bool = free(
-        False, "Fail when the checkpoint to load is damaged; default warn and use the newest that is whole."
+        False,
+        "Fail when the checkpoint to load is damaged; default warn and use the newest that is whole.",
+        read_with=_LOADS,
     )
     ckpt_step: int | None = free(None, "Load the checkpoint of this iteration; default the latest.", at_least=0)
     finetune: bool = free(
-        False, "Load the weights alone and begin at iteration 0: no optimizer state, no random state, no data position."
+        False,
+        "Load the weights alone and begin at iteration 0: no optimizer state, no random state, no data position.",
+        read_with=_LOADS,
     )
     no_load_optim: bool = free(
-        False, "Leave the optimizer state and the position on the learning-rate curve of the checkpoint aside."
+        False,
+        "Leave the optimizer state and the position on the learning-rate curve of the checkpoint aside.",
+        read_with=_LOADS,
     )
-    no_load_rng: bool = free(False, "Leave the state of the random generators (dropout) of the checkpoint aside.")
-    no_save_optim: bool = free(False, "Save no optimizer state: smaller, but the run cannot be resumed exactly.")
-    no_save_rng: bool = free(False, "Save no state of the random generators.")
+    no_load_rng: bool = free(
+        False, "Leave the state of the random generators (dropout) of the checkpoint aside.", read_with=_LOADS
+    )
+    no_save_optim: bool = free(
+        False, "Save no optimizer state: smaller, but the run cannot be resumed exactly.", read_with=_SAVES
+    )
+    no_save_rng: bool = free(False, "Save no state of the random generators.", read_with=_SAVES)
     use_checkpoint_args: bool = free(
         False, "Take the flags of the model, and of the tokenizer where none is named, from the checkpoint in --load."
     )
@@ -59,16 +87,19 @@ class CheckpointConfig:
         False,
         "Follow the learning-rate and weight-decay curves of the flags, where the checkpoint's are others.",
         aliases=("--override-opt_param-scheduler",),
+        read_with=_LOADS,
     )
     use_checkpoint_opt_param_scheduler: bool = free(
         False,
         "Follow the checkpoint's learning-rate and weight-decay curves, whatever the flags say.",
         aliases=("--use-checkpoint-opt_param-scheduler",),
+        read_with=_LOADS,
     )
     accept_changed_data: bool = free(
         False,
         "Go on from a checkpoint although the data, or what the order of its samples follows from, is another; samples "
         "may then be repeated or left out.",
+        read_with=_LOADS,
     )
     non_persistent_save_interval: int | None = free(
         None,
@@ -105,22 +136,26 @@ class LoggingConfig:
         None, "JSON lines, one a step: the samples that the step used, each as source and number in it."
     )
     tensorboard_dir: str | None = free(None, "Folder for TensorBoard.")
-    tensorboard_log_interval: int = free(1, "Steps between two TensorBoard points.", at_least=1)
+    tensorboard_log_interval: int = free(1, "Steps between two TensorBoard points.", at_least=1, read_with=_TENSORBOARD)
     wandb_project: str | None = free(None, "Weights & Biases project; needs the wandb package.")
-    wandb_exp_name: str | None = free(None, "Weights & Biases run name.")
-    wandb_entity: str | None = free(None, "Weights & Biases entity.")
-    wandb_save_dir: str | None = free(None, "Folder for the local files of Weights & Biases.")
+    wandb_exp_name: str | None = free(None, "Weights & Biases run name.", read_with=_WANDB)
+    wandb_entity: str | None = free(None, "Weights & Biases entity.", read_with=_WANDB)
+    wandb_save_dir: str | None = free(None, "Folder for the local files of Weights & Biases.", read_with=_WANDB)
     mlflow_experiment: str | None = free(None, "MLflow experiment; needs the mlflow package.")
-    mlflow_run_name: str | None = free(None, "MLflow run name.")
+    mlflow_run_name: str | None = free(None, "MLflow run name.", read_with=_MLFLOW)
     mlflow_tracking_uri: str | None = free(
-        None, "MLflow server, or database (sqlite:///mlflow.db); default as MLflow's own variables say."
+        None,
+        "MLflow server, or database (sqlite:///mlflow.db); default as MLflow's own variables say.",
+        read_with=_MLFLOW,
     )
     comet_project: str | None = free(None, "Comet project; needs the comet_ml package.")
-    comet_experiment_name: str | None = free(None, "Comet experiment name.")
-    comet_workspace: str | None = free(None, "Comet workspace.")
+    comet_experiment_name: str | None = free(None, "Comet experiment name.", read_with=_COMET)
+    comet_workspace: str | None = free(None, "Comet workspace.", read_with=_COMET)
     trackio_project: str | None = free(None, "Trackio project; needs the trackio package.")
-    trackio_run_name: str | None = free(None, "Trackio run name.")
-    trackio_space_id: str | None = free(None, "Hugging Face Space of Trackio's dashboard; default local files.")
+    trackio_run_name: str | None = free(None, "Trackio run name.", read_with=_TRACKIO)
+    trackio_space_id: str | None = free(
+        None, "Hugging Face Space of Trackio's dashboard; default local files.", read_with=_TRACKIO
+    )
     log_throughput: bool = free(False, "Put TFLOP/s per GPU into the log line.")
     log_params_norm: bool = free(False, "Log the L2 norm of all parameters.")
     log_num_zeros_in_grad: bool = free(False, "Log how many gradient entries are exactly zero.")

@@ -2,7 +2,17 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import Need, free, option
+from megatron_ext.config.schema.option import Need, ReadWith, free, option
+
+_POSITIONS = ReadWith("position_embedding_type", "this model knows no positions", but=("none", "alibi"))
+
+_GPT2 = ReadWith("tokenizer_type", "only --tokenizer-type GPT2BPETokenizer reads it", only=("GPT2BPETokenizer", None))
+_TIKTOKEN = ReadWith("tokenizer_type", "only --tokenizer-type TikTokenizer reads it", only=("TikTokenizer", None))
+_TOKENIZER = ReadWith("tokenizer_type", "without --tokenizer-type nothing reads it")
+_FILES = ReadWith(
+    ("data_path", "train_data_path", "valid_data_path", "test_data_path"), "without data files nothing is read"
+)
+_SHUFFLED = ReadWith("data_order", "only --data-order shuffled has index files and maps the data", only=("shuffled",))
 
 TOKENIZER_TYPES = (
     "ByteTokenizer",
@@ -46,9 +56,12 @@ class DataConfig:
         "shuffled: megatron-core's order, from index files that are built at the first start; "
         "formula: computed, no index.",
         choices=("shuffled", "formula"),
+        read_with=_FILES,
     )
     data_cache_path: str | None = free(
-        None, "Folder of the sample indices; default a folder named cache beside the data."
+        None,
+        "Folder of the sample indices; default a folder named cache beside the data.",
+        read_with=_SHUFFLED,
     )
     verify_data: str = free(
         "background",
@@ -68,7 +81,10 @@ class DataConfig:
         False, "Train although a manifest next to the data says that another tokenizer made it; default refuse."
     )
     tokenizer_model: str | None = option(
-        None, "The tokenizer's file, or its folder for HuggingFaceTokenizer.", resume="tokenizer"
+        None,
+        "The tokenizer's file, or its folder for HuggingFaceTokenizer.",
+        resume="tokenizer",
+        read_with=_TOKENIZER,
     )
     vocab_size: int = option(
         None,
@@ -77,26 +93,37 @@ class DataConfig:
         resume="shape",
         at_least=1,
     )
-    vocab_file: str | None = option(None, "GPT2BPETokenizer: its vocab.json, from token to id.", resume="tokenizer")
-    merge_file: str | None = option(None, "GPT2BPETokenizer: its merges.txt, one merge a line.", resume="tokenizer")
+    vocab_file: str | None = option(
+        None, "GPT2BPETokenizer: its vocab.json, from token to id.", resume="tokenizer", read_with=_GPT2
+    )
+    merge_file: str | None = option(
+        None, "GPT2BPETokenizer: its merges.txt, one merge a line.", resume="tokenizer", read_with=_GPT2
+    )
     tokenizer_special_tokens: tuple[str, ...] | None = option(
         None,
         "Special tokens: appended to the vocabulary of HuggingFaceTokenizer and GPT2BPETokenizer; the first ids of "
         "TikTokenizer, default <unk> <s> </s> <mask> <pad> <cls> <sep>.",
         resume="tokenizer",
         aliases=("--tiktoken-special-tokens",),
+        read_with=_TOKENIZER,
     )
     tiktoken_pattern: str | None = option(
         None,
         "TikTokenizer: how a text is split before the merges; default v2.",
         resume="tokenizer",
         choices=("v1", "v2"),
+        read_with=_TIKTOKEN,
     )
     tiktoken_num_special_tokens: int = option(
-        1000, "TikTokenizer: ids before the vocabulary's; those without a name are <SPECIAL_n>.", resume="tokenizer"
+        1000,
+        "TikTokenizer: ids before the vocabulary's; those without a name are <SPECIAL_n>.",
+        resume="tokenizer",
+        read_with=_TIKTOKEN,
     )
     reset_position_ids: bool = free(
-        False, "Count positions, learned or rotary, from the beginning of each document in a sample."
+        False,
+        "Count positions, learned or rotary, from the beginning of each document in a sample.",
+        read_with=_POSITIONS,
     )
     reset_attention_mask: bool = free(False, "Let no token see another document of its sample.")
     eod_mask_loss: bool = free(False, "Do not train on predicting what follows an end of document.")
@@ -106,7 +133,9 @@ class DataConfig:
         needs={True: (Need("mock_data", False, "data with a mask"),)},
     )
     no_mmap_bin_files: bool = free(
-        False, "Read tokens from their place in the .bin files; default map the files into memory."
+        False,
+        "Read tokens from their place in the .bin files; default map the files into memory.",
+        read_with=_SHUFFLED,
     )
     skip_samples: tuple[str, ...] | None = free(
         None,

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 
 from megatron_ext.config.derived.sharding import FSDP, Scheme, scheme_of
-from megatron_ext.config.schema.option import free
+from megatron_ext.config.schema.option import ReadWith, free
+
+_EXPERTS = ReadWith("num_experts", "without --num-experts there are no experts")
+_CONTEXT = ReadWith("context_parallel_size", "with --context-parallel-size 1 every rank has whole sequences", but=(1,))
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class LayoutConfig:
         "How context-parallel ranks exchange keys and values: p2p (a ring), all_gather, or a2a (each rank gets all "
         "positions of some heads); one for all layers, or one for each.",
         metavar="TYPE",
+        read_with=_CONTEXT,
     )
     expert_model_parallel_size: int = free(
         1,
@@ -44,12 +48,16 @@ class LayoutConfig:
         at_least=1,
     )
     expert_tensor_parallel_size: int | None = free(
-        None, "Ranks that share each expert's matrices; default the tensor-parallel size.", at_least=1
+        None,
+        "Ranks that share each expert's matrices; default the tensor-parallel size.",
+        at_least=1,
+        read_with=_EXPERTS,
     )
     moe_token_dispatcher_type: str = free(
         "allgather",
         "How tokens reach their experts: all of them gathered on every rank, or each sent to where it is needed.",
         choices=("allgather", "alltoall"),
+        read_with=_EXPERTS,
     )
     num_layers_per_virtual_pipeline_stage: int | None = free(
         None, "Interleave: layers in each virtual stage (model chunk).", at_least=1

@@ -2,7 +2,18 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import Need, option
+from megatron_ext.config.schema.option import Need, ReadWith, option
+
+_LATENTS = ReadWith(
+    "multi_latent_attention", "without --multi-latent-attention positions are rotated as --position-embedding-type says"
+)
+_NO_BIASES = ReadWith("disable_bias_linear", "without --disable-bias-linear every linear layer has a bias")
+
+_EXPERTS = ReadWith("num_experts", "without --num-experts there are no experts")
+_ROTARY = ReadWith(
+    "position_embedding_type", "there are no rotary positions", but=("learned_absolute", "none", "alibi")
+)
+_SCALED = ReadWith("use_rope_scaling", "without --use-rope-scaling rotary positions are not scaled")
 
 
 @dataclass(frozen=True)
@@ -48,19 +59,25 @@ class ModelConfig:
         "An old spelling, taken as Megatron takes it: nothing with --position-embedding-type rope, else refused.",
         resume="free",
     )
-    rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).", resume="function", positive=True)
-    rotary_percent: float = option(1.0, "Share of each head's channels that is rotated.", resume="function")
+    rotary_base: float = option(
+        10000.0, "Base of the rotary frequencies (theta).", resume="function", positive=True, read_with=_ROTARY
+    )
+    rotary_percent: float = option(
+        1.0, "Share of each head's channels that is rotated.", resume="function", read_with=_ROTARY
+    )
     rotary_interleaved: bool = option(
         False,
         "Rotate neighbouring channels (2i, 2i + 1) together, as GPT-J does, instead of i and i + half.",
         resume="function",
         needs={True: [Need("position_embedding_type", "rope", "rotary positions")]},
+        read_with=_ROTARY,
     )
     rotary_seq_len_interpolation_factor: float = option(
         1.0,
         "What positions are divided by before they give angles of rotation: how far the context is stretched.",
         resume="function",
         positive=True,
+        read_with=_ROTARY,
     )
     window_size: str | None = option(
         None,
@@ -95,16 +112,31 @@ class ModelConfig:
         },
     )
     rope_scaling_factor: float = option(
-        8.0, "How far the context is stretched with --use-rope-scaling.", resume="function", positive=True
+        8.0,
+        "How far the context is stretched with --use-rope-scaling.",
+        resume="function",
+        positive=True,
+        read_with=_SCALED,
     )
     rope_scaling_low_freq_factor: float = option(
-        1.0, "Wavelengths above original length / this are stretched in full.", resume="function", positive=True
+        1.0,
+        "Wavelengths above original length / this are stretched in full.",
+        resume="function",
+        positive=True,
+        read_with=_SCALED,
     )
     rope_scaling_high_freq_factor: float = option(
-        4.0, "Wavelengths below original length / this are left alone.", resume="function"
+        4.0,
+        "Wavelengths below original length / this are left alone.",
+        resume="function",
+        read_with=_SCALED,
     )
     rope_scaling_original_max_position_embeddings: int = option(
-        8192, "Context length that the model had before the stretch.", resume="function", at_least=1
+        8192,
+        "Context length that the model had before the stretch.",
+        resume="function",
+        at_least=1,
+        read_with=_SCALED,
     )
     multi_latent_attention: bool = option(
         False,
@@ -149,6 +181,7 @@ class ModelConfig:
         resume="function",
         choices=("rope", "yarn"),
         needs={"yarn": [Need("multi_latent_attention", True, "latent attention")]},
+        read_with=_LATENTS,
     )
     rotary_scaling_factor: float = option(1.0, "How far YaRN stretches the context.", resume="function", at_least=1)
     original_max_position_embeddings: int = option(
@@ -250,18 +283,22 @@ class ModelConfig:
         False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
     )
     disable_bias_linear: bool = option(False, "No biases in the linear layers.", resume="shape")
-    add_qkv_bias: bool = option(False, "A bias in the QKV projection even with --disable-bias-linear.", resume="shape")
+    add_qkv_bias: bool = option(
+        False, "A bias in the QKV projection even with --disable-bias-linear.", resume="shape", read_with=_NO_BIASES
+    )
     add_output_bias: bool = option(
         False,
         "A bias in attention's output projection even with --disable-bias-linear.",
         resume="shape",
         needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
+        read_with=_NO_BIASES,
     )
     add_mlp_bias: bool = option(
         False,
         "Biases in the MLP even with --disable-bias-linear.",
         resume="shape",
         needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
+        read_with=_NO_BIASES,
     )
     qk_layernorm: bool = option(False, "Normalize queries and keys.", resume="shape")
     qk_layernorm_over: str = option(
@@ -304,18 +341,28 @@ class ModelConfig:
     moe_ffn_hidden_size: int | None = option(
         None, "Width inside each expert; default the width of the MLP that they replace.", resume="shape", at_least=1
     )
-    moe_router_topk: int = option(2, "Experts that compute each token.", resume="function", at_least=1)
+    moe_router_topk: int = option(
+        2, "Experts that compute each token.", resume="function", at_least=1, read_with=_EXPERTS
+    )
     moe_router_score_function: str = option(
-        "softmax", "What turns the router's logits into weights.", resume="function", choices=("softmax", "sigmoid")
+        "softmax",
+        "What turns the router's logits into weights.",
+        resume="function",
+        choices=("softmax", "sigmoid"),
+        read_with=_EXPERTS,
     )
     moe_router_pre_softmax: bool = option(
-        False, "Softmax over all experts and then the top k, instead of over the top k alone.", resume="function"
+        False,
+        "Softmax over all experts and then the top k, instead of over the top k alone.",
+        resume="function",
+        read_with=_EXPERTS,
     )
     moe_router_dtype: str | None = option(
         None,
         "Precision of the router's logits; default that of the weights.",
         resume="function",
         choices=("fp32", "fp64"),
+        read_with=_EXPERTS,
     )
     moe_router_load_balancing_type: tuple[str, ...] | None = option(
         None,
@@ -323,6 +370,7 @@ class ModelConfig:
         "the global batch so far, Sinkhorn's assignment of each microbatch, or nothing.",
         resume="free",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+        read_with=_EXPERTS,
     )
     moe_aux_loss_coeff: tuple[float, ...] | None = option(
         None, "Weight of the load-balancing loss in the total loss; default 0.", resume="free"
@@ -340,6 +388,7 @@ class ModelConfig:
         False,
         "Multiply by all experts of a rank in one grouped product (bf16), not by one after another.",
         resume="free",
+        read_with=_EXPERTS,
     )
     init_method_std: float = option(0.02, "Standard deviation of the initial weights.", resume="free", at_least=0)
     embedding_init_method_std: float | None = option(

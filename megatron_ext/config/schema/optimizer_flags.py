@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
-from megatron_ext.config.schema.option import free, option
+from megatron_ext.config.schema.option import ReadWith, free, option
+
+_DECAYS = ReadWith(
+    "lr_decay_style", "with --lr-decay-style constant the learning rate does not decay", but=("constant",)
+)
+_DECAY_ENDS = ReadWith(
+    ("lr_decay_style", "lr_warmup_fraction"),
+    "with --lr-decay-style constant the learning rate does not decay",
+    but=(None, "constant"),
+)
+_WSD = ReadWith("lr_decay_style", "only --lr-decay-style WSD reads it", only=("WSD",))
 
 _BY_TENSOR = {"fp8": "it would need a scale for each tensor, which differs between the shards of different layouts"}
 """A value that is refused, and why."""
@@ -16,7 +26,7 @@ class OptimizerConfig:
 
     optimizer: str = free("adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=tuple(OPTIMIZERS))
     lr: float = option(None, "Peak learning rate.", resume="curve", required="6e-4", at_least=0)
-    min_lr: float = option(0.0, "Learning rate at the end of the decay.", resume="curve")
+    min_lr: float = option(0.0, "Learning rate at the end of the decay.", resume="curve", read_with=_DECAYS)
     decoupled_lr: float | None = option(
         None,
         "Peak learning rate of the word embeddings and the output layer; default --lr.",
@@ -24,7 +34,11 @@ class OptimizerConfig:
         at_least=0,
     )
     decoupled_min_lr: float | None = option(
-        None, "Their learning rate at the end of the decay; default --min-lr.", resume="curve", at_least=0
+        None,
+        "Their learning rate at the end of the decay; default --min-lr.",
+        resume="curve",
+        at_least=0,
+        read_with=_DECAYS,
     )
     lr_scale_rule: str = option(
         "none",
@@ -46,10 +60,18 @@ class OptimizerConfig:
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_decay_iters: int | None = option(
-        None, "Steps until the lowest rate; default the length of the run.", resume="curve", at_least=1
+        None,
+        "Steps until the lowest rate; default the length of the run.",
+        resume="curve",
+        at_least=1,
+        read_with=_DECAY_ENDS,
     )
     lr_decay_samples: int | None = option(
-        None, "The same in samples, for a run given by --train-samples.", resume="curve", at_least=1
+        None,
+        "The same in samples, for a run given by --train-samples.",
+        resume="curve",
+        at_least=1,
+        read_with=_DECAY_ENDS,
     )
     lr_warmup_iters: int = option(0, "Steps of linear warmup.", resume="curve")
     lr_warmup_samples: int = option(0, "The same in samples, for a run given by --train-samples.", resume="curve")
@@ -60,6 +82,7 @@ class OptimizerConfig:
         "Shape of the last phase of WSD.",
         resume="curve",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        read_with=_WSD,
     )
     lr_wsd_decay_iters: int | None = option(None, "Steps of the last phase of WSD.", resume="curve")
     lr_wsd_decay_samples: int | None = option(None, "The same in samples.", resume="curve")

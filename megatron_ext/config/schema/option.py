@@ -37,6 +37,29 @@ class Need:
     """What it means, for the message: "needs <words>, but --field is ..."."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ReadWith:
+    """What another field must be for a field to be read at all."""
+
+    fields: str | tuple[str, ...]
+    """The other field; of several, any of them."""
+    words: str
+    """Why it is not read else, for the warning: "--flag changes nothing here: <words>"."""
+    only: tuple[Any, ...] | None = None
+    """Values with which it is read; None: every value but those of `but`."""
+    but: tuple[Any, ...] = (None, False, 0)
+    """Values with which it is not read."""
+
+    @property
+    def any_of(self) -> tuple[str, ...]:
+        """The other fields."""
+        return (self.fields,) if isinstance(self.fields, str) else self.fields
+
+    def holds(self, value: Any) -> bool:
+        """Return whether a field is read with this value of the other."""
+        return value in self.only if self.only is not None else value not in self.but
+
+
 def option(
     default: Any,
     help: str,
@@ -54,6 +77,7 @@ def option(
     metavar: str | None = None,
     aliases: Sequence[str] = (),
     joined: bool = False,
+    read_with: ReadWith | None = None,
 ) -> Any:
     """Declare one field of the configuration.
 
@@ -73,6 +97,7 @@ def option(
         metavar: the placeholder in `--help`.
         aliases: further spellings of the flag that Megatron accepts.
         joined: whether several words are one text, as a shell makes them of one that stands in an array.
+        read_with: what another field must be for this one to have an effect; without, giving it is warned of.
     """
     metadata = {
         "help": help,
@@ -89,6 +114,7 @@ def option(
         "metavar": metavar,
         "aliases": tuple(aliases),
         "joined": joined,
+        "read_with": read_with,
     }
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -2,7 +2,17 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import free
+from megatron_ext.config.schema.option import ReadWith, free
+
+_FP16 = ReadWith("fp16", "without --fp16 there is no loss scale")
+_FP8 = ReadWith("fp8_format", "without --fp8-format nothing is in FP8")
+_IN_BF16 = ReadWith("first_last_layers_bf16", "without --first-last-layers-bf16 all layers are in FP8")
+_RECOMPUTES = ReadWith(
+    ("recompute_granularity", "recompute_activations"), "without --recompute-granularity nothing is recomputed"
+)
+_MANUAL_GC = ReadWith("manual_gc", "without --manual-gc Python collects its garbage by itself")
+_EVALUATES = ReadWith("eval_interval", "with --eval-interval 0 nothing is evaluated")
+_SAMPLES = ReadWith("sample_interval", "without --sample-interval the model writes no samples")
 
 
 @dataclass(frozen=True)
@@ -34,20 +44,31 @@ class TrainingConfig:
         100,
         "Global batches of one evaluation, at most one pass over the validation data; 0 for no evaluation.",
         at_least=0,
+        read_with=_EVALUATES,
     )
     eval_global_batch_size: int | None = free(
-        None, "Samples in one global batch of an evaluation; default --global-batch-size.", at_least=1
+        None,
+        "Samples in one global batch of an evaluation; default --global-batch-size.",
+        at_least=1,
+        read_with=_EVALUATES,
     )
     eval_micro_batch_size: int | None = free(
-        None, "Samples in one microbatch of an evaluation; default --micro-batch-size.", at_least=1
+        None,
+        "Samples in one microbatch of an evaluation; default --micro-batch-size.",
+        at_least=1,
+        read_with=_EVALUATES,
     )
-    start_eval_at_iter: int | None = free(None, "No evaluation at --eval-interval before this step.", at_least=0)
+    start_eval_at_iter: int | None = free(
+        None, "No evaluation at --eval-interval before this step.", at_least=0, read_with=_EVALUATES
+    )
     skip_train: bool = free(
         False, "Train no step: load what --load names, evaluate on validation and test data, and end without saving."
     )
     full_validation: bool = free(False, "Evaluate on one whole pass over the validation data, whatever --eval-iters.")
     multiple_validation_sets: bool = free(
-        False, "Evaluate on --eval-iters batches of each validation source; default of all sources together."
+        False,
+        "Evaluate on --eval-iters batches of each validation source; default of all sources together.",
+        read_with=_EVALUATES,
     )
     validation_set_names: tuple[str, ...] | None = free(
         None, "Names of the validation sources in log lines and TensorBoard, with --multiple-validation-sets."
@@ -64,8 +85,8 @@ class TrainingConfig:
     sample_prompts: str | None = free(
         None, 'Prompts of --sample-interval: one a line, or .jsonl with "prompt".', metavar="FILE"
     )
-    sample_tokens: int = free(32, "Most tokens of a sample of --sample-interval.", at_least=1)
-    eval_at_start: bool = free(False, "Evaluate before the first step too.")
+    sample_tokens: int = free(32, "Most tokens of a sample of --sample-interval.", at_least=1, read_with=_SAMPLES)
+    eval_at_start: bool = free(False, "Evaluate before the first step too.", read_with=_EVALUATES)
     exit_interval: int | None = free(None, "Save and stop when the step is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = free(None, "Save and stop after this many minutes.", positive=True)
     exit_signal_handler: bool = free(
@@ -96,15 +117,24 @@ class TrainingConfig:
             "mxfp8": "its blocks of 32 need a Blackwell GPU, and no kernel for them is called here",
             "custom": "it names a function of Transformer Engine's",
         },
+        read_with=_FP8,
     )
     first_last_layers_bf16: bool = free(
-        False, "With --fp8-format, leave the first and last layers of the model in --bf16."
+        False,
+        "With --fp8-format, leave the first and last layers of the model in --bf16.",
+        read_with=_FP8,
     )
     num_layers_at_start_in_bf16: int = free(
-        1, "Layers at the start that --first-last-layers-bf16 leaves in --bf16.", at_least=0
+        1,
+        "Layers at the start that --first-last-layers-bf16 leaves in --bf16.",
+        at_least=0,
+        read_with=_IN_BF16,
     )
     num_layers_at_end_in_bf16: int = free(
-        1, "Layers at the end that --first-last-layers-bf16 leaves in --bf16.", at_least=0
+        1,
+        "Layers at the end that --first-last-layers-bf16 leaves in --bf16.",
+        at_least=0,
+        read_with=_IN_BF16,
     )
     attention_backend: str = free(
         "auto",
@@ -125,18 +155,23 @@ class TrainingConfig:
     )
     tf32: bool = free(False, "Let fp32 matrix products use TF32 on GPUs that have it.")
     loss_scale: float | None = free(
-        None, "Fixed loss scale for --fp16, of the mean loss over the global batch; default dynamic."
+        None,
+        "Fixed loss scale for --fp16, of the mean loss over the global batch; default dynamic.",
+        read_with=_FP16,
     )
-    initial_loss_scale: float = free(2.0**32, "First value of the dynamic loss scale.")
-    min_loss_scale: float = free(1.0, "Lowest value of the dynamic loss scale.")
-    loss_scale_window: int = free(1000, "Good steps after which the dynamic loss scale doubles.", at_least=1)
+    initial_loss_scale: float = free(2.0**32, "First value of the dynamic loss scale.", read_with=_FP16)
+    min_loss_scale: float = free(1.0, "Lowest value of the dynamic loss scale.", read_with=_FP16)
+    loss_scale_window: int = free(
+        1000, "Good steps after which the dynamic loss scale doubles.", at_least=1, read_with=_FP16
+    )
     loss_scale_patience: int = free(
         100,
         "Steps in a row that may overflow at --loss-scale or --min-loss-scale before the run ends (exit code 70) and "
         "says which scale would do; at most half of the run's steps.",
         at_least=1,
+        read_with=_FP16,
     )
-    hysteresis: int = free(2, "Bad steps before the dynamic loss scale halves.", at_least=1)
+    hysteresis: int = free(2, "Bad steps before the dynamic loss scale halves.", at_least=1, read_with=_FP16)
     accumulate_allreduce_grads_in_fp32: bool = free(
         False, "Accumulate and reduce gradients in fp32 (always on with --bf16)."
     )
@@ -157,13 +192,18 @@ class TrainingConfig:
         metavar="PART",
     )
     recompute_method: str | None = free(
-        None, "Which layers full recomputation covers.", saves_memory=True, choices=("uniform", "block")
+        None,
+        "Which layers full recomputation covers.",
+        saves_memory=True,
+        choices=("uniform", "block"),
+        read_with=_RECOMPUTES,
     )
     recompute_num_layers: int | None = free(
         None,
         "uniform: layers in one recomputed unit; block: layers recomputed on each stage.",
         at_least=1,
         saves_memory=True,
+        read_with=_RECOMPUTES,
     )
     deterministic_mode: bool = free(False, "Only kernels whose result does not vary from run to run.")
     no_check_for_nan_in_loss_and_grad: bool = free(
@@ -197,10 +237,16 @@ class TrainingConfig:
         False, "Collect Python's garbage on all ranks at the same steps, not whenever one of them happens to."
     )
     manual_gc_interval: int = free(
-        0, "With --manual-gc, steps between two collections; 0 for none but those of evaluations.", at_least=0
+        0,
+        "With --manual-gc, steps between two collections; 0 for none but those of evaluations.",
+        at_least=0,
+        read_with=_MANUAL_GC,
     )
     no_manual_gc_eval: bool = free(
-        False, "With --manual-gc, do not collect before and after an evaluation.", aliases=("--disable-manual-gc-eval",)
+        False,
+        "With --manual-gc, do not collect before and after an evaluation.",
+        aliases=("--disable-manual-gc-eval",),
+        read_with=_MANUAL_GC,
     )
     cuda_graph_impl: str = free(
         "none",

@@ -33,12 +33,10 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.triton import kernel_choice
+from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-
-# The kernel reads matrices in pieces of 16 bytes, 8 elements of bf16.
-_GROUPED_ALIGNMENT = 8
 
 LOAD_BALANCING, Z_LOSS = "load_balancing_loss", "z_loss"
 """megatron-core's names of the two auxiliary losses, and Megatron-LM's tags."""
@@ -67,7 +65,7 @@ def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_ex
 
 def can_group(x_TI: torch.Tensor, weight_EOI: torch.Tensor) -> bool:
     """Return whether `grouped_linear` takes these operands."""
-    aligned = all(size % _GROUPED_ALIGNMENT == 0 for size in weight_EOI.shape[1:])
+    aligned = all(size % GROUPED_ALIGNMENT == 0 for size in weight_EOI.shape[1:])
     return x_TI.dtype == weight_EOI.dtype == torch.bfloat16 and aligned
 
 

@@ -17,6 +17,10 @@ from megatron_ext.parts.ways import Asked
 # Indices of a (token, expert) pair; a probability and a mark for each expert. Counted.
 _OF_A_PAIR, _OF_A_LOGIT = 24, 5
 
+GROUPED_ALIGNMENT = 8
+"""What rows and columns of an expert must be multiples of for a grouped product, whose kernel reads 16 bytes of bf16 at
+once."""
+
 
 @dataclass(frozen=True)
 class Experts(Part):
