@@ -136,6 +136,8 @@ def set_kernels(config: Config, device: Device) -> None:
     cpu_gemm.use(config)
     torch.backends.cuda.matmul.allow_tf32 = config.training.tf32
     torch.backends.cudnn.allow_tf32 = config.training.tf32
+    in_fp32 = config.training.disable_bf16_reduced_precision_matmul
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not in_fp32
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
 

@@ -28,9 +28,10 @@ from megatron_ext.config.schema.data_flags import DataConfig
 from megatron_ext.data.skipped import skipped_samples
 from megatron_ext.device.graph_support import uncapturing_torch
 from megatron_ext.device.hardware_queues import shows_gpu
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import ConfigurationError, DataError, listed
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT
+from megatron_ext.parts.stack import layers
 from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.train.dry_run_assumptions import assumed_facts
@@ -133,6 +134,7 @@ def _configured(
 
 _OF_GPUS = {
     "check_before_update": "numbers are read before the update in any case",
+    "disable_bf16_reduced_precision_matmul": "sums of products in bf16 are in fp32",
     "no_triton_kernels": "no Triton kernel runs",
 }
 """Switches of what only GPUs do -> why they change nothing elsewhere."""
@@ -185,12 +187,13 @@ def _not_grouped(config: Config) -> str | None:
     """Return why no products of experts are grouped (`parts/experts/compute.py`); None where some are."""
     if not config.training.bf16:
         return "grouped products are in bf16, and without --bf16 experts are multiplied one after another"
-    width = (config.model.expert_ffn_hidden_size or 0) // (config.layout.expert_tensor_parallel_size or 1)
-    sizes = config.model.hidden_size, width
-    if any(size % GROUPED_ALIGNMENT for size in sizes):
-        shape = " x ".join(map(str, sizes))
-        return f"grouped products need multiples of {GROUPED_ALIGNMENT}, and experts of a rank have {shape}"
-    return None
+    ranks = config.layout.expert_tensor_parallel_size or 1
+    widths = {layer.experts.mlp.width // ranks for layer in layers(config) if layer.experts is not None}
+    shapes = [(config.model.hidden_size, width) for width in sorted(widths)]
+    if any(all(size % GROUPED_ALIGNMENT == 0 for size in shape) for shape in shapes):
+        return None
+    each = listed([" x ".join(map(str, shape)) for shape in shapes])
+    return f"grouped products need multiples of {GROUPED_ALIGNMENT}, and experts of a rank have {each}"
 
 
 def _without_graphs(typed: Typed, config: Config, facts: Facts) -> Iterator[str]:

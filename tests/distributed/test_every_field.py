@@ -267,7 +267,8 @@ ELSEWHERE: dict[str, str] = {
     for why, fields in {
         "it needs a GPU; tests of device/, parts/ and telemetry/ drive it on stand-ins": (
             "transformer_impl external_kernels attention_backend flash_attention_version tf32 deterministic_mode "
-            "cuda_graph_warmup_steps disable_jit_fuser no_bias_dropout_fusion no_bias_swiglu_fusion no_triton_kernels "
+            "cuda_graph_warmup_steps disable_bf16_reduced_precision_matmul disable_jit_fuser "
+            "no_bias_dropout_fusion no_bias_swiglu_fusion no_triton_kernels "
             "nvtx_ranges record_memory_history memory_snapshot_path no_overlap_p2p_communication distributed_backend"
         ),
         "it is a service of others; tests of telemetry/ drive it on stand-ins": (
@@ -284,6 +285,8 @@ ELSEWHERE: dict[str, str] = {
             "per_split_data_args_path test_data_path moe_router_score_function"
         ),
         "it is about other machines, or Python's garbage": "replication_jump manual_gc_interval no_manual_gc_eval",
+        "it speaks after a hundred steps": "check_for_large_grads",
+        "config/parse/saved.py reads it": "no_use_tokenizer_model_from_checkpoint_args",
         "it is what every run does, and the flag's only value": "exit_signal_handler ckpt_format",
         "tests of tokenizer/ read it": "tokenizer_special_tokens tiktoken_pattern tiktoken_num_special_tokens",
         "tests of layers in FP8 read it": (

@@ -210,9 +210,11 @@ def launches_page() -> str:
 
 
 def _outcomes(every: Mapping[str, Outcome], taken: Mapping[str, Outcome], warned: int) -> list[tuple[str, object]]:
+    costly = sum(any(" saves nothing here: " in text for text in outcome.warnings) for outcome in taken.values())
     return [
         ("taken", len(taken) - warned),
-        ("taken, with warnings", warned),
+        ("taken, with warnings", warned - costly),
+        ("taken, slower or larger", costly),
         ("refused", len(every) - len(taken)),
         ("all", len(every)),
     ]

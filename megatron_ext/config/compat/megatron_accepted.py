@@ -14,7 +14,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         "attention, norms, activations and rotary embedding run on torch and are fused there where that is exact",
         """
         --no-masked-softmax-fusion, --no-rope-fusion, --no-persist-layer-norm, --use-flash-attn,
-        --attention-softmax-in-fp32, --fused-residual-rmsnorm, --disable-bf16-reduced-precision-matmul
+        --attention-softmax-in-fp32, --fused-residual-rmsnorm
         """,
     ),
     (
@@ -72,7 +72,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         --no-tp-comm-bulk-wgrad, --no-tp-comm-bulk-dgrad, --no-tp-comm-overlap-ag, --no-tp-comm-overlap-rs,
         --no-tp-comm-split-ag, --no-tp-comm-split-rs, --disable-tp-comm-bulk-wgrad,
         --disable-tp-comm-bulk-dgrad, --disable-tp-comm-overlap-ag, --disable-tp-comm-overlap-rs,
-        --disable-tp-comm-split-ag, --disable-tp-comm-split-rs, --tp-comm-overlap, --tp-comm-overlap-rs-dgrad,
+        --disable-tp-comm-split-ag, --disable-tp-comm-split-rs, --tp-comm-overlap-rs-dgrad,
         --tp-comm-bootstrap-backend N =nccl, --tp-comm-overlap-cfg N
         """,
     ),
@@ -84,7 +84,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         --no-use-layer-wise-param-layout, --disable-gloo-process-groups, --create-all-gather-group,
         --high-priority-stream-groups N..., --disable-symmetric-registration,
         --no-clone-scatter-output-in-embedding, --disable-clone-scatter-output-in-embedding,
-        --distributed-timeout-seconds-after-init N, --overlap-param-gather-with-optimizer-step
+        --overlap-param-gather-with-optimizer-step
         """,
     ),
     (
@@ -116,7 +116,6 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         --ckpt-fully-parallel-load-process-group N,
         --ckpt-assume-constant-structure, --dist-ckpt-optim-fully-reshardable,
         --distrib-optim-fully-reshardable-mem-efficient, --dist-ckpt-workers N,
-        --no-use-tokenizer-model-from-checkpoint-args, --disable-use-tokenizer-model-from-checkpoint-args,
         --no-strict-fsdp-dtensor-load, --disable-strict-fsdp-dtensor-load, --no-stream-ckpt-dequant,
         --disable-stream-ckpt-dequant, --dist-ckpt-format N =torch_dist, --dist-ckpt-save-pre-mcore-014
         """,
@@ -143,16 +142,29 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "torch's flight recorder follows its own variables (TORCH_FR_BUFFER_SIZE, TORCH_FR_DUMP_TEMP_FILE), and a run "
+        "whose ranks wait too long says by itself which of them hold it up",
+        """
+        --flight-recorder-dump-path N, --flight-recorder-trace-buffer-size N,
+        --no-flight-recorder-dump-on-timeout, --disable-flight-recorder-dump-on-timeout,
+        --flight-recorder-include-stack-trace, --no-flight-recorder-include-only-active,
+        --disable-flight-recorder-include-only-active, --no-flight-recorder-extra-dump-on-exec,
+        --disable-flight-recorder-extra-dump-on-exec
+        """,
+    ),
+    (
+        "--distributed-timeout-minutes holds for the first collectives and for all after them",
+        """
+        --distributed-timeout-seconds-after-init N
+        """,
+    ),
+    (
         "a NaN or an infinity ends the run at once (exit code 70), and no other service watches it",
         """
         --rerun-mode N, --no-one-logger, --one-logger-project N, --one-logger-run-name N, --one-logger-async,
         --app-tag-run-name N, --app-tag-run-version N, --disable-msc, --adlr-autoresume-interval N,
         --ft-num-warmup-iters N, --straggler-ctrlr-port N, --straggler-minmax-count N,
-        --disable-straggler-on-startup, --flight-recorder-dump-path N, --flight-recorder-trace-buffer-size N,
-        --no-flight-recorder-dump-on-timeout, --disable-flight-recorder-dump-on-timeout,
-        --flight-recorder-include-stack-trace, --no-flight-recorder-include-only-active,
-        --disable-flight-recorder-include-only-active, --no-flight-recorder-extra-dump-on-exec,
-        --disable-flight-recorder-extra-dump-on-exec, --gpu-sniff-test-interval N, --check-for-large-grads,
+        --disable-straggler-on-startup, --gpu-sniff-test-interval N,
         --result-rejected-tracker-filename N
         """,
     ),
@@ -166,7 +178,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         "what is computed is the same without this fusion, overlap or kernel, which belongs to Megatron's own layers",
         """
         --moe-permute-fusion, --moe-router-fusion, --moe-shared-expert-overlap,
-        --overlap-moe-expert-parallel-comm, --overlap-dispatch-backward-with-experts-wgrad,
+        --overlap-dispatch-backward-with-experts-wgrad,
         --ep-overlap-early-attn-memory-release, --high-priority-a2a-comm-stream,
         --use-grouped-gemm-for-shared-expert, --use-grouped-gemm-for-dense-mlp,
         --use-fused-weighted-squared-relu, --use-te-activation-func, --use-transformer-engine-op-fuser,
@@ -176,7 +188,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     (
         "tokens are sent to their experts by torch.distributed, and by no other library",
         """
-        --moe-enable-deepep, --moe-flex-dispatcher-backend N =deepep, --moe-permute-fusion-into-hybridep,
+        --moe-flex-dispatcher-backend N =deepep, --moe-permute-fusion-into-hybridep,
         --moe-hybridep-pad-uneven-dispatch-inputs, --moe-flex-dispatcher-num-sms N, --moe-deepep-num-sms N,
         --moe-hybridep-num-sms N, --moe-hybridep-num-blocks-permute N, --moe-hybridep-num-blocks-unpermute N,
         --moe-hybridep-num-sms-preprocessing N =108, --moe-ncclep-static-shape, --moe-ncclep-zero-copy
@@ -198,8 +210,8 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     (
         "activations stay on the device; --recompute-granularity saves memory",
         """
-        --cpu-offloading-num-layers N =0, --cpu-offloading-retain-pinned-cpu-buffers,
-        --fine-grained-activation-offloading, --fine-grained-offloading-max-inflight-offloads N,
+        --cpu-offloading-retain-pinned-cpu-buffers,
+        --fine-grained-offloading-max-inflight-offloads N,
         --offload-modules N..., --min-offloaded-tensor-size N =1048576, --delay-offload-until-cuda-graph,
         --delta-offload-bytes-across-pp-ranks N =0, --activation-offload-fraction N =1.0,
         --distribute-saved-activations, --mlp-chunks-for-training N =1
@@ -217,7 +229,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         "the pipeline runs megatron-core's own schedule",
         """
         --overlap-p2p-communication-warmup-flush, --use-ring-exchange-p2p, --defer-embedding-wgrad-compute,
-        --wgrad-deferral-limit N =0, --delay-wgrad-compute, --pipeline-model-parallel-comm-backend N
+        --wgrad-deferral-limit N =0, --pipeline-model-parallel-comm-backend N
         """,
     ),
     (
@@ -237,7 +249,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     (
         "NCCL is tuned by its own environment variables alone",
         """
-        --use-nccl-ub, --use-sharp, --sharp-enabled-group N, --nccl-communicator-config-path N,
+        --use-sharp, --sharp-enabled-group N, --nccl-communicator-config-path N,
         --symmetric-ar-type N, --nccl-all-reduce-for-prefill
         """,
     ),
@@ -355,3 +367,47 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
 )
+
+SLOWER_OR_LARGER: tuple[tuple[str, str], ...] = (
+    (
+        "the products of tensor-parallel layers wait for what they send, so that steps with "
+        "--tensor-model-parallel-size above 1 take longer than with Transformer Engine's overlap",
+        """
+        --tp-comm-overlap
+        """,
+    ),
+    (
+        "no other work hides the way of tokens to their experts, so that steps with --expert-model-parallel-size above "
+        "1 take longer",
+        """
+        --overlap-moe-expert-parallel-comm
+        """,
+    ),
+    (
+        "tokens are sent to their experts by torch.distributed's all-to-all, which takes longer between machines than "
+        "DeepEP's kernels; --moe-token-dispatcher-type alltoall asks for it by name",
+        """
+        --moe-enable-deepep
+        """,
+    ),
+    (
+        "weight gradients are computed next to the input's, so that a pipeline idles as long as in 1F1B; "
+        "--num-virtual-stages-per-pipeline-rank makes that shorter",
+        """
+        --delay-wgrad-compute
+        """,
+    ),
+    (
+        "activations stay on the device, whose memory must hold them; --recompute-granularity saves memory",
+        """
+        --cpu-offloading-num-layers N =0, --fine-grained-activation-offloading
+        """,
+    ),
+    (
+        "NCCL copies through buffers of its own, which cost it memory and some of a GPU's multiprocessors",
+        """
+        --use-nccl-ub
+        """,
+    ),
+)
+"""The same notation for what would save time or memory: what is trained is the same without."""

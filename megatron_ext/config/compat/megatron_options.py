@@ -8,8 +8,9 @@ What earlier releases and forks had besides (`earlier_options.py`) is taken with
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_ext.config.compat import megatron_accepted, old_spellings
 from megatron_ext.config.compat.megatron_accepted import ACCEPTED
 from megatron_ext.config.compat.old_spellings import EARLIER, REFUSED_OF_FORKS
 from megatron_ext.config.compat.refused import REFUSED
@@ -28,6 +29,13 @@ class MegatronOption:
     neutral: str | None
     """Values that ask for nothing, separated by `;`."""
     needs_value: bool = False
+    costs: bool = False
+    """Whether the run is slower or larger without what it asks for."""
+
+    @property
+    def warning(self) -> str:
+        """What is said where it is accepted."""
+        return f"{self.flag} {'saves' if self.costs else 'changes'} nothing here: {self.reason}"
 
     def refused_value(self, values: list[str]) -> str | None:
         """Return why these values of an accepted flag are refused; None where they are not."""
@@ -65,13 +73,19 @@ def find(flag: str) -> MegatronOption | None:
 @functools.cache
 def megatron_options() -> dict[str, MegatronOption]:
     """Return flag -> option, for all of them."""
-    return _read_tables((ACCEPTED, True), (REFUSED, False))
+    costly = _costly(megatron_accepted.SLOWER_OR_LARGER)
+    return _read_tables((ACCEPTED, True), (REFUSED, False)) | costly
 
 
 @functools.cache
 def earlier_options() -> dict[str, MegatronOption]:
     """Return flag -> option, for those that Megatron no longer has, or that a fork has."""
-    return _read_tables((EARLIER, True), (REFUSED_OF_FORKS, False))
+    costly = _costly(old_spellings.SLOWER_OR_LARGER)
+    return _read_tables((EARLIER, True), (REFUSED_OF_FORKS, False)) | costly
+
+
+def _costly(table: tuple[tuple[str, str], ...]) -> dict[str, MegatronOption]:
+    return {flag: replace(one, costs=True) for flag, one in _read_tables((table, True)).items()}
 
 
 def _read_tables(*tables: tuple[tuple[tuple[str, str], ...], bool]) -> dict[str, MegatronOption]:

@@ -156,7 +156,7 @@ EARLIER: tuple[tuple[str, str], ...] = (
     (
         "megatron-core's model and its own pipeline schedules are always used",
         """
-        --use-legacy-models, --schedules-method N, --enable-zbh1-pipeline, --enable-zbh1-exact-semantics
+        --use-legacy-models, --schedules-method N, --enable-zbh1-exact-semantics
         """,
     ),
     (
@@ -237,7 +237,62 @@ EARLIER: tuple[tuple[str, str], ...] = (
         --no-log-learnig-rate-to-tensorboard, --log-optimizer-states-to-tensorboard
         """,
     ),
+    # Of later releases than the one whose wheel is read.
+    (
+        "no OpenTelemetry is sent; --metrics-file and TensorBoard have every logged quantity",
+        """
+        --otel-enabled, --otel-service-name N, --otel-span-groups N
+        """,
+    ),
+    (
+        "a checkpoint names its tokenizer and keeps the files that an export needs in any case",
+        """
+        --no-save-tokenizer-assets, --disable-save-tokenizer-assets
+        """,
+    ),
+    (
+        "layers of ours have no extra state, and that of others is kept",
+        """
+        --ckpt-drop-redundant-extra-state
+        """,
+    ),
+    (
+        "NCCL copies through buffers of its own",
+        """
+        --gtp-remat-nccl-ub, --gtp-expert-remat-nccl-ub
+        """,
+    ),
+    (
+        "what is computed is the same without this kernel, which belongs to Megatron's own layers",
+        """
+        --moe-use-grouped-tensor, --gdp-cutedsl-kernel, --gdp-num-chunk-states-to-recompute N =2, --muon-use-syrk,
+        --batch-invariant-backend N =te_native, --gtp-remat-opt-in-modules N...
+        """,
+    ),
+    (
+        "checkpoints are read by the ranks that need their parts, as --ckpt-fully-parallel-load says",
+        """
+        --ckpt-fully-parallel-load-per-rank-objects, --ckpt-pg-tensors-cache-path N, --ckpt-pg-tensors-cache-create
+        """,
+    ),
+    (
+        "texts are tokenized before the training, by gigatoken where it is installed",
+        """
+        --use-gigatoken
+        """,
+    ),
 )
+
+SLOWER_OR_LARGER: tuple[tuple[str, str], ...] = (
+    (
+        "weight gradients are computed next to the input's, so that a pipeline idles as long as in 1F1B; "
+        "--num-virtual-stages-per-pipeline-rank makes that shorter",
+        """
+        --enable-zbh1-pipeline
+        """,
+    ),
+)
+"""The same notation for what would save time or memory: what is trained is the same without."""
 
 REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
     (
@@ -258,6 +313,45 @@ REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
         "--assistant-only-loss",
         """
         --train-mode N =pretrain
+        """,
+    ),
+    # Of later releases than the one whose wheel is read.
+    (
+        "logits have the precision of the output layer's input, and their cross-entropy is in fp32; leave it out",
+        """
+        --output-logit-dtype N
+        """,
+    ),
+    (
+        "each weight has one shard per tensor-parallel rank; use --tensor-model-parallel-size",
+        """
+        --gtp-remat-reduce-scatter-with-fp32-accumulation
+        """,
+    ),
+    (
+        "Megatron-FSDP is that of megatron-core; leave it out, or use --use-torch-fsdp2",
+        """
+        --megatron-fsdp-version N =1
+        """,
+    ),
+    (
+        "reinforcement learning is not in this version; leave it out",
+        """
+        --rl-max-inflight-requests N, --rl-durable-rollout-bank, --rl-rollout-bank-dir N,
+        --rl-rollout-bank-max-bytes N =0
+        """,
+    ),
+    (
+        "this kind of layer is not in this version; leave it out",
+        """
+        --mtp-hsm, --enable-mhc-connections, --mhc-num-residual-streams N =4, --mhc-sinkhorn-iterations N =20,
+        --mhc-init-gating-factor N =0.01, --mhc-recompute-layer-num N, --gdp-num-householder N =3
+        """,
+    ),
+    (
+        "tokens travel in bf16; leave it out",
+        """
+        --moe-dispatch-fwd-dtype N =bf16, --moe-combine-bwd-dtype N =bf16
         """,
     ),
 )

@@ -313,7 +313,7 @@ def _judge_megatron(reading: _Reading, known: megatron_options.MegatronOption, v
     elif known.is_neutral(values):
         return
     elif known.accepted:
-        reading.warnings.append(f"{known.flag} changes nothing here: {known.reason}")
+        reading.warnings.append(known.warning)
     else:
         reading.problems.append(f"{' '.join([known.flag, *values])} is not supported: {known.reason}")
 

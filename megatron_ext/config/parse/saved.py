@@ -58,7 +58,8 @@ def adopt(values: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]
     adopted = dict(values)
     if values.get("use_checkpoint_args"):
         names = model_names(saved, finetune=False)
-        names += names_by_resume("tokenizer") if "tokenizer_type" not in values else ()
+        own = "tokenizer_type" in values or values.get("no_use_tokenizer_model_from_checkpoint_args")
+        names += () if own else names_by_resume("tokenizer")
         adopted = {name: saved[name] for name in names if name in saved} | adopted
     if values.get("use_checkpoint_opt_param_scheduler"):
         curves = names_by_resume("curve")

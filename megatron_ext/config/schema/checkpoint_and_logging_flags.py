@@ -6,6 +6,7 @@ from megatron_ext.config.schema.option import ReadWith, free
 
 _SAVES = ReadWith("save", "without --save no checkpoint is written")
 _LOADS = ReadWith("load", "without --load no checkpoint is read")
+_ARGUMENTS = ReadWith("use_checkpoint_args", "without --use-checkpoint-args no flag comes from the checkpoint")
 _TENSORBOARD = ReadWith("tensorboard_dir", "without --tensorboard-dir nothing is written for TensorBoard")
 _WANDB = ReadWith("wandb_project", "without --wandb-project nothing goes to Weights & Biases")
 _MLFLOW = ReadWith("mlflow_experiment", "without --mlflow-experiment nothing goes to MLflow")
@@ -82,6 +83,12 @@ class CheckpointConfig:
     no_save_rng: bool = free(False, "Save no state of the random generators.", read_with=_SAVES)
     use_checkpoint_args: bool = free(
         False, "Take the flags of the model, and of the tokenizer where none is named, from the checkpoint in --load."
+    )
+    no_use_tokenizer_model_from_checkpoint_args: bool = free(
+        False,
+        "With --use-checkpoint-args, take no flag of the tokenizer from the checkpoint.",
+        aliases=("--disable-use-tokenizer-model-from-checkpoint-args",),
+        read_with=_ARGUMENTS,
     )
     override_opt_param_scheduler: bool = free(
         False,

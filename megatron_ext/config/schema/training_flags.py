@@ -154,6 +154,9 @@ class TrainingConfig:
         choices=("auto", "blas", "mixed", "onednn"),
     )
     tf32: bool = free(False, "Let fp32 matrix products use TF32 on GPUs that have it.")
+    disable_bf16_reduced_precision_matmul: bool = free(
+        False, "On GPUs, let no bf16 matrix product add up parts of its sums in bf16."
+    )
     loss_scale: float | None = free(
         None,
         "Fixed loss scale for --fp16, of the mean loss over the global batch; default dynamic.",
@@ -208,6 +211,9 @@ class TrainingConfig:
     deterministic_mode: bool = free(False, "Only kernels whose result does not vary from run to run.")
     no_check_for_nan_in_loss_and_grad: bool = free(
         False, "Do not stop (exit code 70) when a loss or a gradient is NaN or infinite."
+    )
+    check_for_large_grads: bool = free(
+        False, "Warn of a step whose gradient norm is ten times the largest of the first 100 steps."
     )
     check_before_update: bool = free(
         False,

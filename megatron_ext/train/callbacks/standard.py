@@ -17,6 +17,7 @@ from megatron_ext.telemetry.trackers import CometWriter, MlflowWriter, TrackioWr
 from megatron_ext.train.callbacks.communication import Communication, Timing
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.garbage import GarbageCollection
+from megatron_ext.train.callbacks.large_gradients import LargeGradients
 from megatron_ext.train.callbacks.overflows import Overflows
 from megatron_ext.train.callbacks.profiling import MemoryHistory, Profiling, Schedule, is_recorded
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
@@ -69,6 +70,8 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
         callbacks.append(Overflows(config))
     if training.spike_threshold is not None:
         callbacks.append(SpikeCheck(training.spike_threshold))
+    if training.check_for_large_grads:
+        callbacks.append(LargeGradients())
     if training.manual_gc:
         callbacks.append(
             GarbageCollection(training.manual_gc_interval, 0 if training.no_manual_gc_eval else training.eval_interval)

@@ -185,6 +185,8 @@ def test_a_checkpoints_flags_stand_where_none_is_typed() -> None:
         **given,
         **{"num_layers": 9, "tokenizer_type": "NullTokenizer", "tokenizer_model": "x"},
     }
+    without = {**given, "no_use_tokenizer_model_from_checkpoint_args": True}
+    assert adopt(without, saved) == {**without, "num_layers": 9}
     own = {**given, "tokenizer_type": "HuggingFaceTokenizer"}
     assert adopt(own, saved) == {**own, "num_layers": 9}
     assert adopt({"hidden_size": 32}, saved) == {"hidden_size": 32}

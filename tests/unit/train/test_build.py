@@ -155,11 +155,14 @@ def test_attention_over_exchanged_heads_sees_whole_documents() -> None:
 def test_precision_and_determinism_of_kernels_are_those_of_the_flags() -> None:
     before = torch.are_deterministic_algorithms_enabled()
     try:
-        for flags, asked in (("", False), ("--tf32 --deterministic-mode", True)):
+        asking = "--tf32 --deterministic-mode --disable-bf16-reduced-precision-matmul"
+        for flags, asked in (("", False), (asking, True)):
             with built(flags):
+                assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction != asked
                 kernels = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
                 assert kernels == (asked, asked)
                 assert torch.are_deterministic_algorithms_enabled() == asked
     finally:
         torch.use_deterministic_algorithms(before)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True

@@ -1,5 +1,7 @@
 """No option of Megatron falls through: each is supported, accepted with a warning, or refused by name."""
 
+import shlex
+
 import pytest
 
 from megatron_ext.config.compat import other_programs
@@ -244,3 +246,9 @@ def test_a_script_of_an_earlier_release_is_taken_with_a_warning_for_each():
 def test_tokenizers_of_forks_are_refused_with_what_to_use():
     with pytest.raises(ConfigurationError, match=r"Llama3Tokenizer.* use HuggingFaceTokenizer with --tokenizer-model"):
         parse(["--tokenizer-type", "Llama3Tokenizer"])
+
+
+@pytest.mark.parametrize("flag", ["--tp-comm-overlap", "--enable-zbh1-pipeline", "--cpu-offloading-num-layers 4"])
+def test_what_would_save_time_or_memory_is_said_to_save_none(flag: str):
+    (warning,) = parse(shlex.split(flag)).warnings
+    assert warning.startswith(f"{flag.split()[0]} saves nothing here: ")
