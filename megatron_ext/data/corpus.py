@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.parse.blend import Blend
 from megatron_ext.config.schema import Config
+from megatron_ext.data.fill_in_the_middle import FillInTheMiddle, Rearrangement
 from megatron_ext.data.formula_order import FormulaDataset, FormulaSource
 from megatron_ext.data.integrity import (
     Share,
@@ -73,8 +74,15 @@ def build_datasets(config: Config, tokenizer: Tokenizer, num_samples: Splits[int
         if files is not None:
             new = [prefix for prefix in dict.fromkeys(files.blend.prefixes) if prefix not in digests]
             digests |= _checked(new, config, tokenizer)
-            datasets[split] = _build(config, tokenizer, files, digests, wanted if split == "train" else None)
+            built = _build(config, tokenizer, files, digests, wanted if split == "train" else None)
+            datasets[split] = _rearranged(built, config, tokenizer, number) if config.data.fim_data else built
     return Splits(**datasets)
+
+
+def _rearranged(samples: Samples, config: Config, tokenizer: Tokenizer, split: int) -> Samples:
+    """Return the samples of a split as --fim-data rearranges them."""
+    change = Rearrangement.of(config, tokenizer)
+    return FillInTheMiddle(samples, change, [config.training.seed, split], eod_mask_loss=config.data.eod_mask_loss)
 
 
 def _checked(prefixes: Sequence[str], config: Config, tokenizer: Tokenizer) -> dict[str, str]:

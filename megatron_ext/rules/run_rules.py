@@ -150,6 +150,14 @@ def tokenizer_is_given(config: Config, facts: Facts) -> Iterator[str]:
         yield f"--tokenizer-type {data.tokenizer_type} needs its files; add --tokenizer-model, their file or folder"
 
 
+def rates_of_rearranged_documents_are_shares(config: Config, facts: Facts) -> Iterator[str]:
+    """Require rates of --fim-data from 0 to 1."""
+    for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+        rate = getattr(config.data, name)
+        if rate is not None and not 0 <= rate <= 1:
+            yield f"{flag_of(name)} {rate:g} is no share, which is from 0 to 1; use {flag_of(name)} 0.5"
+
+
 def vocabulary_covers_the_tokenizer(config: Config, facts: Facts) -> Iterator[str]:
     """Require a vocabulary that holds every id of the tokenizer."""
     size, known = config.data.vocab_size, facts.vocab_size
@@ -370,6 +378,7 @@ RULES = (
     samples_to_skip_can_be_read,
     split_is_shares,
     tokenizer_is_given,
+    rates_of_rearranged_documents_are_shares,
     vocabulary_covers_the_tokenizer,
     model_is_the_one_to_load,
     saving_has_a_folder,

@@ -288,6 +288,10 @@ ELSEWHERE: dict[str, str] = {
         "it speaks after a hundred steps": "check_for_large_grads",
         "config/parse/saved.py reads it": "no_use_tokenizer_model_from_checkpoint_args",
         "it is what every run does, and the flag's only value": "exit_signal_handler ckpt_format",
+        "it rearranges documents of a tokenizer with special tokens; tests of data/ read it": (
+            "fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token "
+            "fim_middle_token fim_suffix_token fim_pad_token"
+        ),
         "tests of tokenizer/ read it": "tokenizer_special_tokens tiktoken_pattern tiktoken_num_special_tokens",
         "tests of layers in FP8 read it": (
             "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"

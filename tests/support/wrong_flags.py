@@ -28,6 +28,7 @@ EXAMPLES = {
         "--tensor-model-parallel-size 2",
         "--num-query-groups 4",
     ),
+    "A share of documents that is none": Example("--fim-rate 1.5", "--fim-rate 0.5"),
     "Windows that look ahead": Example("--window-size 7,1 --attention-dropout 0", "--window-size 7,0"),
     "Layers without rotation in a model that rotates nothing": Example(
         "--no-rope-freq 4", "--position-embedding-type rope"

@@ -88,6 +88,12 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "documents end with the tokenizer's own token",
+        """
+        --fim-eod-token N =<|endoftext|>
+        """,
+    ),
+    (
         "freed memory is left to torch, which keeps it for the next step",
         """
         --empty-unused-memory-level N, --train-sync-interval N

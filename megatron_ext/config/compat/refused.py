@@ -231,11 +231,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "fill-in-the-middle and masked language modelling are not in this version; leave it out",
+        "masked language modelling is not in this version; leave it out",
         """
-        --fim-data, --fim-rate N =0.5, --fim-spm-rate N =0.5, --fim-split-sample N, --fim-fragment-rate N,
-        --fim-no-prefix N, --fim-prefix-token N =<fim_prefix>, --fim-middle-token N =<fim_middle>,
-        --fim-suffix-token N =<fim_suffix>, --fim-pad-token N =<fim_pad>, --fim-eod-token N =<|endoftext|>,
         --mask-prob N =0.15, --short-seq-prob N =0.1
         """,
     ),

@@ -106,7 +106,7 @@ def flags_page() -> str:
         "Every option of Megatron's is in one of four classes: supported (the tables above), an old spelling (taken as",
         f"the new one), of no bearing here ({len(accepted)}: taken, with one warning line that says what happens",
         f"instead), or refused by name ({len(refused)}: it would change what is trained or kept, and is not built). An",
-        "option passes silently at a value that asks for nothing, such as `--fim-rate 0.5`. Underscores in a flag",
+        "option passes silently at a value that asks for nothing, such as `--mask-prob 0.15`. Underscores in a flag",
         "stand for hyphens.",
         "",
         *_old_spellings(),

@@ -12,6 +12,7 @@ _TOKENIZER = ReadWith("tokenizer_type", "without --tokenizer-type nothing reads 
 _FILES = ReadWith(
     ("data_path", "train_data_path", "valid_data_path", "test_data_path"), "without data files nothing is read"
 )
+_FIM = ReadWith("fim_data", "without --fim-data documents are read as they are")
 _SHUFFLED = ReadWith("data_order", "only --data-order shuffled has index files and maps the data", only=("shuffled",))
 
 TOKENIZER_TYPES = (
@@ -132,6 +133,30 @@ class DataConfig:
         "Train only on the tokens that the .mask file next to the data names: the assistant's.",
         needs={True: (Need("mock_data", False, "data with a mask"),)},
     )
+    fim_data: bool = free(
+        False,
+        "Rearrange documents, drawn by the --fim rates, so that a model learns to fill in their middle.",
+        needs={
+            True: (Need("mock_data", False, "texts"), Need("assistant_only_loss", False, "documents without a mask"))
+        },
+    )
+    fim_rate: float = free(0.5, "Share of documents that are rearranged.", read_with=_FIM)
+    fim_spm_rate: float = free(
+        0.5, "Share of these that begin with their suffix (SPM), not with their prefix (PSM).", read_with=_FIM
+    )
+    fim_split_sample: str | None = free(
+        None, "Token that divides a document into fragments, such as files of a repository.", read_with=_FIM
+    )
+    fim_fragment_rate: float | None = free(
+        None,
+        "Share of the fragments that are rearranged, of a document that is; default --fim-rate.",
+        read_with=ReadWith("fim_split_sample", "without --fim-split-sample no document is divided"),
+    )
+    fim_no_prefix: str | None = free(None, "Leave documents and fragments that begin with this text.", read_with=_FIM)
+    fim_prefix_token: str = free("<fim_prefix>", "Token before a prefix.", read_with=_FIM)
+    fim_middle_token: str = free("<fim_middle>", "Token before a middle.", read_with=_FIM)
+    fim_suffix_token: str = free("<fim_suffix>", "Token before a suffix.", read_with=_FIM)
+    fim_pad_token: str = free("<fim_pad>", "Token that fills up a sample that became shorter.", read_with=_FIM)
     no_mmap_bin_files: bool = free(
         False,
         "Read tokens from their place in the .bin files; default map the files into memory.",

@@ -85,11 +85,11 @@ def test_all_mistakes_are_reported_at_once():
 
 
 def test_refused_flags_are_named_with_their_values_and_neutral_ones_pass():
-    (problem,) = problems_of("--fim-rate 0.7 --num-layers 4")
-    assert problem.startswith("--fim-rate 0.7 is not supported: ")
+    (problem,) = problems_of("--mask-prob 0.7 --num-layers 4")
+    assert problem.startswith("--mask-prob 0.7 is not supported: ")
     (problem,) = problems_of("--spec some.module Spec --num-layers 4")
     assert problem.startswith("--spec some.module Spec is not supported: ")
-    neutral = "--fim-rate 0.50 --fim-prefix-token=<fim_prefix> --muon-momentum 0.90"
+    neutral = "--mask-prob 0.150 --fim-eod-token=<|endoftext|> --muon-momentum 0.90"
     assert parse(shlex.split(neutral)) == Typed(values={})
 
 

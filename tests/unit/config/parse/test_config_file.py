@@ -114,10 +114,10 @@ def test_two_spellings_of_one_option_are_refused(text: str, keys: str, tmp_path:
 
 def test_megatron_options_in_the_file_are_judged_as_on_the_command_line(tmp_path: Path):
     file = tmp_path / "run.yaml"
-    file.write_text("fim_rate: 0.7\nuse_flash_attn: true\nmla_down_proj_fusion: false\n")
-    with pytest.raises(ConfigurationError, match=r"--fim-rate 0\.7 is not supported"):
+    file.write_text("mask_prob: 0.7\nuse_flash_attn: true\nmla_down_proj_fusion: false\n")
+    with pytest.raises(ConfigurationError, match=r"--mask-prob 0\.7 is not supported"):
         parse(["--config", str(file)])
-    file.write_text("use_flash_attn: true\nfim_rate: 0.5\nmla_down_proj_fusion: false\n")
+    file.write_text("use_flash_attn: true\nmask_prob: 0.15\nmla_down_proj_fusion: false\n")
     typed = parse(["--config", str(file)])
     assert typed.values == {}
     assert len(typed.warnings) == 1
