@@ -8,8 +8,6 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
-    bias_json,
-    bias_values,
     biases_of_attention,
     decoder_json,
     decoder_values,
@@ -18,15 +16,14 @@ from megatron_ext.families.shared import (
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading, activation="gelu_pytorch_tanh")
+    values = decoder_values(reading, activation="gelu_pytorch_tanh", biases="attention")
     refuse_others(reading, {"use_bidirectional_attention": None})
     # The released files say gelu, and mean its tanh form: so does transformers take it.
-    values |= {**bias_values(reading, mlp=False), "openai_gelu": True}
-    return {**values, "embedding_multiplier": values["hidden_size"] ** 0.5}
+    return {**values, "openai_gelu": True, "embedding_multiplier": values["hidden_size"] ** 0.5}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), **bias_json(config, mlp=False)}
+    return decoder_json(config, biases="attention")
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
     NAMES_WITH_NORMS_AFTER,
-    bias_json,
-    bias_values,
     biases_of_attention,
     decoder_json,
     decoder_values,
@@ -17,11 +15,11 @@ from megatron_ext.families.shared import (
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    return {**decoder_values(reading), **bias_values(reading, mlp=False)}
+    return decoder_values(reading, biases="attention")
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), **bias_json(config, mlp=False)}
+    return decoder_json(config, biases="attention")
 
 
 OLMO2 = Family(

@@ -8,7 +8,6 @@ from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     KINDS,
-    bias_values,
     biases_of_attention,
     decoder_values,
     layer_numbers,
@@ -23,7 +22,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     # What stands next to `rope_parameters` is of layers without a window alone.
     refuse_others(reading, {"rope_scaling": None, "rope_theta": 500000.0})
     usual = [(number + 1) % 4 != 0 for number in layer_numbers(reading)]
-    values = {**decoder_values(reading), **bias_values(reading, mlp=False)}
+    values = decoder_values(reading, biases="attention")
     return {**values, **layer_window_values(reading, typed_windows(reading, usual))}
 
 

@@ -7,8 +7,6 @@ from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
-    bias_json,
-    bias_values,
     biases_of_attention,
     decoder_json,
     decoder_values,
@@ -20,7 +18,7 @@ from megatron_ext.families.shared import (
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = {**decoder_values(reading), **bias_values(reading, mlp=False)}
+    values = decoder_values(reading, biases="attention")
     values["qkv_clip"] = reading.number_or_none("clip_qkv")
     experts, width = reading.integer("num_experts"), reading.integer("intermediate_size")
     normalized = reading.boolean("norm_topk_prob", False)
@@ -30,9 +28,8 @@ def _read(reading: Reading) -> dict[str, Any]:
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
-        **decoder_json(config),
+        **decoder_json(config, biases="attention"),
         **expert_json(config),
-        **bias_json(config, mlp=False),
         "clip_qkv": model.qkv_clip,
         "intermediate_size": model.expert_ffn_hidden_size,
         "num_experts": model.num_experts,

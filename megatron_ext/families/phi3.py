@@ -28,8 +28,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 
 
 def _write(config: Config) -> dict[str, Any]:
-    partial = {"partial_rotary_factor": config.model.rotary_percent}
-    return {**decoder_json(config), **NO_PADDING, **partial, **window_json(config)}
+    return {**decoder_json(config, partial=True), **NO_PADDING, **window_json(config)}
 
 
 PHI3 = Family(

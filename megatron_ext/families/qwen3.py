@@ -9,8 +9,6 @@ from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
     SWITCHED_WINDOWS,
-    bias_json,
-    bias_values,
     biases_of_attention,
     decoder_json,
     decoder_values,
@@ -20,11 +18,11 @@ from megatron_ext.families.shared import (
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    return {**decoder_values(reading), **bias_values(reading, mlp=False), **switched_window_values(reading)}
+    return {**decoder_values(reading, biases="attention"), **switched_window_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), **bias_json(config, mlp=False), **switched_window_json(config)}
+    return {**decoder_json(config, biases="attention"), **switched_window_json(config)}
 
 
 QWEN3 = Family(

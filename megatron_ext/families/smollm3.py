@@ -10,8 +10,6 @@ from megatron_ext.families.shared import (
     DECODER_FLAGS,
     DECODER_NAMES,
     NO_PADDING,
-    bias_json,
-    bias_values,
     biases_of_attention,
     decoder_json,
     decoder_values,
@@ -35,13 +33,13 @@ def _read(reading: Reading) -> dict[str, Any]:
         reading.problems.append(f"no_rope_layers is {json.dumps(named)[:80]}; it needs {len(rotates)} times 0 or 1")
     fixed = [not one for one in rotates]
     windows = layer_window_values(reading, typed_windows(reading, fixed, switch="use_sliding_window"))
-    values = {**decoder_values(reading), **bias_values(reading), **windows}
+    values = {**decoder_values(reading, biases="all"), **windows}
     return {**values, "no_rope_freq": pattern(fixed) if any(fixed) else None}
 
 
 def _write(config: Config) -> dict[str, Any]:
     rotates = {"no_rope_layers": [int(layer.attention.rotary is not None) for layer in layers(config)]}
-    return {**decoder_json(config), **bias_json(config), **switched_window_json(config), **rotates, **NO_PADDING}
+    return {**decoder_json(config, biases="all"), **switched_window_json(config), **rotates, **NO_PADDING}
 
 
 SMOLLM3 = Family(

@@ -1,8 +1,9 @@
-"""StableLM 2: LayerNorm with SwiGLU, a quarter of the channels rotated, biases of queries, keys and values or none."""
+"""StableLM: LayerNorm with SwiGLU, a quarter of the channels rotated, biases of queries, keys and values or none, and
+attention and MLP one after another or in parallel."""
 
 from typing import Any
 
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
@@ -17,18 +18,21 @@ from megatron_ext.families.shared import (
 
 def _read(reading: Reading) -> dict[str, Any]:
     values = decoder_values(reading, epsilon="layer_norm_eps", partial=True)
-    refuse_others(reading, {"qk_layernorm": False, "use_parallel_residual": False})
-    return {**values, "add_qkv_bias": reading.boolean("use_qkv_bias", False)}
+    refuse_others(reading, {"qk_layernorm": False})
+    parallel = {True: "one-norm", False: None}[reading.boolean("use_parallel_residual", False)]
+    return {**values, "parallel_residual": parallel, "add_qkv_bias": reading.boolean("use_qkv_bias", False)}
+
+
+def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
+    return {**heads_fill_width(model), "parallel_residual": model.parallel_residual and "one-norm"}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model = config.model
     return {
-        **decoder_json(config, "layer_norm_eps"),
-        "partial_rotary_factor": model.rotary_percent,
-        "use_qkv_bias": model.has_qkv_bias,
+        **decoder_json(config, "layer_norm_eps", partial=True),
+        "use_qkv_bias": config.model.has_qkv_bias,
         "qk_layernorm": False,
-        "use_parallel_residual": False,
+        "use_parallel_residual": config.model.parallel_residual is not None,
     }
 
 
@@ -40,5 +44,5 @@ STABLELM = Family(
     _read,
     _write,
     {"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "max_position_embeddings": 4096},
-    dependent_flags=heads_fill_width,
+    dependent_flags=_dependent_flags,
 )
