@@ -11,7 +11,7 @@ from megatron_ext.families.bloom import BLOOM
 from megatron_ext.families.reading import Reading
 
 _KEYS = (*shared.PLAIN_KEYS, "layer_norm_epsilon")
-_FORMS = (None, "one-norm", "two-norms")
+_FORMS = ("none", "one-norm", "two-norms")
 
 
 def _read(reading: Reading) -> dict[str, Any]:
@@ -36,12 +36,12 @@ def _read(reading: Reading) -> dict[str, Any]:
         "num_query_groups": groups,
         "ffn_hidden_size": reading.integer("ffn_hidden_size", values["ffn_hidden_size"]),
         "disable_bias_linear": not reading.boolean("bias", False),
-        "parallel_residual": _FORMS[min(norms, 2)] if is_parallel else None,
+        "parallel_residual": _FORMS[min(norms, 2)] if is_parallel else "none",
     }
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model, is_parallel = config.model, config.model.parallel_residual is not None
+    model, is_parallel = config.model, config.model.parallel_residual != "none"
     return {
         **shared.plain_json(model, *_KEYS),
         **shared.rotary_json(model),
@@ -58,7 +58,7 @@ def _write(config: Config) -> dict[str, Any]:
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
     groups, heads = model.num_key_value_heads, model.num_attention_heads
-    one = {"num_query_groups": 1} if model.parallel_residual is None and groups not in (1, heads) else {}
+    one = {"num_query_groups": 1} if model.parallel_residual == "none" and groups not in (1, heads) else {}
     return {**shared.heads_fill_width(model), **one}
 
 

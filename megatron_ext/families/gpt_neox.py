@@ -30,7 +30,7 @@ def _read(reading: Reading) -> dict[str, Any]:
         **shared.gelu_values(reading, "hidden_act", "gelu"),
         **shared.bias_flags(attention, attention, True),
         "ffn_hidden_size": reading.integer("intermediate_size"),
-        "parallel_residual": "two-norms" if parallel else None,
+        "parallel_residual": "two-norms" if parallel else "none",
     }
 
 
@@ -42,13 +42,14 @@ def _write(config: Config) -> dict[str, Any]:
         "intermediate_size": model.ffn_hidden_size,
         "hidden_act": "gelu_new" if model.openai_gelu else "gelu",
         "attention_bias": model.has_qkv_bias,
-        "use_parallel_residual": model.parallel_residual is not None,
+        "use_parallel_residual": model.parallel_residual != "none",
     }
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
+    form = "none" if model.parallel_residual == "none" else "two-norms"
     biases = {**shared.biases_of_attention(model), "add_mlp_bias": model.disable_bias_linear}
-    return {**shared.heads_fill_width(model), **biases, "parallel_residual": model.parallel_residual and "two-norms"}
+    return {**shared.heads_fill_width(model), **biases, "parallel_residual": form}
 
 
 GPT_NEOX = Family(

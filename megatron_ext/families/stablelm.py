@@ -19,12 +19,12 @@ from megatron_ext.families.shared import (
 def _read(reading: Reading) -> dict[str, Any]:
     values = decoder_values(reading, epsilon="layer_norm_eps", partial=True)
     refuse_others(reading, {"qk_layernorm": False})
-    parallel = {True: "one-norm", False: None}[reading.boolean("use_parallel_residual", False)]
+    parallel = "one-norm" if reading.boolean("use_parallel_residual", False) else "none"
     return {**values, "parallel_residual": parallel, "add_qkv_bias": reading.boolean("use_qkv_bias", False)}
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
-    return {**heads_fill_width(model), "parallel_residual": model.parallel_residual and "one-norm"}
+    return {**heads_fill_width(model), "parallel_residual": "none" if model.parallel_residual == "none" else "one-norm"}
 
 
 def _write(config: Config) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def _write(config: Config) -> dict[str, Any]:
         **decoder_json(config, "layer_norm_eps", partial=True),
         "use_qkv_bias": config.model.has_qkv_bias,
         "qk_layernorm": False,
-        "use_parallel_residual": config.model.parallel_residual is not None,
+        "use_parallel_residual": config.model.parallel_residual != "none",
     }
 
 

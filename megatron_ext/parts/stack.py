@@ -57,7 +57,7 @@ class Layer:
     """Whether norms stand before mixer and MLP (on what they take in), after them (on what they give, before it is
     added to the residual stream), or on both sides."""
 
-    parallel: Literal["one-norm", "two-norms"] | None
+    parallel: Literal["one-norm", "two-norms"] | None = None
     """Whether mixer and MLP read the same residual stream, through one norm or each through its own; None: the MLP
     reads what the mixer has added to."""
 
@@ -229,7 +229,7 @@ def _layer(model: ModelConfig, number: int) -> Layer:
         mlp=mlp_of(model, model.ffn_hidden_size) if experts is None else experts_of(model, experts),
         norm=final_norm(model),
         norm_places=model.norm_position,  # pyright: ignore[reportArgumentType]
-        parallel=model.parallel_residual,  # pyright: ignore[reportArgumentType]
+        parallel=None if (form := model.parallel_residual) == "none" else form,  # pyright: ignore[reportArgumentType]
     )
 
 

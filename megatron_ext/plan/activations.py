@@ -110,7 +110,9 @@ class Activations:
         return sizes
 
     def _layer(self, layer: Layer) -> LayerBytes:
-        parts = {"residual": layer.additions * self.stream, "norms": self._norms(layer)}
+        apart = layer.parallel == "two-norms" and not layer.norm.keeps_its_input(self.share)
+        streams = layer.additions + apart  # two norms of one stream keep it once, or something else each
+        parts = {"residual": streams * self.stream, "norms": self._norms(layer)}
         for branch in layer.branches:
             parts |= branch.part.held(self.share)
         return LayerBytes({**parts, "dropout": layer.additions * self._dropout_mask()})

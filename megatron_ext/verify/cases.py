@@ -84,6 +84,10 @@ MODELS |= {
     ),
 }
 
+MODELS["Phi"] = (
+    "--num-layers 4 --position-embedding-type rope --rotary-percent 0.5 --openai-gelu --parallel-residual one-norm "
+    f"--lm-head-bias {_UNTIED}"
+)
 _LATENT_SIZES = (
     "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --multi-latent-attention "
     "--qk-layernorm --kv-lora-rank 24 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16"
@@ -385,6 +389,11 @@ _PIECES = {
     "CP2 p2p, Command R": (2, f"{_CP2} p2p"),
     "TP2 SP FSDP2, Command R": (4, f"{_TP2_SP} {_FSDP2}"),
     "TP2, recompute selective, Command R": (2, f"--tensor-model-parallel-size 2 {RECOMPUTE['selective, all parts']}"),
+    "TP2 SP PP2 VPP2, Phi": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "TP4, Phi": (4, "--tensor-model-parallel-size 4"),
+    "CP2 a2a, Phi": (2, f"{_CP2} a2a"),
+    "TP2 SP FSDP2, Phi": (4, f"{_TP2_SP} {_FSDP2}"),
+    "ZeRO-3, Phi": (2, f"{_MEGATRON_FSDP} optim_grads_params"),
     "TP2 SP PP2 VPP2, GPT-NeoX": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "TP4, GPT-NeoX": (4, "--tensor-model-parallel-size 4"),
     "CP2 a2a, GPT-NeoX": (2, f"{_CP2} a2a"),

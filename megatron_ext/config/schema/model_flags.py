@@ -199,12 +199,12 @@ class ModelConfig:
         resume="shape",
         choices=("before", "after", "both"),
     )
-    parallel_residual: str | None = option(
-        None,
+    parallel_residual: str = option(
+        "none",
         "Attention and MLP read the same residual stream, through one norm (GPT-J, Falcon 7B, Command R) or each "
-        "through its own (GPT-NeoX, Falcon 40B); default: the MLP reads what attention has added to.",
+        "through its own (GPT-NeoX, Falcon 40B); with none the MLP reads what attention has added to.",
         resume="shape",
-        choices=("one-norm", "two-norms"),
+        choices=("none", "one-norm", "two-norms"),
         needs={
             norms: [
                 Need("norm_position", "before", "norms before attention and MLP"),
