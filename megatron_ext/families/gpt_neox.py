@@ -17,32 +17,24 @@ _NAMES = {
     "decoder.final_layernorm": ("gpt_neox.final_layer_norm",),
     "output_layer": ("embed_out",),
 }
+_KEYS = ("intermediate_size", "hidden_act", "layer_norm_eps")
 _ROTARY = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-_KEYS = (*shared.PLAIN_KEYS, "layer_norm_eps")
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     attention, parallel = (reading.boolean(key, True) for key in ("attention_bias", "use_parallel_residual"))
     reading.understand("attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob", "is_decoder")
-    return {
-        **shared.plain_values(reading, *_KEYS),
-        **shared.rotary_values(reading, partial=True),
-        **shared.gelu_values(reading, "hidden_act", "gelu"),
-        **shared.bias_flags(attention, attention, True),
-        "ffn_hidden_size": reading.integer("intermediate_size"),
-        "parallel_residual": "two-norms" if parallel else "none",
-    }
+    values = shared.rotated_plain_values(reading, *_KEYS, partial=True)
+    values |= shared.bias_flags(attention, attention, True)
+    return {**values, "parallel_residual": "two-norms" if parallel else "none"}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model = config.model
+    content = shared.rotated_plain_json(config.model, *_KEYS, partial=True)
     return {
-        **shared.plain_json(model, *_KEYS),
-        **{_ROTARY.get(key, key): value for key, value in shared.rotary_json(model, partial=True).items()},
-        "intermediate_size": model.ffn_hidden_size,
-        "hidden_act": "gelu_new" if model.openai_gelu else "gelu",
-        "attention_bias": model.has_qkv_bias,
-        "use_parallel_residual": model.parallel_residual != "none",
+        **{_ROTARY.get(key, key): value for key, value in content.items()},
+        "attention_bias": config.model.has_qkv_bias,
+        "use_parallel_residual": config.model.parallel_residual != "none",
     }
 
 
@@ -53,13 +45,8 @@ def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
 
 
 GPT_NEOX = Family(
-    "gpt_neox",
-    "GPTNeoXForCausalLM",
-    _NAMES,
-    {"position_embedding_type": "rope"},
-    _read,
-    _write,
-    {"tie_word_embeddings": False, "partial_rotary_factor": 0.25},
+    *("gpt_neox", "GPTNeoXForCausalLM", _NAMES, {"position_embedding_type": "rope"}, _read, _write),
+    {"tie_word_embeddings": False, "partial_rotary_factor": 0.25, "intermediate_size": 24576},
     aliases=_ROTARY,
     dependent_flags=_dependent_flags,
     layers="gpt_neox.layers.{}.",

@@ -220,7 +220,24 @@ def plain_json(model: ModelConfig, *keys: str) -> dict[str, Any]:
     return dict(zip(keys, (*values, model.norm_epsilon), strict=True))
 
 
-PLAIN_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+_PLAIN_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+
+
+def rotated_plain_values(
+    reading: Reading, width: str, activation: str, epsilon: str, *, partial: bool = False
+) -> dict[str, Any]:
+    """Return the values of the same with rotary positions, the form of GELU, and a width of the MLP, by their keys."""
+    values = {**plain_values(reading, *_PLAIN_KEYS, epsilon), **rotary_values(reading, partial=partial)}
+    values |= gelu_values(reading, activation, "gelu")
+    return {**values, "ffn_hidden_size": reading.integer(width, values["ffn_hidden_size"])}
+
+
+def rotated_plain_json(
+    model: ModelConfig, width: str, activation: str, epsilon: str, *, partial: bool = False
+) -> dict[str, Any]:
+    """Return the keys of `rotated_plain_values`."""
+    content = {**plain_json(model, *_PLAIN_KEYS, epsilon), **rotary_json(model, partial=partial)}
+    return {**content, width: model.ffn_hidden_size, activation: "gelu_new" if model.openai_gelu else "gelu"}
 
 
 def square_flags(model: ModelConfig) -> dict[str, Any]:
