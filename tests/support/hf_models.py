@@ -221,7 +221,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Falcon 7B": {"model_type": "falcon", **_FALCON, "bias": True},
     "Falcon 11B": {
-        **{"model_type": "falcon", **_FALCON, "new_decoder_architecture": True, "num_kv_heads": 3},
+        **{"model_type": "falcon", **_FALCON, "new_decoder_architecture": True, "num_kv_heads": 6},
         **{"num_ln_in_parallel_attn": 1, **_UNTIED},
     },
     "Falcon 40B": {
