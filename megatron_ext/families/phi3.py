@@ -12,6 +12,7 @@ _NAMES = {**shared.DECODER_NAMES, shared.QKV: ("self_attn.qkv_proj",), "mlp.line
 
 def _read(reading: Reading) -> dict[str, Any]:
     values = {**shared.decoder_values(reading, partial=True), **shared.window_values(reading)}
+    shared.refuse_others(reading, {"attention_bias": False})  # in the file of Phi-4
     reading.understand("original_max_position_embeddings")  # read with longrope alone
     if values.get("use_rope_scaling"):
         reading.problems.append("rope_type is llama3, which no Phi-3 has; only default is supported")
