@@ -48,8 +48,9 @@ class ResidualLayer(TransformerLayer):
         **settings: Any,
     ) -> None:
         super().__init__(config, *positional, **settings)
-        self.is_parallel, attention, mlp = is_parallel, self.self_attention, self.mlp
-        for linear in (attention.linear_proj, mlp.linear_fc2) if is_parallel else ():  # pyright: ignore
+        self.is_parallel = is_parallel
+        parts: Any = self
+        for linear in (parts.self_attention.linear_proj, parts.mlp.linear_fc2) if is_parallel else ():
             linear.explicit_expert_comm = True  # by which the engine's shared experts leave the sum to others, too
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None
         if norm_after is not None:
@@ -107,7 +108,8 @@ class ResidualLayer(TransformerLayer):
         output: Any = attended[0] + expanded[0]
         forget(output)
         forget_own(output)
-        linear: Any = self.self_attention.linear_proj
+        attention: Any = self.self_attention
+        linear = attention.linear_proj
         if linear.tp_group.size() > 1:
             divided, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
             output = (divided if linear.sequence_parallel else whole)(output, group=linear.tp_group)
