@@ -5,7 +5,7 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import QKV, plain_values, refuse_others, square_flags
+from megatron_ext.families.shared import QKV, plain_json, plain_values, refuse_others, square_flags
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "embedding.word_embeddings": ("transformer.word_embeddings",),
@@ -21,23 +21,19 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
+_KEYS = ("hidden_size", "n_head", "n_layer", "seq_length", "layer_norm_epsilon")
+
+
 def _read(reading: Reading) -> dict[str, Any]:
     refuse_others(reading, {"apply_residual_connection_post_layernorm": False, "n_inner": None})
     # What the program computed it with that trained it, and which of its results are rounded in another order.
     reading.understand("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi")
     reading.understand("skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "unk_token_id")
-    return plain_values(reading, "hidden_size", "n_head", "n_layer", "seq_length")
+    return plain_values(reading, *_KEYS)
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model = config.model
-    return {
-        "hidden_size": model.hidden_size,
-        "n_head": model.num_attention_heads,
-        "n_layer": model.num_layers,
-        "seq_length": model.max_position_embeddings,
-        "layer_norm_epsilon": model.norm_epsilon,
-    }
+    return plain_json(config.model, *_KEYS)
 
 
 BLOOM = Family(

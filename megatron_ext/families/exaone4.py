@@ -5,47 +5,37 @@ from typing import Any
 
 from megatron_ext.config.derived.layer_patterns import read_pattern
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.families import shared
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    NAMES_WITH_NORMS_AFTER,
-    decoder_json,
-    decoder_values,
-    layer_numbers,
-    layer_window_values,
-    pattern,
-    typed_window_json,
-    typed_windows,
-)
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     every = reading.integer("sliding_window_pattern") if reading.get("layer_types") is None else 1
     reading.understand("sliding_window_pattern")
-    has_window = typed_windows(reading, [(number + 1) % every != 0 for number in layer_numbers(reading)])
+    has_window = shared.typed_windows(reading, [(number + 1) % every != 0 for number in shared.layer_numbers(reading)])
     fixed = None
     if reading.get("sliding_window") is not None and not all(has_window):
-        fixed = pattern([not one for one in has_window])
-    return {**decoder_values(reading), **layer_window_values(reading, has_window), "no_rope_freq": fixed}
+        fixed = shared.pattern([not one for one in has_window])
+    return {**shared.decoder_values(reading), **shared.layer_window_values(reading, has_window), "no_rope_freq": fixed}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), **typed_window_json(config)}
+    return {**shared.decoder_json(config), **shared.typed_window_json(config)}
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
     skips = model.window_attn_skip_freq if model.window_size is not None else None
     if skips is None:
         return {"no_rope_freq": None}
-    return {"no_rope_freq": pattern([not has_window for has_window in read_pattern(skips, model.num_layers)])}
+    return {"no_rope_freq": shared.pattern([not has_window for has_window in read_pattern(skips, model.num_layers)])}
 
 
 EXAONE4 = Family(
     "exaone4",
     "Exaone4ForCausalLM",
-    NAMES_WITH_NORMS_AFTER,
-    {**DECODER_FLAGS, "norm_position": "after", "qk_layernorm": True, "disable_bias_linear": True},
+    shared.NAMES_WITH_NORMS_AFTER,
+    {**shared.DECODER_FLAGS, "norm_position": "after", "qk_layernorm": True, "disable_bias_linear": True},
     _read,
     _write,
     {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},

@@ -3,41 +3,31 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.families import shared
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    DECODER_NAMES,
-    bias_json,
-    bias_values,
-    biases_of_attention,
-    decoder_json,
-    decoder_values,
-    refuse_others,
-)
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading, activation="gelu_pytorch_tanh")
-    refuse_others(reading, {"use_bidirectional_attention": None})
+    values = shared.decoder_values(reading, activation="gelu_pytorch_tanh", biases="attention")
+    shared.refuse_others(reading, {"use_bidirectional_attention": None})
     # The released files say gelu, and mean its tanh form: so does transformers take it.
-    values |= {**bias_values(reading, mlp=False), "openai_gelu": True}
-    return {**values, "embedding_multiplier": values["hidden_size"] ** 0.5}
+    return {**values, "openai_gelu": True, "embedding_multiplier": values["hidden_size"] ** 0.5}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), **bias_json(config, mlp=False)}
+    return shared.decoder_json(config, biases="attention")
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
-    return {**biases_of_attention(model), "embedding_multiplier": model.hidden_size**0.5}
+    return {**shared.biases_of_attention(model), "embedding_multiplier": model.hidden_size**0.5}
 
 
 GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
-    DECODER_NAMES,
-    {**DECODER_FLAGS, "swiglu": False, "geglu": True, "openai_gelu": True, "disable_bias_linear": True},
+    shared.DECODER_NAMES,
+    {**shared.DECODER_FLAGS, "swiglu": False, "geglu": True, "openai_gelu": True, "disable_bias_linear": True},
     _read,
     _write,
     {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192},

@@ -3,16 +3,10 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.families import shared
 from megatron_ext.families.gemma import GEMMA
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    gelu_values,
-    layer_numbers,
-    layer_window_values,
-    typed_window_json,
-    typed_windows,
-)
 
 _CAPS = {"attn_logit_softcapping": "attention_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 _AFTER = {
@@ -23,19 +17,21 @@ _AFTER = {
 
 
 def _read(reading: Reading) -> dict[str, Any]:
+    has_window = shared.typed_windows(reading, [number % 2 == 0 for number in shared.layer_numbers(reading)])
     return {
         **GEMMA.read(reading),
-        **layer_window_values(reading, typed_windows(reading, [number % 2 == 0 for number in layer_numbers(reading)])),
-        **gelu_values(reading, "hidden_activation", "gelu_pytorch_tanh"),
+        **shared.layer_window_values(reading, has_window),
+        **shared.gelu_values(reading, "hidden_activation", "gelu_pytorch_tanh"),
         **{name: reading.number_or_none(key) for key, name in _CAPS.items()},
         "softmax_scale": reading.number("query_pre_attn_scalar", 256.0) ** -0.5,
     }
 
 
 def _write(config: Config) -> dict[str, Any]:
-    content = {**GEMMA.write(config), **typed_window_json(config), "query_pre_attn_scalar": _scalar(config.model)}
+    content = {**GEMMA.write(config), **shared.typed_window_json(config)}
     caps = {key: getattr(config.model, name) for key, name in _CAPS.items()}
-    return {**content, **caps, "hidden_activation": content.pop("hidden_act")}
+    content |= {**caps, "query_pre_attn_scalar": _scalar(config.model)}
+    return {**content, "hidden_activation": content.pop("hidden_act")}
 
 
 def _scalar(model: ModelConfig) -> int:

@@ -15,9 +15,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model = config.model
-    partial = {"partial_rotary_factor": model.rotary_percent}
-    return {**decoder_json(config), **NO_PADDING, **partial, "attention_bias": model.has_qkv_bias}
+    return {**decoder_json(config, partial=True), **NO_PADDING, "attention_bias": config.model.has_qkv_bias}
 
 
 GLM = Family(

@@ -5,21 +5,12 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    DECODER_NAMES,
-    bias_json,
-    bias_values,
-    biases_of_attention,
-    decoder_json,
-    decoder_values,
-)
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder_json, decoder_values
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     return {
-        **decoder_values(reading),
-        **bias_values(reading),
+        **decoder_values(reading, biases="all"),
         "embedding_multiplier": reading.number("embedding_multiplier", 1.0),
         "residual_multiplier": reading.number("residual_multiplier", 1.0),
         "logits_multiplier": 1.0 / max(reading.number("logits_scaling", 1.0), 1e-300),
@@ -30,8 +21,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
-        **decoder_json(config),
-        **bias_json(config),
+        **decoder_json(config, biases="all"),
         "embedding_multiplier": model.embedding_multiplier,
         "residual_multiplier": model.residual_multiplier,
         "logits_scaling": float(f"{1.0 / model.logits_multiplier:.15g}"),  # without the rounding of two inverses

@@ -5,15 +5,7 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    DECODER_NAMES,
-    bias_json,
-    bias_values,
-    biases_of_attention,
-    decoder_json,
-    decoder_values,
-)
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder_json, decoder_values
 
 _NAMES = {
     **DECODER_NAMES,
@@ -23,11 +15,11 @@ _NAMES = {
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    return {**decoder_values(reading, alpha=True), **bias_values(reading, mlp=False)}
+    return decoder_values(reading, alpha=True, biases="attention")
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), **bias_json(config, mlp=False)}
+    return decoder_json(config, biases="attention")
 
 
 HUNYUAN = Family(

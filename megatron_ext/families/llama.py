@@ -5,23 +5,15 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    DECODER_NAMES,
-    bias_json,
-    bias_values,
-    biases_of_attention,
-    decoder_json,
-    decoder_values,
-)
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder_json, decoder_values
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    return {**decoder_values(reading), **bias_values(reading)}
+    return decoder_values(reading, biases="all")
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), **bias_json(config)}
+    return decoder_json(config, biases="all")
 
 
 LLAMA = Family(

@@ -3,36 +3,26 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.families import shared
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    decoder_json,
-    decoder_values,
-    expert_json,
-    expert_names,
-    expert_values,
-    refuse_others,
-    window_json,
-    window_values,
-)
 
-_NAMES = expert_names("block_sparse_moe", gate="w1", up="w3", down="w2")
+_NAMES = shared.expert_names("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = {**decoder_values(reading), **window_values(reading)}
-    refuse_others(reading, {"router_jitter_noise": 0.0})
+    values = {**shared.decoder_values(reading), **shared.window_values(reading)}
+    shared.refuse_others(reading, {"router_jitter_noise": 0.0})
     experts, width = reading.integer("num_local_experts"), reading.integer("intermediate_size")
-    return {**values, **expert_values(reading, experts, width, normalized=True)}
+    return {**values, **shared.expert_values(reading, experts, width, normalized=True)}
 
 
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
-        **decoder_json(config),
-        **window_json(config),
-        **expert_json(config),
+        **shared.decoder_json(config),
+        **shared.window_json(config),
+        **shared.expert_json(config),
         "num_local_experts": model.num_experts,
         "intermediate_size": model.expert_ffn_hidden_size,
     }
@@ -42,7 +32,7 @@ MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     _NAMES,
-    {**DECODER_FLAGS, "disable_bias_linear": True, "moe_router_pre_softmax": False},
+    {**shared.DECODER_FLAGS, "disable_bias_linear": True, "moe_router_pre_softmax": False},
     _read,
     _write,
     {

@@ -5,7 +5,7 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import WITHOUT_BEARING, Reading
-from megatron_ext.families.shared import QKV, plain_values, refuse_others, square_flags
+from megatron_ext.families.shared import QKV, plain_json, plain_values, refuse_others, square_flags
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "embedding.word_embeddings": ("transformer.wte",),
@@ -18,6 +18,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "decoder.final_layernorm": ("transformer.norm_f",),
     "output_layer": ("lm_head",),
 }
+_KEYS = ("d_model", "n_heads", "n_layers", "max_seq_len", "layer_norm_epsilon")
 _NUMBERS = {"qkv_clip": "clip_qkv", "softmax_scale": "softmax_scale"}
 
 
@@ -31,18 +32,12 @@ def _read(reading: Reading) -> dict[str, Any]:
     refuse_others(reading, {"expansion_ratio": 4, "no_bias": True, "embedding_fraction": 1.0})
     reading.understand("learned_pos_emb", "init_device", "norm_type")  # which transformers does not read
     reading.problems += [f"attn_config: {problem}" for problem in attention.problems]
-    return {**plain_values(reading, "d_model", "n_heads", "n_layers", "max_seq_len"), **values}
+    return {**plain_values(reading, *_KEYS), **values}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {
-        "d_model": config.model.hidden_size,
-        "n_heads": config.model.num_attention_heads,
-        "n_layers": config.model.num_layers,
-        "max_seq_len": config.model.max_position_embeddings,
-        "layer_norm_epsilon": config.model.norm_epsilon,
-        "attn_config": {key: getattr(config.model, name) for name, key in _NUMBERS.items()},
-    }
+    attention = {key: getattr(config.model, name) for name, key in _NUMBERS.items()}
+    return {**plain_json(config.model, *_KEYS), "attn_config": attention}
 
 
 MPT = Family(

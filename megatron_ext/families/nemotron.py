@@ -5,27 +5,18 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    DECODER_NAMES,
-    bias_json,
-    bias_values,
-    biases_of_attention,
-    decoder_json,
-    decoder_values,
-)
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder_json, decoder_values
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading, epsilon="norm_eps", activation="relu2", partial=True)
+    values = decoder_values(reading, epsilon="norm_eps", activation="relu2", partial=True, biases="all")
     head = values["kv_channels"]  # which published files say once more, under our name, and transformers does not read
     reading.refuse_unless("kv_channels", head, head, f"but by head_dim a head has {head} channels")
-    return {**values, **bias_values(reading)}
+    return values
 
 
 def _write(config: Config) -> dict[str, Any]:
-    partial = {"partial_rotary_factor": config.model.rotary_percent}
-    return {**decoder_json(config, "norm_eps"), **partial, **bias_json(config)}
+    return decoder_json(config, "norm_eps", partial=True, biases="all")
 
 
 NEMOTRON = Family(

@@ -5,25 +5,16 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    DECODER_NAMES,
-    bias_json,
-    bias_values,
-    biases_of_attention,
-    decoder_json,
-    decoder_values,
-)
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder_json, decoder_values
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = {**decoder_values(reading, epsilon=None), **bias_values(reading, mlp=False)}
+    values = decoder_values(reading, epsilon=None, biases="attention")
     return {**values, "qkv_clip": reading.number_or_none("clip_qkv")}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    content = {**decoder_json(config, epsilon=None), **bias_json(config, mlp=False)}
-    return {**content, "clip_qkv": config.model.qkv_clip}
+    return {**decoder_json(config, epsilon=None, biases="attention"), "clip_qkv": config.model.qkv_clip}
 
 
 OLMO = Family(

@@ -3,33 +3,25 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.families import shared
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    NAMES_WITH_NORMS_AFTER,
-    bias_json,
-    bias_values,
-    biases_of_attention,
-    decoder_json,
-    decoder_values,
-)
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    return {**decoder_values(reading), **bias_values(reading, mlp=False)}
+    return shared.decoder_values(reading, biases="attention")
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), **bias_json(config, mlp=False)}
+    return shared.decoder_json(config, biases="attention")
 
 
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
-    NAMES_WITH_NORMS_AFTER,
+    shared.NAMES_WITH_NORMS_AFTER,
     {
-        **DECODER_FLAGS,
+        **shared.DECODER_FLAGS,
         "norm_position": "after",
         "qk_layernorm": True,
         "qk_layernorm_over": "projection",
@@ -38,5 +30,5 @@ OLMO2 = Family(
     _read,
     _write,
     {"rms_norm_eps": 1e-5},
-    dependent_flags=biases_of_attention,
+    dependent_flags=shared.biases_of_attention,
 )

@@ -3,36 +3,24 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.families import shared
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    bias_json,
-    bias_values,
-    biases_of_attention,
-    decoder_json,
-    decoder_values,
-    expert_json,
-    expert_names,
-    expert_values,
-    heads_fill_width,
-)
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = {**decoder_values(reading), **bias_values(reading, mlp=False)}
+    values = shared.decoder_values(reading, biases="attention")
     values["qkv_clip"] = reading.number_or_none("clip_qkv")
     experts, width = reading.integer("num_experts"), reading.integer("intermediate_size")
     normalized = reading.boolean("norm_topk_prob", False)
-    return {**values, **expert_values(reading, experts, width, normalized=normalized)}
+    return {**values, **shared.expert_values(reading, experts, width, normalized=normalized)}
 
 
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
-        **decoder_json(config),
-        **expert_json(config),
-        **bias_json(config, mlp=False),
+        **shared.decoder_json(config, biases="attention"),
+        **shared.expert_json(config),
         "clip_qkv": model.qkv_clip,
         "intermediate_size": model.expert_ffn_hidden_size,
         "num_experts": model.num_experts,
@@ -43,14 +31,14 @@ def _write(config: Config) -> dict[str, Any]:
 OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
-    expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    shared.expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     {
-        **{**DECODER_FLAGS, "qk_layernorm": True, "qk_layernorm_over": "projection"},
+        **{**shared.DECODER_FLAGS, "qk_layernorm": True, "qk_layernorm_over": "projection"},
         "disable_bias_linear": True,
     },
     _read,
     _write,
     {"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     aliases={"num_experts": "num_local_experts"},
-    dependent_flags=lambda model: {**heads_fill_width(model), **biases_of_attention(model)},
+    dependent_flags=lambda model: {**shared.heads_fill_width(model), **shared.biases_of_attention(model)},
 )

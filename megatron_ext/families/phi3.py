@@ -3,24 +3,16 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.families import shared
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    DECODER_NAMES,
-    NO_PADDING,
-    QKV,
-    decoder_json,
-    decoder_values,
-    window_json,
-    window_values,
-)
 
-_NAMES = {**DECODER_NAMES, QKV: ("self_attn.qkv_proj",), "mlp.linear_fc1": ("mlp.gate_up_proj",)}
+_NAMES = {**shared.DECODER_NAMES, shared.QKV: ("self_attn.qkv_proj",), "mlp.linear_fc1": ("mlp.gate_up_proj",)}
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = {**decoder_values(reading, partial=True), **window_values(reading)}
+    values = {**shared.decoder_values(reading, partial=True), **shared.window_values(reading)}
+    shared.refuse_others(reading, {"attention_bias": False})  # in the file of Phi-4
     reading.understand("original_max_position_embeddings")  # read with longrope alone
     if values.get("use_rope_scaling"):
         reading.problems.append("rope_type is llama3, which no Phi-3 has; only default is supported")
@@ -28,15 +20,14 @@ def _read(reading: Reading) -> dict[str, Any]:
 
 
 def _write(config: Config) -> dict[str, Any]:
-    partial = {"partial_rotary_factor": config.model.rotary_percent}
-    return {**decoder_json(config), **NO_PADDING, **partial, **window_json(config)}
+    return {**shared.decoder_json(config, partial=True), **shared.NO_PADDING, **shared.window_json(config)}
 
 
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
     _NAMES,
-    {**DECODER_FLAGS, "disable_bias_linear": True, "use_rope_scaling": False},
+    {**shared.DECODER_FLAGS, "disable_bias_linear": True, "use_rope_scaling": False},
     _read,
     _write,
     {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},

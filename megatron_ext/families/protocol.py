@@ -62,6 +62,9 @@ class Family:
     dependent_flags: Callable[[ModelConfig], Mapping[str, Any]] = _no_flags
     """Values of our flags that follow from other values of the model, in every model of the family."""
 
+    dependent_names: Callable[[ModelConfig], Mapping[str, tuple[str, ...]]] = _no_flags
+    """Names that take the place of those in `names` by other values of the model."""
+
     layers: str = "model.layers.{}."
     """Prefix of a layer's modules."""
 

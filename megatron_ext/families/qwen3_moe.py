@@ -11,7 +11,7 @@ from megatron_ext.parts.stack import layers
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = shared.decoder_values(reading)
+    values = shared.decoder_values(reading, biases="attention")
     reading.understand("sliding_window")
     used = reading.boolean("use_sliding_window", False)
     values |= shared.window_values(reading) if used else {"window_size": None}
@@ -19,7 +19,6 @@ def _read(reading: Reading) -> dict[str, Any]:
     numbers = shared.layer_numbers(reading)
     kinds = [shared.KINDS[values["window_size"] is not None] for _ in numbers]
     reading.refuse_unless("layer_types", kinds, kinds, f"but all {len(kinds)} layers are {kinds[0]}")
-    values |= shared.bias_values(reading, mlp=False)
     shared.refuse_others(reading, {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0})
     step, dense = reading.integer("decoder_sparse_step", 1), reading.get("mlp_only_layers", [])
     if not isinstance(dense, list):
@@ -36,8 +35,11 @@ def _read(reading: Reading) -> dict[str, Any]:
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
-        **{**shared.decoder_json(config), **shared.window_json(config), **shared.expert_json(config)},
-        **shared.bias_json(config, mlp=False),
+        **{
+            **shared.decoder_json(config, biases="attention"),
+            **shared.window_json(config),
+            **shared.expert_json(config),
+        },
         "use_sliding_window": model.window_size is not None,
         "num_experts": model.num_experts,
         "moe_intermediate_size": model.expert_ffn_hidden_size,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.schema import Config, ModelConfig
@@ -54,6 +54,7 @@ def decoder_values(
     partial: bool = False,
     alpha: bool = False,
     yarn: bool = False,
+    biases: Literal["attention", "all"] | None = None,
 ) -> dict[str, Any]:
     """Return the values of our flags that every decoder with rotary positions has in `config.json`.
 
@@ -63,6 +64,8 @@ def decoder_values(
         partial: whether a share of each head's channels may be rotated (`partial_rotary_factor`).
         alpha: whether `rope_type` dynamic may have an `alpha`, with which it is a larger base.
         yarn: whether `rope_type` may be yarn, and cannot be llama3.
+        biases: matrices that may have one: those of attention by `attention_bias`, all with those of the MLP by
+            `mlp_bias`.
     """
     hidden, heads = reading.integer("hidden_size"), reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", heads)
@@ -79,7 +82,7 @@ def decoder_values(
         "vocab_size": reading.integer("vocab_size"),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
     }
-    values |= _rotary_values(reading, partial, values["kv_channels"] if alpha else None, yarn)
+    values |= rotary_values(reading, partial=partial, head=values["kv_channels"] if alpha else None, yarn=yarn)
     if heads % groups:
         reading.problems.append(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
     if activation in _GELUS:
@@ -87,14 +90,24 @@ def decoder_values(
     else:
         mlp = "SwiGLU" if activation == "silu" else "squared ReLU"
         reading.refuse_unless("hidden_act", activation, activation, f"but the MLP here is {mlp}: {activation}")
+    if biases is not None:
+        attention = reading.boolean("attention_bias", False)
+        values |= bias_flags(attention, attention, biases == "all" and reading.boolean("mlp_bias", False))
     refuse_others(reading, {"activation": "swiglu", "rope_interleaved": False, "use_mrope": False})
     return values
 
 
-def decoder_json(config: Config, epsilon: str | None = "rms_norm_eps") -> dict[str, Any]:
-    """Return the content of `config.json` that every decoder with rotary positions has."""
+def decoder_json(
+    config: Config,
+    epsilon: str | None = "rms_norm_eps",
+    *,
+    partial: bool = False,
+    biases: Literal["attention", "all"] | None = None,
+) -> dict[str, Any]:
+    """Return the content of `config.json` that every decoder with rotary positions has; the arguments are those of
+    `decoder_values`."""
     model = config.model
-    content: dict[str, Any] = {
+    return {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
@@ -104,10 +117,18 @@ def decoder_json(config: Config, epsilon: str | None = "rms_norm_eps") -> dict[s
         "hidden_act": _activation(model),
         **({} if epsilon is None else {epsilon: model.norm_epsilon}),
         "max_position_embeddings": model.max_position_embeddings,
-        "rope_theta": model.rotary_base,
-        "rope_scaling": None,
         "attention_dropout": 0.0,
+        **rotary_json(model, partial=partial),
+        **({} if biases is None else {"attention_bias": model.has_qkv_bias}),
+        **({"mlp_bias": model.has_mlp_bias} if biases == "all" else {}),
     }
+
+
+def rotary_json(model: ModelConfig, *, partial: bool = False) -> dict[str, Any]:
+    """Return the keys of `rotary_values`."""
+    content: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_scaling": None}
+    if partial:
+        content["partial_rotary_factor"] = model.rotary_percent
     if model.rotary_seq_len_interpolation_factor != 1.0:
         content["rope_scaling"] = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
     elif model.use_rope_scaling:
@@ -174,7 +195,7 @@ NO_PADDING = {"pad_token_id": None}
 """What is written in families whose default is an entry that a smaller vocabulary does not have."""
 
 
-def plain_values(reading: Reading, width: str, heads: str, depth: str, length: str) -> dict[str, Any]:
+def plain_values(reading: Reading, width: str, heads: str, depth: str, length: str, epsilon: str) -> dict[str, Any]:
     """Return the values of decoders whose heads fill the width and whose MLP is four times as wide, by their keys."""
     hidden, number = reading.integer(width), reading.integer(heads)
     if hidden % number:
@@ -186,11 +207,37 @@ def plain_values(reading: Reading, width: str, heads: str, depth: str, length: s
         "num_attention_heads": number,
         "num_query_groups": number,
         "kv_channels": max(hidden // number, 1),
-        "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5),
+        "norm_epsilon": reading.number(epsilon, 1e-5),
         "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", True),
         "vocab_size": reading.integer("vocab_size"),
         "max_position_embeddings": reading.integer(length, 2048),
     }
+
+
+def plain_json(model: ModelConfig, *keys: str) -> dict[str, Any]:
+    """Return the keys of `plain_values`, which are its arguments, but for the width of the MLP."""
+    values = (model.hidden_size, model.num_attention_heads, model.num_layers, model.max_position_embeddings)
+    return dict(zip(keys, (*values, model.norm_epsilon), strict=True))
+
+
+_PLAIN_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+
+
+def rotated_plain_values(
+    reading: Reading, width: str, activation: str, epsilon: str, *, partial: bool = False
+) -> dict[str, Any]:
+    """Return the values of the same with rotary positions, the form of GELU, and a width of the MLP, by their keys."""
+    values = {**plain_values(reading, *_PLAIN_KEYS, epsilon), **rotary_values(reading, partial=partial)}
+    values |= gelu_values(reading, activation, "gelu")
+    return {**values, "ffn_hidden_size": reading.integer(width, values["ffn_hidden_size"])}
+
+
+def rotated_plain_json(
+    model: ModelConfig, width: str, activation: str, epsilon: str, *, partial: bool = False
+) -> dict[str, Any]:
+    """Return the keys of `rotated_plain_values`."""
+    content = {**plain_json(model, *_PLAIN_KEYS, epsilon), **rotary_json(model, partial=partial)}
+    return {**content, width: model.ffn_hidden_size, activation: "gelu_new" if model.openai_gelu else "gelu"}
 
 
 def square_flags(model: ModelConfig) -> dict[str, Any]:
@@ -208,19 +255,6 @@ def bias_flags(queries: bool, output: bool, mlp: bool) -> dict[str, bool]:
     everywhere = queries and output and mlp
     added = {"add_qkv_bias": queries, "add_output_bias": output, "add_mlp_bias": mlp}
     return {"disable_bias_linear": not everywhere, **{name: one and not everywhere for name, one in added.items()}}
-
-
-def bias_values(reading: Reading, *, mlp: bool = True) -> dict[str, bool]:
-    """Return the same of `attention_bias`, which is of all matrices of attention, and of `mlp_bias`, in families whose
-    `mlp` may have one."""
-    attention = reading.boolean("attention_bias", False)
-    return bias_flags(attention, attention, mlp and reading.boolean("mlp_bias", False))
-
-
-def bias_json(config: Config, *, mlp: bool = True) -> dict[str, bool]:
-    """Return the keys of `bias_values`."""
-    model = config.model
-    return {"attention_bias": model.has_qkv_bias, **({"mlp_bias": model.has_mlp_bias} if mlp else {})}
 
 
 def biases_of_attention(model: ModelConfig) -> dict[str, Any]:
@@ -313,7 +347,9 @@ def refuse_others(reading: Reading, usual: Mapping[str, Any]) -> None:
         reading.refuse_unless(key, value, value, f"only {json.dumps(value)} is supported")
 
 
-def _rotary_values(reading: Reading, partial: bool, head: int | None, yarn: bool) -> dict[str, Any]:
+def rotary_values(
+    reading: Reading, *, partial: bool = False, head: int | None = None, yarn: bool = False
+) -> dict[str, Any]:
     """Return the values of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
     A file may have all three, for `rope_scaling` is what model cards tell people to add. As transformers 5 does

@@ -4,29 +4,15 @@ import json
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.families import shared
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    DECODER_NAMES,
-    NO_PADDING,
-    bias_json,
-    bias_values,
-    biases_of_attention,
-    decoder_json,
-    decoder_values,
-    layer_numbers,
-    layer_window_values,
-    pattern,
-    switched_window_json,
-    typed_windows,
-)
 from megatron_ext.parts.stack import layers
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     every = reading.integer("no_rope_layer_interval", 4)
-    rotates = [(number + 1) % every != 0 for number in layer_numbers(reading)]
+    rotates = [(number + 1) % every != 0 for number in shared.layer_numbers(reading)]
     reading.understand("max_window_layers")  # in published files; transformers does not read it
     named = reading.get("no_rope_layers")  # 1 in layers that rotate
     if isinstance(named, list) and len(named) == len(rotates) and {*map(str, named)} <= {"0", "1"}:
@@ -34,23 +20,28 @@ def _read(reading: Reading) -> dict[str, Any]:
     elif named is not None:
         reading.problems.append(f"no_rope_layers is {json.dumps(named)[:80]}; it needs {len(rotates)} times 0 or 1")
     fixed = [not one for one in rotates]
-    windows = layer_window_values(reading, typed_windows(reading, fixed, switch="use_sliding_window"))
-    values = {**decoder_values(reading), **bias_values(reading), **windows}
-    return {**values, "no_rope_freq": pattern(fixed) if any(fixed) else None}
+    windows = shared.layer_window_values(reading, shared.typed_windows(reading, fixed, switch="use_sliding_window"))
+    values = {**shared.decoder_values(reading, biases="all"), **windows}
+    return {**values, "no_rope_freq": shared.pattern(fixed) if any(fixed) else None}
 
 
 def _write(config: Config) -> dict[str, Any]:
     rotates = {"no_rope_layers": [int(layer.attention.rotary is not None) for layer in layers(config)]}
-    return {**decoder_json(config), **bias_json(config), **switched_window_json(config), **rotates, **NO_PADDING}
+    return {
+        **shared.decoder_json(config, biases="all"),
+        **shared.switched_window_json(config),
+        **rotates,
+        **shared.NO_PADDING,
+    }
 
 
 SMOLLM3 = Family(
     "smollm3",
     "SmolLM3ForCausalLM",
-    DECODER_NAMES,
-    DECODER_FLAGS,
+    shared.DECODER_NAMES,
+    shared.DECODER_FLAGS,
     _read,
     _write,
     {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True, "max_position_embeddings": 32768},
-    dependent_flags=biases_of_attention,
+    dependent_flags=shared.biases_of_attention,
 )

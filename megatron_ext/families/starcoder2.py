@@ -3,32 +3,24 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.families import shared
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    DECODER_NAMES,
-    decoder_json,
-    decoder_values,
-    refuse_others,
-    window_json,
-    window_values,
-)
 
-_NAMES = {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.c_fc",), "mlp.linear_fc2": ("mlp.c_proj",)}
+_NAMES = {**shared.DECODER_NAMES, "mlp.linear_fc1": ("mlp.c_fc",), "mlp.linear_fc2": ("mlp.c_proj",)}
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    refuse_others(reading, {"mlp_type": "default"})
+    shared.refuse_others(reading, {"mlp_type": "default"})
     values = {
-        **decoder_values(reading, epsilon="norm_epsilon", activation="gelu_pytorch_tanh"),
-        **window_values(reading),
+        **shared.decoder_values(reading, epsilon="norm_epsilon", activation="gelu_pytorch_tanh"),
+        **shared.window_values(reading),
     }
     return {**values, "disable_bias_linear": not reading.boolean("use_bias", True)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    content = {**decoder_json(config, "norm_epsilon"), **window_json(config)}
+    content = {**shared.decoder_json(config, "norm_epsilon"), **shared.window_json(config)}
     return {**content, "use_bias": not config.model.disable_bias_linear}
 
 
@@ -36,7 +28,7 @@ STARCODER2 = Family(
     "starcoder2",
     "Starcoder2ForCausalLM",
     _NAMES,
-    {**DECODER_FLAGS, "swiglu": False, "normalization": "LayerNorm"},
+    {**shared.DECODER_FLAGS, "swiglu": False, "normalization": "LayerNorm"},
     _read,
     _write,
     {

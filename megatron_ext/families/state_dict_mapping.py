@@ -1,5 +1,6 @@
 """Finds where the rows of our parameters lie in a family's tensors: a parameter is a list of ranges of rows."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ class ParameterMapping:
 
 def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]:
     """Return every parameter of the model, with the tensors of the family that hold its rows."""
+    family = dataclasses.replace(family, names={**family.names, **family.dependent_names(config.model)})
     mixers = [layer.mixer for layer in layers(config)]
     return [
         _parameter_mapping(parameter, mixers[parameter.stage] if isinstance(parameter.stage, int) else None, family)

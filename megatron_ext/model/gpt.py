@@ -138,7 +138,7 @@ def build_model(
         share_or_copy()
     chunks = config.layout.virtual_pipeline_model_parallel_size
     of_readout["true_vocab_size"] = config.data.vocab_size or config.model.padded_vocab_size
-    of_readout["cap"] = config.model.final_logit_softcapping
+    of_readout |= {"cap": config.model.final_logit_softcapping, "has_bias": config.model.lm_head_bias}
     build = partial(_build_chunk, config, transformer_config, pg_collection, chunks, on_meta, layer_spec, of_readout)
     return [build(chunk) for chunk in range(chunks)]
 

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
     vocab_parallel_cross_entropy,
 )
 from megatron.core.transformer import TransformerConfig
@@ -21,6 +22,7 @@ from megatron_ext.device.kernels import linear
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
+from megatron_ext.parts.norm.compute import uninitialized
 
 
 def token_loss(
@@ -139,12 +141,12 @@ class OutputLayer(ColumnParallelLinear):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
         *,
-        reads: Callable[[torch.Tensor, Any], torch.Tensor] | None = None,
+        reads: Callable[[torch.Tensor, Any, Any], torch.Tensor] | None = None,
     ) -> Any:
-        """Return the logits, [..., this rank's rows], and no bias; or what `reads` makes of the input and the
-        weight."""
+        """Return the logits, [..., this rank's rows], and no bias; or what `reads` makes of the input, the
+        weight and the bias."""
         if reads is not None:
-            return reads(input_, self.weight if weight is None else weight)
+            return reads(input_, self.weight if weight is None else weight, self.bias)
         logits, bias = super().forward(input_, weight, runtime_gather_output)
         logits = capped(logits, self.cap)
         if self.true_rows < self.output_size_per_partition:
@@ -177,12 +179,19 @@ class Readout:
     cap: float | None = None
     """Bound of the logits, as cap tanh(logits / cap)."""
 
+    has_bias: bool = False
+    """Whether the logits have a bias."""
+
     def prepare(self, output_layer: ColumnParallelLinear) -> None:
         """Make the layer that megatron-core has built an `OutputLayer`."""
         output_layer.__class__ = OutputLayer
         assert isinstance(output_layer, OutputLayer)
         rows = output_layer.output_size_per_partition
         output_layer.true_rows, output_layer.cap = min(rows, self._true_rows(rows)), self.cap
+        if self.has_bias:
+            output_layer.bias = uninitialized(self.config, rows)
+            output_layer.bias.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+            set_tensor_model_parallel_attributes(output_layer.bias, True, 0, 1)
 
     def __call__(
         self,
@@ -223,9 +232,10 @@ class Readout:
         return losses.view(labels_SB.shape).t()
 
     def _summed_loss(
-        self, labels_N: torch.Tensor, counts_N: torch.Tensor, hidden_SBH: torch.Tensor, weight: torch.Tensor
+        self, labels_N: torch.Tensor, counts_N: torch.Tensor, hidden_SBH: torch.Tensor, weight: torch.Tensor, bias: None
     ) -> torch.Tensor:
         group = self.tp_group
+        assert bias is None, "validated: --linear-cross-entropy knows no bias"
         if self.config.sequence_parallel:
             hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=group)
         elif group.size() > 1:
@@ -241,8 +251,9 @@ class Readout:
             return layer(hidden_NH, reads=self._true_logits)
         return layer(hidden_NH.unsqueeze(1))[0].squeeze(1)
 
-    def _true_logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return capped(linear(hidden, weight[: self.true_vocab_size]), self.cap)
+    def _true_logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        true = slice(self.true_vocab_size)
+        return capped(linear(hidden, weight[true], None if bias is None else bias[true]), self.cap)
 
     def _true_rows(self, rows: int) -> int:
         """Return how many entries of the vocabulary this rank and those after it have, where each has so many rows."""

@@ -210,6 +210,9 @@ def output_parameters(config: Config) -> Iterator[Parameter]:
             tp_dim=0,
             true_rows=_true_rows(config),
         )
+    if model.lm_head_bias:
+        shape = (model.padded_vocab_size,)
+        yield Parameter("output_layer.bias", shape, "output", "zeros", tp_dim=0, true_rows=_true_rows(config))
 
 
 def _embedding_init(model: ModelConfig, shape: tuple[int, int]) -> tuple[Literal["normal", "uniform"], float]:

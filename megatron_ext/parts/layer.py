@@ -1,4 +1,5 @@
-"""The transformer layer: x + after(part(before(x))), for what mixes positions and then for the MLP."""
+"""The transformer layer: x + after(part(before(x))), for what mixes positions and then for the MLP, or for both at
+once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +7,10 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -20,7 +25,9 @@ Branch = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class ResidualLayer(TransformerLayer):
-    """Computes x + after(attention(before(x))), then x + after(MLP(before(x))), with dropout on both branches.
+    """Computes x + after(attention(before(x))), then x + after(MLP(before(x))), with dropout on both branches; or in
+    parallel x + (attention(before(x)) + MLP(before'(x))) (PaLM, arXiv:2204.02311, section 2), with dropout on the sum,
+    which tensor-parallel ranks add up in one exchange.
 
     Norms stand before (Xiong et al. 2020, figure 1b), after (OLMo 2, arXiv:2501.00656) or on both sides. The layer is
     built, named and divided as megatron-core's is; a forward pass without that one's branches for offloading and
@@ -28,12 +35,23 @@ class ResidualLayer(TransformerLayer):
 
     Args:
         norm_after: builds the norms after attention and MLP; None where there are none.
+        is_parallel: whether attention and MLP read the same residual stream; through one norm, where only attention
+            has one.
     """
 
     def __init__(
-        self, config: TransformerConfig, *positional: Any, norm_after: NormBuilder | None = None, **settings: Any
+        self,
+        config: TransformerConfig,
+        *positional: Any,
+        norm_after: NormBuilder | None = None,
+        is_parallel: bool = False,
+        **settings: Any,
     ) -> None:
         super().__init__(config, *positional, **settings)
+        self.is_parallel = is_parallel
+        parts: Any = self
+        for linear in (parts.self_attention.linear_proj, parts.mlp.linear_fc2) if is_parallel else ():
+            linear.explicit_expert_comm = True  # by which the engine's shared experts leave the sum to others, too
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None
         if norm_after is not None:
             sizes = config, config.hidden_size, config.layernorm_epsilon
@@ -55,9 +73,12 @@ class ResidualLayer(TransformerLayer):
         assert not given, f"not for plain sequences: {given}"
         normed, forget = self._normed(self.input_layernorm, hidden_states, self.recompute_input_layernorm)
         attended: Any = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params)
-        forget(attended[0])
         if packed_seq_params is not None:
             hidden_states = packed_seq_params.narrowed(hidden_states, self)
+            normed = packed_seq_params.narrowed(normed, self) if self.is_parallel else normed
+        if self.is_parallel:
+            return self._added(self._both(attended, normed, hidden_states, forget), hidden_states, None), None
+        forget(attended[0])
         if self._adds_and_norms_at_once(attended):
             before_mlp: Any = self.pre_mlp_layernorm
             normed, hidden_states = before_mlp.of_sum(attended[0], hidden_states)
@@ -65,10 +86,39 @@ class ResidualLayer(TransformerLayer):
         else:
             hidden_states = self._added(attended, hidden_states, self.post_self_attn_layernorm)
             normed, forget = self._normed(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
-        mlp: Any = self._checkpointed_mlp if self.recompute_mlp and self.training else self.mlp
-        expanded = mlp(normed)
+        expanded = self._expanded(normed)
         forget(expanded[0])
         return self._added(expanded, hidden_states, self.post_mlp_layernorm), None
+
+    def _both(
+        self, attended: Branch, normed: torch.Tensor, hidden_states: torch.Tensor, forget: Callable[..., object]
+    ) -> Branch:
+        """Return the sum of what attention gave and the MLP gives.
+
+        Args:
+            attended: this rank's part of what attention gave.
+            normed: what attention read.
+            hidden_states: the residual stream.
+            forget: what to call with the sum when nobody reads `normed` any more.
+        """
+        forget_own = _nothing
+        if not isinstance(self.pre_mlp_layernorm, IdentityOp):
+            normed, forget_own = self._normed(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
+        expanded = self._expanded(normed)
+        output: Any = attended[0] + expanded[0]
+        forget(output)
+        forget_own(output)
+        attention: Any = self.self_attention
+        linear = attention.linear_proj
+        if linear.tp_group.size() > 1:
+            divided, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
+            output = (divided if linear.sequence_parallel else whole)(output, group=linear.tp_group)
+        biases = [bias for _, bias in (attended, expanded) if bias is not None]
+        return output, sum(biases[1:], biases[0]) if biases else None
+
+    def _expanded(self, normed: torch.Tensor) -> Branch:
+        mlp: Any = self._checkpointed_mlp if self.recompute_mlp and self.training else self.mlp
+        return mlp(normed)
 
     def _added(self, branch: Branch, hidden_states: torch.Tensor, norm_after: Any) -> torch.Tensor:
         """Return hidden_states + after(branch)."""

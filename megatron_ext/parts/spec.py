@@ -82,12 +82,15 @@ def layer_spec(
     before = norm if layer.norms_before else IdentityOp
     return ModuleSpec(
         module=ResidualLayer,
-        params={"norm_after": norm} if layer.norms_after else {},
+        params={
+            **({"norm_after": norm} if layer.norms_after else {}),
+            **({"is_parallel": True} if layer.parallel else {}),
+        },
         submodules=TransformerLayerSubmodules(
             input_layernorm=before,
             self_attention=_MIXERS[type(layer.mixer)](layer, tp_group, tables),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=before,
+            pre_mlp_layernorm=IdentityOp if layer.parallel == "one-norm" else before,
             mlp=_dense_mlp(layer) if layer.experts is None else mixture_of_experts(),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),

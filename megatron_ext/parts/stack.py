@@ -57,21 +57,26 @@ class Layer:
     """Whether norms stand before mixer and MLP (on what they take in), after them (on what they give, before it is
     added to the residual stream), or on both sides."""
 
+    parallel: Literal["one-norm", "two-norms"] | None = None
+    """Whether mixer and MLP read the same residual stream, through one norm or each through its own; None: the MLP
+    reads what the mixer has added to."""
+
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
         # Once a layer: the planner looks layers up some hundred times for each of thousands of layouts.
-        return hash((self.mixer, self.mlp, self.norm, self.norm_places))
+        return hash((self.mixer, self.mlp, self.norm, self.norm_places, self.parallel))
 
     @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
         """What the layer adds to the residual stream, one after another."""
         before, after = self.norms_before, self.norms_after
+        of_mlp = None if self.parallel == "one-norm" else "pre_mlp_layernorm"
         pieces = (
             ("self_attention", self.mixer, "input_layernorm", "post_self_attn_layernorm"),
-            ("mlp", self.mlp, "pre_mlp_layernorm", "post_mlp_layernorm"),
+            ("mlp", self.mlp, of_mlp, "post_mlp_layernorm"),
         )
         return tuple(
             Branch(name, part, first if before else None, last if after else None)
@@ -104,6 +109,11 @@ class Layer:
         return self.mixer.rotary, self.mixer.rotary_size
 
     @property
+    def additions(self) -> int:
+        """How often it adds to the residual stream."""
+        return 1 if self.parallel else len(self.branches)
+
+    @property
     def blocks(self) -> int:
         """How often tensor-parallel ranks gather an input and scatter an output."""
         return sum(branch.part.blocks for branch in self.branches)
@@ -129,6 +139,8 @@ class Layer:
         asked = Asked(f"--norm-position is {self.norm_places}", "--norm-position before")
         places = {"norms after": self.norms_after, "no norms before": not self.norms_before}
         pieces = {place: asked for place, is_so in places.items() if is_so}
+        if self.parallel:
+            pieces["parallel"] = Asked(f"--parallel-residual is {self.parallel}")
         for branch in self.branches:
             pieces |= branch.part.pieces(config)
         return pieces
@@ -217,6 +229,7 @@ def _layer(model: ModelConfig, number: int) -> Layer:
         mlp=mlp_of(model, model.ffn_hidden_size) if experts is None else experts_of(model, experts),
         norm=final_norm(model),
         norm_places=model.norm_position,  # pyright: ignore[reportArgumentType]
+        parallel=None if (form := model.parallel_residual) == "none" else form,  # pyright: ignore[reportArgumentType]
     )
 
 

@@ -122,6 +122,7 @@ WAYS: dict[str, Way] = {
             "gate": _NEVER_RUN.format("gates"),
             "clip": "which clips nothing",
             "latent": _NEVER_RUN.format("latents"),
+            "parallel": "whose MLP reads what attention has added to",
             "norms after": "whose layers have norms before attention and MLP alone",
             "norms of projections": "whose norms of queries and keys are over single heads",
         },

@@ -110,14 +110,16 @@ class Activations:
         return sizes
 
     def _layer(self, layer: Layer) -> LayerBytes:
-        parts = {"residual": len(layer.branches) * self.stream, "norms": self._norms(layer)}
+        apart = layer.parallel == "two-norms" and not layer.norm.keeps_its_input(self.share)
+        streams = layer.additions + apart  # two norms of one stream keep it once, or something else each
+        parts = {"residual": streams * self.stream, "norms": self._norms(layer)}
         for branch in layer.branches:
             parts |= branch.part.held(self.share)
-        return LayerBytes({**parts, "dropout": len(layer.branches) * self._dropout_mask()})
+        return LayerBytes({**parts, "dropout": layer.additions * self._dropout_mask()})
 
     def _norms(self, layer: Layer) -> float:
         # One after attention or MLP keeps what they gave, and they the stream itself: as much as one before.
-        places = len(layer.branches) * (layer.norms_before + layer.norms_after)
+        places = sum((branch.before is not None) + (branch.after is not None) for branch in layer.branches)
         return places * layer.norm.held(self.share)
 
     def chunk(self, layers: Stack, *, first: bool, last: bool) -> ChunkBytes:

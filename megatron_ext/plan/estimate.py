@@ -334,11 +334,12 @@ class _Estimate:
         blocks = 2 * sum(len(stack) for stack in stacks)
         if not blocks:
             return 0.0
+        adds = sum(stack.total(lambda kind: kind.additions) for stack in stacks) / blocks
         again = [repeated(self.config, stack) for stack in stacks]
         repeats = sum(len(parts["mixer"]) + len(parts["mlp"]) for parts in again) / blocks
         if self.config.layout.sequence_parallel:
-            return 2 / (5 + 2 * repeats)
-        return 1 / (2 + repeats)
+            return 2 / (3 + 2 * adds + 2 * repeats)
+        return 1 / (1 + adds + repeats)
 
     def of_a_microbatch(self) -> float:
         """Return the seconds of all layers and the output layer, in products, attention and what is bound by the

@@ -166,17 +166,22 @@ class _Stage:
         again = _blocks(self.again["mixer"], lambda kind: kind.mixer) + _blocks(
             self.again["mlp"], lambda kind: kind.mlp
         )
+        # Parallel attention and MLP are summed once, and so is the gradient of their sum gathered.
+        saved, saved_again = (
+            sum(number for kind, number in held.items() if kind.parallel) for held in (self.held, self.again["mlp"])
+        )
         if self.config.layout.sequence_parallel:
             # With --linear-cross-entropy the backward pass reads no hidden states, and gathers none again.
             of_loss = last * (1 if self.config.training.linear_cross_entropy else 2)
             of_block = 2 if self.config.layout.sequence_parallel_keep_gathered else 3
-            gathers, scatters = of_block * blocks + again + first + of_loss, 2 * blocks + again + first + last
+            gathers = of_block * blocks + again + first + of_loss - saved
+            scatters = 2 * blocks + again + first + last - saved - saved_again
             yield Term("tp", "all-gather", gathers * one, f"{gathers} m (t-1)/t A", gathers * m)
             yield Term("tp", "reduce-scatter", scatters * one, f"{scatters} m (t-1)/t A", scatters * m)
             norms = self.shapes.norms_of_stage(self.stage)
             yield Term("tp", "all-reduce", 2 * (t - 1) / t * 4 * norms, "2 (t-1)/t 4 norms")
         else:
-            sums = 2 * blocks + again + first + last
+            sums = 2 * blocks + again + first + last - saved - saved_again
             yield Term("tp", "all-reduce", 2 * sums * one, f"{2 * sums} m (t-1)/t A", sums * m)
         yield from self._of_parts("tp")
         if last and self.config.training.linear_cross_entropy:

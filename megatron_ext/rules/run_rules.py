@@ -49,7 +49,7 @@ def values_have_what_they_need(config: Config, facts: Facts) -> Iterator[str]:
             other = options_by_name()[need.field]
             actual = _value(config, other)
             setting = option.flag if option.is_switch else f"{option.flag} {value}"
-            if actual != need.value and other.is_switch:
+            if actual != need.value and (other.is_switch or need.value is None):
                 yield f"{setting} needs {need.words}; {'add' if need.value else 'leave out'} {other.flag}"
             elif actual != need.value:
                 yield f"{setting} needs {need.words}, but {other.flag} is {actual}; use {other.flag} {need.value}"

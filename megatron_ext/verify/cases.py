@@ -72,6 +72,22 @@ MODELS = {
     ),
 }
 
+_COMMAND_R = (
+    f"--num-layers 4 {_LLAMA.replace('RMSNorm', 'LayerNorm')} --norm-parameters weight --rotary-interleaved "
+    "--logits-multiplier 0.3 --parallel-residual one-norm"
+)
+MODELS |= {
+    "Command R": _COMMAND_R,
+    "Command R7B": f"{_COMMAND_R} --window-size 15,0 --window-attn-skip-freq 4 --no-rope-freq 4",
+    "GPT-NeoX": (
+        f"--num-layers 4 --position-embedding-type rope --rotary-percent 0.25 {_UNTIED} --parallel-residual two-norms"
+    ),
+}
+
+MODELS["Phi"] = (
+    "--num-layers 4 --position-embedding-type rope --rotary-percent 0.5 --openai-gelu --parallel-residual one-norm "
+    f"--lm-head-bias {_UNTIED}"
+)
 _LATENT_SIZES = (
     "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --multi-latent-attention "
     "--qk-layernorm --kv-lora-rank 24 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16"
@@ -368,6 +384,23 @@ _PIECES = {
     "TP2 SP PP2 VPP2, GeGLU and multipliers": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 p2p, GeGLU and multipliers": (2, f"{_CP2} p2p"),
     "one process, recompute selective, GeGLU and multipliers": (1, RECOMPUTE["selective, all parts"]),
+    "TP2 SP PP2 VPP2, Command R": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "TP4, Command R": (4, "--tensor-model-parallel-size 4"),
+    "CP2 p2p, Command R": (2, f"{_CP2} p2p"),
+    "TP2 SP FSDP2, Command R": (4, f"{_TP2_SP} {_FSDP2}"),
+    "TP2, recompute selective, Command R": (2, f"--tensor-model-parallel-size 2 {RECOMPUTE['selective, all parts']}"),
+    "TP2 SP PP2 VPP2, Phi": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "TP4, Phi": (4, "--tensor-model-parallel-size 4"),
+    "CP2 a2a, Phi": (2, f"{_CP2} a2a"),
+    "TP2 SP FSDP2, Phi": (4, f"{_TP2_SP} {_FSDP2}"),
+    "ZeRO-3, Phi": (2, f"{_MEGATRON_FSDP} optim_grads_params"),
+    "TP2 SP PP2 VPP2, GPT-NeoX": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "TP4, GPT-NeoX": (4, "--tensor-model-parallel-size 4"),
+    "CP2 a2a, GPT-NeoX": (2, f"{_CP2} a2a"),
+    "TP2 SP ZeRO-3, GPT-NeoX": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
+    "TP2 SP, recompute selective, GPT-NeoX": (2, f"{_TP2_SP} {RECOMPUTE['selective, all parts']}"),
+    "TP2 SP PP2 VPP2, Command R7B": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 all_gather, Command R7B": (2, f"{_CP2} all_gather"),
 }
 
 

@@ -42,6 +42,9 @@ _IN_A_LAYER = {
     "post_mlp_layernorm": False,
     "": False,
 }
+_SUMMED_LATER = ("self_attention.linear_proj", "mlp.linear_fc2", "mlp")
+"""What puts out a part of a sum over the tensor-parallel ranks where attention and MLP are in parallel."""
+
 _BEFORE, _AFTER = ("embedding",), ("decoder.final_layernorm",)
 
 
@@ -94,7 +97,7 @@ def named_modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
         for local, layer in enumerate(chunk.decoder.layers):
             for inner in _IN_A_LAYER:
                 module = modules.get(f"decoder.layers.{local}.{inner}".rstrip("."))
-                if module is not None:
+                if module is not None and not (getattr(layer, "is_parallel", False) and inner in _SUMMED_LATER):
                     yield f"decoder.layers.{layer.layer_number - 1}.{inner}".rstrip("."), module
         if chunk.post_process:
             yield LOSS, chunk

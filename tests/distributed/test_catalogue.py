@@ -78,6 +78,11 @@ MODELS["sinks and gates"] = {
     "norm_position": "both",
     "embed_layernorm": True,
 }
+MODELS["GPT-2 in parallel through one norm, bias of the logits"] = {
+    "parallel_residual": "one-norm",
+    "lm_head_bias": True,
+}
+MODELS["Llama in parallel through two norms"] = {**LLAMA, "parallel_residual": "two-norms"}
 MODELS["GPT-2 with a norm of embeddings"] = {"embed_layernorm": True}
 EXPERTS = "experts"
 ALL_MODELS = {

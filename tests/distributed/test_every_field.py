@@ -126,6 +126,8 @@ CHANGES: dict[str, tuple[str, str]] = {
     "normalization": ("plain", "--normalization RMSNorm"),
     "norm_parameters": ("plain", "--norm-parameters weight"),
     "norm_position": ("plain", "--norm-position after"),
+    "parallel_residual": ("plain", "--parallel-residual one-norm"),
+    "lm_head_bias": ("plain", "--lm-head-bias"),
     "norm_epsilon": ("plain", "--norm-epsilon 1e-2"),
     "untie_embeddings_and_output_weights": ("plain", "--untie-embeddings-and-output-weights"),
     "disable_bias_linear": ("plain", "--disable-bias-linear"),

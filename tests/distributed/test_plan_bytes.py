@@ -37,6 +37,10 @@ RUNS = {
     f"{_CP} --cp-comm-type p2p {_FULL}": 0.005,
     f"{_CP} --cp-comm-type all_gather": 0.005,
     f"{_CP} --cp-comm-type a2a": 0.005,
+    f"{_TP} --parallel-residual one-norm": 0.005,
+    f"{_TP} --sequence-parallel --parallel-residual two-norms": 0.005,
+    f"{_TP} --sequence-parallel {_FULL} --parallel-residual one-norm": 0.005,
+    f"{_TP} --recompute-granularity selective --recompute-modules mlp --parallel-residual two-norms": 0.005,
     f"{_LATENTS} {_TP}": 0.005,
     f"{_LATENTS} {_TP} --sequence-parallel": 0.005,
     f"{_LATENTS} {_TP} --sequence-parallel --sequence-parallel-keep-gathered --q-lora-rank 24": 0.005,
@@ -53,6 +57,7 @@ RUNS = {
 # Another's formula with a term less, or recomputed as another. Left to --all.
 REPEATED = {
     _TP,
+    f"{_TP} --sequence-parallel {_FULL} --parallel-residual one-norm",
     f"{_CP} --cp-comm-type p2p {_FULL}",
     f"{_CP} --cp-comm-type all_gather",
     _PP,

@@ -76,6 +76,9 @@ PARTS = {
     "gates": _LLAMA,
     "norms of heads": f"{_LLAMA} --qk-layernorm",
     "norms after": f"{_LLAMA} --norm-position after --qk-layernorm --qk-layernorm-over projection",
+    "in parallel, one norm": f"{_LLAMA} --parallel-residual one-norm",
+    "in parallel, two norms": f"{_NO_DROPOUT} --parallel-residual two-norms --lm-head-bias",
+    "latents in parallel": f"{_LLAMA} {_LATENT} --parallel-residual one-norm",
     "windows": f"{_LLAMA} --window-size 12,0 --window-attn-skip-freq 2",
     "latents": f"{_LLAMA} {_LATENT}",
     "sinks, bounds, output gates and clips": (

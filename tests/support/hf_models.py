@@ -42,6 +42,11 @@ _GPT2: dict[str, Any] = {
     "n_positions": 80,
 }
 
+_PLAIN: dict[str, Any] = {
+    name: value for name, value in _DECODER.items() if name not in ("num_key_value_heads", "head_dim")
+}
+_FALCON: dict[str, Any] = {name: value for name, value in _PLAIN.items() if name != "intermediate_size"}
+
 _LATENTS: dict[str, Any] = {
     **{name: value for name, value in _DECODER.items() if name != "head_dim"},
     **{"num_key_value_heads": 6, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16},
@@ -199,6 +204,51 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"partial_rotary_factor": 1.0, "tie_word_embeddings": True},
     },
     "StableLM": {"model_type": "stablelm", **_DECODER, "head_dim": 8, "use_qkv_bias": True},
+    "StableLM, parallel": {
+        **{"model_type": "stablelm", **_DECODER, "head_dim": 8, "use_parallel_residual": True, "num_key_value_heads": 1}
+    },
+    "Phi": {
+        **{"model_type": "phi", **_DECODER, "head_dim": 8, "qk_layernorm": True, **_UNTIED},
+    },
+    "Phi, tied": {
+        **{"model_type": "phi", **_DECODER, "head_dim": 8, "num_key_value_heads": 1, "partial_rotary_factor": 0.75},
+        **{"hidden_act": "gelu", "tie_word_embeddings": True},
+    },
+    "GPT-NeoX": {"model_type": "gpt_neox", **_PLAIN, "num_hidden_layers": 4, "rotary_pct": 0.5, **_UNTIED},
+    "GPT-NeoX, one after another": {
+        **{"model_type": "gpt_neox", **_PLAIN, "use_parallel_residual": False, "attention_bias": False},
+        **{"rotary_emb_base": 500, "hidden_act": "gelu_new", "tie_word_embeddings": True},
+    },
+    "Falcon 7B": {"model_type": "falcon", **_FALCON, "bias": True},
+    "Falcon 11B": {
+        **{"model_type": "falcon", **_FALCON, "new_decoder_architecture": True, "num_kv_heads": 6},
+        **{"num_ln_in_parallel_attn": 1, **_UNTIED},
+    },
+    "Falcon 40B": {
+        **{"model_type": "falcon", **_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+        **{"num_hidden_layers": 4, "ffn_hidden_size": 100},
+    },
+    "Falcon, one after another": {
+        **{"model_type": "falcon", **_FALCON, "parallel_attn": False, "multi_query": False, "bias": True},
+    },
+    "Command R": {
+        **{
+            "model_type": "cohere",
+            **_DECODER,
+            "logit_scale": 2.0,
+            "pad_token_id": None,
+            "attention_bias": True,
+            "rope_theta": 700.0,
+        },
+    },
+    "Command R7B": {
+        **{"model_type": "cohere2", **_DECODER, "head_dim": 8, "num_hidden_layers": 4, "sliding_window": 6},
+        **{"sliding_window_pattern": 3, "logit_scale": 2.0, "pad_token_id": None, **_UNTIED},
+    },
+    "GLM-4": {
+        **{"model_type": "glm4", **_DECODER, "pad_token_id": None, "partial_rotary_factor": 0.5},
+        "num_hidden_layers": 4,
+    },
     "OLMoE": {
         **{"model_type": "olmoe", **_DECODER, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3},
         **{"norm_topk_prob": True, "pad_token_id": None, "clip_qkv": 0.7},

@@ -180,6 +180,54 @@ def add_the_bias_of_attention_on_every_rank() -> None:
     linear.BiasedRowLinear.__init__ = make_without_a_sum  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def normalize_for_the_mlp_as_for_attention() -> None:
+    """One norm, where the MLP has its own: its weights then have no gradient."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from megatron_ext.parts.layer import ResidualLayer
+
+    layer: Any = ResidualLayer
+    both = layer._both
+
+    def through_one(self: Any, attended: Any, normed: Any, hidden_states: Any, forget: Any) -> Any:
+        own, self._modules["pre_mlp_layernorm"] = self.pre_mlp_layernorm, IdentityOp()
+        output = both(self, attended, normed, hidden_states, forget)
+        self._modules["pre_mlp_layernorm"] = own
+        return output
+
+    layer._both = through_one
+
+
+def sum_attention_over_the_ranks_before_the_mlp_too() -> None:
+    """What attention gives is then in the sum of both once for each tensor-parallel rank."""
+    from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region as total
+
+    from megatron_ext.parts.layer import ResidualLayer
+
+    layer: Any = ResidualLayer
+    both = layer._both
+
+    def summed(self: Any, attended: Any, *others: Any) -> Any:
+        return both(self, (total(attended[0], group=self.self_attention.linear_proj.tp_group), attended[1]), *others)
+
+    layer._both = summed
+
+
+def leave_the_bias_of_logits_out() -> None:
+    from megatron_ext.model.loss import OutputLayer
+
+    layer: Any = OutputLayer
+    compute = layer.forward
+
+    def without(self: Any, *inputs: Any, **settings: Any) -> Any:
+        bias, self.bias = self.bias, None
+        output = compute(self, *inputs, **settings)
+        self.bias = bias
+        return output
+
+    layer.forward = without
+
+
 def give_every_rank_the_slopes_of_the_first() -> None:
     from megatron_ext.parts.attention.scores import Scores
 

@@ -36,6 +36,9 @@ EXAMPLES = {
     "A factor that a norm takes out again": Example(
         "--residual-multiplier 0.5 --norm-position after", "--residual-multiplier 1"
     ),
+    "Parallel attention and MLP with norms after them": Example(
+        "--parallel-residual one-norm --norm-position after", "--norm-position before"
+    ),
     "Experts in no layer": Example(f"{_EXPERTS} --num-experts 8 --moe-layer-freq [0]*8", "--moe-layer-freq 1"),
     "Norms over the projection without norms of queries and keys": Example(
         "--normalization RMSNorm --qk-layernorm-over projection", "--qk-layernorm"
@@ -403,6 +406,11 @@ WRONG = [
     ("--moe-layer-freq [0]+[1]*7", "--moe-layer-freq without --num-experts"),
     (f"{_EXPERTS} --num-experts 8 --add-mlp-bias", "experts have no biases; leave --add-mlp-bias out"),
     ("--residual-multiplier 0.5 --norm-position after", "use --residual-multiplier 1"),
+    ("--parallel-residual one-norm --norm-position both", "but --norm-position is both; use --norm-position before"),
+    ("--parallel-residual two-norms --residual-multiplier 0.5", "use --residual-multiplier 1.0"),
+    (f"{_EXPERTS} --num-experts 8 --parallel-residual one-norm", "one-norm needs an MLP; leave out --num-experts"),
+    ("--lm-head-bias --linear-cross-entropy", "needs logits that are kept; leave out --linear-cross-entropy"),
+    ("--lm-head-bias --logits-multiplier 2", "use --logits-multiplier 1.0"),
     ("--softmax-scale 0", "--softmax-scale 0 is not above 0"),
     ("--qkv-clip 0", "--qkv-clip 0 is not above 0"),
     ("--softmax-type learnable", "alibi computes attention block by block, whose kernels have no dropout, but"),

@@ -355,7 +355,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     ),
     (
         "a norm's weights are kept as they multiply, and not less one; they train alike, since norms have no weight "
-        "decay",
+        "decay, but for where weights of 16 bits are rounded",
         """
         --apply-layernorm-1p
         """,

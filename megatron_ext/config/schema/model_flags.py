@@ -232,6 +232,21 @@ class ModelConfig:
         resume="shape",
         choices=("before", "after", "both"),
     )
+    parallel_residual: str = option(
+        "none",
+        "Attention and MLP read the same residual stream, through one norm (GPT-J, Falcon 7B, Command R) or each "
+        "through its own (GPT-NeoX, Falcon 40B); with none the MLP reads what attention has added to.",
+        resume="shape",
+        choices=("none", "one-norm", "two-norms"),
+        needs={
+            norms: [
+                Need("norm_position", "before", "norms before attention and MLP"),
+                Need("num_experts", None, "an MLP"),
+                Need("residual_multiplier", 1.0, "what both add as it is"),
+            ]
+            for norms in ("one-norm", "two-norms")
+        },
+    )
     norm_epsilon: float = option(1e-5, "Epsilon inside the norms.", resume="function", positive=True)
     embed_layernorm: bool = option(
         False,
@@ -281,6 +296,17 @@ class ModelConfig:
     )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
+    )
+    lm_head_bias: bool = option(
+        False,
+        "A bias of the logits, as Phi has it.",
+        resume="shape",
+        needs={
+            True: [
+                Need("linear_cross_entropy", False, "logits that are kept"),
+                Need("logits_multiplier", 1.0, "logits as they are"),
+            ]
+        },
     )
     disable_bias_linear: bool = option(False, "No biases in the linear layers.", resume="shape")
     add_qkv_bias: bool = option(

@@ -34,6 +34,11 @@ _SMALL = {
 _SWITCHED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 _OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False}
 _GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 96, "pad_token_id": 3}
+_PLAIN = {
+    name: _SMALL[name]
+    for name in _SMALL
+    if name not in ("intermediate_size", "num_key_value_heads", "head_dim", "sliding_window")
+}
 _LATENTS = {
     **{name: value for name, value in _SMALL.items() if name != "head_dim"},
     **{"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6},
@@ -56,6 +61,10 @@ BASES: dict[str, dict[str, Any]] = {
     "gemma2": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
     "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 4, "vocab_size": 96, "pad_token_id": 3},
     "mpt": {"d_model": 24, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_seq_len": 32, "pad_token_id": 3},
+    "phi": {name: value for name, value in _SMALL.items() if name != "head_dim"} | {"partial_rotary_factor": 0.7},
+    "gpt_neox": {**_PLAIN, "intermediate_size": 20, "rotary_pct": 0.7},
+    "falcon": {**_PLAIN, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 20},
+    "cohere2": {**_SMALL, "sliding_window": 7, "sliding_window_pattern": 2},
     "gpt2": _GPT2,
 }
 _OTHER = {
@@ -81,6 +90,8 @@ _OF_OTHER_SETTINGS = {
     "deepseek_v3": {*_OF_NO_EXPERTS, "num_mtp_layers"},
     "mpt": {"learned_pos_emb", "init_device", "norm_type"},
     "bloom": {"slow_but_exact"},
+    "falcon": {"multi_query"},
+    "gpt_neox": {"classifier_dropout", "is_decoder"},
 }
 """Keys that a family has and does not read, or not with the settings here."""
 
@@ -175,7 +186,7 @@ def test_two_names_of_a_key_say_the_same(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_key_that_nobody_knows_is_refused(family: str, tmp_path: Path) -> None:
     base = {"model_type": family, **BASES[family]}
-    for key, value in {"logit_scale": 2.0, "text_config": {"rope_theta": 3.0}, "per_layer_config": {"0": {}}}.items():
+    for key, value in {"query_scale": 2.0, "text_config": {"rope_theta": 3.0}, "per_layer_config": {"0": {}}}.items():
         problems = _read(tmp_path, {**base, key: value})
         assert isinstance(problems, list)
         assert [f"{key} is {json.dumps(value)}, a key that is not known for {family}" in one for one in problems] == [

@@ -1,6 +1,7 @@
 """Families of Hugging Face: which one a configuration is, what config.json may say, and folders that mean harm."""
 
 import json
+import re
 import shlex
 import time
 from pathlib import Path
@@ -31,6 +32,11 @@ WINDOWS = {"window_size": "7,0", "window_attn_skip_freq": "2"}
 GEMMA2 = {"swiglu": False, "geglu": True, "embedding_multiplier": 8.0, "norm_position": "both", **WINDOWS}
 GEMMA2 |= {"attention_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 ALIBI = {"position_embedding_type": "alibi", "ffn_hidden_size": 256}
+NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.25, "untie_embeddings_and_output_weights": True}
+FALCON = {"position_embedding_type": "rope", "disable_bias_linear": True, "group_query_attention": True}
+FALCON |= {"num_query_groups": 2}
+COHERE = {**LLAMA, "normalization": "LayerNorm", "norm_parameters": "weight", "rotary_interleaved": True}
+COHERE |= {"parallel_residual": "one-norm"}
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -61,7 +67,9 @@ def _write(folder: Path, config: dict[str, Any] | None = None, **changes: torch.
 
 def test_a_family_is_a_file() -> None:
     files = Path(families.__file__).parent.glob("*.py")
-    assert list(FAMILIES) == sorted(path.stem for path in files if "= Family(\n" in path.read_text())
+    assert list(FAMILIES) == sorted(
+        path.stem for path in files if re.search(r" = (Family|replace)\(\n", path.read_text())
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,6 +117,17 @@ def test_a_family_is_a_file() -> None:
         ({**LLAMA, "rotary_seq_len_interpolation_factor": 4.0}, "llama"),
         ({**ALIBI, "openai_gelu": True, "embed_layernorm": True}, "bloom"),
         ({**ALIBI, "norm_parameters": "weight", "disable_bias_linear": True, "qkv_clip": 2.0}, "mpt"),
+        ({**NEOX, "parallel_residual": "two-norms"}, "gpt_neox"),
+        (NEOX, "gpt_neox"),
+        ({**NEOX, "parallel_residual": "two-norms", "disable_bias_linear": True, "add_mlp_bias": True}, "gpt_neox"),
+        ({**NEOX, "parallel_residual": "one-norm", "lm_head_bias": True, "qk_layernorm": True}, "phi"),
+        ({**FALCON, "parallel_residual": "one-norm", "num_query_groups": 1}, "falcon"),
+        ({**FALCON, "parallel_residual": "two-norms"}, "falcon"),
+        ({**FALCON, "num_query_groups": 1}, "falcon"),
+        ({**COHERE, "logits_multiplier": 0.3, "add_qkv_bias": True, "add_output_bias": True}, "cohere"),
+        ({**COHERE, **WINDOWS, "no_rope_freq": "2"}, "cohere2"),
+        ({**LLAMA, "rotary_interleaved": True, "rotary_percent": 0.5, "norm_position": "both"}, "glm4"),
+        ({**LLAMA, "normalization": "LayerNorm", "parallel_residual": "one-norm"}, "stablelm"),
         ({"openai_gelu": True}, "gpt2"),
         ({"group_query_attention": True, "num_query_groups": 4}, "gpt2"),
     ],
@@ -137,6 +156,7 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
             {**QWEN3_MOE, "moe_router_score_function": "sigmoid"},
             r"is qwen3_moe, which has --moe-router-score-function softmax \(not sigmoid\)",
         ),
+        ({**COHERE, **WINDOWS}, "is cohere2, which has --no-rope-freq"),
         ({**MIXTRAL, "moe_layer_freq": "[0,1,1,1]"}, "is mixtral, which has no --moe-layer-freq"),
         ({"openai_gelu": True, **EXPERTS}, "is mixtral, which has --position-embedding-type rope"),
     ],
@@ -204,7 +224,7 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
     [
         (
             {"model_type": "bert"},
-            '"bert" is not supported; use one of arcee, bloom, deepseek_v2, deepseek_v3, ernie4_5, exaone4, ',
+            '"bert" is not supported; use one of arcee, bloom, cohere, cohere2, deepseek_v2, deepseek_v3, ',
         ),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),

@@ -22,11 +22,11 @@ from tests.support.small_models import LLAMA, build_small_model, small_config
 LENGTH, ROWS = 16, 2
 
 
-def _layer(config: Config, places: Any) -> Any:
+def _layer(config: Config, places: Any = "before", parallel: Any = None) -> Any:
     """The first layer of the model, with norms in these places, and weights that are no norm's initial ones."""
     [model], groups = build_small_model(config)
     made: Any
-    spec = layer_spec(replace(layers(config)[0], norm_places=places), groups.tp)
+    spec = layer_spec(replace(layers(config)[0], norm_places=places, parallel=parallel), groups.tp)
     made = build_module(spec, config=transformer_config(config, "cpu"), layer_number=1, pg_collection=groups)
     generator = torch.Generator().manual_seed(7)
     for parameter in made.parameters():
@@ -71,10 +71,43 @@ def test_norms_stand_before_the_branches_or_after_or_both(places: str, model: di
         assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("places", ["before", "after", "both"])
-def test_inference_goes_on_with_what_is_read(places: str) -> None:
+@pytest.mark.parametrize("again", [(), ("mlp",), ("layernorm",), ("mlp", "layernorm")], ids=", ".join)
+@pytest.mark.parametrize("model", [{}, LLAMA], ids=["biases", "rotary"])
+@pytest.mark.parametrize("parallel", ["one-norm", "two-norms"])
+def test_attention_and_mlp_read_the_same(parallel: str, model: dict[str, Any], again: tuple[str, ...]) -> None:
+    """x + dropout(attention(norm(x)) + MLP(norm'(x))), without training and in training: the same bits."""
+    recompute: Any = {"recompute_granularity": "selective", "recompute_modules": again} if again else {}
+    config = small_config({**model, "hidden_dropout": 0.25}, training=recompute)
+    layer, angles = _layer(config, parallel=parallel)
+    x = torch.randn(LENGTH, ROWS, 64, generator=torch.Generator().manual_seed(3))
+    for training in (False, True):
+        layer.train(training)
+        found = []
+        for written_out in (False, True):
+            torch.manual_seed(5)
+            given = x.clone().requires_grad_()
+            if written_out:
+                normed = layer.input_layernorm(given)
+                (attended, _), own = layer.self_attention(normed, None, angles), layer.pre_mlp_layernorm(given)
+                expanded, _ = layer.mlp(normed if parallel == "one-norm" else own)
+                add: Any = get_bias_dropout_add(training, False)
+                output = add((attended + expanded, None), given, 0.25)
+            else:
+                output = layer(given, None, angles)[0]
+            output.square().sum().backward()
+            found.append([output.detach(), *(weight.grad for weight in layer.parameters())])
+            layer.zero_grad()
+        assert all(map(torch.equal, *found))
+    assert ("pre_mlp_layernorm.weight" in dict(layer.named_parameters())) == (parallel == "two-norms")
+
+
+@pytest.mark.parametrize(
+    ("places", "parallel"),
+    [("before", None), ("after", None), ("both", None), ("before", "one-norm"), ("before", "two-norms")],
+)
+def test_inference_goes_on_with_what_is_read(places: str, parallel: str | None) -> None:
     """In the last layer; in others all positions go on."""
-    layer, angles = _layer(small_config({**LLAMA, "hidden_dropout": 0.25}), places)
+    layer, angles = _layer(small_config({**LLAMA, "hidden_dropout": 0.25}), places, parallel)
     x = torch.randn(LENGTH, ROWS, 64, generator=torch.Generator().manual_seed(3))
     wanted = torch.tensor([3, 31, 0])
     layer.eval()

@@ -313,7 +313,7 @@ def test_what_a_value_needs_is_named_with_what_there_is(name: str) -> None:
         given = option.flag if option.is_switch else f"{option.flag} {value}"
         assert not any(need.words in said for said in answers_to(**{name: value, need.field: need.value}))
         wrong = not need.value if other.is_switch else "other"
-        if other.is_switch:
+        if other.is_switch or need.value is None:
             fix = f"{given} needs {need.words}; {'add' if need.value else 'leave out'} {other.flag}"
         else:
             fix = f"{given} needs {need.words}, but {other.flag} is other; use {other.flag} {need.value}"

@@ -64,6 +64,8 @@ OUR_OWN = {
     "--qk-layernorm-over",
     "--qk-layernorm-place",
     "--norm-parameters",
+    "--parallel-residual",
+    "--lm-head-bias",
     "--geglu",
     "--add-output-bias",
     "--add-mlp-bias",

@@ -1,0 +1,55 @@
+"""GPT-NeoX and Pythia: attention and MLP in parallel through two norms or one after another, a share of the channels
+rotated, and Megatron's order of queries, keys and values."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.families import shared
+from megatron_ext.families.bloom import BLOOM
+from megatron_ext.families.protocol import Family
+from megatron_ext.families.reading import Reading
+
+_NAMES = {
+    **BLOOM.names,
+    "embedding.word_embeddings": ("gpt_neox.embed_in",),
+    shared.QKV: ("attention.query_key_value",),
+    "self_attention.linear_proj": ("attention.dense",),
+    "decoder.final_layernorm": ("gpt_neox.final_layer_norm",),
+    "output_layer": ("embed_out",),
+}
+_KEYS = ("intermediate_size", "hidden_act", "layer_norm_eps")
+_ROTARY = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    attention, parallel = (reading.boolean(key, True) for key in ("attention_bias", "use_parallel_residual"))
+    reading.understand("attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob", "is_decoder")
+    values = shared.rotated_plain_values(reading, *_KEYS, partial=True)
+    values |= shared.bias_flags(attention, attention, True)
+    return {**values, "parallel_residual": "two-norms" if parallel else "none"}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    content = shared.rotated_plain_json(config.model, *_KEYS, partial=True)
+    return {
+        **{_ROTARY.get(key, key): value for key, value in content.items()},
+        "attention_bias": config.model.has_qkv_bias,
+        "use_parallel_residual": config.model.parallel_residual != "none",
+    }
+
+
+def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
+    form = "none" if model.parallel_residual == "none" else "two-norms"
+    biases = {**shared.biases_of_attention(model), "add_mlp_bias": model.disable_bias_linear}
+    return {**shared.heads_fill_width(model), **biases, "parallel_residual": form}
+
+
+GPT_NEOX = Family(
+    *("gpt_neox", "GPTNeoXForCausalLM", _NAMES, {"position_embedding_type": "rope"}, _read, _write),
+    {"tie_word_embeddings": False, "partial_rotary_factor": 0.25, "intermediate_size": 24576},
+    aliases=_ROTARY,
+    dependent_flags=_dependent_flags,
+    layers="gpt_neox.layers.{}.",
+    headless_prefix="gpt_neox.",
+    qkv_by_groups=True,
+)
