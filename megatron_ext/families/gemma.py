@@ -19,7 +19,7 @@ from megatron_ext.families.shared import (
 
 def _read(reading: Reading) -> dict[str, Any]:
     values = decoder_values(reading, activation="gelu_pytorch_tanh")
-    refuse_others(reading, {"use_bidirectional_attention": None})
+    refuse_others(reading, {"use_bidirectional_attention": False})
     # The released files say gelu, and mean its tanh form: so does transformers take it.
     values |= {**bias_values(reading, mlp=False), "openai_gelu": True}
     return {**values, "embedding_multiplier": values["hidden_size"] ** 0.5}

@@ -40,12 +40,17 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
         raise ConfigurationError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} is not a JSON object")
-    family = FAMILIES.get(str(content.get("model_type")))
+    kind = str(content.get("model_type"))
+    family, problems = FAMILIES.get(kind), []
+    for inner in FAMILIES.values():
+        if inner.inside is not None and kind == inner.inside[0]:
+            family, content, problems = inner, *_inside(content)
     if family is None:
         raise ConfigurationError(
             f"{path}: model_type {json.dumps(content.get('model_type'))} is not supported; "
             f"use one of {', '.join(FAMILIES)}"
         )
+    prefix = "text_config: " if family.model_type != kind else ""
     reading = Reading(content, family.defaults, family.aliases)
     if reading.get("quantization_config") is not None:
         reading.problems.append("quantization_config: quantized weights are not supported; use the unquantized model")
@@ -56,10 +61,37 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
         "of config.json",
         but=frozenset(key for keys in WITHOUT_BEARING.values() for key in keys),
     )
-    problems = list(dict.fromkeys(reading.problems)) or list(_out_of_bounds(values))
+    problems += [f"{prefix}{problem}" for problem in dict.fromkeys(reading.problems)]
+    problems = problems or list(_out_of_bounds(values))
     if problems:
         raise ConfigurationError([f"{path}: {problem}" for problem in problems])
     return family, {**family.fixed, **values}
+
+
+_OF_OTHER_PARTS = (
+    *("text_config", "vision_config", "mm_tokens_per_image", "eoi_token_index", "boi_token_index", "image_token_index"),
+    *("eoi_token_id", "boi_token_id", "image_token_id"),
+)
+
+
+def _inside(content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return what the `config.json` of a model of text and images says of its text model, and what is wrong with the
+    rest."""
+    outer = Reading(content, {})
+    text = outer.get("text_config", {})
+    outer.understand(*_OF_OTHER_PARTS)
+    if not isinstance(text, dict):
+        outer.problems.append(f"text_config is {json.dumps(text)[:60]}, and not an object")
+        text = {}
+    outer.refuse_unless("quantization_config", None, None, "quantized weights are not supported; use unquantized ones")
+    tied = text.get("tie_word_embeddings", True)
+    outer.refuse_unless("tie_word_embeddings", tied, tied, f"but by text_config it is {json.dumps(tied)}")
+    outer.refuse_the_rest(
+        "a key that is not known next to text_config; if the model is the same without it, leave it out of a copy of "
+        "config.json",
+        but=frozenset(key for keys in WITHOUT_BEARING.values() for key in keys),
+    )
+    return text, outer.problems
 
 
 def _out_of_bounds(values: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""OLMo-3, without YaRN: OLMo-2 whose layers each have a window or none, with one table of angles."""
+"""OLMo-3: OLMo-2 whose layers each have a window or none; frequencies are stretched in those without one."""
 
 from typing import Any
 
@@ -13,33 +13,39 @@ from megatron_ext.families.shared import (
     decoder_values,
     layer_numbers,
     layer_window_values,
+    local_base,
     refuse_others,
+    rotary_by_layer,
+    scaled_without_windows,
     typed_window_json,
     typed_windows,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    # What stands next to `rope_parameters` is of layers without a window alone.
-    refuse_others(reading, {"rope_scaling": None, "rope_theta": 500000.0})
+    # Next to `rope_parameters` it is that of all layers or of those without a window, by transformers' version.
+    refuse_others(reading, {"rope_theta": 500000.0})
     usual = [(number + 1) % 4 != 0 for number in layer_numbers(reading)]
-    values = {**decoder_values(reading), **bias_values(reading, mlp=False)}
-    return {**values, **layer_window_values(reading, typed_windows(reading, usual))}
+    windows = layer_window_values(reading, typed_windows(reading, usual))
+    reading, local = rotary_by_layer(reading, 500000.0)
+    return local_base({**decoder_values(reading), **bias_values(reading, mlp=False), **windows, **local})
 
 
 def _write(config: Config) -> dict[str, Any]:
     content = {**OLMO2.write(config), **typed_window_json(config)}
-    rotary = {"rope_type": "default", "rope_theta": content.pop("rope_theta")}
-    return {**content, "rope_parameters": dict.fromkeys(KINDS, rotary)}
+    base, scaling = content.pop("rope_theta"), content.pop("rope_scaling")
+    of_windows = {"rope_type": "default", "rope_theta": config.model.rotary_base_local or base}
+    of_all = {"rope_type": "default", "rope_theta": base, **(scaling or {})}
+    return {**content, "rope_parameters": dict(zip(KINDS, (of_all, of_windows), strict=True))}
 
 
 OLMO3 = Family(
     "olmo3",
     "Olmo3ForCausalLM",
     OLMO2.names,
-    {**OLMO2.flags, "use_rope_scaling": False},
+    OLMO2.flags,
     _read,
     _write,
     {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
-    dependent_flags=biases_of_attention,
+    dependent_flags=lambda model: {**biases_of_attention(model), **scaled_without_windows(model)},
 )

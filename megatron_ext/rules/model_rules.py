@@ -179,6 +179,47 @@ def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
             f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor:g}; use "
             "--rope-scaling-low-freq-factor 1 --rope-scaling-high-freq-factor 4"
         )
+    if model.rope_type == "yarn" and model.beta_fast < model.beta_slow:
+        yield (
+            f"--beta-fast {model.beta_fast:g} is below --beta-slow {model.beta_slow:g}; use --beta-fast 32 "
+            "--beta-slow 1"
+        )
+    if model.rope_type == "yarn" and model.rotary_base <= 1:
+        yield (
+            f"--rope-type yarn needs wavelengths that grow, but --rotary-base is {model.rotary_base:g}; use "
+            "--rotary-base 10000"
+        )
+
+
+def longrope_has_a_factor_for_each_pair(config: Config, facts: Facts) -> Iterator[str]:
+    """Require both lists of factors of --rope-type longrope, and of the right length."""
+    model = config.model
+    if model.rope_type != "longrope" or not positive(model.kv_channels):
+        return
+    pairs = int(model.kv_channels * model.rotary_percent) // 2
+    for name in ("short", "long"):
+        factors: tuple[float, ...] | None = getattr(model, f"longrope_{name}_factor")
+        if factors is None or len(factors) != pairs or min(factors) <= 0:
+            given = "missing" if factors is None else f"{len(factors)} numbers, the least of them {min(factors):g}"
+            yield (
+                f"--longrope-{name}-factor is {given}, but --rope-type longrope divides the frequency of each of "
+                f"{pairs} pairs of channels; give it {pairs} numbers above 0"
+            )
+
+
+def positions_by_layer_have_layers(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse what is said of layers with a window, or of layers that rotate nothing, where there are none."""
+    model = config.model
+    if model.rotary_base_local is not None and (model.position_embedding_type != "rope" or model.window_size is None):
+        yield (
+            f"--rotary-base-local {model.rotary_base_local:g} is of layers with a window that rotate, but there are "
+            "none; add --window-size and --position-embedding-type rope, or leave it out"
+        )
+    if model.attention_temperature_scale is not None and model.no_rope_freq is None:
+        yield (
+            f"--attention-temperature-scale {model.attention_temperature_scale:g} is of layers that rotate nothing, "
+            "but there are none; add --no-rope-freq 4, or leave it out"
+        )
 
 
 def no_position_embedding_has_rope(config: Config, facts: Facts) -> Iterator[str]:
@@ -237,6 +278,8 @@ RULES = (
     windows_are_well_formed,
     layers_without_rotation_are_named,
     rope_scaling_has_a_range,
+    longrope_has_a_factor_for_each_pair,
+    positions_by_layer_have_layers,
     no_position_embedding_has_rope,
     vocabulary_fits_its_padding,
     transformer_engine_is_installed,

@@ -194,7 +194,7 @@ def test_rope_scaling_is_needed(models: dict[str, Any]) -> None:
 def our_logits_without_scaling(arguments: list[str]) -> torch.Tensor | None:
     from megatron_ext.parts.attention import rope
 
-    rope.scaled_inverse_frequencies = lambda inverse_frequencies, _model: inverse_frequencies
+    rope.scaled_inverse_frequencies = lambda inverse_frequencies, *_scaling: inverse_frequencies
     return our_logits(arguments)
 
 

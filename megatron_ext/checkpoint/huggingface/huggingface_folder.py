@@ -39,6 +39,15 @@ class HFFolder:
         if prefix and f"{self.family.names[_TABLE][0].removeprefix(prefix)}.weight" in self.entries:
             # The oldest files were written from the model without its head, whose names have no prefix.
             self.entries = {f"{prefix}{name}": entry for name, entry in self.entries.items()}
+        self.left_out: str | None = None
+        """What is said of tensors that belong to other parts of a larger model, if there are any."""
+        if self.family.inside is not None:
+            kind, prefix = self.family.inside
+            own = {name.removeprefix(prefix): one for name, one in self.entries.items() if name.startswith(prefix)}
+            if own:
+                others = len(self.entries) - len(own)
+                self.left_out = f"{folder} holds a {kind}: {others} tensors that are not of its text model are left out"
+                self.entries = own
 
     def check(self, config: Config) -> None:
         """Check that the files hold the model that `config` (made from `values`) describes.

@@ -129,8 +129,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "other rotary variants are not in this version; leave it out, or use --position-embedding-type rope "
         "--use-rope-scaling",
         """
-        --yarn-original-max-position-embeddings N, --yarn-beta-fast N,
-        --yarn-beta-slow N, --yarn-correction-range-round-to-int, --no-yarn-correction-range-round-to-int,
         --mrope-section N...
         """,
     ),

@@ -4,6 +4,13 @@ from dataclasses import dataclass
 
 from megatron_ext.config.schema.option import Need, option
 
+_BY_LENGTH = ("longrope", "dynamic")
+_STRETCHED = [
+    Need("position_embedding_type", "rope", "rotary positions"),
+    Need("use_rope_scaling", False, "one stretch of the context"),
+    Need("rotary_seq_len_interpolation_factor", 1.0, "one stretch of the context"),
+]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -39,9 +46,9 @@ class ModelConfig:
     )
     position_embedding_type: str = option(
         "learned_absolute",
-        "How positions enter the model.",
+        "How positions enter the model; yarn is rope with --rope-type yarn.",
         resume="shape",
-        choices=("learned_absolute", "rope", "alibi", "none"),
+        choices=("learned_absolute", "rope", "yarn", "alibi", "none"),
     )
     no_position_embedding: bool = option(
         False,
@@ -49,6 +56,12 @@ class ModelConfig:
         resume="free",
     )
     rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).", resume="function", positive=True)
+    rotary_base_local: float | None = option(
+        None,
+        "That of layers with a window, whose frequencies are then not stretched; default: they rotate as the others.",
+        resume="function",
+        positive=True,
+    )
     rotary_percent: float = option(1.0, "Share of each head's channels that is rotated.", resume="function")
     rotary_interleaved: bool = option(
         False,
@@ -145,23 +158,57 @@ class ModelConfig:
     v_head_dim: int = option(128, "Channels of a value head there.", resume="shape", at_least=1)
     rope_type: str | None = option(
         None,
-        "How rotary frequencies are stretched: not at all, or by YaRN; default yarn with --multi-latent-attention.",
+        "How rotary frequencies are stretched: not at all, by YaRN, by a factor of each pair of channels (longrope), or "
+        "by a larger base (dynamic), these two by --seq-length; default yarn with --multi-latent-attention, else rope.",
         resume="function",
-        choices=("rope", "yarn"),
-        needs={"yarn": [Need("multi_latent_attention", True, "latent attention")]},
+        choices=("rope", "yarn", "longrope", "dynamic"),
+        needs={
+            **dict.fromkeys(("yarn", "longrope", "dynamic"), _STRETCHED),
+            **{kind: [*_STRETCHED, Need("multi_latent_attention", False, "heads of attention")] for kind in _BY_LENGTH},
+        },
     )
-    rotary_scaling_factor: float = option(1.0, "How far YaRN stretches the context.", resume="function", at_least=1)
+    rotary_scaling_factor: float = option(
+        1.0, "How far --rope-type stretches the context.", resume="function", at_least=1
+    )
     original_max_position_embeddings: int = option(
-        4096, "Context length that the model had before YaRN.", resume="function", at_least=1
+        4096,
+        "Context length that the model had before that.",
+        resume="function",
+        at_least=1,
+        aliases=("--yarn-original-max-position-embeddings",),
+    )
+    rotary_attention_factor: float | None = option(
+        None,
+        "What rotated queries and keys are multiplied by with --rope-type yarn and longrope; default as these were "
+        "published, by --mscale or by the logarithm of the factor.",
+        resume="function",
+        positive=True,
+    )
+    longrope_short_factor: tuple[float, ...] | None = option(
+        None,
+        "By how much --rope-type longrope stretches each pair of channels, where --seq-length is no longer than "
+        "--original-max-position-embeddings.",
+        resume="function",
+    )
+    longrope_long_factor: tuple[float, ...] | None = option(
+        None, "The same where --seq-length is longer.", resume="function"
     )
     beta_fast: float = option(
         32.0,
         "Channels that turn more often than this in that context are left alone by YaRN.",
         resume="function",
         positive=True,
+        aliases=("--yarn-beta-fast",),
     )
     beta_slow: float = option(
-        1.0, "Channels that turn less often than this are stretched in full by YaRN.", resume="function", positive=True
+        1.0,
+        "Channels that turn less often than this are stretched in full by YaRN.",
+        resume="function",
+        positive=True,
+        aliases=("--yarn-beta-slow",),
+    )
+    no_yarn_correction_range_round_to_int: bool = option(
+        False, "Do not round the indices of the channels that turn so often outwards.", resume="function"
     )
     mscale: float = option(
         1.0, "How much YaRN lengthens rotated channels: 0.1 x this x ln(factor) + 1.", resume="function", at_least=0
@@ -245,6 +292,16 @@ class ModelConfig:
         "Largest size of each number in queries, keys and values, as OLMo and DBRX have it; default no limit.",
         resume="function",
         positive=True,
+    )
+    attention_temperature_scale: float | None = option(
+        None,
+        "In layers that rotate nothing (--no-rope-freq), multiply queries by 1 + this x ln(1 + floor((position + 1) / "
+        "--attention-temperature-step)), as Llama 4 does; default they stay.",
+        resume="function",
+        positive=True,
+    )
+    attention_temperature_step: float = option(
+        8192.0, "Positions in which that factor stays as it is.", resume="function", positive=True
     )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
