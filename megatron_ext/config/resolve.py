@@ -189,7 +189,7 @@ def _resolve_exchange(values: dict[str, Any]) -> None:
 def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
     hidden, heads = values.get("hidden_size", 0), values.get("num_attention_heads", 0)
     if positive(hidden):
-        gated = bool(values.get("swiglu") or values.get("geglu"))
+        gated = any(values.get(name) for name in ("swiglu", "geglu", "quick_geglu"))
         _fill(values, "ffn_hidden_size", default_ffn_hidden_size(hidden, gated))
     if values.get("position_embedding_type") == "yarn":
         values["position_embedding_type"] = "rope"

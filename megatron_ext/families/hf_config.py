@@ -41,16 +41,15 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} is not a JSON object")
     kind = str(content.get("model_type"))
-    family, problems = FAMILIES.get(kind), []
+    family, prefix, problems = FAMILIES.get(kind), "", []
     for inner in FAMILIES.values():
         if inner.inside is not None and kind == inner.inside[0]:
-            family, content, problems = inner, *_inside(content)
+            family, prefix, (content, problems) = inner, "text_config: ", _inside(content)
     if family is None:
         raise ConfigurationError(
             f"{path}: model_type {json.dumps(content.get('model_type'))} is not supported; "
             f"use one of {', '.join(FAMILIES)}"
         )
-    prefix = "text_config: " if family.model_type != kind else ""
     reading = Reading(content, family.defaults, family.aliases)
     if reading.get("quantization_config") is not None:
         reading.problems.append("quantization_config: quantized weights are not supported; use the unquantized model")

@@ -70,6 +70,9 @@ class Family:
     """Prefix that files written from the model without its head leave out of every name; empty: there are no such
     files."""
 
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Names of numbers in every layer's files, without its prefix, that are no parameters and have one value."""
+
     inside: tuple[str, str] | None = None
     """Model type of a model that has one of this family inside of it, described by its `text_config`, and the prefix of
     names that its files have before ours."""
@@ -86,6 +89,11 @@ class Family:
     added: Mapping[str, float] = field(default_factory=dict)
     """Modules of ours -> what their weight has more than theirs: 1.0 for a norm whose file holds what it differs from
     1."""
+
+    def constants_of(self, config: Config) -> dict[str, float]:
+        """Return `constants` by their whole names."""
+        layers = map(self.layers.format, range(config.model.num_layers))
+        return {f"{layer}{name}": value for layer in layers for name, value in self.constants.items()}
 
     @property
     def has_experts(self) -> bool:

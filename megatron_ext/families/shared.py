@@ -90,7 +90,7 @@ def decoder_values(
     if activation in _GELUS:
         values |= gelu_values(reading, "hidden_act", activation)
     else:
-        mlp = "SwiGLU" if activation == "silu" else "squared ReLU"
+        mlp = {"silu": "SwiGLU", "relu2": "squared ReLU", "xielu": "xIELU"}[activation]
         reading.refuse_unless("hidden_act", activation, activation, f"but the MLP here is {mlp}: {activation}")
     refuse_others(reading, {"activation": "swiglu", "rope_interleaved": False, "use_mrope": False})
     return values
@@ -194,6 +194,8 @@ _GELUS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}  # -> --op
 def _activation(model: ModelConfig) -> str:
     if model.swiglu:
         return "silu"
+    if model.xielu:
+        return "xielu"
     return "relu2" if model.squared_relu else "gelu_pytorch_tanh" if model.openai_gelu else "gelu"
 
 

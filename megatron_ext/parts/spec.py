@@ -25,7 +25,7 @@ from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
 from megatron_ext.parts.latent_attention.describe import LatentAttention
 from megatron_ext.parts.layer import ResidualLayer
 from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
-from megatron_ext.parts.mlp.compute import FeedForward
+from megatron_ext.parts.mlp.compute import FeedForward, XieluFeedForward
 from megatron_ext.parts.norm.compute import norm_builder, query_key_norms
 from megatron_ext.parts.stack import Layer, Stack, Table, final_norm, rotary_tables
 
@@ -150,4 +150,5 @@ def _dense_mlp(layer: Layer) -> Any:
         matrices = MLPSubmodules(linear_fc1=BiasedColumnLinear, linear_fc2=BiasedRowLinear)
     else:
         matrices = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
-    return partial(FeedForward.as_mlp_submodule, submodules=matrices)
+    learns = layer.inner is not None and layer.inner.activation == "xielu"
+    return partial((XieluFeedForward if learns else FeedForward).as_mlp_submodule, submodules=matrices)

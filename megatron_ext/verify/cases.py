@@ -72,6 +72,32 @@ MODELS = {
     ),
 }
 
+_EVERY_SECOND = "--window-size 15,0 --window-attn-skip-freq 2"
+_LISTS = "--longrope-short-factor 1 1 1 1 1 1 1 1 --longrope-long-factor 1 1.1 1.3 1.8 2.5 4 6 9"
+MODELS |= {
+    "rotation by layer": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} {_EVERY_SECOND} --rotary-base-local 100 --rope-type yarn "
+        "--rotary-scaling-factor 4 --original-max-position-embeddings 32"
+    ),
+    "longrope": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --rope-type longrope --original-max-position-embeddings 32 "
+        f"--rotary-scaling-factor 4 {_LISTS}"
+    ),
+    "temperature": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --no-rope-freq 2 --qk-l2-norm --attention-temperature-scale 0.5 "
+        "--attention-temperature-step 5"
+    ),
+    "temperature, packed": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --no-rope-freq 2 --attention-temperature-scale 0.5 "
+        "--attention-temperature-step 5 --reset-position-ids --reset-attention-mask"
+    ),
+    "xIELU": f"--num-layers 4 {_LLAMA.replace('--swiglu', '--xielu')} --qk-layernorm",
+    "bounded quick GeGLU": (
+        f"--num-layers 4 {_LLAMA.replace('--swiglu', '--quick-geglu')} --activation-func-clamp-value 0.5 "
+        "--glu-linear-offset 1 --add-mlp-bias"
+    ),
+}
+
 _LATENT_SIZES = (
     "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --multi-latent-attention "
     "--qk-layernorm --kv-lora-rank 24 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16"
@@ -358,6 +384,26 @@ _PIECES = {
     "one process, recompute selective, sinks and gates": (1, RECOMPUTE["selective, all parts"]),
     "TP2 SP PP2 VPP2, caps and clips": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 all_gather, caps and clips": (2, f"{_CP2} all_gather"),
+    "TP2 SP PP2 VPP2, rotation by layer": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 all_gather, rotation by layer": (2, f"{_CP2} all_gather"),
+    "DP2 FSDP2, rotation by layer": (2, _FSDP2),
+    "CP2 p2p, longrope": (2, f"{_CP2} p2p"),
+    "TP2 SP PP2 VPP2, longrope": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "TP2 SP PP2 VPP2, temperature": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 p2p, temperature": (2, f"{_CP2} p2p"),
+    "CP2 a2a, temperature": (2, f"{_CP2} a2a"),
+    "CP2 all_gather, temperature, packed": (2, f"{_CP2} all_gather"),
+    "TP2, xIELU": (2, "--tensor-model-parallel-size 2"),
+    "TP2 SP PP2 VPP2, xIELU": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "TP4, xIELU": (4, "--tensor-model-parallel-size 4"),
+    "CP2 p2p, xIELU": (2, f"{_CP2} p2p"),
+    "TP2 SP FSDP2, xIELU": (4, f"{_TP2_SP} {_FSDP2}"),
+    "ZeRO-3, xIELU": (2, f"{_MEGATRON_FSDP} optim_grads_params"),
+    "DP2 distributed optimizer, overlap, xIELU": (2, _OVERLAP),
+    "one process, recompute selective, xIELU": (1, RECOMPUTE["selective, all parts"]),
+    "TP2 SP PP2 VPP2, bounded quick GeGLU": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "ZeRO-3, bounded quick GeGLU": (2, f"{_MEGATRON_FSDP} optim_grads_params"),
+    "one process, recompute selective, bounded quick GeGLU": (1, RECOMPUTE["selective, all parts"]),
     "TP2 SP PP2 VPP2, ALiBi": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 p2p, ALiBi": (2, f"{_CP2} p2p"),
     "CP2 a2a, ALiBi": (2, f"{_CP2} a2a"),

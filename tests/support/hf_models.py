@@ -168,6 +168,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "llama", **_DECODER, "max_position_embeddings": 62, **_UNTIED},
         "rope_scaling": {"rope_type": "dynamic", "factor": 6.0},
     },
+    "Apertus": {"model_type": "apertus", **_DECODER, "pad_token_id": None, "num_key_value_heads": 1, **_UNTIED},
     "BLOOM": {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 6, "vocab_size": VOCABULARY, **_UNTIED},
     "MPT": {
         **{"model_type": "mpt", "d_model": 48, "n_layers": 2, "n_heads": 6, "vocab_size": VOCABULARY},

@@ -7,6 +7,7 @@
 Nothing in the folder is executed, and no file outside of it is opened, whatever its index says. This needs no torch.
 """
 
+import math
 from pathlib import Path
 
 from megatron_ext.checkpoint.dtypes import WIDTH
@@ -65,6 +66,12 @@ class HFFolder:
                     problems.append(f"{name} has shape {list(entry.shape)}; by config.json it should be {list(shape)}")
                 elif entry.dtype not in WIDTH:
                     problems.append(f"{name} has dtype {entry.dtype}; supported are {', '.join(WIDTH)}")
+        for name, value in self.family.constants_of(config).items():
+            entry = self.entries.get(name)
+            if entry is not None and not (
+                math.prod(entry.shape) == 1 and math.isclose(entry.number(), value, rel_tol=0.01)
+            ):
+                problems.append(f"{name} is another number than {value:g}, which all models of this family have")
         if config.model.untie_embeddings_and_output_weights is False and self._has_an_output_layer_of_its_own():
             head = f"{self.family.names['output_layer'][0]}.weight"
             problems.append(f"{head} differs from the embeddings, but config.json has tie_word_embeddings")

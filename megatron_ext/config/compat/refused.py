@@ -111,7 +111,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --disable-dsa-indexer-scoring-relu, --dsa-indexer-k-norm-epsilon N, --dsa-indexer-k-norm-fp32,
         --linear-conv-kernel-dim N =4, --linear-key-head-dim N =128, --linear-value-head-dim N =128,
         --linear-num-key-heads N =16, --linear-num-value-heads N =32, --linear-attention-freq N,
-        --qk-l2-norm, --qk-clip, --qk-clip-alpha N =0.5,
+        --qk-clip, --qk-clip-alpha N =0.5,
         --qk-clip-threshold N =100, --use-kitchen-attention, --kitchen-attention-backend N =sdpa,
         --kitchen-config-file N, --kitchen-recipe-number N
         """,
@@ -141,8 +141,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "the model's structure has no such variant in this version; leave it out",
         """
-        --fp32-residual-connection, --apply-residual-connection-post-layernorm, --glu-linear-offset N =0.0,
-        --activation-func-clamp-value N, --quick-geglu, --onnx-safe N, --bert-no-binary-head,
+        --fp32-residual-connection, --apply-residual-connection-post-layernorm, --onnx-safe N, --bert-no-binary-head,
         --heterogeneous-layers-config-path N, --heterogeneous-layers-config-encoded-json N
         """,
     ),

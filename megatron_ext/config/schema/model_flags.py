@@ -158,8 +158,8 @@ class ModelConfig:
     v_head_dim: int = option(128, "Channels of a value head there.", resume="shape", at_least=1)
     rope_type: str | None = option(
         None,
-        "How rotary frequencies are stretched: not at all, by YaRN, by a factor of each pair of channels (longrope), or "
-        "by a larger base (dynamic), these two by --seq-length; default yarn with --multi-latent-attention, else rope.",
+        "How rotary frequencies are stretched: not at all, by YaRN, by factors of pairs of channels (longrope), or "
+        "by a larger base (dynamic), both by --seq-length; default yarn with --multi-latent-attention, else rope.",
         resume="function",
         choices=("rope", "yarn", "longrope", "dynamic"),
         needs={
@@ -175,7 +175,6 @@ class ModelConfig:
         "Context length that the model had before that.",
         resume="function",
         at_least=1,
-        aliases=("--yarn-original-max-position-embeddings",),
     )
     rotary_attention_factor: float | None = option(
         None,
@@ -198,14 +197,12 @@ class ModelConfig:
         "Channels that turn more often than this in that context are left alone by YaRN.",
         resume="function",
         positive=True,
-        aliases=("--yarn-beta-fast",),
     )
     beta_slow: float = option(
         1.0,
         "Channels that turn less often than this are stretched in full by YaRN.",
         resume="function",
         positive=True,
-        aliases=("--yarn-beta-slow",),
     )
     no_yarn_correction_range_round_to_int: bool = option(
         False, "Do not round the indices of the channels that turn so often outwards.", resume="function"
@@ -222,6 +219,24 @@ class ModelConfig:
     swiglu: bool = option(False, "SwiGLU activation in the MLP (gate x SiLU).", resume="shape")
     geglu: bool = option(
         False, "GeGLU activation in the MLP (gate x GELU), with --openai-gelu in its tanh form.", resume="shape"
+    )
+    quick_geglu: bool = option(
+        False, "GeGLU in the MLP whose GELU is approximated by x sigmoid(1.702 x), as GPT-OSS has it.", resume="shape"
+    )
+    activation_func_clamp_value: float | None = option(
+        None,
+        "Largest value in the MLP's gate, before its activation, and largest size of what it multiplies; default none.",
+        resume="function",
+        positive=True,
+    )
+    glu_linear_offset: float = option(
+        0.0, "What is added to what the MLP's gate multiplies, as GPT-OSS has it.", resume="function"
+    )
+    xielu: bool = option(
+        False,
+        "xIELU activation in the MLP, without a gate, whose two numbers each layer learns (arXiv:2411.13010).",
+        resume="shape",
+        needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
     )
     squared_relu: bool = option(False, "Squared ReLU activation in the MLP.", resume="function")
     openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.", resume="function")
@@ -321,6 +336,20 @@ class ModelConfig:
         needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
     )
     qk_layernorm: bool = option(False, "Normalize queries and keys.", resume="shape")
+    qk_l2_norm: bool = option(
+        False,
+        "Divide queries and keys that are rotated by their root mean square, as Llama 4 does: --qk-layernorm without "
+        "weights.",
+        resume="function",
+        needs={
+            True: [
+                Need("qk_layernorm", False, "no other norms of queries and keys"),
+                Need("multi_latent_attention", False, "queries and keys without latents"),
+                Need("position_embedding_type", "rope", "rotary positions"),
+                Need("transformer_impl", "local", "layers of this program's own"),
+            ]
+        },
+    )
     qk_layernorm_over: str = option(
         "head",
         "What --qk-layernorm normalizes: each head, or all heads of a token at once, as OLMo-2 does.",
@@ -442,7 +471,7 @@ class ModelConfig:
     @property
     def gated_linear_unit(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def expert_ffn_hidden_size(self) -> int:

@@ -47,7 +47,7 @@ class Scaling:
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
     factors: tuple[float, ...]
-    """By how much they are stretched: one factor for all pairs, or that of each."""
+    """Factors by which wavelengths are stretched: one for all pairs, or that of each."""
 
     original_positions: int = 1
     slow: float = 1.0
@@ -361,6 +361,7 @@ class Attention(Part):
 def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
     """Return the attention of layer `number`, with norms of this kind."""
     rotary = _rotary(model, number)
+    without_weight = model.qk_l2_norm and rotary is not None
     heated = rotary is None and model.attention_temperature_scale is not None
     return Attention(
         kind="grouped_query",
@@ -370,9 +371,9 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         value_head_size=model.kv_channels,
         window=window_of(model, number),
         rotary=rotary,
-        qk_norm=model.qk_layernorm_over if model.qk_layernorm else None,  # pyright: ignore[reportArgumentType]
+        qk_norm=model.qk_layernorm_over if model.qk_layernorm else "head" if without_weight else None,  # pyright: ignore[reportArgumentType]
         qk_norm_after_rotation=model.qk_layernorm_place == "after",
-        norm=norm,
+        norm=Norm("RMSNorm", norm.epsilon, "none") if without_weight else norm,
         qkv_bias=model.has_qkv_bias,
         output_bias=model.has_output_bias,
         softmax=Softmax(
@@ -407,10 +408,10 @@ def _rotary(model: ModelConfig, number: int) -> Rotary | None:
     kind = model.rotary_percent, model.rotary_interleaved
     if model.rotary_base_local is not None and window_of(model, number) is not None:
         return Rotary(model.rotary_base_local, kind[0], None, kind[1])
-    base, length, original = model.rotary_base, model.seq_length or 1, model.original_max_position_embeddings
+    base, length, original = model.rotary_base, model.seq_length or 1, max(model.original_max_position_embeddings, 1)
     if model.rope_type == "dynamic":
         # NTK-aware interpolation of this length (transformers' _compute_dynamic_ntk_parameters).
-        channels, factor = int((model.kv_channels or 0) * model.rotary_percent), model.rotary_scaling_factor
+        channels, factor = int((model.kv_channels or 0) * model.rotary_percent), max(model.rotary_scaling_factor, 1.0)
         growth = factor * max(length / original, 1.0) - (factor - 1.0)
         base *= math.exp(min(math.log(growth) * channels / max(channels - 2, 1), 300.0))
     by_length = model.rope_type in ("dynamic", "longrope")
@@ -419,7 +420,7 @@ def _rotary(model: ModelConfig, number: int) -> Rotary | None:
 
 def scaling_of(model: ModelConfig) -> Scaling | None:
     """Return how the model's rotary frequencies are stretched."""
-    factor, original = model.rotary_scaling_factor, model.original_max_position_embeddings
+    factor, original = max(model.rotary_scaling_factor, 1.0), max(model.original_max_position_embeddings, 2)
     length = model.rotary_attention_factor
     if model.rope_type == "yarn":
         lengths = [0.1 * mscale * math.log(factor) + 1.0 for mscale in (model.mscale, model.mscale_all_dim)]
@@ -436,7 +437,7 @@ def scaling_of(model: ModelConfig) -> Scaling | None:
     if model.rope_type == "longrope":
         is_long = (model.seq_length or 1) > original
         factors = model.longrope_long_factor if is_long else model.longrope_short_factor
-        usual = math.sqrt(1.0 + math.log(factor) / math.log(max(original, 2)))
+        usual = math.sqrt(1.0 + math.log(factor) / math.log(original))
         return Scaling("longrope", factors or (1.0,), original, of_table=length or usual)
     if model.use_rope_scaling:
         return Scaling(

@@ -85,6 +85,18 @@ class PlainLayerNorm(torch.nn.Module):
         return F.layer_norm(x, self.shape, self.weight, None, self.eps)
 
 
+class PlainRMSNorm(torch.nn.Module):
+    """RMSNorm without a weight: the L2 norm of Llama 4's queries and keys."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.shape, self.eps = (hidden_size,), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
+        return F.rms_norm(x, self.shape, None, self.eps)
+
+
 class _AfterRotation:
     """Leaves queries or keys alone where megatron-core normalizes them, which is before they are rotated."""
 
@@ -179,7 +191,7 @@ def norm_builder(norm: Norm) -> NormBuilder:
     """Return what builds a norm."""
     if norm.owns == "all":
         return norm_class(norm.kind)
-    return partial(PlainLayerNorm, weighted=norm.has_weight)
+    return PlainRMSNorm if norm.kind == "RMSNorm" else partial(PlainLayerNorm, weighted=norm.has_weight)
 
 
 def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormBuilder | None, NormBuilder | None]:

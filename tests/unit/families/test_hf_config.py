@@ -54,6 +54,7 @@ BASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENTS, "q_lora_rank": None},
     "deepseek_v3": {**_LATENTS, "q_lora_rank": 6, "num_nextn_predict_layers": 1},
     "gemma2": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
+    "apertus": {**_SMALL, "rope_theta": 12e6},
     "gemma3_text": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "rope_local_base_freq": 300.0},
     "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 4, "vocab_size": 96, "pad_token_id": 3},
     "mpt": {"d_model": 24, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_seq_len": 32, "pad_token_id": 3},
