@@ -76,20 +76,14 @@ _OF_OTHER_PARTS = (
 def _inside(content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return what the `config.json` of a model of text and images says of its text model, and what is wrong with the
     rest."""
-    outer = Reading(content, {})
-    text = outer.get("text_config", {})
+    outer, text = Reading(content, {}), content.get("text_config")
     outer.understand(*_OF_OTHER_PARTS)
     if not isinstance(text, dict):
-        outer.problems.append(f"text_config is {json.dumps(text)[:60]}, and not an object")
-        text = {}
-    outer.refuse_unless("quantization_config", None, None, "quantized weights are not supported; use unquantized ones")
+        return {}, [f"text_config is {json.dumps(text)[:60]}, and not an object"]
     tied = text.get("tie_word_embeddings", True)
     outer.refuse_unless("tie_word_embeddings", tied, tied, f"but by text_config it is {json.dumps(tied)}")
-    outer.refuse_the_rest(
-        "a key that is not known next to text_config; if the model is the same without it, leave it out of a copy of "
-        "config.json",
-        but=frozenset(key for keys in WITHOUT_BEARING.values() for key in keys),
-    )
+    known = frozenset(key for keys in WITHOUT_BEARING.values() for key in keys)
+    outer.refuse_the_rest("a key that is not known next to text_config", but=known)
     return text, outer.problems
 
 

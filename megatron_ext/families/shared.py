@@ -130,9 +130,9 @@ def scaling_json(model: ModelConfig) -> dict[str, Any] | None:
         content |= {theirs: getattr(model, ours) for ours, theirs in names.items()}
         if model.no_yarn_correction_range_round_to_int:
             content["truncate"] = False
-        unreadable = model.rope_type == "yarn" and not (model.mscale and model.mscale_all_dim)
+        by_mscales = (model.mscale and model.mscale_all_dim) or (model.mscale, model.mscale_all_dim) == (1.0, 0.0)
         scaling = scaling_of(model)
-        if scaling is not None and (model.rotary_attention_factor or (unreadable and _mscales(model) != (1.0, 0.0))):
+        if scaling is not None and (model.rotary_attention_factor or not by_mscales):
             content["attention_factor"] = scaling.of_table
         return content
     if model.rotary_seq_len_interpolation_factor != 1.0:
@@ -150,10 +150,6 @@ def scaling_json(model: ModelConfig) -> dict[str, Any] | None:
 
 _YARN_NUMBERS = {name: name for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
 _LONGROPE_FACTORS = {"longrope_short_factor": "short_factor", "longrope_long_factor": "long_factor"}
-
-
-def _mscales(model: ModelConfig) -> tuple[float, float]:
-    return model.mscale, model.mscale_all_dim
 
 
 def expert_values(reading: Reading, experts: int, width: int, *, normalized: bool) -> dict[str, Any]:
@@ -358,27 +354,20 @@ def rotary_by_layer(reading: Reading, usual: float, key: str | None = None) -> t
         key: name of their base outside of `rope_parameters`, if there is one.
     """
     base = usual if key is None else reading.number(key, usual)
-    named, added = reading.get("rope_parameters"), reading.get("rope_scaling") or {}
-    if isinstance(added, dict) and added.get("truncate") is False:  # transformers reads it outside of layers alone
-        reading.problems.append("rope_scaling: truncate is false, only true is supported")
-    if named is None:
-        return reading, {"rotary_base_local": base}
-    if not isinstance(named, dict) or not all(isinstance(named.get(kind) or {}, dict) for kind in KINDS):
-        named = {"neither": named}
-    if not {*named} <= {*KINDS}:
-        reading.problems.append(
-            f"rope_parameters is {json.dumps(named)[:80]}; supported are {' and '.join(KINDS)} in it"
-        )
-        return reading.changed(rope_parameters=None), {"rotary_base_local": base}
-    of_all, of_windows = (named.get(kind) or {} for kind in KINDS)
+    named, added = reading.get("rope_parameters"), reading.get("rope_scaling")
+    is_by_layer = (
+        isinstance(named, dict) and {*named} == {*KINDS} and all(isinstance(one, dict) for one in named.values())
+    )
+    of_all, of_windows = (named[kind] for kind in KINDS) if is_by_layer else (None, {})
+    for scaling in (added, of_all):  # of some layers transformers does not read it
+        if isinstance(scaling, dict) and scaling.get("truncate") is False:
+            reading.problems.append("truncate is false, only true is supported")
     local = Reading(of_windows, {}, {"rope_type": "type"})
-    if of_all.get("truncate") is False:
-        reading.problems.append(f"rope_parameters: {KINDS[0]}: truncate is false, only true is supported")
     base = local.number("rope_theta", base)
     refuse_others(local, {"rope_type": "default", "partial_rotary_factor": 1.0})
     local.refuse_the_rest("which rope_type default does not read; leave it out")
     reading.problems += [f"rope_parameters: {KINDS[1]}: {problem}" for problem in local.problems]
-    return reading.changed(rope_parameters=of_all), {"rotary_base_local": base}
+    return reading.changed(rope_parameters=of_all) if is_by_layer else reading, {"rotary_base_local": base}
 
 
 def local_base(values: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.names import unwrapped
 from megatron_ext.parts.attention.cached import WholeSequences
-from megatron_ext.parts.stack import layers
+from megatron_ext.parts.stack import stack
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 _OF_SEQUENCE_PARALLELISM = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
@@ -74,8 +74,8 @@ class Model:
         of every length)."""
         if self.config.model.position_embedding_type == "learned_absolute":
             return self.config.model.max_position_embeddings
-        rotary = (layer.attention.rotary for layer in layers(self.config))
-        return next((one.longest for one in rotary if one is not None), None)
+        limits = (getattr(getattr(kind.mixer, "rotary", None), "longest", None) for kind, _ in stack(self.config).kinds)
+        return next(filter(None, limits), None)
 
     @property
     def eod(self) -> int | None:

@@ -54,6 +54,7 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         layernorm_epsilon=model.norm_epsilon,
         # It adds gradients of what is named q_layernorm over the ranks, which see whole latents each.
         qk_layernorm=model.qk_layernorm and not model.multi_latent_attention,
+        qk_l2_norm=model.qk_l2_norm,
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         gated_linear_unit=model.gated_linear_unit,

@@ -60,7 +60,7 @@ class XieluFeedForward(FeedForward):
         alphas_2 = torch.cat([getattr(self.xielu, name) for name in XIELU_BEGINNINGS])
         if self.tp_group.size() > 1:
             alphas_2 = copy_to_tensor_model_parallel_region(alphas_2, group=self.tp_group)
-        return _computed_again(xielu, expanded, alphas_2)
+        return computed_again(xielu, expanded, alphas_2)
 
 
 def xielu(x: torch.Tensor, alphas_2: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def glu(expanded: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
     activation: Any = config.activation_func
     clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
     if clamp is not None or offset != 0.0 or activation is quick_gelu:
-        return _computed_again(partial(_bounded_glu, activation, clamp, offset), expanded)
+        return computed_again(partial(_bounded_glu, activation, clamp, offset), expanded)
     gate, up = expanded.chunk(2, dim=-1)
     if nothing_is_trained():
         return activation(gate).mul_(up)
@@ -90,7 +90,7 @@ def _bounded_glu(activation: Any, clamp: float | None, offset: float, expanded: 
     return activation(gate) * (up + offset)
 
 
-def _computed_again(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+def computed_again(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """Return function(*inputs), keeping the inputs alone: what lies between is computed again for the gradients."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return function(*inputs)
