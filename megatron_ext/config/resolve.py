@@ -189,15 +189,21 @@ def _resolve_exchange(values: dict[str, Any]) -> None:
 def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
     hidden, heads = values.get("hidden_size", 0), values.get("num_attention_heads", 0)
     if positive(hidden):
-        gated = bool(values.get("swiglu") or values.get("geglu"))
+        gated = any(values.get(name) for name in ("swiglu", "geglu", "quick_geglu"))
         _fill(values, "ffn_hidden_size", default_ffn_hidden_size(hidden, gated))
+    if values.get("position_embedding_type") == "yarn":
+        values["position_embedding_type"] = "rope"
+        _fill(values, "rope_type", "yarn")
     if values.get("multi_latent_attention"):
         _fill(values, "rope_type", "yarn")
         # Read by nothing that attends: the heads have sizes of their own.
         sizes = [values.get(name, getattr(ModelConfig, name)) for name in ("qk_head_dim", "qk_pos_emb_head_dim")]
         _fill(values, "kv_channels", sum(sizes) if positive(*sizes) else None)
-    elif positive(hidden, heads) and hidden % heads == 0:
-        _fill(values, "kv_channels", hidden // heads)
+    else:
+        if values.get("rope_type") == "rope":
+            del values["rope_type"]
+        if positive(hidden, heads) and hidden % heads == 0:
+            _fill(values, "kv_channels", hidden // heads)
     _fill(
         values, "num_query_groups", 1 if values.get("group_query_attention") else heads or None
     )  # 1 as Megatron has it

@@ -5,7 +5,7 @@ from typing import Any
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, decoder_json, decoder_values, yarn_json
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, decoder_json, decoder_values, scaling_json
 
 _EPSILON = 1e-6
 """Epsilon of the norms of latents, whatever `rms_norm_eps` says of the others."""
@@ -34,7 +34,8 @@ _OF_EXPERTS = (
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading, epsilon=None, yarn=True)
+    values = decoder_values(reading, epsilon=None, scalings=("yarn",))
+    values["rope_type"] = values["rope_type"] or "rope"
     values |= {ours: reading.integer(theirs) for theirs, ours in _SIZES.items()}
     ranked = reading.get("q_lora_rank") is not None
     values["q_lora_rank"] = reading.integer("q_lora_rank") if ranked else None
@@ -68,7 +69,6 @@ def _write(config: Config) -> dict[str, Any]:
         "head_dim": model.qk_pos_emb_head_dim,
         "qk_head_dim": model.qk_head_dim + model.qk_pos_emb_head_dim,
         "rms_norm_eps": _EPSILON,
-        "rope_scaling": yarn_json(model),
         "attention_bias": False,
         "first_k_dense_replace": model.num_layers,
     }
@@ -76,7 +76,7 @@ def _write(config: Config) -> dict[str, Any]:
 
 def _what_yarn_can_say(model: ModelConfig) -> dict[str, Any]:
     """Return the two mscales, of which transformers reads both or none."""
-    read = yarn_json(model) is None or (model.mscale and model.mscale_all_dim)
+    read = scaling_json(model) is None or (model.mscale and model.mscale_all_dim)
     return {} if read else {"mscale": 1.0, "mscale_all_dim": 0.0}
 
 

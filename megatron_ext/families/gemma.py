@@ -10,7 +10,7 @@ from megatron_ext.families.reading import Reading
 
 def _read(reading: Reading) -> dict[str, Any]:
     values = shared.decoder_values(reading, activation="gelu_pytorch_tanh", biases="attention")
-    shared.refuse_others(reading, {"use_bidirectional_attention": None})
+    shared.refuse_others(reading, {"use_bidirectional_attention": False})
     # The released files say gelu, and mean its tanh form: so does transformers take it.
     return {**values, "openai_gelu": True, "embedding_multiplier": values["hidden_size"] ** 0.5}
 

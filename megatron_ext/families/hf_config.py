@@ -40,7 +40,11 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
         raise ConfigurationError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} is not a JSON object")
-    family = FAMILIES.get(str(content.get("model_type")))
+    kind = str(content.get("model_type"))
+    family, prefix, problems = FAMILIES.get(kind), "", []
+    for inner in FAMILIES.values():
+        if inner.inside is not None and kind == inner.inside[0]:
+            family, prefix, (content, problems) = inner, "text_config: ", _inside(content)
     if family is None:
         raise ConfigurationError(
             f"{path}: model_type {json.dumps(content.get('model_type'))} is not supported; "
@@ -56,10 +60,31 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
         "of config.json",
         but=frozenset(key for keys in WITHOUT_BEARING.values() for key in keys),
     )
-    problems = list(dict.fromkeys(reading.problems)) or list(_out_of_bounds(values))
+    problems += [f"{prefix}{problem}" for problem in dict.fromkeys(reading.problems)]
+    problems = problems or list(_out_of_bounds(values))
     if problems:
         raise ConfigurationError([f"{path}: {problem}" for problem in problems])
     return family, {**family.fixed, **values}
+
+
+_OF_OTHER_PARTS = (
+    *("text_config", "vision_config", "mm_tokens_per_image", "eoi_token_index", "boi_token_index", "image_token_index"),
+    *("eoi_token_id", "boi_token_id", "image_token_id"),
+)
+
+
+def _inside(content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return what the `config.json` of a model of text and images says of its text model, and what is wrong with the
+    rest."""
+    outer, text = Reading(content, {}), content.get("text_config")
+    outer.understand(*_OF_OTHER_PARTS)
+    if not isinstance(text, dict):
+        return {}, [f"text_config is {json.dumps(text)[:60]}, and not an object"]
+    tied = text.get("tie_word_embeddings", True)
+    outer.refuse_unless("tie_word_embeddings", tied, tied, f"but by text_config it is {json.dumps(tied)}")
+    known = frozenset(key for keys in WITHOUT_BEARING.values() for key in keys)
+    outer.refuse_the_rest("a key that is not known next to text_config", but=known)
+    return text, outer.problems
 
 
 def _out_of_bounds(values: Mapping[str, Any]) -> Iterator[str]:

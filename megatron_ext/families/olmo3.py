@@ -1,4 +1,4 @@
-"""OLMo-3, without YaRN: OLMo-2 whose layers each have a window or none, with one table of angles."""
+"""OLMo-3: OLMo-2 whose layers each have a window or none; frequencies are stretched in those without one."""
 
 from typing import Any
 
@@ -10,26 +10,29 @@ from megatron_ext.families.reading import Reading
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    # What stands next to `rope_parameters` is of layers without a window alone.
-    shared.refuse_others(reading, {"rope_scaling": None, "rope_theta": 500000.0})
+    # Next to `rope_parameters` it is that of all layers or of those without a window, by transformers' version.
+    shared.refuse_others(reading, {"rope_theta": 500000.0})
     usual = [(number + 1) % 4 != 0 for number in shared.layer_numbers(reading)]
-    values = shared.decoder_values(reading, biases="attention")
-    return {**values, **shared.layer_window_values(reading, shared.typed_windows(reading, usual))}
+    windows = shared.layer_window_values(reading, shared.typed_windows(reading, usual))
+    reading, local = shared.rotary_by_layer(reading, 500000.0)
+    return shared.local_base({**shared.decoder_values(reading, biases="attention"), **windows, **local})
 
 
 def _write(config: Config) -> dict[str, Any]:
     content = {**OLMO2.write(config), **shared.typed_window_json(config)}
-    rotary = {"rope_type": "default", "rope_theta": content.pop("rope_theta")}
-    return {**content, "rope_parameters": dict.fromkeys(shared.KINDS, rotary)}
+    base, scaling = content.pop("rope_theta"), content.pop("rope_scaling")
+    of_windows = {"rope_type": "default", "rope_theta": config.model.rotary_base_local or base}
+    of_all = {"rope_type": "default", "rope_theta": base, **(scaling or {})}
+    return {**content, "rope_parameters": dict(zip(shared.KINDS, (of_all, of_windows), strict=True))}
 
 
 OLMO3 = Family(
     "olmo3",
     "Olmo3ForCausalLM",
     OLMO2.names,
-    {**OLMO2.flags, "use_rope_scaling": False},
+    OLMO2.flags,
     _read,
     _write,
     {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
-    dependent_flags=shared.biases_of_attention,
+    dependent_flags=lambda model: {**shared.biases_of_attention(model), **shared.scaled_without_windows(model)},
 )

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4, without longrope: fused matrices, and a share of the channels is rotated."""
+"""Phi-3 and Phi-4: fused matrices, and a share of the channels is rotated."""
 
 from typing import Any
 
@@ -11,24 +11,41 @@ _NAMES = {**shared.DECODER_NAMES, shared.QKV: ("self_attn.qkv_proj",), "mlp.line
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = {**shared.decoder_values(reading, partial=True), **shared.window_values(reading)}
+    original = reading.integer("original_max_position_embeddings", 4096)  # read with longrope alone
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = reading.get(key)
+        if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) in ("longrope", "su", "yarn"):
+            Reading.refuse_unless(
+                (inner := Reading(scaling, {})),
+                "original_max_position_embeddings",
+                original,
+                original,
+                f"but transformers takes the {original} next to {key}; say it once, or the same in both",
+            )
+            reading.problems += [f"{key}: {problem}" for problem in inner.problems]
+            # All three names are one kind.
+            named = {name: "longrope" for name in ("rope_type", "type") if name in scaling}
+            reading = reading.changed(**{key: {**scaling, **named, "original_max_position_embeddings": original}})
     shared.refuse_others(reading, {"attention_bias": False})  # in the file of Phi-4
-    reading.understand("original_max_position_embeddings")  # read with longrope alone
-    if values.get("use_rope_scaling"):
-        reading.problems.append("rope_type is llama3, which no Phi-3 has; only default is supported")
-    return values
+    values = shared.decoder_values(reading, partial=True, scalings=("longrope",))
+    return {**values, **shared.window_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**shared.decoder_json(config, partial=True), **shared.NO_PADDING, **shared.window_json(config)}
+    model = config.model
+    content = {**shared.decoder_json(config, partial=True), **shared.NO_PADDING, **shared.window_json(config)}
+    if model.rope_type == "longrope":
+        content["original_max_position_embeddings"] = model.original_max_position_embeddings
+    return content
 
 
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
     _NAMES,
-    {**shared.DECODER_FLAGS, "disable_bias_linear": True, "use_rope_scaling": False},
+    {**shared.DECODER_FLAGS, "disable_bias_linear": True},
     _read,
     _write,
     {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    dependent_flags=lambda model: {"rope_type": "longrope" if model.rope_type else None},
 )

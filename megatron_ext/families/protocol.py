@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ext.config.derived.attention_flags import LATENT_FLAGS
+from megatron_ext.config.derived.attention_flags import LATENT_FLAGS, STRETCH_FLAGS
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.reading import Reading
 
@@ -20,7 +20,8 @@ def usual_values() -> dict[str, Any]:
     """Return the flags on which a model's weights, or what it computes from them, depend, with their defaults; without
     those that say more of another one, and the precision of a router."""
     fields = [one for one in dataclasses.fields(ModelConfig) if one.metadata["resume"] in ("shape", "function")]
-    details = ("rope_scaling_", "moe_router_dtype", "no_position_embedding", *LATENT_FLAGS)
+    details = ("rope_scaling_", "moe_router_dtype", "no_position_embedding", "attention_temperature_step")
+    details += (*LATENT_FLAGS, *STRETCH_FLAGS)
     return {one.name: one.default for one in fields if not one.name.startswith(details)}
 
 
@@ -72,6 +73,13 @@ class Family:
     """Prefix that files written from the model without its head leave out of every name; empty: there are no such
     files."""
 
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Names of numbers in every layer's files, without its prefix, that are no parameters and have one value."""
+
+    inside: tuple[str, str] | None = None
+    """Model type of a model that has one of this family inside of it, described by its `text_config`, and the prefix of
+    names that its files have before ours."""
+
     is_common: bool = False
     """Whether a model that fits several families is exported as one of this."""
 
@@ -84,6 +92,11 @@ class Family:
     added: Mapping[str, float] = field(default_factory=dict)
     """Modules of ours -> what their weight has more than theirs: 1.0 for a norm whose file holds what it differs from
     1."""
+
+    def constants_of(self, config: Config) -> dict[str, float]:
+        """Return `constants` by their whole names."""
+        layers = map(self.layers.format, range(config.model.num_layers))
+        return {f"{layer}{name}": value for layer in layers for name, value in self.constants.items()}
 
     @property
     def has_experts(self) -> bool:

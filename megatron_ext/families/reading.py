@@ -29,6 +29,12 @@ class Reading:
         self.problems: list[str] = []
         self._understood: set[str] = set()
 
+    def changed(self, **content: Any) -> "Reading":
+        """Return the same file with other content, whose problems and understood keys are those of this one."""
+        other = Reading({**self.content, **content}, self.defaults, self.aliases)
+        other.problems, other._understood = self.problems, self._understood
+        return other
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or what stands for one that is missing or null. The key is understood from now
         on, under both of its names; where these say different things, that is a problem."""

@@ -96,4 +96,5 @@ def _difference(name: str, wanted: Any, given: Any) -> str:
         return f"no {flag}"
     if isinstance(wanted, bool):
         return flag if wanted else f"no {flag}"
-    return f"{flag} {wanted:g} (not {given:g})" if isinstance(wanted, float) else f"{flag} {wanted} (not {given})"
+    wanted, given = (f"{one:g}" if isinstance(one, float) else one for one in (wanted, given))
+    return f"{flag} {wanted} (not {given})"

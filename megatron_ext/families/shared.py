@@ -7,6 +7,7 @@ from typing import Any, Literal
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.reading import Reading
+from megatron_ext.parts.attention.describe import scaling_of
 from megatron_ext.parts.stack import layers
 
 QKV = "self_attention.linear_qkv"
@@ -32,6 +33,10 @@ NAMES_WITH_NORMS_AFTER: dict[str, tuple[str, ...]] = {
 DECODER_FLAGS: dict[str, Any] = {"position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm"}
 
 
+SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic")
+"""Kinds of rotary scaling in `rope_type`."""
+
+
 def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
     """Return the names of a decoder with experts: the module of the mixture, and those of one expert's matrices.
 
@@ -53,8 +58,8 @@ def decoder_values(
     activation: str = "silu",
     partial: bool = False,
     alpha: bool = False,
-    yarn: bool = False,
     biases: Literal["attention", "all"] | None = None,
+    scalings: Sequence[str] = SCALINGS,
 ) -> dict[str, Any]:
     """Return the values of our flags that every decoder with rotary positions has in `config.json`.
 
@@ -63,9 +68,9 @@ def decoder_values(
         activation: the usual one; a form of GELU may be another one.
         partial: whether a share of each head's channels may be rotated (`partial_rotary_factor`).
         alpha: whether `rope_type` dynamic may have an `alpha`, with which it is a larger base.
-        yarn: whether `rope_type` may be yarn, and cannot be llama3.
         biases: matrices that may have one: those of attention by `attention_bias`, all with those of the MLP by
             `mlp_bias`.
+        scalings: what `rope_type` may be, besides default.
     """
     hidden, heads = reading.integer("hidden_size"), reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", heads)
@@ -82,13 +87,13 @@ def decoder_values(
         "vocab_size": reading.integer("vocab_size"),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
     }
-    values |= rotary_values(reading, partial=partial, head=values["kv_channels"] if alpha else None, yarn=yarn)
+    values |= rotary_values(reading, values["kv_channels"], partial=partial, alpha=alpha, scalings=scalings)
     if heads % groups:
         reading.problems.append(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
     if activation in _GELUS:
         values |= gelu_values(reading, "hidden_act", activation)
     else:
-        mlp = "SwiGLU" if activation == "silu" else "squared ReLU"
+        mlp = {"silu": "SwiGLU", "relu2": "squared ReLU", "xielu": "xIELU"}[activation]
         reading.refuse_unless("hidden_act", activation, activation, f"but the MLP here is {mlp}: {activation}")
     if biases is not None:
         attention = reading.boolean("attention_bias", False)
@@ -126,20 +131,47 @@ def decoder_json(
 
 def rotary_json(model: ModelConfig, *, partial: bool = False) -> dict[str, Any]:
     """Return the keys of `rotary_values`."""
-    content: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_scaling": None}
+    content: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_scaling": scaling_json(model)}
     if partial:
         content["partial_rotary_factor"] = model.rotary_percent
-    if model.rotary_seq_len_interpolation_factor != 1.0:
-        content["rope_scaling"] = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
-    elif model.use_rope_scaling:
-        content["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": model.rope_scaling_factor,
-            "low_freq_factor": model.rope_scaling_low_freq_factor,
-            "high_freq_factor": model.rope_scaling_high_freq_factor,
-            "original_max_position_embeddings": model.rope_scaling_original_max_position_embeddings,
-        }
+    if model.rope_type == "dynamic":
+        content["max_position_embeddings"] = model.original_max_position_embeddings
     return content
+
+
+def scaling_json(model: ModelConfig) -> dict[str, Any] | None:
+    """Return `rope_scaling`; None where nothing is stretched."""
+    if model.rope_type in ("yarn", "longrope", "dynamic"):
+        if model.rope_type == "yarn" and model.rotary_scaling_factor == 1.0:
+            return None
+        content: dict[str, Any] = {"rope_type": model.rope_type, "factor": model.rotary_scaling_factor}
+        if model.rope_type == "dynamic":
+            return content
+        content["original_max_position_embeddings"] = model.original_max_position_embeddings
+        names = _YARN_NUMBERS if model.rope_type == "yarn" else _LONGROPE_FACTORS
+        content |= {theirs: getattr(model, ours) for ours, theirs in names.items()}
+        if model.no_yarn_correction_range_round_to_int:
+            content["truncate"] = False
+        by_mscales = (model.mscale and model.mscale_all_dim) or (model.mscale, model.mscale_all_dim) == (1.0, 0.0)
+        scaling = scaling_of(model)
+        if scaling is not None and (model.rotary_attention_factor or not by_mscales):
+            content["attention_factor"] = scaling.of_table
+        return content
+    if model.rotary_seq_len_interpolation_factor != 1.0:
+        return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    if not model.use_rope_scaling:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": model.rope_scaling_factor,
+        "low_freq_factor": model.rope_scaling_low_freq_factor,
+        "high_freq_factor": model.rope_scaling_high_freq_factor,
+        "original_max_position_embeddings": model.rope_scaling_original_max_position_embeddings,
+    }
+
+
+_YARN_NUMBERS = {name: name for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+_LONGROPE_FACTORS = {"longrope_short_factor": "short_factor", "longrope_long_factor": "long_factor"}
 
 
 def expert_values(reading: Reading, experts: int, width: int, *, normalized: bool) -> dict[str, Any]:
@@ -180,6 +212,8 @@ _GELUS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}  # -> --op
 def _activation(model: ModelConfig) -> str:
     if model.swiglu:
         return "silu"
+    if model.xielu:
+        return "xielu"
     return "relu2" if model.squared_relu else "gelu_pytorch_tanh" if model.openai_gelu else "gelu"
 
 
@@ -227,7 +261,8 @@ def rotated_plain_values(
     reading: Reading, width: str, activation: str, epsilon: str, *, partial: bool = False
 ) -> dict[str, Any]:
     """Return the values of the same with rotary positions, the form of GELU, and a width of the MLP, by their keys."""
-    values = {**plain_values(reading, *_PLAIN_KEYS, epsilon), **rotary_values(reading, partial=partial)}
+    values = plain_values(reading, *_PLAIN_KEYS, epsilon)
+    values |= rotary_values(reading, values["kv_channels"], partial=partial)
     values |= gelu_values(reading, activation, "gelu")
     return {**values, "ffn_hidden_size": reading.integer(width, values["ffn_hidden_size"])}
 
@@ -347,8 +382,52 @@ def refuse_others(reading: Reading, usual: Mapping[str, Any]) -> None:
         reading.refuse_unless(key, value, value, f"only {json.dumps(value)} is supported")
 
 
+def rotary_by_layer(reading: Reading, usual: float, key: str | None = None) -> tuple[Reading, dict[str, Any]]:
+    """Return the file as if all layers rotated as those without a window do, and the flag of the base of the others.
+
+    Args:
+        usual: their base where the file says nothing.
+        key: name of their base outside of `rope_parameters`, if there is one.
+    """
+    base = usual if key is None else reading.number(key, usual)
+    named, added = reading.get("rope_parameters"), reading.get("rope_scaling")
+    is_by_layer = (
+        isinstance(named, dict) and {*named} == {*KINDS} and all(isinstance(one, dict) for one in named.values())
+    )
+    of_all, of_windows = (named[kind] for kind in KINDS) if is_by_layer else (None, {})
+    for scaling in (added, of_all):  # of some layers transformers does not read it
+        if isinstance(scaling, dict) and scaling.get("truncate") is False:
+            reading.problems.append("truncate is false, only true is supported")
+    local = Reading(of_windows, {}, {"rope_type": "type"})
+    base = local.number("rope_theta", base)
+    refuse_others(local, {"rope_type": "default", "partial_rotary_factor": 1.0})
+    local.refuse_the_rest("which rope_type default does not read; leave it out")
+    reading.problems += [f"rope_parameters: {KINDS[1]}: {problem}" for problem in local.problems]
+    return reading.changed(rope_parameters=of_all) if is_by_layer else reading, {"rotary_base_local": base}
+
+
+def local_base(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values without the base of layers with a window, where there are none or they rotate as the others."""
+    same = values.get("rotary_base") == values["rotary_base_local"] and not _is_stretched(values)
+    return {**values, "rotary_base_local": None} if same or values["window_size"] is None else values
+
+
+def scaled_without_windows(model: ModelConfig) -> dict[str, Any]:
+    """Return that layers with a window have a base of their own, where what is stretched is that of the others, and
+    what cannot be said of some layers (`Family.dependent_flags`)."""
+    values: dict[str, Any] = {"no_yarn_correction_range_round_to_int": False}
+    if model.window_size is not None and model.rotary_base_local is None and _is_stretched(vars(model)):
+        values["rotary_base_local"] = model.rotary_base
+    return values
+
+
+def _is_stretched(values: Mapping[str, Any]) -> bool:
+    by_flag = values.get("use_rope_scaling") or values.get("rope_type")
+    return bool(by_flag) or values.get("rotary_seq_len_interpolation_factor", 1.0) != 1.0
+
+
 def rotary_values(
-    reading: Reading, *, partial: bool = False, head: int | None = None, yarn: bool = False
+    reading: Reading, head: int, *, partial: bool = False, alpha: bool = False, scalings: Sequence[str] = SCALINGS
 ) -> dict[str, Any]:
     """Return the values of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
@@ -357,12 +436,11 @@ def rotary_values(
     what neither says is taken from next to them. Where they say different things, that is refused.
     """
     written, added = (reading.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
-    if isinstance(written, dict) and written.keys() == {*KINDS} and written[KINDS[0]] == written[KINDS[1]]:
-        written = written[KINDS[0]]  # of layers without a window and with one alike
     for key, place in (("rope_parameters", written), ("rope_scaling", added)):
         if not isinstance(place, dict) or any(isinstance(value, dict) for value in place.values()):
             reading.problems.append(f"{key} differ between layers, which is not supported")
             return {}
+    kinds = ("default", *scalings)
     name, taken = ("rope_scaling", added) if added else ("rope_parameters", written)
     beside = {"rope_theta": reading.number("rope_theta", 10000.0)}
     rotary = Reading(taken, beside, {"rope_type": "type"})
@@ -374,11 +452,9 @@ def rotary_values(
     kind = rotary.get("rope_type", "default")
     values: dict[str, Any] = {
         "rotary_base": rotary.number("rope_theta", 10000.0),
-        "use_rope_scaling": kind == "llama3",
-        "rotary_seq_len_interpolation_factor": rotary.number("factor", 1.0) if kind == "linear" else 1.0,
         **({"rotary_percent": rotary.number("partial_rotary_factor", 1.0)} if partial else {}),
     }
-    if head is not None and kind == "dynamic" and rotary.get("alpha") is not None:
+    if alpha and kind == "dynamic" and rotary.get("alpha") is not None:
         # NTK-aware interpolation by a fixed factor: HunYuanDenseV1RotaryEmbedding.compute_ntk_alpha_rope_parameters.
         try:
             values["rotary_base"] *= rotary.number("alpha", 1.0) ** (head / max(head - 2, 1))
@@ -393,11 +469,16 @@ def rotary_values(
             "rope_scaling_high_freq_factor": rotary.number("high_freq_factor", 4.0),
             "rope_scaling_original_max_position_embeddings": rotary.integer("original_max_position_embeddings"),
         }
-    if yarn:
-        values["rope_type"] = "rope"
-    if yarn and kind == "yarn":
-        values |= _yarn_values(rotary, reading.integer("max_position_embeddings", 2048))
-    kinds = ("default", "yarn") if yarn else ("default", "linear", "llama3")
+    # What is not said here no model of the family has (`Family.fixed`).
+    if "llama3" in kinds:
+        values["use_rope_scaling"] = kind == "llama3"
+    if "linear" in kinds:
+        values["rotary_seq_len_interpolation_factor"] = rotary.number("factor", 1.0) if kind == "linear" else 1.0
+    values["rope_type"] = None
+    if kind in kinds and kind in _STRETCHES:
+        positions = reading.integer("max_position_embeddings", 2048)
+        pairs = int(head * values.get("rotary_percent", 1.0)) // 2
+        values |= {"rope_type": kind, **_STRETCHES[kind](rotary, positions, pairs)}
     if kind in kinds:
         rotary.refuse_the_rest(f"which rope_type {kind} does not read; leave it out")
     else:
@@ -409,31 +490,46 @@ def rotary_values(
     return values
 
 
-def _yarn_values(rotary: Reading, positions: int) -> dict[str, Any]:
+def _yarn_values(rotary: Reading, positions: int, _pairs: int) -> dict[str, Any]:
     """Return the flags of YaRN. As in transformers one of the two mscales says nothing without the other
     (`modeling_rope_utils._compute_yarn_parameters`)."""
     original = rotary.integer("original_max_position_embeddings", positions)
     both = [rotary.number(key, 1.0) for key in ("mscale", "mscale_all_dim") if rotary.get(key)]
     if rotary.get("mscale_all_dim") and len(both) < 2:
         rotary.problems.append("mscale_all_dim without mscale is not supported; add the mscale that is meant")
-    refuse_others(rotary, {"attention_factor": None, "truncate": True})
     return {
-        "rope_type": "yarn",
         "rotary_scaling_factor": rotary.number("factor", positions / original),
         "original_max_position_embeddings": original,
+        "rotary_attention_factor": rotary.number_or_none("attention_factor"),
         "beta_fast": rotary.number("beta_fast", 32.0),
         "beta_slow": rotary.number("beta_slow", 1.0),
+        "no_yarn_correction_range_round_to_int": not rotary.boolean("truncate", True),
         **dict(zip(("mscale", "mscale_all_dim"), both if len(both) == 2 else (1.0, 0.0), strict=True)),
     }
 
 
-def yarn_json(model: ModelConfig) -> dict[str, Any] | None:
-    """Return `rope_scaling` of YaRN; None where nothing is stretched."""
-    if model.rope_type != "yarn" or model.rotary_scaling_factor == 1.0:
-        return None
-    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    values = {name: getattr(model, name) for name in names}
-    return {"rope_type": "yarn", "factor": model.rotary_scaling_factor, **values}
+def _longrope_values(rotary: Reading, positions: int, pairs: int) -> dict[str, Any]:
+    original = rotary.integer("original_max_position_embeddings", positions)
+    values: dict[str, Any] = {
+        "rotary_scaling_factor": max(rotary.number("factor", positions / original), 1.0),
+        "original_max_position_embeddings": original,
+        "rotary_attention_factor": rotary.number_or_none("attention_factor"),
+    }
+    for ours, theirs in _LONGROPE_FACTORS.items():
+        factors: Any = rotary.get(theirs)
+        one_by_one = Reading(dict(enumerate(factors)) if isinstance(factors, list) else {}, {})  # pyright: ignore[reportArgumentType]
+        values[ours] = tuple(one_by_one.number(index, 0.0) for index in one_by_one.content)
+        if one_by_one.problems or len(values[ours]) != pairs:
+            rotary.problems.append(f"{theirs} is {json.dumps(factors)[:60]}; it needs {pairs} numbers above 0")
+    return values
+
+
+def _dynamic_values(rotary: Reading, positions: int, _pairs: int) -> dict[str, Any]:
+    return {"rotary_scaling_factor": rotary.number("factor", 1.0), "original_max_position_embeddings": positions}
+
+
+_STRETCHES = {"yarn": _yarn_values, "longrope": _longrope_values, "dynamic": _dynamic_values}
+"""What reads the numbers of a kind of scaling that is a value of --rope-type."""
 
 
 def _contradictions(reading: Reading, name: str, outer: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.names import unwrapped
 from megatron_ext.parts.attention.cached import WholeSequences
+from megatron_ext.parts.stack import stack
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 _OF_SEQUENCE_PARALLELISM = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
@@ -69,9 +70,12 @@ class Model:
 
     @property
     def longest(self) -> int | None:
-        """Most positions of a sequence; None where nothing limits them (rotary positions)."""
-        learned = self.config.model.position_embedding_type == "learned_absolute"
-        return self.config.model.max_position_embeddings if learned else None
+        """Most positions of a sequence; None where nothing limits them (rotary positions whose frequencies are those
+        of every length)."""
+        if self.config.model.position_embedding_type == "learned_absolute":
+            return self.config.model.max_position_embeddings
+        limits = (getattr(getattr(kind.mixer, "rotary", None), "longest", None) for kind, _ in stack(self.config).kinds)
+        return next(filter(None, limits), None)
 
     @property
     def eod(self) -> int | None:

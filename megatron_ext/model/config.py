@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
@@ -20,6 +20,8 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "squared_relu": squared_relu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
+    "quick_gelu": quick_gelu,
+    "xielu": F.silu,  # which no layer computes: its own has parameters
 }
 
 
@@ -52,10 +54,13 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         layernorm_epsilon=model.norm_epsilon,
         # It adds gradients of what is named q_layernorm over the ranks, which see whole latents each.
         qk_layernorm=model.qk_layernorm and not model.multi_latent_attention,
+        qk_l2_norm=model.qk_l2_norm,
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         gated_linear_unit=model.gated_linear_unit,
         activation_func=_ACTIVATIONS[first.activation],
+        activation_func_clamp_value=model.activation_func_clamp_value,
+        glu_linear_offset=model.glu_linear_offset,
         rotary_interleaved=model.rotary_interleaved,
         softmax_scale=model.softmax_scale,
         softmax_type=model.softmax_type,  # pyright: ignore[reportArgumentType]
@@ -95,7 +100,10 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=training.gradient_accumulation_fusion,
         bias_dropout_fusion=fuses and not training.no_bias_dropout_fusion,
-        bias_activation_fusion=fuses and model.swiglu and not training.no_bias_swiglu_fusion,
+        bias_activation_fusion=fuses
+        and model.swiglu
+        and not training.no_bias_swiglu_fusion
+        and not first.keeps_its_input_alone,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         # Its gradient is cast to bfloat16 whatever the model's precision.

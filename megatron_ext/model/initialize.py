@@ -86,8 +86,8 @@ def fill(
     shape = parameter.local_shape(tp_size)
     assert shard.shape[1:] == shape[1:], f"{parameter.name}: shard of shape {shard.shape}"
     assert first_row + len(shard) <= shape[0], f"{parameter.name}: shard of shape {shard.shape} from row {first_row}"
-    if parameter.init == "ones":
-        shard.fill_(1.0)
+    if parameter.init in ("ones", "constant"):
+        shard.fill_(1.0 if parameter.init == "ones" else parameter.std)
         return
     shard.zero_()
     if parameter.init not in ("normal", "uniform"):

@@ -16,9 +16,9 @@ class Parameter:
     stage: int | Literal["embedding", "output"]
     """Index of the layer that it belongs to, or the first or last pipeline stage."""
 
-    init: Literal["normal", "uniform", "ones", "zeros"]
+    init: Literal["normal", "uniform", "ones", "zeros", "constant"]
     std: float = 0.0
-    """Standard deviation of a normal or uniform initialization."""
+    """Standard deviation of a normal or uniform initialization; of a constant one, the value."""
 
     tp_dim: int | None = None
     """Dimension that tensor parallelism divides; None when every rank holds the whole."""

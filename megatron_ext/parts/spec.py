@@ -19,15 +19,15 @@ from torch.distributed import ProcessGroup
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
-from megatron_ext.parts.attention.describe import Attention, Rotary
+from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.experts.compute import mixture_of_experts
 from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
 from megatron_ext.parts.latent_attention.describe import LatentAttention
 from megatron_ext.parts.layer import ResidualLayer
 from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
-from megatron_ext.parts.mlp.compute import FeedForward
+from megatron_ext.parts.mlp.compute import FeedForward, XieluFeedForward
 from megatron_ext.parts.norm.compute import norm_builder, query_key_norms
-from megatron_ext.parts.stack import Layer, Stack, final_norm, rotary_tables
+from megatron_ext.parts.stack import Layer, Stack, Table, final_norm, rotary_tables
 
 OwnSpec = Callable[[ModuleSpec, Layer], ModuleSpec]
 """From the spec of a layer and its description, the spec to build in its place."""
@@ -71,7 +71,7 @@ def _checked(spec: object, layer: Layer) -> ModuleSpec:
 
 
 def layer_spec(
-    layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotary, int], slice] = MappingProxyType({})
+    layer: Layer, tp_group: ProcessGroup, tables: Mapping[Table, slice] = MappingProxyType({})
 ) -> ModuleSpec:
     """Return one layer on plain torch: it needs neither Transformer Engine nor apex.
 
@@ -101,20 +101,25 @@ _ATTENTIONS = {"grouped_query": CausalSelfAttention}
 """The class of a layer's attention by kind."""
 
 
-def _columns(layer: Layer, tables: Mapping[tuple[Rotary, int], slice]) -> slice | None:
+def _columns(layer: Layer, tables: Mapping[Table, slice]) -> slice | None:
     """Return the columns of the layer's table; all where there is no other, None where the layer rotates nothing."""
     if layer.rotary_table is None:
         return None
     return tables[layer.rotary_table] if len(tables) > 1 else slice(None)
 
 
-def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotary, int], slice]) -> ModuleSpec:
+def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[Table, slice]) -> ModuleSpec:
     attention, columns = layer.attention, _columns(layer, tables)
     assert attention.value_head_size == attention.head_size, "megatron-core's fused QKV has heads of one size"
     query_norm, key_norm = query_key_norms(attention, tp_group)
     return ModuleSpec(
         module=_ATTENTIONS[attention.kind],
-        params={"attn_mask_type": AttnMaskType.causal, "rotary_columns": columns, "clip": attention.clip},
+        params={
+            "attn_mask_type": AttnMaskType.causal,
+            "rotary_columns": columns,
+            "clip": attention.clip,
+            "is_heated": attention.temperature is not None,
+        },
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
             core_attention=partial(  # pyright: ignore[reportArgumentType]
@@ -127,12 +132,12 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotar
     )
 
 
-def _latent_attention(layer: Layer, _tp_group: ProcessGroup, tables: Mapping[tuple[Rotary, int], slice]) -> ModuleSpec:
+def _latent_attention(layer: Layer, _tp_group: ProcessGroup, tables: Mapping[Table, slice]) -> ModuleSpec:
     described = {"attention": layer.attention, "rotary_columns": _columns(layer, tables)}
     return ModuleSpec(module=LatentSelfAttention, params=described)
 
 
-_MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[tuple[Rotary, int], slice]], ModuleSpec]] = {
+_MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[Table, slice]], ModuleSpec]] = {
     Attention: _attention,
     LatentAttention: _latent_attention,
 }
@@ -148,4 +153,5 @@ def _dense_mlp(layer: Layer) -> Any:
         matrices = MLPSubmodules(linear_fc1=BiasedColumnLinear, linear_fc2=BiasedRowLinear)
     else:
         matrices = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
-    return partial(FeedForward.as_mlp_submodule, submodules=matrices)
+    learns = layer.inner is not None and layer.inner.activation == "xielu"
+    return partial((XieluFeedForward if learns else FeedForward).as_mlp_submodule, submodules=matrices)

@@ -17,13 +17,16 @@ from typing import Literal, NamedTuple
 
 from megatron_ext.config.derived.layer_patterns import is_dealt
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.parts.attention.describe import Attention, Rotary, attention_of
+from megatron_ext.parts.attention.describe import Attention, Rotary, Temperature, attention_of
 from megatron_ext.parts.experts.describe import Experts, experts_of
 from megatron_ext.parts.latent_attention.describe import latent_attention_of
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.protocol import Part
 from megatron_ext.parts.ways import Asked, refusals
+
+Table = tuple[Rotary | Temperature, int]
+"""What says which table of angles a layer reads: what position does, and to channels of what."""
 
 
 class Branch(NamedTuple):
@@ -102,11 +105,11 @@ class Layer:
         return inner if isinstance(inner, Mlp) else None
 
     @property
-    def rotary_table(self) -> tuple[Rotary, int] | None:
-        """What says which table of angles the layer reads: how it rotates, and channels of what."""
-        if not isinstance(self.mixer, Attention) or self.mixer.rotary is None:
+    def rotary_table(self) -> Table | None:
+        """What says which table of angles the layer reads."""
+        if not isinstance(self.mixer, Attention) or self.mixer.positions is None:
             return None
-        return self.mixer.rotary, self.mixer.rotary_size
+        return self.mixer.positions, self.mixer.rotary_size
 
     @property
     def additions(self) -> int:
@@ -238,10 +241,10 @@ def final_norm(model: ModelConfig) -> Norm:
     return Norm(model.normalization, model.norm_epsilon, model.norm_parameters)  # pyright: ignore[reportArgumentType]
 
 
-def rotary_tables(config: Config) -> dict[tuple[Rotary, int], slice]:
+def rotary_tables(config: Config) -> dict[Table, slice]:
     """Return the tables of angles that the layers read, and the columns of each in one tensor of them all, in the order
     of the layers: a column for each two channels that are rotated together."""
-    found: dict[tuple[Rotary, int], slice] = {}
+    found: dict[Table, slice] = {}
     end = 0
     for kind, _ in stack(config).kinds:
         if kind.rotary_table is not None and kind.rotary_table not in found:

@@ -94,10 +94,18 @@ def one_activation(config: Config, facts: Facts) -> Iterator[str]:
         ("--squared-relu", model.squared_relu),
         ("--geglu", model.geglu),
         ("--openai-gelu", model.openai_gelu and not model.geglu),
+        ("--quick-geglu", model.quick_geglu),
+        ("--xielu", model.xielu),
     ]
     flags = [flag for flag, on in switches if on]
     if len(flags) > 1:
         yield f"{' and '.join(flags)} name different activations; keep one of them"
+    for flag, of_gates in (
+        ("--activation-func-clamp-value", model.activation_func_clamp_value is not None),
+        ("--glu-linear-offset", model.glu_linear_offset != 0.0),
+    ):
+        if of_gates and not model.gated_linear_unit:
+            yield f"{flag} is of an MLP with a gate, which this one does not have; add --quick-geglu, or leave it out"
 
 
 def branches_are_multiplied_as_they_are(config: Config, facts: Facts) -> Iterator[str]:
@@ -179,11 +187,53 @@ def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
             f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor:g}; use "
             "--rope-scaling-low-freq-factor 1 --rope-scaling-high-freq-factor 4"
         )
+    if model.rope_type == "yarn" and model.beta_fast < model.beta_slow:
+        yield (
+            f"--beta-fast {model.beta_fast:g} is below --beta-slow {model.beta_slow:g}; use --beta-fast 32 "
+            "--beta-slow 1"
+        )
+    if model.rope_type == "yarn" and model.rotary_base <= 1:
+        yield (
+            f"--rope-type yarn needs wavelengths that grow, but --rotary-base is {model.rotary_base:g}; use "
+            "--rotary-base 10000"
+        )
+
+
+def longrope_has_a_factor_for_each_pair(config: Config, facts: Facts) -> Iterator[str]:
+    """Require both lists of factors of --rope-type longrope, and of the right length."""
+    model = config.model
+    if model.rope_type != "longrope" or not positive(model.kv_channels):
+        return
+    pairs = int(model.kv_channels * model.rotary_percent) // 2
+    for name in ("short", "long"):
+        factors: tuple[float, ...] | None = getattr(model, f"longrope_{name}_factor")
+        if factors is None or len(factors) != pairs or min(factors) <= 0:
+            given = "missing" if factors is None else f"{len(factors)} numbers, the least of them {min(factors):g}"
+            yield (
+                f"--longrope-{name}-factor is {given}, but --rope-type longrope divides the frequency of each of "
+                f"{pairs} pairs of channels; give it {pairs} numbers above 0, or use --rope-type rope"
+            )
+
+
+def positions_by_layer_have_layers(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse what is said of layers with a window, or of layers that rotate nothing, where there are none."""
+    model = config.model
+    if model.rotary_base_local is not None and (model.position_embedding_type != "rope" or model.window_size is None):
+        yield (
+            f"--rotary-base-local {model.rotary_base_local:g} is of layers with a window that rotate, but there are "
+            "none; add --window-size 4095,0 --position-embedding-type rope, or leave it out"
+        )
+    if model.attention_temperature_scale is not None and model.no_rope_freq is None:
+        yield (
+            f"--attention-temperature-scale {model.attention_temperature_scale:g} is of layers that rotate nothing, "
+            "but there are none; add --no-rope-freq 4, or leave it out"
+        )
 
 
 def no_position_embedding_has_rope(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse --no-position-embedding without rotary positions."""
-    kind = config.model.position_embedding_type
+    is_yarn = config.model.rope_type == "yarn" and not config.model.multi_latent_attention
+    kind = "yarn" if is_yarn else config.model.position_embedding_type
     if config.model.no_position_embedding and kind != "rope":
         yield (
             f"--no-position-embedding with --position-embedding-type {kind} is refused, as by Megatron, which takes it "
@@ -237,6 +287,8 @@ RULES = (
     windows_are_well_formed,
     layers_without_rotation_are_named,
     rope_scaling_has_a_range,
+    longrope_has_a_factor_for_each_pair,
+    positions_by_layer_have_layers,
     no_position_embedding_has_rope,
     vocabulary_fits_its_padding,
     transformer_engine_is_installed,

@@ -326,7 +326,9 @@ def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
     if flags.load_hf is not None and resume is None:
         from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
 
-        load_huggingface(run, flags.load_hf)
+        left_out = load_huggingface(run, flags.load_hf)
+        if run.rank == 0 and left_out is not None:
+            say(f"checkpoint: {left_out}")
         if run.rank == 0:
             say(f"checkpoint: beginning with the weights of {flags.load_hf}")
 

@@ -69,7 +69,7 @@ def compare_logits(source: SavedModel, folder: Path, dtype: str) -> Agreement:
     _need_transformers()
     device.install("cpu")
     tokens = _tokens(source.config)
-    with our_model(source, dtype) as model:
+    with our_model(source, dtype, tokens.size(1)) as model:
         ours = model(tokens)
     [theirs] = run_ranks(1, their_logits, str(folder), tokens.tolist(), fresh=True)
     difference = (ours - theirs).abs().max().item()
@@ -86,7 +86,7 @@ def compare_losses(source: SavedModel, folder: Path, dtype: str, prefix: str, sa
     _need_transformers()
     device.install("cpu")  # before megatron-core, which reads the corpus
     tokens = _corpus_samples(prefix, source.config.model.seq_length or _LENGTH, samples)
-    with our_model(source, dtype) as model:
+    with our_model(source, dtype, tokens.size(1) - 1) as model:
         ours = mean_loss(model, tokens)
     [theirs] = run_ranks(1, their_loss, str(folder), tokens.tolist(), fresh=True)
     return LossAgreement(ours, theirs, tokens[:, 1:].numel())
@@ -136,10 +136,11 @@ def _tokens(config: Config) -> torch.Tensor:
 
 
 @contextmanager
-def our_model(source: SavedModel, dtype: str) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+def our_model(source: SavedModel, dtype: str, length: int) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Yield a function from tokens [batch, sequence] to logits [batch, sequence, vocabulary] in fp32.
 
-    The weights are the checkpoint's, rounded to `dtype`.
+    The weights are the checkpoint's, rounded to `dtype`. Where rotary frequencies depend on the length of sequences, as
+    transformers chooses them, they are those of `length`.
     """
     here = device.install("cpu")
     from megatron.core import dist_checkpointing
@@ -149,7 +150,7 @@ def our_model(source: SavedModel, dtype: str) -> Iterator[Callable[[torch.Tensor
     from megatron_ext.model.gpt import build_model
     from megatron_ext.parallel import groups
 
-    config = _alone(source.config)
+    config = _alone(source.config, length)
     collection = groups.initialize(config.layout, here)
     try:
         [model] = build_model(config, transformer_config(config, "cpu"), collection)
@@ -171,8 +172,9 @@ def our_model(source: SavedModel, dtype: str) -> Iterator[Callable[[torch.Tensor
         groups.destroy()
 
 
-def _alone(config: Config) -> Config:
-    """Return the same model in fp32 on one process."""
+def _alone(config: Config, length: int) -> Config:
+    """Return the same model in fp32 on one process, for sequences of this length."""
     training = dataclasses.replace(config.training, bf16=False, fp16=False)
     layout = LayoutConfig(world_size=1, device="cpu")
-    return dataclasses.replace(config, training=training, layout=layout)
+    model = dataclasses.replace(config.model, seq_length=length)
+    return dataclasses.replace(config, model=model, training=training, layout=layout)

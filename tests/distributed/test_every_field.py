@@ -44,6 +44,10 @@ RUNS: dict[str, tuple[int, str]] = {
     "scaled rope": (1, f"{ROPE} --use-rope-scaling --rope-scaling-original-max-position-embeddings 16"),
     "latents": (1, f"{ROPE} --multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 "
                    "--qk-pos-emb-head-dim 8 --v-head-dim 8 --rotary-scaling-factor 4 --mscale .7 --mscale-all-dim .4"),
+    "longrope": (1, f"{ROPE} --rope-type longrope --original-max-position-embeddings 4 --rotary-scaling-factor 4 "
+                    "--kv-channels 4 --longrope-short-factor 1 2 --longrope-long-factor 3 9"),
+    "no rotation in layer 2": (1, f"{ROPE} --no-rope-freq 2 --window-size 3,0 --window-attn-skip-freq [1,0] "
+                                  "--attention-temperature-scale 0.5 --attention-temperature-step 2"),
     "queries in groups": (1, "--group-query-attention --num-query-groups 2 --disable-bias-linear"),
     "rmsnorm": (1, "--normalization RMSNorm --qk-layernorm"),
     "experts": (1, MOE),
@@ -104,6 +108,19 @@ CHANGES: dict[str, tuple[str, str]] = {
     "original_max_position_embeddings": ("latents", "--original-max-position-embeddings 64"),
     "beta_fast": ("latents", "--beta-fast 200"),
     "beta_slow": ("latents", "--beta-slow 8"),
+    "rotary_base_local": ("no rotation in layer 2", "--rotary-base-local 10"),
+    "rotary_attention_factor": ("longrope", "--rotary-attention-factor 3"),
+    "longrope_short_factor": ("longrope", "--original-max-position-embeddings 4096 --longrope-short-factor 4 5"),
+    "longrope_long_factor": ("longrope", "--longrope-long-factor 4 5"),
+    "no_yarn_correction_range_round_to_int": (
+        "latents", "--original-max-position-embeddings 8 --beta-fast 2 --no-yarn-correction-range-round-to-int"),
+    "attention_temperature_scale": ("no rotation in layer 2", "--attention-temperature-scale 5"),
+    "attention_temperature_step": ("no rotation in layer 2", "--attention-temperature-step 3"),
+    "qk_l2_norm": ("rope", "--qk-l2-norm"),
+    "quick_geglu": ("plain", "--quick-geglu"),
+    "activation_func_clamp_value": ("plain", "--swiglu --activation-func-clamp-value 0.01"),
+    "glu_linear_offset": ("plain", "--swiglu --glu-linear-offset 1"),
+    "xielu": ("plain", "--xielu"),
     "mscale": ("latents", "--mscale 1"),
     "mscale_all_dim": ("latents", "--mscale-all-dim 1"),
     "window_size": ("plain", "--window-size 3,0"),

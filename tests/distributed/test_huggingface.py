@@ -194,7 +194,7 @@ def test_rope_scaling_is_needed(models: dict[str, Any]) -> None:
 def our_logits_without_scaling(arguments: list[str]) -> torch.Tensor | None:
     from megatron_ext.parts.attention import rope
 
-    rope.scaled_inverse_frequencies = lambda inverse_frequencies, _model: inverse_frequencies
+    rope.scaled_inverse_frequencies = lambda inverse_frequencies, *_scaling: inverse_frequencies
     return our_logits(arguments)
 
 
@@ -238,7 +238,7 @@ def test_to_hf_gives_back_the_files(
     assert convert(arguments if verified else [*arguments, "--no-verify"]) == 0
     expected, found = _tensors(models[name][0]), _tensors(written)
     assert found.keys() == expected.keys()
-    added = _added(models[name][0])
+    added = dict.fromkeys(expected, 0.0) | _added(models[name][0])
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype, key
         if added[key]:  # what our model has by the files that came back, is what it has by those that it read
@@ -260,6 +260,30 @@ def _added(folder: Path) -> dict[str, float]:
     source = HFFolder(folder)
     mappings = state_dict_mapping(resolve(source.values, Facts()), source.family)
     return {name: mapping.added for mapping in mappings for name in mapping.tensor_shapes()}
+
+
+def test_the_text_model_inside_of_gemma_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of a model of text and images: its text model has the logits of the whole without an image; the rest is
+    left out, and said to be."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {key: value for key, value in MODELS["Gemma 3"].items() if key not in ("model_type", "tie_word_embeddings")}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"model_type": "siglip_vision_model", **sizes, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(2)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
+    whole = Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    whole.save_pretrained(tmp_path / "whole")
+    expected = reference_logits(whole)
+    assert _difference(1, flags(["--load-hf", str(tmp_path / "whole")]), expected) < TOLERANCE
+    assert convert(["from-hf", "--load", str(tmp_path / "whole"), "--save", str(tmp_path / "ours")]) == 0
+    assert "holds a gemma3: 38 tensors that are not of its text model are left out" in capsys.readouterr().out
+    assert convert(["to-hf", "--load", str(tmp_path / "ours"), "--save", str(tmp_path / "hf"), "--no-verify"]) == 0
+    theirs = in_plain_process(logits_of_folder, str(tmp_path / "hf"))
+    assert (theirs - expected).abs().max() < TOLERANCE
 
 
 def _train(arguments: list[str], save: str | None) -> tuple[float, torch.Tensor | None]:

@@ -147,6 +147,33 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 12},
         **{"pad_token_id": None, **_UNTIED},
     },
+    "Gemma 3": {
+        **{"model_type": "gemma3_text", **_DECODER, "head_dim": 8, "num_hidden_layers": 4, "sliding_window": 6},
+        **{"query_pre_attn_scalar": 12, "rope_theta": 1000.0, "rope_local_base_freq": 50.0, "pad_token_id": None},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_key_value_heads": 1},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "Phi-3 with longrope": {
+        **{"model_type": "phi3", **_DECODER, "head_dim": 8, "pad_token_id": None, "partial_rotary_factor": 0.75},
+        **{"original_max_position_embeddings": 40, "num_key_value_heads": 6},
+        "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5], "long_factor": [1.2, 3.0, 9.0]},
+    },
+    "Qwen3 with YaRN": {
+        **{"model_type": "qwen3", **_DECODER, "num_key_value_heads": 1, **_UNTIED},
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16},
+            **{"attention_factor": 1.3, "truncate": False},
+        },
+    },
+    "OLMo-3 with YaRN": {
+        **{"model_type": "olmo3", **_DECODER, "num_hidden_layers": 4, "sliding_window": 6, "pad_token_id": None},
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16},
+    },
+    "Llama with a dynamic base": {
+        **{"model_type": "llama", **_DECODER, "max_position_embeddings": 62, **_UNTIED},
+        "rope_scaling": {"rope_type": "dynamic", "factor": 6.0},
+    },
+    "Apertus": {"model_type": "apertus", **_DECODER, "pad_token_id": None, "num_key_value_heads": 1, **_UNTIED},
     "BLOOM": {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 6, "vocab_size": VOCABULARY, **_UNTIED},
     "MPT": {
         **{"model_type": "mpt", "d_model": 48, "n_layers": 2, "n_heads": 6, "vocab_size": VOCABULARY},
@@ -326,7 +353,8 @@ def greedy(task: tuple[list[str], int]) -> list[list[int]]:
     from megatron_ext.train.trained_model import load_trained
 
     arguments, tokens = task
-    model = load_trained([*arguments, "--device", "cpu", "--seq-length", str(LENGTH), "--micro-batch-size", "3"])
+    # No longer than the original context of those whose frequencies depend on it.
+    model = load_trained([*arguments, "--device", "cpu", "--seq-length", "36", "--micro-batch-size", "3"])
     sampling = Sampling(max_new_tokens=tokens, ignore_eod=True, repetition_penalty=_PENALTY)
     return [one.tokens for one in generate(model, PROMPTS, sampling)]
 

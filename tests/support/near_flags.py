@@ -91,6 +91,11 @@ MORE = (
     "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5 --profile-ranks 0 1 --world-size 2",
     "--position-embedding-type rope --rotary-percent 0.5 --use-rope-scaling --rope-scaling-low-freq-factor 2 "
     "--rope-scaling-high-freq-factor 3 --rope-scaling-factor 5",
+    "--position-embedding-type rope --kv-channels 4 --rope-type longrope --longrope-short-factor 1 2 "
+    "--longrope-long-factor 3 4 --rotary-scaling-factor 3",
+    "--position-embedding-type rope --rotary-base-local 7 --window-size 7,0 --attention-dropout 0 --no-rope-freq 2 "
+    "--attention-temperature-scale 0.1 --attention-temperature-step 9",
+    "--quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1",
     "--group-query-attention --num-query-groups 2 --world-size 4 --tensor-model-parallel-size 4 --kv-channels 12",
     "--padded-vocab-size 1024 --make-vocab-size-divisible-by 32 --max-position-embeddings 65",
     f"{_PP2} --num-layers 10 --decoder-first-pipeline-num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "

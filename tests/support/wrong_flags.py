@@ -30,6 +30,14 @@ EXAMPLES = {
     ),
     "A share of documents that is none": Example("--fim-rate 1.5", "--fim-rate 0.5"),
     "Windows that look ahead": Example("--window-size 7,1 --attention-dropout 0", "--window-size 7,0"),
+    "A base of layers with a window where there are none": Example(
+        "--rotary-base-local 5 --attention-dropout 0", "--window-size 4095,0 --position-embedding-type rope"
+    ),
+    "Factors of longrope that are missing": Example(
+        "--position-embedding-type rope --kv-channels 4 --rope-type longrope --longrope-short-factor 1 2",
+        "--longrope-long-factor 3 4",
+    ),
+    "A bound of gates without gates": Example("--activation-func-clamp-value 7", "--quick-geglu"),
     "Layers without rotation in a model that rotates nothing": Example(
         "--no-rope-freq 4", "--position-embedding-type rope"
     ),
@@ -397,6 +405,20 @@ WRONG = [
     ("--group-query-attention --num-query-groups 3", "use --num-query-groups 1, 2, 4 or 8"),
     ("--position-embedding-type rope --kv-channels 15", "they turn in pairs; use --kv-channels 16"),
     ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0 is not above 0 and at most 1"),
+    ("--rotary-base-local 5", "is of layers with a window that rotate, but there are none"),
+    ("--attention-temperature-scale 0.1", "is of layers that rotate nothing, but there are none; add --no-rope-freq 4"),
+    (
+        "--position-embedding-type rope --rope-type longrope --longrope-short-factor 1 2 --longrope-long-factor 1 2 3 "
+        "4 5 6 7 8",
+        "--longrope-short-factor is 2 numbers, the least of them 1, but --rope-type longrope divides the frequency of "
+        "each of 8 pairs of channels",
+    ),
+    ("--position-embedding-type rope --rope-type yarn --use-rope-scaling", "leave out --use-rope-scaling"),
+    ("--position-embedding-type yarn --beta-fast 1 --beta-slow 2", "--beta-fast 1 is below --beta-slow 2"),
+    ("--activation-func-clamp-value 7", "is of an MLP with a gate, which this one does not have; add --quick-geglu"),
+    ("--swiglu --xielu", "--swiglu and --xielu name different activations"),
+    ("--qk-l2-norm", "use --position-embedding-type rope"),
+    (f"{_EXPERTS} --num-experts 8 --xielu", "whose numbers would be those of each expert; use --squared-relu"),
     ("--window-size 7,1 --attention-dropout 0", "--window-size 7,1 is no pair of the positions before a query"),
     ("--window-attn-skip-freq 2", "add --window-size 4095,0"),
     ("--window-size 7,0 --attention-dropout 0 --window-attn-skip-freq [1,0]", "a list of 8 times 0 or 1"),

@@ -96,7 +96,8 @@ def export_huggingface(
     try:
         mappings = state_dict_mapping(source.config, family)
         shapes = {name: shape for part in mappings for name, shape in part.tensor_shapes().items()}
-        entries = _files(unfinished, shapes, code, max_shard_size)
+        constants = family.constants_of(source.config)
+        entries = _files(unfinished, {**shapes, **dict.fromkeys(constants, ())}, code, max_shard_size)
         tokenizer = _tokenizer_of_training(source.config)
         copied = _copy(source, unfinished, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
         names = [name for name in copied if name != _GENERATION]
@@ -109,6 +110,8 @@ def export_huggingface(
             check_tokenizer(unfinished, source.config, tokenizer)
         with Files(os.O_WRONLY) as files:
             _write_weights(source, mappings, entries, files)
+        for name, value in constants.items():
+            entries[name].set_number(value)
         for path in (*unfinished.iterdir(), unfinished):
             sync(path)
         if final.exists():

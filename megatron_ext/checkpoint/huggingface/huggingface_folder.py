@@ -7,6 +7,7 @@
 Nothing in the folder is executed, and no file outside of it is opened, whatever its index says. This needs no torch.
 """
 
+import math
 from pathlib import Path
 
 from megatron_ext.checkpoint.dtypes import WIDTH
@@ -39,6 +40,15 @@ class HFFolder:
         if prefix and f"{self.family.names[_TABLE][0].removeprefix(prefix)}.weight" in self.entries:
             # The oldest files were written from the model without its head, whose names have no prefix.
             self.entries = {f"{prefix}{name}": entry for name, entry in self.entries.items()}
+        self.left_out: str | None = None
+        """What is said of tensors that belong to other parts of a larger model, if there are any."""
+        if self.family.inside is not None:
+            kind, prefix = self.family.inside
+            own = {name.removeprefix(prefix): one for name, one in self.entries.items() if name.startswith(prefix)}
+            if own:
+                others = len(self.entries) - len(own)
+                self.left_out = f"{folder} holds a {kind}: {others} tensors that are not of its text model are left out"
+                self.entries = own
 
     def check(self, config: Config) -> None:
         """Check that the files hold the model that `config` (made from `values`) describes.
@@ -56,6 +66,12 @@ class HFFolder:
                     problems.append(f"{name} has shape {list(entry.shape)}; by config.json it should be {list(shape)}")
                 elif entry.dtype not in WIDTH:
                     problems.append(f"{name} has dtype {entry.dtype}; supported are {', '.join(WIDTH)}")
+        for name, value in self.family.constants_of(config).items():
+            entry = self.entries.get(name)
+            if entry is not None and not (
+                math.prod(entry.shape) == 1 and math.isclose(entry.number(), value, rel_tol=0.01)
+            ):
+                problems.append(f"{name} is another number than {value:g}, which all models of this family have")
         if config.model.untie_embeddings_and_output_weights is False and self._has_an_output_layer_of_its_own():
             head = f"{self.family.names['output_layer'][0]}.weight"
             problems.append(f"{head} differs from the embeddings, but config.json has tie_word_embeddings")

@@ -33,6 +33,7 @@ from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import ParameterMapping, state_dict_mapping
 from megatron_ext.parts.catalogue import states
 from megatron_ext.parts.stack import stack
+from megatron_ext.terminal import say
 
 _CHUNK_BYTES = 32 << 20
 
@@ -51,6 +52,8 @@ def import_huggingface(source: str | Path, destination: str | Path) -> Path:
     precision = {"BF16": "bf16", "F16": "fp16"}.get(folder.dtype())
     config = resolve({**folder.values, **({precision: True} if precision else {})}, Facts())
     folder.check(config)
+    if folder.left_out is not None:
+        say(folder.left_out)
     if saved_iterations(destination):
         raise ConfigurationError(f"--save {destination} holds checkpoints already; give a new folder")
     partial = make_partial(destination, 0)

@@ -17,9 +17,11 @@ from megatron_ext.parallel.rows import row_shard
 from megatron_ext.parts import slices
 
 
-def load_huggingface(run: Saveable, path: str | Path) -> None:
+def load_huggingface(run: Saveable, path: str | Path) -> str | None:
     """Put the weights into the run's model and its optimizer's master copies, rounded to the model's dtype.
 
+    Returns:
+        What is left out of a folder that holds more than a model of text.
     Raises:
         ConfigurationError: the folder cannot be read as a model of ours.
         DataError: the folder's tensors are not those that its `config.json` describes.
@@ -38,6 +40,7 @@ def load_huggingface(run: Saveable, path: str | Path) -> None:
                 dtype = getattr(torch, run.config.training.params_dtype)
                 shard.local.copy_(whole[shard.first : shard.stop].to(dtype))
     run.sharding.reload_masters(run.optimizer)
+    return folder.left_out
 
 
 def read_shard(folder: HFFolder, mapping: ParameterMapping, shard: torch.Tensor, tp_rank: int, tp_size: int) -> None:

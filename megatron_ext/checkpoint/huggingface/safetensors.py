@@ -59,6 +59,20 @@ class Entry:
         mode, shape = "r+" if writable else "c", (count, *self.shape[1:])
         return np.memmap(self.path, dtype=ARRAYS[self.dtype], mode=mode, offset=self.offset_of(start), shape=shape)
 
+    def number(self) -> float:
+        """Return the value of a tensor of one element."""
+        from megatron_ext.checkpoint.huggingface.arrays import converted
+
+        return float(converted(self.rows(0, 1), self.dtype, "F32").flat[0])
+
+    def set_number(self, value: float) -> None:
+        """Write it."""
+        import numpy as np
+
+        from megatron_ext.checkpoint.huggingface.arrays import converted
+
+        self.rows(0, 1, writable=True)[:] = converted(np.array([value], np.float32), "F32", self.dtype)
+
     def whole(self, *, writable: bool = False) -> "npt.NDArray":
         """Return a view of all of it."""
         return self.rows(0, self.shape[0], writable=writable)

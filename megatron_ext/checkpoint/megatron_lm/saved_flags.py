@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.config.derived import layer_patterns
+from megatron_ext.config.derived.attention_flags import STRETCH_FLAGS
 from megatron_ext.config.parse.options import options_by_name, read_yaml_value
 from megatron_ext.config.parse.saved import shapes_and_function
 from megatron_ext.untrusted import inert_pickle
@@ -59,6 +60,11 @@ def model_flags(args: Mapping[str, Any]) -> dict[str, Any]:
     was["disable_bias_linear"] = not args["add_bias_linear"] if "add_bias_linear" in args else None
     if "rotary_seq_len_interpolation_factor" in args:  # None stretches nothing
         was["rotary_seq_len_interpolation_factor"] = was["rotary_seq_len_interpolation_factor"] or 1.0
+    was |= {name: args[f"yarn_{name}"] for name in STRETCH_FLAGS if args.get(f"yarn_{name}") is not None}
+    if was.get("position_embedding_type") == "yarn":
+        was |= {"position_embedding_type": "rope", "rope_type": "yarn"}
+    elif was.get("rope_type") == "rope" and not was.get("multi_latent_attention"):
+        was["rope_type"] = None
     if was.get("multi_latent_attention"):
         # Its heads have sizes of their own, and its configuration a kind of rotation.
         was |= {"kv_channels": None, "rope_type": was.get("rope_type") or "yarn"}

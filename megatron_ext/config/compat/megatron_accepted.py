@@ -18,6 +18,12 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "YaRN rounds the indices of channels, unless --no-yarn-correction-range-round-to-int is given",
+        """
+        --yarn-correction-range-round-to-int
+        """,
+    ),
+    (
         "weight gradients are added by the matrix product only where --gradient-accumulation-fusion asks for it",
         """
         --no-gradient-accumulation-fusion

@@ -14,6 +14,9 @@ from typing import Any
 
 FLAGS: dict[str, tuple[str, str | None]] = {
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
+    "--yarn-original-max-position-embeddings": ("original_max_position_embeddings", None),
+    "--yarn-beta-fast": ("beta_fast", None),
+    "--yarn-beta-slow": ("beta_slow", None),
     "--batch-size": ("micro_batch_size", None),
     "--model-parallel-size": ("tensor_model_parallel_size", None),
     "--warmup": ("lr_warmup_fraction", None),

@@ -17,10 +17,7 @@ _MINDSPEED = "it is MindSpeed's"
 _BIGCODES = "it is BigCode's Megatron-LM's"
 _MEGABLOCKS = "it is MegaBlocks'"
 _MPI = "it names a rank by hand: start with torchrun, or with mpirun and $MASTER_ADDR, and leave it out"
-_YARN = (
-    f"{_MINDSPEED}: use --rope-type yarn, --mscale and --mscale-all-dim with --multi-latent-attention, else "
-    "--use-rope-scaling"
-)
+_YARN = f"{_MINDSPEED}: use --rope-type yarn, --mscale and --mscale-all-dim, or --use-rope-scaling"
 _LEARNED_ROUTING = "experts are chosen by what the router has learned; leave it out"
 
 FLAGS: dict[str, str] = {

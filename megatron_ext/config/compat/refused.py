@@ -111,7 +111,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --disable-dsa-indexer-scoring-relu, --dsa-indexer-k-norm-epsilon N, --dsa-indexer-k-norm-fp32,
         --linear-conv-kernel-dim N =4, --linear-key-head-dim N =128, --linear-value-head-dim N =128,
         --linear-num-key-heads N =16, --linear-num-value-heads N =32, --linear-attention-freq N,
-        --qk-l2-norm, --qk-clip, --qk-clip-alpha N =0.5,
+        --qk-clip, --qk-clip-alpha N =0.5,
         --qk-clip-threshold N =100, --use-kitchen-attention, --kitchen-attention-backend N =sdpa,
         --kitchen-config-file N, --kitchen-recipe-number N
         """,
@@ -129,8 +129,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "other rotary variants are not in this version; leave it out, or use --position-embedding-type rope "
         "--use-rope-scaling",
         """
-        --yarn-original-max-position-embeddings N, --yarn-beta-fast N,
-        --yarn-beta-slow N, --yarn-correction-range-round-to-int, --no-yarn-correction-range-round-to-int,
         --mrope-section N...
         """,
     ),
@@ -143,8 +141,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "the model's structure has no such variant in this version; leave it out",
         """
-        --fp32-residual-connection, --apply-residual-connection-post-layernorm, --glu-linear-offset N =0.0,
-        --activation-func-clamp-value N, --quick-geglu, --onnx-safe N, --bert-no-binary-head,
+        --fp32-residual-connection, --apply-residual-connection-post-layernorm, --onnx-safe N, --bert-no-binary-head,
         --heterogeneous-layers-config-path N, --heterogeneous-layers-config-encoded-json N
         """,
     ),

@@ -8,11 +8,22 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 
-LATENT_FLAGS = (
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "mscale"),
-    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale_all_dim"),
-)
+LATENT_FLAGS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Fields that say more of --multi-latent-attention."""
+
+STRETCH_FLAGS = (
+    *(
+        "rotary_scaling_factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    *("no_yarn_correction_range_round_to_int", "rotary_attention_factor"),
+    *("longrope_short_factor", "longrope_long_factor"),
+)
+"""Fields that say more of --rope-type."""
 
 FLAGS = ("attention_backend", "flash_attention_version")
 """Fields of the flags."""

@@ -9,7 +9,7 @@ one other field stands at the field (`ReadWith`); what it needs besides stands h
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ext.config.derived.attention_flags import LATENT_FLAGS
+from megatron_ext.config.derived.attention_flags import LATENT_FLAGS, STRETCH_FLAGS
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.sharding import given_schemes
@@ -78,10 +78,10 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if name in values and tensor_size == 1:
             yield name, "with --tensor-model-parallel-size 1 every rank has the whole sequence"
     if not values.get("multi_latent_attention"):
-        # That of YaRN is refused: it would change what is trained.
         for name in LATENT_FLAGS:
-            if name in values and name != "rope_type":
+            if name in values:
                 yield name, "without --multi-latent-attention there are no latents"
+    yield from _of_positions(values)
     yield from _of_other_optimizers(values)
     for name in ("save_interval", "exit_interval", "exit_duration_in_mins"):
         if values.get(name) == 0 and not (name == "save_interval" and values.get("save") is None):
@@ -90,6 +90,17 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield from ((name, reason) for name, reason in scheme.ignores.items() if name in values)
     yield from _of_gradients(values)
     yield from _of_graphs(values)
+
+
+def _of_positions(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if any(values.get(name) for name in ("load_hf", "use_checkpoint_args", "multi_latent_attention")):
+        return  # frequencies are stretched, or another file says whether they are
+    stretches = values.get("rope_type") not in (None, "rope") or values.get("position_embedding_type") == "yarn"
+    for name in () if stretches else STRETCH_FLAGS:
+        if name in values:
+            yield name, "without --rope-type it stretches nothing"
+    if "attention_temperature_step" in values and values.get("attention_temperature_scale") is None:
+        yield "attention_temperature_step", "without --attention-temperature-scale queries stay as they are"
 
 
 def _of_graphs(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 from megatron_ext.config.schema.option import Need, ReadWith, option
 
-_LATENTS = ReadWith(
-    "multi_latent_attention", "without --multi-latent-attention positions are rotated as --position-embedding-type says"
-)
 _NO_BIASES = ReadWith("disable_bias_linear", "without --disable-bias-linear every linear layer has a bias")
 
 _EXPERTS = ReadWith("num_experts", "without --num-experts there are no experts")
@@ -14,6 +11,13 @@ _ROTARY = ReadWith(
     "position_embedding_type", "there are no rotary positions", but=("learned_absolute", "none", "alibi")
 )
 _SCALED = ReadWith("use_rope_scaling", "without --use-rope-scaling rotary positions are not scaled")
+
+_BY_LENGTH = ("longrope", "dynamic")
+_STRETCHED = [
+    Need("position_embedding_type", "rope", "rotary positions"),
+    Need("use_rope_scaling", False, "one stretch of the context"),
+    Need("rotary_seq_len_interpolation_factor", 1.0, "one stretch of the context"),
+]
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ class ModelConfig:
     )
     position_embedding_type: str = option(
         "learned_absolute",
-        "How positions enter the model.",
+        "How positions enter the model; yarn is rope with --rope-type yarn.",
         resume="shape",
-        choices=("learned_absolute", "rope", "alibi", "none"),
+        choices=("learned_absolute", "rope", "yarn", "alibi", "none"),
     )
     no_position_embedding: bool = option(
         False,
@@ -61,6 +65,12 @@ class ModelConfig:
     )
     rotary_base: float = option(
         10000.0, "Base of the rotary frequencies (theta).", resume="function", positive=True, read_with=_ROTARY
+    )
+    rotary_base_local: float | None = option(
+        None,
+        "That of layers with a window, whose frequencies are then not stretched; default: they rotate as the others.",
+        resume="function",
+        positive=True,
     )
     rotary_percent: float = option(
         1.0, "Share of each head's channels that is rotated.", resume="function", read_with=_ROTARY
@@ -177,15 +187,39 @@ class ModelConfig:
     v_head_dim: int = option(128, "Channels of a value head there.", resume="shape", at_least=1)
     rope_type: str | None = option(
         None,
-        "How rotary frequencies are stretched: not at all, or by YaRN; default yarn with --multi-latent-attention.",
+        "How rotary frequencies are stretched: not at all, by YaRN, by factors of pairs of channels (longrope), or "
+        "by a larger base (dynamic), both by --seq-length; default yarn with --multi-latent-attention, else rope.",
         resume="function",
-        choices=("rope", "yarn"),
-        needs={"yarn": [Need("multi_latent_attention", True, "latent attention")]},
-        read_with=_LATENTS,
+        choices=("rope", "yarn", "longrope", "dynamic"),
+        needs={
+            **dict.fromkeys(("yarn", "longrope", "dynamic"), _STRETCHED),
+            **{kind: [*_STRETCHED, Need("multi_latent_attention", False, "heads of attention")] for kind in _BY_LENGTH},
+        },
     )
-    rotary_scaling_factor: float = option(1.0, "How far YaRN stretches the context.", resume="function", at_least=1)
+    rotary_scaling_factor: float = option(
+        1.0, "How far --rope-type stretches the context.", resume="function", at_least=1
+    )
     original_max_position_embeddings: int = option(
-        4096, "Context length that the model had before YaRN.", resume="function", at_least=1
+        4096,
+        "Context length that the model had before that.",
+        resume="function",
+        at_least=1,
+    )
+    rotary_attention_factor: float | None = option(
+        None,
+        "What rotated queries and keys are multiplied by with --rope-type yarn and longrope; default as these were "
+        "published, by --mscale or by the logarithm of the factor.",
+        resume="function",
+        positive=True,
+    )
+    longrope_short_factor: tuple[float, ...] | None = option(
+        None,
+        "By how much --rope-type longrope stretches each pair of channels, where --seq-length is no longer than "
+        "--original-max-position-embeddings.",
+        resume="function",
+    )
+    longrope_long_factor: tuple[float, ...] | None = option(
+        None, "The same where --seq-length is longer.", resume="function"
     )
     beta_fast: float = option(
         32.0,
@@ -194,7 +228,13 @@ class ModelConfig:
         positive=True,
     )
     beta_slow: float = option(
-        1.0, "Channels that turn less often than this are stretched in full by YaRN.", resume="function", positive=True
+        1.0,
+        "Channels that turn less often than this are stretched in full by YaRN.",
+        resume="function",
+        positive=True,
+    )
+    no_yarn_correction_range_round_to_int: bool = option(
+        False, "Do not round the indices of the channels that turn so often outwards.", resume="function"
     )
     mscale: float = option(
         1.0, "How much YaRN lengthens rotated channels: 0.1 x this x ln(factor) + 1.", resume="function", at_least=0
@@ -208,6 +248,24 @@ class ModelConfig:
     swiglu: bool = option(False, "SwiGLU activation in the MLP (gate x SiLU).", resume="shape")
     geglu: bool = option(
         False, "GeGLU activation in the MLP (gate x GELU), with --openai-gelu in its tanh form.", resume="shape"
+    )
+    quick_geglu: bool = option(
+        False, "GeGLU in the MLP whose GELU is approximated by x sigmoid(1.702 x), as GPT-OSS has it.", resume="shape"
+    )
+    activation_func_clamp_value: float | None = option(
+        None,
+        "Largest value in the MLP's gate, before its activation, and largest size of what it multiplies; default none.",
+        resume="function",
+        positive=True,
+    )
+    glu_linear_offset: float = option(
+        0.0, "What is added to what the MLP's gate multiplies, as GPT-OSS has it.", resume="function"
+    )
+    xielu: bool = option(
+        False,
+        "xIELU activation in the MLP, without a gate, whose two numbers each layer learns (arXiv:2411.13010).",
+        resume="shape",
+        needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
     )
     squared_relu: bool = option(False, "Squared ReLU activation in the MLP.", resume="function")
     openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.", resume="function")
@@ -294,6 +352,16 @@ class ModelConfig:
         resume="function",
         positive=True,
     )
+    attention_temperature_scale: float | None = option(
+        None,
+        "In layers that rotate nothing (--no-rope-freq), multiply queries by 1 + this x ln(1 + floor((position + 1) / "
+        "--attention-temperature-step)), as Llama 4 does; default they stay.",
+        resume="function",
+        positive=True,
+    )
+    attention_temperature_step: float = option(
+        8192.0, "Positions in which that factor stays as it is.", resume="function", positive=True
+    )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
     )
@@ -327,6 +395,20 @@ class ModelConfig:
         read_with=_NO_BIASES,
     )
     qk_layernorm: bool = option(False, "Normalize queries and keys.", resume="shape")
+    qk_l2_norm: bool = option(
+        False,
+        "Divide queries and keys that are rotated by their root mean square, as Llama 4 does: --qk-layernorm without "
+        "weights.",
+        resume="function",
+        needs={
+            True: [
+                Need("qk_layernorm", False, "no other norms of queries and keys"),
+                Need("multi_latent_attention", False, "queries and keys without latents"),
+                Need("position_embedding_type", "rope", "rotary positions"),
+                Need("transformer_impl", "local", "layers of this program's own"),
+            ]
+        },
+    )
     qk_layernorm_over: str = option(
         "head",
         "What --qk-layernorm normalizes: each head, or all heads of a token at once, as OLMo-2 does.",
@@ -460,7 +542,7 @@ class ModelConfig:
     @property
     def gated_linear_unit(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def expert_ffn_hidden_size(self) -> int:

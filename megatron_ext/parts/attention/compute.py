@@ -24,7 +24,7 @@ from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.cached import Sequences
 from megatron_ext.parts.attention.describe import VANILLA, Softmax
 from megatron_ext.parts.attention.packed import attend_documents, attend_window
-from megatron_ext.parts.attention.rope import TokenAngles, rotate, split_and_rotate
+from megatron_ext.parts.attention.rope import TokenAngles, heated, rotate, split_and_rotate
 from megatron_ext.parts.attention.scores import PLAIN, Scores
 from megatron_ext.parts.attention.short import attend_short, takes
 
@@ -39,13 +39,19 @@ class CausalSelfAttention(SelfAttention):
     Args:
         rotary_columns: this layer's columns of the table of angles; None where it rotates nothing.
         clip: bound of the size of each number in queries, keys and values.
+        is_heated: whether queries are multiplied by the factor of their position, which is then in the columns.
     """
 
     def __init__(
-        self, *positional: Any, rotary_columns: slice | None = _ALL, clip: float | None = None, **settings: Any
+        self,
+        *positional: Any,
+        rotary_columns: slice | None = _ALL,
+        clip: float | None = None,
+        is_heated: bool = False,
+        **settings: Any,
     ) -> None:
         super().__init__(*positional, **settings)
-        self.rotary_columns, self.clip = rotary_columns, clip
+        self.rotary_columns, self.clip, self.is_heated = rotary_columns, clip, is_heated
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -63,7 +69,9 @@ class CausalSelfAttention(SelfAttention):
             rotary_pos_emb = None if columns is None else rotary_pos_emb[..., columns].contiguous()
         core: Any = self.core_attention
         attend = core if packed_seq_params is None else packed_seq_params.attention(core, self.layer_number)
-        *heads_BHSD, gate_SBHD = self._heads(hidden_states, rotary_pos_emb)
+        *heads_BHSD, gate_SBHD = self._heads(hidden_states, None if self.is_heated else rotary_pos_emb)
+        if self.is_heated:
+            heads_BHSD[0] = heated(heads_BHSD[0], rotary_pos_emb)
         reads_views = isinstance(core, SDPAttention) and packed_seq_params is None and core.reads_views(heads_BHSD)
         if heads_BHSD[0].size(2) > 1 and not reads_views:
             # Contiguous heads cost a copy, and save more than that in the attention's strided reads.

@@ -37,40 +37,29 @@ WINDOW_ROWS = 64
 
 
 @dataclass(frozen=True)
-class RotaryScaling:
-    """Says how the rotary frequencies are stretched, as Llama 3.1 does it (see
-    `parts.attention.rope.scaled_inverse_frequencies`)."""
+class Scaling:
+    """Says how the wavelengths of rotation are stretched (see `parts.attention.rope.scaled_inverse_frequencies`).
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_positions: int
+    Linear (arXiv:2306.15595) and longrope (arXiv:2402.13753) stretch all pairs of channels. Llama 3.1 and YaRN (Peng et
+    al. 2023, arXiv:2309.00071) stretch those in full that turn less than `slow` times in the original context, leave
+    those alone that turn more than `fast` times, and mix both in between.
+    """
 
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    factors: tuple[float, ...]
+    """Factors by which wavelengths are stretched: one for all pairs, or that of each."""
 
-@dataclass(frozen=True)
-class YarnScaling:
-    """Says how YaRN stretches the rotary frequencies (see `parts.attention.rope.yarn_inverse_frequencies`), and how it
-    lengthens queries and keys (Peng et al. 2023, arXiv:2309.00071, section 3.4)."""
+    original_positions: int = 1
+    slow: float = 1.0
+    fast: float = 1.0
+    rounds: bool = True
+    """Whether YaRN rounds the indices of the pairs that turn so often outwards."""
 
-    factor: float
-    original_positions: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
+    of_table: float = 1.0
+    """What the cosines and sines of rotated channels are multiplied by (YaRN, section 3.4)."""
 
-    @property
-    def of_table(self) -> float:
-        """What the cosines and sines of rotated channels are multiplied by."""
-        return self._length(self.mscale) / self._length(self.mscale_all_dim)
-
-    @property
-    def of_scores(self) -> float:
-        """What the scores of all channels are multiplied by."""
-        return self._length(self.mscale_all_dim) ** 2
-
-    def _length(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1.0
+    of_scores: float = 1.0
+    """What the scores of all channels are multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +70,29 @@ class Rotary:
     percent: float
     """Share of a head's channels that is rotated."""
 
-    scaling: RotaryScaling | YarnScaling | None
+    scaling: Scaling | None
     interleaved: bool = False
     """Whether pair i is (channel 2i, channel 2i + 1), and not (channel i, channel i + half)."""
 
-    interpolation: float = 1.0
-    """What positions are divided by (arXiv:2306.15595)."""
+    longest: int | None = None
+    """Most positions of a sequence that is rotated so, where longer ones are rotated in another way."""
 
     def channels(self, head_size: int) -> int:
         """Return the number of rotated channels of a head."""
         return int(head_size * self.percent)
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Says how queries that nothing rotates grow with their position (Llama 4; Nakanishi 2025, arXiv:2501.19399): by
+    the factor 1 + scale log(1 + floor((position + 1) / step))."""
+
+    scale: float
+    step: float
+
+    def channels(self, head_size: int) -> int:
+        """Return the room that the factor takes in a table of angles: that of a pair of channels."""
+        return 2
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,13 @@ class Attention(Part):
 
     clip: float | None = None
     """Bound of the size of each number in queries, keys and values, where they go into rotation."""
+
+    temperature: Temperature | None = None
+
+    @property
+    def positions(self) -> Rotary | Temperature | None:
+        """What position does to queries and keys, by a table."""
+        return self.rotary or self.temperature
 
     @property
     def qkv_size(self) -> int:
@@ -306,6 +315,14 @@ class Attention(Part):
             found["gate"] = Asked("--attention-output-gate is given")
         if self.clip is not None:
             found["clip"] = Asked(f"--qkv-clip is {self.clip:g}")
+        if config.model.rotary_base_local is not None:
+            text = f"--rotary-base-local is {config.model.rotary_base_local:g}"
+            found["rotation by layer"] = Asked(text, "leave --rotary-base-local out")
+        if self.rotary is not None and self.rotary.scaling is not None and self.rotary.scaling.of_table != 1.0:
+            found["longer queries"] = Asked(f"--rope-type is {config.model.rope_type}", "--rope-type rope")
+        if self.temperature is not None:
+            text = f"--attention-temperature-scale is {self.temperature.scale:g}"
+            found["temperature"] = Asked(text, "leave --attention-temperature-scale out")
         if self.qk_norm == "projection":
             found["norms of projections"] = Asked("--qk-layernorm-over is projection", "--qk-layernorm-over head")
         return found
@@ -343,6 +360,9 @@ class Attention(Part):
 
 def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
     """Return the attention of layer `number`, with norms of this kind."""
+    rotary = _rotary(model, number)
+    without_weight = model.qk_l2_norm and rotary is not None
+    heated = rotary is None and model.attention_temperature_scale is not None
     return Attention(
         kind="grouped_query",
         query_heads=model.num_attention_heads,
@@ -350,10 +370,10 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         head_size=model.kv_channels,
         value_head_size=model.kv_channels,
         window=window_of(model, number),
-        rotary=None if is_dealt(model.no_rope_freq, model.num_layers, number, "the last") else _rotary(model),
-        qk_norm=model.qk_layernorm_over if model.qk_layernorm else None,  # pyright: ignore[reportArgumentType]
+        rotary=rotary,
+        qk_norm=model.qk_layernorm_over if model.qk_layernorm else "head" if without_weight else None,  # pyright: ignore[reportArgumentType]
         qk_norm_after_rotation=model.qk_layernorm_place == "after",
-        norm=norm,
+        norm=Norm("RMSNorm", norm.epsilon, "none") if without_weight else norm,
         qkv_bias=model.has_qkv_bias,
         output_bias=model.has_output_bias,
         softmax=Softmax(
@@ -363,6 +383,9 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         ),
         has_gate=model.attention_output_gate,
         clip=model.qkv_clip,
+        temperature=Temperature(model.attention_temperature_scale, model.attention_temperature_step)
+        if heated
+        else None,
     )
 
 
@@ -377,15 +400,52 @@ def window_of(model: ModelConfig, number: int) -> int | None:
         return None
 
 
-def _rotary(model: ModelConfig) -> Rotary | None:
-    if model.position_embedding_type != "rope":
+def _rotary(model: ModelConfig, number: int) -> Rotary | None:
+    """Return how layer `number` rotates. Layers with a window may have a base of their own, which nothing stretches."""
+    fixed = is_dealt(model.no_rope_freq, model.num_layers, number, "the last")
+    if model.position_embedding_type != "rope" or fixed:
         return None
-    scaling = RotaryScaling(
-        model.rope_scaling_factor,
-        model.rope_scaling_low_freq_factor,
-        model.rope_scaling_high_freq_factor,
-        model.rope_scaling_original_max_position_embeddings,
-    )
-    scaling = scaling if model.use_rope_scaling else None
-    factor = model.rotary_seq_len_interpolation_factor
-    return Rotary(model.rotary_base, model.rotary_percent, scaling, model.rotary_interleaved, factor)
+    kind = model.rotary_percent, model.rotary_interleaved
+    if model.rotary_base_local is not None and window_of(model, number) is not None:
+        return Rotary(model.rotary_base_local, kind[0], None, kind[1])
+    base, length, original = model.rotary_base, model.seq_length or 1, max(model.original_max_position_embeddings, 1)
+    if model.rope_type == "dynamic":
+        # NTK-aware interpolation of this length (transformers' _compute_dynamic_ntk_parameters).
+        channels, factor = int((model.kv_channels or 0) * model.rotary_percent), max(model.rotary_scaling_factor, 1.0)
+        growth = factor * max(length / original, 1.0) - (factor - 1.0)
+        base *= math.exp(min(math.log(growth) * channels / max(channels - 2, 1), 300.0))
+    by_length = model.rope_type in ("dynamic", "longrope")
+    return Rotary(base, kind[0], scaling_of(model), kind[1], original if by_length and length <= original else None)
+
+
+def scaling_of(model: ModelConfig) -> Scaling | None:
+    """Return how the model's rotary frequencies are stretched."""
+    factor, original = max(model.rotary_scaling_factor, 1.0), max(model.original_max_position_embeddings, 2)
+    length = model.rotary_attention_factor
+    if model.rope_type == "yarn":
+        lengths = [0.1 * mscale * math.log(factor) + 1.0 for mscale in (model.mscale, model.mscale_all_dim)]
+        return Scaling(
+            "yarn",
+            (factor,),
+            original,
+            model.beta_slow,
+            model.beta_fast,
+            not model.no_yarn_correction_range_round_to_int,
+            length or lengths[0] / lengths[1],
+            lengths[1] ** 2 if model.multi_latent_attention else 1.0,
+        )
+    if model.rope_type == "longrope":
+        is_long = (model.seq_length or 1) > original
+        factors = model.longrope_long_factor if is_long else model.longrope_short_factor
+        usual = math.sqrt(1.0 + math.log(factor) / math.log(original))
+        return Scaling("longrope", factors or (1.0,), original, of_table=length or usual)
+    if model.use_rope_scaling:
+        return Scaling(
+            "llama3",
+            (model.rope_scaling_factor,),
+            model.rope_scaling_original_max_position_embeddings,
+            model.rope_scaling_low_freq_factor,
+            model.rope_scaling_high_freq_factor,
+        )
+    interpolation = model.rotary_seq_len_interpolation_factor
+    return Scaling("linear", (interpolation,)) if interpolation != 1.0 else None

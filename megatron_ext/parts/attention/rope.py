@@ -1,6 +1,6 @@
-"""Computes rotary position embedding whose scaling takes the constants of Llama 3.1 as values.
+"""Computes rotary position embedding, whose scaling takes its constants as values.
 
-megatron-core knows that scaling for an original context of 8,192 positions and the factors 1 and 4 alone, and
+megatron-core knows that of Llama 3.1 for an original context of 8,192 positions and the factors 1 and 4 alone, and
 moves its frequencies to a GPU whatever the device is.
 """
 
@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.derived.rank_order import context_chunks
 from megatron_ext.device.triton import kernel_choice
-from megatron_ext.parts.attention.describe import Attention, RotaryScaling, YarnScaling
+from megatron_ext.parts.attention.describe import Attention, Scaling, Temperature
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):
@@ -24,22 +24,20 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
     attention."""
 
     def __init__(self, attention: Attention, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
-        rotary = attention.rotary
-        assert rotary is not None, "these layers rotate nothing"
+        positions = attention.positions
+        assert positions is not None, "position changes nothing in these layers"
+        is_rotary = not isinstance(positions, Temperature)
         super().__init__(
-            kv_channels=attention.rotary_size,
-            rotary_percent=rotary.percent,
-            rotary_base=rotary.base,  # pyright: ignore[reportArgumentType]
+            kv_channels=positions.channels(attention.rotary_size),
+            rotary_percent=1.0,
+            rotary_base=positions.base if is_rotary else 1.0,  # pyright: ignore[reportArgumentType]
             use_cpu_initialization=config.use_cpu_initialization,
             cp_group=pg_collection.cp,
         )
-        self.interleaved = rotary.interleaved
-        if isinstance(rotary.scaling, YarnScaling):
-            self.inv_freq = yarn_inverse_frequencies(self.inv_freq, rotary.scaling, rotary.base)
-        elif rotary.scaling is not None:
-            self.inv_freq = scaled_inverse_frequencies(self.inv_freq, rotary.scaling)
-        if rotary.interpolation != 1.0:
-            self.inv_freq = self.inv_freq / rotary.interpolation
+        self.positions, self.interleaved = positions, is_rotary and positions.interleaved
+        self.scaling = positions.scaling if is_rotary else None
+        if is_rotary and self.scaling is not None:
+            self.inv_freq = scaled_inverse_frequencies(self.inv_freq, self.scaling, positions.base)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Return angles in radians, [positions, 1, 1, rotated channels]; the two channels of a pair have the same."""
@@ -64,11 +62,10 @@ class RotaryTable(ScaledRotaryEmbedding):
         others: Sequence[Attention] = (),
     ) -> None:
         super().__init__(attention, config, pg_collection)
-        assert attention.rotary is not None
         self.others = torch.nn.ModuleList(RotaryTable(other, config, pg_collection) for other in others)
-        scaling = attention.rotary.scaling
-        self.length = scaling.of_table if isinstance(scaling, YarnScaling) else 1.0
-        self.dtype, self.turns_halves = config.params_dtype, attention.rotary.percent == 1.0 and not self.interleaved
+        self.length = 1.0 if self.scaling is None else self.scaling.of_table
+        whole = attention.rotary is not None and attention.rotary.percent == 1.0
+        self.dtype, self.turns_halves = config.params_dtype, whole and not self.interleaved
         self.chunks = context_chunks(pg_collection.cp.rank(), pg_collection.cp.size())
         self.cp_group: Any = None  # else megatron-core would divide the table, along another dimension
 
@@ -105,6 +102,12 @@ class RotaryTable(ScaledRotaryEmbedding):
         return torch.cat(tables, dim=-1) if len(tables) > 1 else tables[0]
 
     def _table(self, angles: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.positions, Temperature):
+            # The angles of one pair at base 1 are the positions. 16 bits alone would round away how the factor grows.
+            steps = torch.floor((angles + 1.0) / self.positions.step)
+            factor = 1.0 + self.positions.scale * torch.log1p(steps)
+            rounded = factor.to(self.dtype)
+            return torch.stack((rounded, (factor - rounded).to(self.dtype)))
         table = torch.stack((angles.cos(), angles.sin()))
         return (table if self.length == 1.0 else table * self.length).to(self.dtype)
 
@@ -124,6 +127,11 @@ class TokenAngles:
         swapped = heads.roll(heads.size(-1) // 2, -1)
         turned = torch.addcmul(heads * self.cosines_1B1D, swapped, self.sines_1B1D)
         return turned.split((query_1BHD.size(2), key_1BGD.size(2)), dim=2)
+
+
+def heated(query_BHSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return queries times the factor of their position (`Temperature`), which is the sum of the table's two parts."""
+    return (query_BHSD * table.float().sum(dim=0)).to(query_BHSD.dtype)
 
 
 def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
@@ -266,44 +274,32 @@ def _turn_into(
         turned_rest.copy_(rest)
 
 
-def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: RotaryScaling) -> torch.Tensor:
-    """Scale the rotary frequencies (`llama3` of Hugging Face's modeling_rope_utils).
+def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: Scaling, base: float) -> torch.Tensor:
+    """Scale the rotary frequencies (Hugging Face's modeling_rope_utils).
 
-    Wavelengths longer than original / low factor are stretched in full, those shorter than original / high factor
-    not at all, and between the two the frequency is interpolated linearly in original / wavelength.
-
-    Args:
-        inverse_frequencies: [rotated channels / 2], radians per position.
-        scaling: gives the factor, the low and high factors, and the original context length.
-    Returns:
-        A new tensor of the same shape and dtype.
-    """
-    original, low, high = scaling.original_positions, scaling.low_freq_factor, scaling.high_freq_factor
-    periods = original * inverse_frequencies / (2.0 * math.pi)
-    unscaled = ((periods - low) / (high - low)).clamp(0.0, 1.0)
-    return unscaled * inverse_frequencies + (1.0 - unscaled) * inverse_frequencies / scaling.factor
-
-
-def yarn_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: YarnScaling, base: float) -> torch.Tensor:
-    """Scale the rotary frequencies by YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2).
-
-    A channel that turns more than beta_fast times in the original context keeps its frequency, one that turns less than
-    beta_slow times has it divided by the factor, and between their indices, rounded outwards, both are mixed linearly.
+    Llama 3.1 mixes stretched and unstretched frequencies linearly in the number of turns in the original context; YaRN
+    (arXiv:2309.00071, section 3.2) linearly in the index of the pair.
 
     Args:
         inverse_frequencies: [rotated channels / 2], radians per position.
-        scaling: gives factor, original context length, and the two betas.
+        scaling: its kind and numbers.
         base: that of the frequencies.
     Returns:
         A new tensor of the same shape and dtype.
     """
+    factor = inverse_frequencies.new_tensor(scaling.factors)
+    if scaling.kind in ("linear", "longrope"):
+        return inverse_frequencies / factor
+    original, slow, fast = scaling.original_positions, scaling.slow, scaling.fast
+    if scaling.kind == "llama3":
+        turns = original * inverse_frequencies / (2.0 * math.pi)
+        unscaled = ((turns - slow) / (fast - slow)).clamp(0.0, 1.0)
+        return unscaled * inverse_frequencies + (1.0 - unscaled) * inverse_frequencies / factor
     pairs = len(inverse_frequencies)
-
-    def index(turns: float) -> float:
-        return pairs * math.log(scaling.original_positions / (turns * 2.0 * math.pi)) / math.log(base)
-
-    low = max(math.floor(index(scaling.beta_fast)), 0)
-    high = min(math.ceil(index(scaling.beta_slow)), 2 * pairs - 1)
+    low, high = (pairs * math.log(original / (turns * 2.0 * math.pi)) / math.log(base) for turns in (fast, slow))
+    if scaling.rounds:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
     ramp = torch.arange(pairs, dtype=torch.float32, device=inverse_frequencies.device) - low
     stretched = (ramp / (high - low if high != low else 0.001)).clamp(0.0, 1.0)
-    return inverse_frequencies * (1.0 - stretched) + inverse_frequencies / scaling.factor * stretched
+    return inverse_frequencies * (1.0 - stretched) + inverse_frequencies / factor * stretched

@@ -35,6 +35,7 @@ from megatron_ext.device.kernels import linear
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
+from megatron_ext.parts.mlp.compute import glu
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -174,16 +175,12 @@ class GroupedExperts(MegatronModule):
         is the bias that megatron-core's experts may have.
         """
         hidden_TF = self.linear_fc1(tokens_TH, tokens_per_expert)
-        activation: Any = self.config.activation_func
         if self.config.bias_activation_fusion and kernel_choice.take(hidden_TF):
             from megatron_ext.device.triton.swiglu import swiglu
 
             return self.linear_fc2(swiglu(hidden_TF, weights_T), tokens_per_expert), None
-        if self.config.gated_linear_unit:
-            gate_TF, up_TF = hidden_TF.chunk(2, dim=-1)
-            hidden_TF = activation(gate_TF) * up_TF
-        else:
-            hidden_TF = activation(hidden_TF)
+        gated = self.config.gated_linear_unit
+        hidden_TF = glu(hidden_TF, self.config) if gated else self.config.activation_func(hidden_TF)
         hidden_TF = (hidden_TF * weights_T.unsqueeze(-1)).to(tokens_TH.dtype)
         return self.linear_fc2(hidden_TF, tokens_per_expert), None
 

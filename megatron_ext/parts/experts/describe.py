@@ -111,6 +111,8 @@ class Experts(Part):
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what a mixture of experts does not go with."""
         layout = config.layout
+        if self.mlp.activation == "xielu":
+            yield "--num-experts with --xielu, whose numbers would be those of each expert; use --squared-relu"
         if self.mlp.bias:
             if config.model.disable_bias_linear:
                 yield "--num-experts with --add-mlp-bias: experts have no biases; leave --add-mlp-bias out"

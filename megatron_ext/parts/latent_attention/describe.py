@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.parts.attention.describe import Attention, Rotary, YarnScaling, window_of
+from megatron_ext.parts.attention.describe import Attention, Rotary, scaling_of, window_of
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Exchange, Place, Product, Share, State
@@ -69,7 +69,7 @@ class LatentAttention(Attention):
     def score_scale(self) -> float:
         """What scores are multiplied by."""
         scaling = self.rotary.scaling if self.rotary is not None else None
-        return self.head_size**-0.5 * (scaling.of_scores if isinstance(scaling, YarnScaling) else 1.0)
+        return self.head_size**-0.5 * (scaling.of_scores if scaling is not None else 1.0)
 
     @property
     def _kept_size(self) -> int:
@@ -185,6 +185,8 @@ class LatentAttention(Attention):
             ("--attention-output-gate", model.attention_output_gate),
             ("--qkv-clip", model.qkv_clip is not None),
             ("--rotary-seq-len-interpolation-factor", model.rotary_seq_len_interpolation_factor != 1.0),
+            ("--rotary-base-local", model.rotary_base_local is not None),
+            ("--attention-temperature-scale", model.attention_temperature_scale is not None),
         ):
             if is_asked:
                 yield f"{flag} with --multi-latent-attention, whose layers have no such piece; leave {flag} out"
@@ -198,16 +200,6 @@ class LatentAttention(Attention):
                 f"--qk-pos-emb-head-dim {self.position_size} is odd, but channels are rotated in pairs; use "
                 f"--qk-pos-emb-head-dim {self.position_size + 1}"
             )
-        if model.rope_type == "yarn" and model.beta_fast < model.beta_slow:
-            yield (
-                f"--beta-fast {model.beta_fast:g} is below --beta-slow {model.beta_slow:g}; use --beta-fast 32 "
-                "--beta-slow 1"
-            )
-        if model.rope_type == "yarn" and model.rotary_base <= 1:
-            yield (
-                f"--rope-type yarn needs wavelengths that grow, but --rotary-base is {model.rotary_base:g}; use "
-                "--rotary-base 10000"
-            )
 
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return what it asks of a way of computing it."""
@@ -217,14 +209,6 @@ class LatentAttention(Attention):
 
 def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAttention:
     """Return the latent attention of layer `number`, with norms of this kind."""
-    yarn = YarnScaling(
-        model.rotary_scaling_factor,
-        model.original_max_position_embeddings,
-        model.beta_fast,
-        model.beta_slow,
-        model.mscale,
-        model.mscale_all_dim,
-    )
     return LatentAttention(
         kind="latent",
         query_heads=model.num_attention_heads,
@@ -232,7 +216,7 @@ def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAt
         head_size=model.qk_head_dim + model.qk_pos_emb_head_dim,
         value_head_size=model.v_head_dim,
         window=window_of(model, number),
-        rotary=Rotary(model.rotary_base, 1.0, yarn if model.rope_type != "rope" else None, interleaved=True),
+        rotary=Rotary(model.rotary_base, 1.0, scaling_of(model), interleaved=True),
         qk_norm="head" if model.qk_layernorm else None,
         qk_norm_after_rotation=False,
         norm=norm,

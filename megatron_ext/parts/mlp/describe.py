@@ -1,14 +1,19 @@
 """Describes an MLP: two matrices with an activation between them."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.protocol import Part, Place, Product, Share, State
+from megatron_ext.parts.protocol import Exchange, Part, Place, Product, Share, State
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu", "xielu"]
+
+XIELU_BETA = 0.5
+XIELU_BEGINNINGS = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.8 - XIELU_BETA))}
+"""Numbers of xIELU that a layer learns: with both, the curvatures of its two halves begin at 0.8 (arXiv:2411.13010)."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,16 @@ class Mlp(Part):
     activation: Activation
     width: int
     bias: bool
+    clamp: float | None = None
+    """Largest value of what the gate's activation takes, and largest size of what the gate multiplies."""
+
+    offset: float = 0.0
+    """What is added to what the gate multiplies."""
+
+    @property
+    def keeps_its_input_alone(self) -> bool:
+        """Whether what lies between the matrices is computed again in the backward pass."""
+        return self.activation in ("quick_gelu", "xielu") or self.clamp is not None or self.offset != 0.0
 
     def parameters(self, place: Place, expert: int | None = None) -> Iterator[Parameter]:
         """Yield both matrices, of a routed expert where it is one."""
@@ -33,6 +48,8 @@ class Mlp(Part):
         yield place.matrix("linear_fc2.weight", model.hidden_size, self.width, adds=True, tp_dim=1, expert=expert)
         if self.bias:
             yield place.vector("linear_fc2.bias", model.hidden_size, sequence_parallel=True)
+        for name, value in XIELU_BEGINNINGS.items() if self.activation == "xielu" else ():
+            yield Parameter(f"{place.name}.xielu.{name}", (1,), place.stage, "constant", value)
 
     def state(self, place: Place) -> Iterator[State]:
         """Yield what is saved with each linear layer."""
@@ -52,20 +69,32 @@ class Mlp(Part):
         """Return the bytes of what is between the matrices."""
         return {"mlp": self.inside(share, gated=4) * share.tokens / share.tensor}
 
+    def sent(self, share: Share) -> Iterator[Exchange]:
+        """Yield the sum of the gradients of xIELU's numbers, which ranks have of their own channels."""
+        if self.activation == "xielu" and share.tensor > 1:
+            both = 2 * (share.tensor - 1) / share.tensor * 2 * share.width
+            yield Exchange("tp", "all-reduce", 0.0, both, (0, 1), "m {layers} 2 (t-1)/t 2 w", "mlp")
+
     def inside(self, share: Share, *, gated: int) -> float:
         """Return the bytes a token of its inside, undivided; `gated`: how many widths a gate keeps on a CPU."""
-        times = (3 if share.fused and self.activation == "silu" else gated) if self.gated else 2
+        is_short = self.keeps_its_input_alone or (share.fused and self.activation == "silu")
+        times = (3 if is_short else gated) if self.gated else 2
         return times * self.width * share.width
 
 
 def mlp_of(model: ModelConfig, width: int) -> Mlp:
     """Return the model's MLP of this width."""
-    return Mlp(model.gated_linear_unit, _activation(model), width, bias=model.has_mlp_bias)
+    gate = model.activation_func_clamp_value, model.glu_linear_offset
+    return Mlp(model.gated_linear_unit, _activation(model), width, model.has_mlp_bias, *gate)
+
+
+_SWITCHES: dict[str, Activation] = {
+    **{"swiglu": "silu", "squared_relu": "squared_relu", "quick_geglu": "quick_gelu", "xielu": "xielu"}
+}
 
 
 def _activation(model: ModelConfig) -> Activation:
-    if model.swiglu:
-        return "silu"
-    if model.squared_relu:
-        return "squared_relu"
+    for switch, activation in _SWITCHES.items():
+        if getattr(model, switch):
+            return activation
     return "gelu_tanh" if model.openai_gelu else "gelu"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from torch.distributed import ProcessGroup
 
 from megatron_ext.device.kernels import rms_norm
@@ -83,6 +84,18 @@ class PlainLayerNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
         return F.layer_norm(x, self.shape, self.weight, None, self.eps)
+
+
+class PlainRMSNorm(torch.nn.Module):
+    """RMSNorm without a weight: the L2 norm of Llama 4's queries and keys."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.shape, self.eps = (hidden_size,), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
+        return F.rms_norm(x, self.shape, None, self.eps)
 
 
 class _AfterRotation:
@@ -179,11 +192,12 @@ def norm_builder(norm: Norm) -> NormBuilder:
     """Return what builds a norm."""
     if norm.owns == "all":
         return norm_class(norm.kind)
-    return partial(PlainLayerNorm, weighted=norm.has_weight)
+    return PlainRMSNorm if norm.kind == "RMSNorm" else partial(PlainLayerNorm, weighted=norm.has_weight)
 
 
-def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormBuilder | None, NormBuilder | None]:
-    """Return what builds the norm of the queries, and that of its keys; None where there is none.
+def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormBuilder, NormBuilder]:
+    """Return what builds the norm of the queries, and that of its keys; where there is none, what megatron-core knows
+    for none, whatever other layers have.
 
     Both are called by megatron-core's attention with the size of a head, and take this rank's heads, [sequence, batch,
     heads, channels].
@@ -193,7 +207,7 @@ def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormB
         tp_group: the ranks that have divided the heads among themselves.
     """
     if attention.qk_norm is None:
-        return None, None
+        return IdentityOp, IdentityOp
     if attention.qk_norm_after_rotation:
         late = {"RMSNorm": RMSNormAfterRotation, "LayerNorm": LayerNormAfterRotation}[attention.norm.kind]
         return late, late

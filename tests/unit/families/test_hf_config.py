@@ -59,6 +59,8 @@ BASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENTS, "q_lora_rank": None},
     "deepseek_v3": {**_LATENTS, "q_lora_rank": 6, "num_nextn_predict_layers": 1},
     "gemma2": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
+    "apertus": {**_SMALL, "rope_theta": 12e6},
+    "gemma3_text": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "rope_local_base_freq": 300.0},
     "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 4, "vocab_size": 96, "pad_token_id": 3},
     "mpt": {"d_model": 24, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_seq_len": 32, "pad_token_id": 3},
     "phi": {name: value for name, value in _SMALL.items() if name != "head_dim"} | {"partial_rotary_factor": 0.7},
@@ -198,8 +200,15 @@ def test_a_key_that_nobody_knows_is_refused(family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 'rope_scaling: rope_type is "yarn"'),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_scaling: rope_type is "dynamic"'),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, 'rope_scaling: rope_type is "proportional"'),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale_all_dim": 1.0}},
+            "mscale_all_dim without mscale",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0] * 5}},
+            "rope_scaling: short_factor is [1.0]; it needs 5 numbers above 0",
+        ),
         ({"rope_scaling": {**SCALING, "type": "yarn"}}, 'rope_type is "llama3", but type is "yarn"'),
         (
             {"rope_scaling": {**SCALING, "rope_theta": 7.0}},

@@ -224,7 +224,7 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
     [
         (
             {"model_type": "bert"},
-            '"bert" is not supported; use one of arcee, bloom, cohere, cohere2, deepseek_v2, deepseek_v3, ',
+            '"bert" is not supported; use one of apertus, arcee, bloom, cohere, cohere2, deepseek_v2, deepseek_v3, ',
         ),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),
@@ -236,14 +236,14 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
         ({"model_type": "ministral", "layer_types": ["chunked_attention"]}, r'layer_types is \["chunked_attention"\]'),
         ({"model_type": "qwen2", "max_window_layers": -1}, "max_window_layers is -1, and not a natural integer"),
         (
-            {"model_type": "phi3", "rope_scaling": {"rope_type": "longrope"}},
-            'rope_type is "longrope"; only default',
+            {"model_type": "phi3", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            'rope_type is "linear"; only default and longrope',
         ),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            'rope_type is "yarn"; only default, linear and llama3',
+            {"rope_scaling": {"type": "mrope", "factor": 4.0}},
+            'rope_type is "mrope"; only default, linear, llama3, yarn, longrope and dynamic',
         ),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, 'rope_type is "dynamic"'),
+        ({"rope_parameters": {"rope_type": "axial"}}, 'rope_type is "axial"'),
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "differ between layers"),
         ({"model_type": "arcee", "hidden_act": "gelu"}, 'is "gelu", but the MLP here is squared ReLU: relu2'),
         ({"model_type": "starcoder2", "hidden_act": "relu2"}, "supported are gelu_new, gelu_pytorch_tanh, gelu"),

@@ -12,7 +12,7 @@ from megatron_ext.config.derived.rank_order import coordinates, expert_coordinat
 from megatron_ext.config.schema import DataConfig, LayoutConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts import own_parameters
-from megatron_ext.parts.attention.describe import Attention, RotaryScaling
+from megatron_ext.parts.attention.describe import Attention, Scaling
 from megatron_ext.parts.catalogue import (
     count,
     count_per_rank,
@@ -112,7 +112,7 @@ def test_a_layer_is_what_the_flags_say() -> None:
     )
     rotary = first.attention.rotary
     assert rotary is not None
-    assert (rotary.base, rotary.percent, rotary.scaling) == (7.0, 0.35, RotaryScaling(2.0, 3.0, 5.0, 11))
+    assert (rotary.base, rotary.percent, rotary.scaling) == (7.0, 0.35, Scaling("llama3", (2.0,), 11, 3.0, 5.0))
     assert rotary.channels(10) == 3, "rounded down"
     assert first.attention.qk_norm_sizes == (60, 20)
     assert (first.norms_before, first.norms_after) == (False, True)

@@ -158,7 +158,7 @@ def _words(option: MegatronOption) -> tuple[str, ...]:
     ("flags", "fix"),
     [
         ("--moe-aux-loss-coeff 1.0", "add --num-experts 8 --disable-bias-linear"),
-        ("--no-yarn-correction-range-round-to-int", "use --position-embedding-type rope --use-rope-scaling"),
+        ("--mrope-section 1", "use --position-embedding-type rope --use-rope-scaling"),
         ("--rl-persist-cuda-graphs", "use --cuda-graph-impl full_iteration for CUDA graphs of training"),
         ("--world-size 4 --expert-model-parallel-size 4", "add --num-experts 8 --disable-bias-linear"),
     ],

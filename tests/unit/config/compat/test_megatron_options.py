@@ -67,6 +67,13 @@ OUR_OWN = {
     "--parallel-residual",
     "--lm-head-bias",
     "--geglu",
+    "--xielu",
+    "--rotary-base-local",
+    "--rotary-attention-factor",
+    "--longrope-short-factor",
+    "--longrope-long-factor",
+    "--attention-temperature-scale",
+    "--attention-temperature-step",
     "--add-output-bias",
     "--add-mlp-bias",
     "--embedding-multiplier",
@@ -92,7 +99,8 @@ OUR_OWN = {
 FEWER_CHOICES = {
     "--transformer-impl": "the inference variant is not for training",
     "--fp8-recipe": "scales of past steps, and blocks for Blackwell, are not in this version; rowwise is ours",
-    "--position-embedding-type": "yarn, mrope and relative ones are not in this version; alibi is Megatron-DeepSpeed's",
+    "--rope-type": "longrope and dynamic are of Hugging Face's models",
+    "--position-embedding-type": "mrope and relative ones are not in this version; alibi is Megatron-DeepSpeed's",
     "--optimizer": "muon and soap are not in this version",
     "--exp-avg-dtype": "16 bits with the range of fp32 need no scale of their own",
     "--exp-avg-sq-dtype": "16 bits with the range of fp32 need no scale of their own",
@@ -162,7 +170,7 @@ def test_choices_are_megatrons_but_for_the_ones_listed():
     assert different == set(FEWER_CHOICES)
     for flag in FEWER_CHOICES:
         extra = set(options_by_flag()[flag].choices or ()) - set(wheel_options()[flag].choices or ())
-        assert extra <= {"ByteTokenizer", "rowwise", "alibi"}
+        assert extra <= {"ByteTokenizer", "rowwise", "alibi", "longrope", "dynamic"}
 
 
 def test_a_value_that_passes_silently_is_megatrons_default_or_asks_for_nothing():

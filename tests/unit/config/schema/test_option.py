@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.derived.attention_flags import LATENT_FLAGS
+from megatron_ext.config.derived.attention_flags import LATENT_FLAGS, STRETCH_FLAGS
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.parse.options import Option, names_by_resume, options, options_by_name
@@ -27,6 +27,8 @@ EVERY_PART = (
 )
 ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2"
 """The same with what learned positions do not have."""
+SCALED = f"{ROTATED} --rope-type yarn --rotary-base-local 9 --attention-temperature-scale 0.1"
+LONG = f"{ROTATED} --kv-channels 4 --rope-type longrope --longrope-short-factor 1 2 --longrope-long-factor 3 4"
 LATENT = f"{BASE} --position-embedding-type rope --multi-latent-attention --q-lora-rank 4"
 FREE_IN_THE_MODEL = {
     "seq_length": "a longer context goes on from a shorter one",
@@ -53,7 +55,12 @@ def config_of(flags: str) -> Config:
 
 def config_with(name: str) -> Config:
     """Return a configuration in which a field says something."""
-    return config_of(ROTATED if name == "no_rope_freq" else LATENT if name in LATENT_FLAGS else EVERY_PART)
+    flags = {"no_rope_freq": ROTATED, "activation_func_clamp_value": f"{EVERY_PART} --quick-geglu"}
+    flags |= dict.fromkeys(LATENT_FLAGS, LATENT) | dict.fromkeys(STRETCH_FLAGS, f"{SCALED} --rotary-attention-factor 2")
+    flags |= dict.fromkeys(("rope_type", "rotary_base_local", "attention_temperature_scale"), SCALED)
+    flags |= dict.fromkeys(("longrope_short_factor", "longrope_long_factor"), LONG)
+    flags["activation_func_clamp_value"] += " --activation-func-clamp-value 3"
+    return config_of(flags.get(name, EVERY_PART))
 
 
 def saved_by(config: Config, folder: Path) -> dict[str, Any]:
@@ -69,6 +76,8 @@ def another(option: Option, value: Any) -> Any:
         return not value
     if option.choices:
         return next(choice for choice in option.choices if choice != value)
+    if isinstance(value, tuple | list):
+        return [2 * one for one in value]
     if option.name in TEXTS:
         return TEXTS[option.name]
     return value * 2 if isinstance(value, float) else value + 1
@@ -76,6 +85,7 @@ def another(option: Option, value: Any) -> Any:
 
 TEXTS = {
     "mscale_all_dim": 1.0,
+    "glu_linear_offset": 1.0,
     "window_size": "7,0",
     "window_attn_skip_freq": "3",
     "no_rope_freq": "3",

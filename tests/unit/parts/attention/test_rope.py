@@ -1,19 +1,28 @@
 """Rotary frequencies and their scaling."""
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron_ext.parts.attention.describe import RotaryScaling, YarnScaling
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.model.config import transformer_config
+from megatron_ext.parts.attention.describe import Scaling, Temperature
 from megatron_ext.parts.attention.rope import (
+    RotaryTable,
+    heated,
     rotate,
     rotate_reference,
     scaled_inverse_frequencies,
     split_and_rotate,
-    yarn_inverse_frequencies,
 )
+from megatron_ext.parts.stack import stack
+from tests.support.family_configs import WRITTEN, read_config
+from tests.support.small_models import LLAMA, small_config
 
 
 def _frequencies(base: float = 500000.0, channels: int = 128) -> torch.Tensor:
@@ -24,36 +33,86 @@ def test_equals_megatron_core_for_the_constants_that_it_knows() -> None:
     frequencies = _frequencies()
     expected = RotaryEmbedding._apply_scaling(None, frequencies, factor=8.0)  # pyright: ignore
     torch.testing.assert_close(
-        scaled_inverse_frequencies(frequencies, RotaryScaling(8.0, 1.0, 4.0, 8192)), expected, rtol=2e-6, atol=0
+        scaled_inverse_frequencies(frequencies, Scaling("llama3", (8.0,), 8192, 1.0, 4.0), 500000.0),
+        expected,
+        rtol=2e-6,
+        atol=0,
     )
 
 
 def test_other_constants_take_effect() -> None:
     """Llama 3.2: factor 32. And by hand, at an original length of 1,000: waves above 1,000 and below 250."""
-    scaling = RotaryScaling(32.0, 1.0, 4.0, original_positions=1000)
+    scaling = Scaling("llama3", (32.0,), 1000, 1.0, 4.0)
     wavelengths = torch.tensor([2000.0, 1000.0, 400.0, 250.0, 100.0], dtype=torch.float64)
     frequencies = 2.0 * torch.pi / wavelengths
     kept = torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0], dtype=torch.float64)
     expected = frequencies * (kept + (1.0 - kept) / 32.0)
-    torch.testing.assert_close(scaled_inverse_frequencies(frequencies, scaling), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(scaled_inverse_frequencies(frequencies, scaling, 1e4), expected, rtol=1e-12, atol=0)
 
-    narrower = RotaryScaling(8.0, 2.0, 4.0, original_positions=1000)
-    assert scaled_inverse_frequencies(frequencies, narrower)[2] < frequencies[2] / 2.0
+    narrower = Scaling("llama3", (8.0,), 1000, 2.0, 4.0)
+    assert scaled_inverse_frequencies(frequencies, narrower, 1e4)[2] < frequencies[2] / 2.0
 
 
-@pytest.mark.parametrize(("factor", "original", "betas"), [(40.0, 4096, (32.0, 1.0)), (4.0, 32, (8.0, 7.9))])
-def test_yarn_is_that_of_transformers(factor: float, original: int, betas: tuple[float, float]) -> None:
+_LISTS = {"short_factor": [1.0 + 0.1 * pair for pair in range(64)], "long_factor": [2.0**pair for pair in range(64)]}
+_CONTEXT = {"original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("length", [20, 100])
+@pytest.mark.parametrize("channels", [64, 30, 6])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 2.5},
+        {"rope_type": "dynamic", "factor": 3.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 4.0, **_CONTEXT},
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 7.9, **_CONTEXT},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False, **_CONTEXT},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.7, **_CONTEXT},
+        {"rope_type": "longrope", **_LISTS, **_CONTEXT},
+        {"rope_type": "longrope", **_LISTS, **_CONTEXT, "factor": 5.0},
+        {"rope_type": "longrope", **_LISTS, **_CONTEXT, "attention_factor": 1.3},
+    ],
+)
+def test_scalings_are_those_of_transformers(
+    parameters: dict[str, Any], channels: int, length: int, tmp_path: Path
+) -> None:
+    """Frequencies and attention factor to 1e-6, read from a config.json; at a length below and above the original."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": factor, "mscale": 0.7, "mscale_all_dim": 0.4}
-    parameters |= {"original_max_position_embeddings": original, "beta_fast": betas[0], "beta_slow": betas[1]}
-    config: Any = LlamaConfig(head_dim=64, rope_parameters=parameters)  # pyright: ignore[reportCallIssue]
-    expected, length = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    scaling = YarnScaling(factor, original, *betas, 0.7, 0.4)
-    ours = yarn_inverse_frequencies(_frequencies(10000.0, 64), scaling, 10000.0)
-    torch.testing.assert_close(ours, expected, rtol=2e-6, atol=0)
-    assert scaling.of_table == pytest.approx(length, rel=1e-12)
+    parameters = {"rope_theta": 5000.0, **parameters}
+    parameters |= {key: value[: channels // 2] for key, value in parameters.items() if isinstance(value, list)}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": channels, "max_position_embeddings": 40}
+    theirs: Any = LlamaConfig(**sizes, rope_parameters=dict(parameters))  # pyright: ignore[reportArgumentType]
+    expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs, torch.device("cpu"), seq_len=length)
+    values = read_config(tmp_path, {**WRITTEN, **sizes, "model_type": "llama", "rope_scaling": parameters})
+    [(kind, _)] = stack(resolve({**values, "seq_length": length}, Facts())).kinds
+    rotary = kind.attention.rotary
+    assert rotary is not None
+    ours = _frequencies(rotary.base, channels)
+    if rotary.scaling is not None:
+        ours = scaled_inverse_frequencies(ours, rotary.scaling, rotary.base)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+    assert (1.0 if rotary.scaling is None else rotary.scaling.of_table) == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_grow_with_their_position_as_in_llama_4(dtype: torch.dtype) -> None:
+    """transformers' Llama4TextAttention multiplies by a factor in fp32; positions may be of several samples."""
+    heat, positions = Temperature(0.3, 4.0), torch.tensor([[0, 1, 2, 3, 4, 5, 6], [9, 90, 900, 8191, 8192, 2, 3]])
+    config = small_config({**LLAMA, "no_rope_freq": "1", "attention_temperature_scale": 0.3})
+    config = replace(config, model=replace(config.model, attention_temperature_step=4.0))
+    [(kind, _)] = stack(config).kinds
+    assert kind.attention.positions == heat
+    groups: Any = SimpleNamespace(cp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
+    settings = transformer_config(config, "cpu")
+    settings.params_dtype = dtype
+    table = RotaryTable(kind.attention, settings, groups).at(positions)
+    query = torch.randn(2, 3, 7, 8).to(dtype)
+    scales = torch.log1p(torch.floor((positions.float() + 1.0) / 4.0)) * 0.3 + 1.0
+    expected = (query.float() * scales[:, None, :, None]).to(dtype)
+    torch.testing.assert_close(heated(query, table), expected, rtol=1e-6 if dtype == torch.float32 else 0.0, atol=0)
 
 
 @pytest.mark.parametrize("channels", [16, 24])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.model.config import transformer_config
-from megatron_ext.parts.attention.describe import RotaryScaling
+from megatron_ext.parts.attention.describe import Scaling
 from megatron_ext.parts.attention.rope import RotaryTable, scaled_inverse_frequencies
 from megatron_ext.parts.stack import stack
 from tests.support.small_models import LLAMA, small_config
@@ -25,10 +25,11 @@ def test_angles_are_those_of_a_ranks_positions(rank: int, expected: list[int]) -
     groups: Any = SimpleNamespace(cp=_group(rank, 2))
     [(kind, _)] = stack(config).kinds
     assert kind.attention.rotary is not None
-    assert isinstance(kind.attention.rotary.scaling, RotaryScaling)
+    assert isinstance(kind.attention.rotary.scaling, Scaling)
     table = RotaryTable(kind.attention, transformer_config(config, "cpu"), groups)
-    scaled = scaled_inverse_frequencies(1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16.0), kind.attention.rotary.scaling)
-    assert not torch.equal(scaled, 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16.0) / 4.0)
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16.0)
+    scaled = scaled_inverse_frequencies(frequencies, kind.attention.rotary.scaling, 10000.0)
+    assert not torch.equal(scaled, frequencies / 4.0)
     known = torch.tensor(expected)[:, None] * scaled
     torch.testing.assert_close(table.get_emb(8), torch.stack((known.cos(), known.sin())), rtol=1e-5, atol=1e-6)
     assert table.get_emb(1).tolist() == [[[1.0] * 8], [[0.0] * 8]], "one token is divided among no ranks"

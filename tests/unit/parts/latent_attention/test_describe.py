@@ -77,7 +77,8 @@ def test_scores_are_multiplied_as_published() -> None:
         ("--add-qkv-bias", "leave out --add-qkv-bias", None),
         ("--position-embedding-type none", "use --position-embedding-type rope", "--position-embedding-type rope"),
         ("--tensor-model-parallel-size 2 --world-size 2", "--num-attention-heads 5 is not divisible", None),
-        ("--multi-latent-attention=false --rope-type yarn", "add --multi-latent-attention", "--multi-latent-attention"),
+        ("--rope-type longrope", "leave out --multi-latent-attention", None),
+        ("--rotary-base-local 9", "--rotary-base-local with --multi-latent-attention", None),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_setting_that_works(flags: str, said: str, fix: str | None) -> None:
