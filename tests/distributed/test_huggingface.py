@@ -243,7 +243,7 @@ def test_to_hf_gives_back_the_files(
         assert found[key].dtype == tensor.dtype, key
         if added[key]:  # what our model has by the files that came back, is what it has by those that it read
             found[key], tensor = found[key] + added[key], tensor + added[key]
-        assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
+        assert torch.equal(found[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), key
     assert len(list(written.glob("*.safetensors"))) > 1
     theirs = in_plain_process(logits_of_folder, str(written))  # by the config.json that was written
     assert (theirs - models[name][1]).abs().max() < TOLERANCE
@@ -280,7 +280,7 @@ def test_the_text_model_inside_of_gemma_3(tmp_path: Path, capsys: pytest.Capture
     expected = reference_logits(whole)
     assert _difference(1, flags(["--load-hf", str(tmp_path / "whole")]), expected) < TOLERANCE
     assert convert(["from-hf", "--load", str(tmp_path / "whole"), "--save", str(tmp_path / "ours")]) == 0
-    assert "holds a gemma3: 38 tensors that are not of its text model are left out" in capsys.readouterr().out
+    assert "holds a gemma3: 34 tensors that are not of its text model are left out" in capsys.readouterr().out
     assert convert(["to-hf", "--load", str(tmp_path / "ours"), "--save", str(tmp_path / "hf"), "--no-verify"]) == 0
     theirs = in_plain_process(logits_of_folder, str(tmp_path / "hf"))
     assert (theirs - expected).abs().max() < TOLERANCE

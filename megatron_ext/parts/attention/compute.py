@@ -70,7 +70,7 @@ class CausalSelfAttention(SelfAttention):
         core: Any = self.core_attention
         attend = core if packed_seq_params is None else packed_seq_params.attention(core, self.layer_number)
         *heads_BHSD, gate_SBHD = self._heads(hidden_states, None if self.is_heated else rotary_pos_emb)
-        if self.is_heated:
+        if self.is_heated and rotary_pos_emb is not None:
             heads_BHSD[0] = heated(heads_BHSD[0], rotary_pos_emb)
         reads_views = isinstance(core, SDPAttention) and packed_seq_params is None and core.reads_views(heads_BHSD)
         if heads_BHSD[0].size(2) > 1 and not reads_views:

@@ -362,7 +362,7 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
     """Return the attention of layer `number`, with norms of this kind."""
     rotary = _rotary(model, number)
     without_weight = model.qk_l2_norm and rotary is not None
-    heated = rotary is None and model.attention_temperature_scale is not None
+    scale = model.attention_temperature_scale if rotary is None else None
     return Attention(
         kind="grouped_query",
         query_heads=model.num_attention_heads,
@@ -383,9 +383,7 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         ),
         has_gate=model.attention_output_gate,
         clip=model.qkv_clip,
-        temperature=Temperature(model.attention_temperature_scale, model.attention_temperature_step)
-        if heated
-        else None,
+        temperature=None if scale is None else Temperature(scale, model.attention_temperature_step),
     )
 
 

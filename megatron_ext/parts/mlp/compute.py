@@ -58,8 +58,7 @@ class XieluFeedForward(FeedForward):
 
     def _activated(self, expanded: torch.Tensor) -> torch.Tensor:
         alphas_2 = torch.cat([getattr(self.xielu, name) for name in XIELU_BEGINNINGS])
-        if self.tp_group.size() > 1:
-            alphas_2 = copy_to_tensor_model_parallel_region(alphas_2, group=self.tp_group)
+        alphas_2 = copy_to_tensor_model_parallel_region(alphas_2, group=self.tp_group)
         return computed_again(xielu, expanded, alphas_2)
 
 
