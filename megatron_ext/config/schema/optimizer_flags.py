@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_ext.config.derived.newton_schulz import COEFFICIENT_TYPES, SCALE_MODES
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.schema.option import free, option
 
@@ -102,6 +103,33 @@ class OptimizerConfig:
     sgd_momentum: float = free(0.9, "Momentum of SGD.", at_least=0)
     lion_beta1: float = free(0.95, "The momentum's share of the direction in which Lion steps.", share=True)
     lion_beta2: float = free(0.98, "Decay of Lion's momentum.", share=True)
+    muon_momentum: float = free(0.9, "Decay of Muon's momentum.", share=True)
+    muon_nesterov: bool = free(False, "Have Muon's direction look ahead by a momentum (Nesterov).")
+    muon_scale_mode: str = free(
+        "spectral",
+        "Size of Muon's updates: by the root of the larger dimension, of rows over columns, or of that where it is "
+        "above 1.",
+        choices=SCALE_MODES,
+    )
+    muon_extra_scale_factor: float = free(
+        1.0, "What Muon's updates are multiplied by besides; with spectral, 0.2 makes them as large as Adam's."
+    )
+    muon_num_ns_steps: int = free(5, "Newton-Schulz iterations that make Muon's updates orthogonal.", at_least=1)
+    muon_coefficient_type: str = free("quintic", "Coefficients of these iterations.", choices=COEFFICIENT_TYPES)
+    muon_no_split_qkv: bool = free(False, "Make queries, keys and values orthogonal as one matrix, not as three.")
+    muon_tp_mode: str = free(
+        "duplicated",
+        "How tensor-parallel ranks compute the update of a matrix that they divide: each gathers and computes all of "
+        "it, or a part of each product, or its part as if that were a matrix, which makes another curve.",
+        choices=("duplicated", "distributed", "blockwise"),
+    )
+    muon_fp32_matmul_prec: str = free(
+        "medium",
+        "Precision of these iterations' products, as torch names it: on a GPU, high and medium are TF32; on a CPU that "
+        "multiplies bf16, medium is that.",
+        choices=("highest", "high", "medium"),
+        refused={"low": "torch has no such precision"},
+    )
     optimizer_cpu_offload: bool = free(
         False, "Keep optimizer state in host memory, and update there.", saves_memory=True
     )

@@ -1,0 +1,207 @@
+"""Muon: the momentum of each matrix, made orthogonal, is its update.
+
+Source: Jordan et al. 2024, Muon (https://kellerjordan.github.io/posts/muon/); its scale: Liu et al. 2025, Muon is
+Scalable for LLM Training (arXiv:2502.16982). The arithmetic is that of the package emerging-optimizers 0.3, which
+Megatron-LM takes it from, and which cannot be imported without Triton.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import batched
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_ext.config.derived.newton_schulz import Coefficients, coefficients, scale
+from megatron_ext.parallel.matrices import Matrix, matrix_of, on_owners, rows_of_ranks
+
+_AT_ONCE = 1 << 24
+"""Elements of matrices of one shape that are computed in one product: more are not faster, and take more memory."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with decoupled weight decay. It keeps one state, the momentum `momentum_buffer`.
+
+    With a matrix W, its gradient G and the momentum M, which begins at 0, an update is
+
+        M <- momentum M + (1 - momentum) G;  D = M, or with Nesterov's momentum M + (1 - momentum) (G - M)
+        W <- W - lr weight_decay W
+        W <- W - lr scale newton_schulz(D)
+
+    What is updated may be a part of a matrix, or a stack of those of experts: its `matrix` says so
+    (`parallel/matrices.py`). Matrices of one shape are computed together.
+
+    Args:
+        params: matrices, or parameter groups of them.
+        lr: the step.
+        weight_decay: the share of the weights that a step of length 1 takes away.
+        momentum: the decay of the momentum.
+        nesterov: whether the direction looks ahead by a momentum.
+        scale_mode, extra_scale_factor: what the update is multiplied by (`config/derived/newton_schulz.py`).
+        num_ns_steps, coefficient_type: the number of iterations, and their coefficients.
+        whole_qkv: whether queries, keys and values are one matrix, not three.
+        tp_mode: how tensor-parallel ranks compute a matrix that they divide: each gathers it (duplicated), or its own
+            part of each product, whose sums they exchange (distributed), or its part as if that were all (blockwise).
+        fp32_matmul_prec: precision of the products, as torch.set_float32_matmul_precision names it.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.9,
+        *,
+        nesterov: bool = False,
+        scale_mode: str = "spectral",
+        extra_scale_factor: float = 1.0,
+        num_ns_steps: int = 5,
+        coefficient_type: str = "quintic",
+        whole_qkv: bool = False,
+        tp_mode: str = "duplicated",
+        fp32_matmul_prec: str = "medium",
+    ):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self._momentum, self._nesterov = momentum, nesterov
+        self._scale_mode, self._extra_scale = scale_mode, extra_scale_factor
+        self._coefficients = coefficients(coefficient_type, num_ns_steps)
+        self._whole_qkv, self._tp_mode, self._precision = whole_qkv, tp_mode, fp32_matmul_prec
+        self._counts: dict[int, list[list[int]]] = {}
+        """Rows of each rank, by parameter group: they stay."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every matrix that has a gradient."""
+        with _precision(self._precision):
+            for number, group in enumerate(self.param_groups):
+                weights = [weight for weight in group["params"] if weight.grad is not None]
+                cut = [weight for weight in weights if matrix_of(weight).is_cut]
+                whole = [weight for weight in weights if not matrix_of(weight).is_cut]
+                for numbers in _of_one_shape([matrix_of(weight) for weight in whole]):
+                    some = [whole[number] for number in numbers]
+                    directions = torch.stack([self._direction(weight) for weight in some])
+                    for weight, update in zip(some, self._update(directions, matrix_of(some[0])), strict=True):
+                        _apply(weight, update, group)
+                if cut:
+                    self._update_cut(number, cut, group)
+
+    def _update_cut(self, number: int, weights: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        """Update matrices of which data-parallel ranks have rows. Collective."""
+        matrices = [matrix_of(weight) for weight in weights]
+        shards: Any = [matrix.rows for matrix in matrices]
+        if number not in self._counts:
+            self._counts[number] = rows_of_ranks(shards)
+
+        def compute(own: list[int], directions: list[torch.Tensor]) -> list[torch.Tensor]:
+            found: dict[int, torch.Tensor] = {}
+            for some in _of_one_shape([matrices[each] for each in own]):
+                updates = self._update(torch.stack([directions[each] for each in some]), matrices[own[some[0]]])
+                found |= zip(some, updates, strict=True)
+            return [found[each] for each in range(len(own))]
+
+        directions = [self._direction(weight) for weight in weights]
+        updates = on_owners(directions, self._counts[number], shards[0].group, compute)
+        for weight, update in zip(weights, updates, strict=True):
+            _apply(weight, update, group)
+
+    def _direction(self, weight: torch.Tensor) -> torch.Tensor:
+        """Add the gradient to the momentum, and return what is to be made orthogonal."""
+        state, gradient = self.state[weight], weight.grad
+        assert gradient is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - self._momentum)
+        return gradient.lerp(momentum, self._momentum) if self._nesterov else momentum
+
+    def _update(self, directions: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        """Return the updates of matrices of one kind, [N, rows, columns] or [N, experts, rows, columns]."""
+        if directions.dim() == 4:
+            return self._orthogonal(directions.flatten(0, 1), matrix).view_as(directions)
+        if self._whole_qkv or not matrix.sections:
+            return self._orthogonal(directions, matrix)
+        number, _, columns = directions.shape
+        of_groups = directions.view(number, -1, sum(matrix.sections), columns)
+        updates = [
+            self._orthogonal(part.reshape(number, -1, columns), matrix).view_as(part)
+            for part in of_groups.split(matrix.sections, dim=2)
+        ]
+        return torch.cat(updates, dim=2).view_as(directions)
+
+    def _orthogonal(self, parts: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        """Return this rank's parts, [N, rows, columns], of whole matrices made orthogonal and scaled."""
+        divided, group = matrix.divided, matrix.group
+        if divided is None or group is None or self._tp_mode == "blockwise":
+            return self._scaled(newton_schulz(parts, self._coefficients), parts.size(-2), parts.size(-1))
+        size = [parts.size(-2), parts.size(-1)]
+        size[divided] *= group.size()
+        if self._tp_mode == "distributed":
+            # Sums go over the dimension that is divided.
+            made = newton_schulz(parts, self._coefficients, transposed=divided == -2, group=group)
+            return self._scaled(made, *size)
+        gathered = [torch.empty_like(parts) for _ in range(group.size())]
+        torch.distributed.all_gather(gathered, parts.contiguous(), group=group)
+        made = newton_schulz(torch.cat(gathered, dim=divided), self._coefficients)
+        return self._scaled(made.chunk(group.size(), dim=divided)[group.rank()], *size)
+
+    def _scaled(self, orthogonal: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        return orthogonal * scale(self._scale_mode, rows, columns) * self._extra_scale
+
+
+def newton_schulz(
+    parts: torch.Tensor,
+    iterations: Sequence[Coefficients],
+    *,
+    transposed: bool | None = None,
+    group: ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return the matrices [N, rows, columns] with singular values of about 1, and their singular vectors.
+
+    Args:
+        parts: the matrices, or parts of them that lie side by side, or one above another where `transposed`.
+        iterations: coefficients of each iteration.
+        transposed: whether the products are those of columns; default where these are fewer than rows.
+        group: ranks that have one part each; None: they are whole. Collective over it.
+    """
+    if transposed is None:
+        transposed = parts.size(-2) > parts.size(-1)
+    x = parts.mT if transposed else parts
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    if group is not None:
+        norm.square_()
+        torch.distributed.all_reduce(norm, group=group)
+        norm.sqrt_()
+    x = x / norm.clamp_min(1e-7)
+    for a, b, c in iterations:
+        gram = x @ x.mT
+        if group is not None:
+            torch.distributed.all_reduce(gram, group=group)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if transposed else x
+
+
+def _of_one_shape(matrices: Sequence[Matrix]) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers of matrices that can be computed in one product."""
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for number, matrix in enumerate(matrices):
+        alike[matrix.shape, matrix.sections, matrix.divided, id(matrix.group)].append(number)
+    for (shape, *_), numbers in alike.items():
+        yield from batched(numbers, max(_AT_ONCE // math.prod(shape), 1))
+
+
+def _apply(weight: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
+    if group["weight_decay"]:
+        weight.add_(weight, alpha=-group["weight_decay"] * group["lr"])
+    weight.add_(update, alpha=-group["lr"])
+
+
+@contextmanager
+def _precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
