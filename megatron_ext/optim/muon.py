@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.derived.newton_schulz import Coefficients, coefficients, scale
-from megatron_ext.parallel.matrices import Matrix, matrix_of, on_owners, rows_of_ranks
+from megatron_ext.parallel.matrices import Matrix, Rows, matrix_of, on_owners, rows_of_ranks
 
 _AT_ONCE = 1 << 24
 """Elements of matrices of one shape that are computed in one product: more are not faster, and take more memory."""
@@ -69,8 +69,8 @@ class Muon(torch.optim.Optimizer):
         self._scale_mode, self._extra_scale = scale_mode, extra_scale_factor
         self._coefficients = coefficients(coefficient_type, num_ns_steps)
         self._whole_qkv, self._tp_mode, self._precision = whole_qkv, tp_mode, fp32_matmul_prec
-        self._counts: dict[int, list[list[int]]] = {}
-        """Rows of each rank, by parameter group: they stay."""
+        self._rows: dict[int, list[list[Rows]]] = {}
+        """Rows of the ranks, by parameter group: they stay the same."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -92,8 +92,8 @@ class Muon(torch.optim.Optimizer):
         """Update matrices of which data-parallel ranks have rows. Collective."""
         matrices = [matrix_of(weight) for weight in weights]
         shards: Any = [matrix.rows for matrix in matrices]
-        if number not in self._counts:
-            self._counts[number] = rows_of_ranks(shards)
+        if number not in self._rows:
+            self._rows[number] = rows_of_ranks(shards)
 
         def compute(own: list[int], directions: list[torch.Tensor]) -> list[torch.Tensor]:
             found: dict[int, torch.Tensor] = {}
@@ -103,7 +103,7 @@ class Muon(torch.optim.Optimizer):
             return [found[each] for each in range(len(own))]
 
         directions = [self._direction(weight) for weight in weights]
-        updates = on_owners(directions, self._counts[number], shards[0].group, compute)
+        updates = on_owners(directions, self._rows[number], shards[0].group, compute)
         for weight, update in zip(weights, updates, strict=True):
             _apply(weight, update, group)
 

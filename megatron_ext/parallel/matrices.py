@@ -1,6 +1,5 @@
-"""Whole matrices of what ranks divide: where a rank's part lies, and the exchange that has each matrix computed once."""
+"""Whole matrices of what ranks divide: where a rank's part lies, and the exchange that has each computed once."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -41,18 +40,23 @@ def matrix_of(updated: torch.Tensor) -> Matrix:
     return getattr(updated, "matrix", None) or Matrix(tuple(updated.shape))
 
 
-def rows_of_ranks(shards: Sequence[RowShard]) -> list[list[int]]:
-    """Return for each rank of the shards' group how many rows it has of each. Collective."""
-    group, own = shards[0].group, torch.tensor([len(shard.local) for shard in shards], device=shards[0].local.device)
+Rows = tuple[int, int]
+"""The first row and the one after the last."""
+
+
+def rows_of_ranks(shards: Sequence[RowShard]) -> list[list[Rows]]:
+    """Return for each rank of the shards' group which rows it has of each. Collective."""
+    group, ends = shards[0].group, [(shard.first, shard.stop) for shard in shards]
     assert group is not None
+    own = torch.tensor(ends, device=shards[0].local.device).flatten()
     gathered = own.new_empty(group.size() * len(own))
     torch.distributed.all_gather_into_tensor(gathered, own, group=group)
-    return gathered.view(group.size(), -1).tolist()
+    return gathered.view(group.size(), len(ends), 2).tolist()
 
 
 def on_owners(
     parts: Sequence[torch.Tensor],
-    counts: Sequence[Sequence[int]],
+    rows: Sequence[Sequence[Rows]],
     group: ProcessGroup,
     compute: Callable[[list[int], list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
@@ -61,19 +65,21 @@ def on_owners(
 
     Args:
         parts: this rank's rows of each matrix.
-        counts: of each rank, the rows of each matrix (`rows_of_ranks`).
+        rows: of each rank, which it has of each matrix (`rows_of_ranks`).
         compute: from the numbers of this rank's matrices, and these, as many results of their shapes.
     """
-    shapes = [(sum(rows), part.size(1)) for rows, part in zip(zip(*counts, strict=True), parts, strict=True)]
-    owned = _shared_out([rows * columns * min(rows, columns) for rows, columns in shapes], group.size())
+    shapes = [(max(stop for _, stop in of_ranks), part.size(1)) for *of_ranks, part in zip(*rows, parts, strict=True)]
+    owned = _shared_out([height * width * min(height, width) for height, width in shapes], group.size())
     own = owned[group.rank()]
-    of_ranks = [[(rows[number], shapes[number][1]) for number in own] for rows in counts]
-    pieces = _swap([[parts[number] for number in numbers] for numbers in owned], of_ranks, group)
-    results = compute(own, [torch.cat(rows) for rows in zip(*pieces, strict=True)])
-    split = [result.split([rows[number] for rows in counts]) for number, result in zip(own, results, strict=True)]
-    back = [[one[rank] for one in split] for rank in range(group.size())]
-    home = _swap(back, [[tuple(parts[number].shape) for number in numbers] for numbers in owned], group)
-    found = dict(zip(chain(*owned), chain(*home), strict=True))
+    wholes = [parts[0].new_empty(shapes[number]) for number in own]
+    places = [[whole[slice(*ends[number])] for number, whole in zip(own, wholes, strict=True)] for ends in rows]
+    pieces = _swap([[parts[number] for number in numbers] for numbers in owned], places, group)
+    for place, piece in zip(chain(*places), pieces, strict=True):
+        place.copy_(piece)
+    results = compute(own, wholes)
+    back = [[made[slice(*ends[number])] for number, made in zip(own, results, strict=True)] for ends in rows]
+    home = _swap(back, [[parts[number] for number in numbers] for numbers in owned], group)
+    found = dict(zip(chain(*owned), home, strict=True))
     return [found[number] for number in range(len(parts))]
 
 
@@ -88,16 +94,12 @@ def _shared_out(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _swap(
-    sent: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], group: ProcessGroup
-) -> list[list[torch.Tensor]]:
-    """Return the matrices, of these shapes, that each rank has sent; `sent` are those for each."""
-    flat = torch.cat([matrix.reshape(-1) for matrices in sent for matrix in matrices])
-    sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
-    received = flat.new_empty(sum(map(sum, sizes)))
-    numbers = [sum(matrix.numel() for matrix in matrices) for matrices in sent]
-    torch.distributed.all_to_all_single(received, flat, [sum(size) for size in sizes], numbers, group=group)
-    ranks = zip(received.split([sum(size) for size in sizes]), sizes, shapes, strict=True)
-    return [
-        [piece.view(shape) for piece, shape in zip(one.split(size), of_rank, strict=True)]
-        for one, size, of_rank in ranks
-    ]
+    sent: Sequence[Sequence[torch.Tensor]], like: Sequence[Sequence[torch.Tensor]], group: ProcessGroup
+) -> list[torch.Tensor]:
+    """Send matrices to each rank, and return those that the ranks have sent, which are shaped `like` these."""
+    to_ranks, from_ranks = ([sum(one.numel() for one in of_rank) for of_rank in side] for side in (sent, like))
+    flat = torch.cat([one.reshape(-1) for one in chain(*sent)])
+    received = flat.new_empty(sum(from_ranks))
+    torch.distributed.all_to_all_single(received, flat, from_ranks, to_ranks, group=group)
+    pieces = received.split([one.numel() for one in chain(*like)])
+    return [piece.view_as(one) for piece, one in zip(pieces, chain(*like), strict=True)]
