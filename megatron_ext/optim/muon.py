@@ -31,8 +31,8 @@ class Muon(torch.optim.Optimizer):
         W <- W - lr weight_decay W
         W <- W - lr scale newton_schulz(D)
 
-    What is updated may be a part of a matrix, or a stack of those of experts: its `matrix` says so
-    (`parallel/matrices.py`). Matrices of one shape are computed together.
+    What is updated may be a part of a matrix, or a stack of those of experts (`parallel/matrices.py`). Matrices of one
+    shape are computed together.
 
     Args:
         params: matrices, or parameter groups of them.

@@ -239,11 +239,6 @@ _MUON = OptimizerTraits(
 OPTIMIZERS: dict[str, OptimizerTraits] = {traits.name: traits for traits in (_ADAM, _SGD, _LION, _MUON)}
 """Optimizers by name, in the order of the choices of `--optimizer`."""
 
-FLAGS_OF_OTHERS = """
-    --muon-scalar-optimizer N =adam
-"""
-"""Flags of those optimizers of Megatron that are not here, in the notation of `refused/`."""
-
 
 def traits_of(settings: Any) -> OptimizerTraits:
     """Return the traits of the optimizer that an `OptimizerConfig` chooses."""

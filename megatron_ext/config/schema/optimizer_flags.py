@@ -15,7 +15,12 @@ class OptimizerConfig:
     """Options of the optimizer. Steps of the curves are iterations; a run given in samples (--train-samples) gives them
     in samples."""
 
-    optimizer: str = free("adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=tuple(OPTIMIZERS))
+    optimizer: str = free(
+        "adam",
+        "Update rule (adam is AdamW: decoupled weight decay; muon has it for all but the matrices of layers).",
+        choices=tuple(OPTIMIZERS),
+        refused={"dist_muon": "--use-distributed-optimizer shares muon's matrices out among the ranks"},
+    )
     lr: float = option(None, "Peak learning rate.", resume="curve", required="6e-4", at_least=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", resume="curve")
     decoupled_lr: float | None = option(
