@@ -42,7 +42,7 @@ class Muon(torch.optim.Optimizer):
         nesterov: whether the direction looks ahead by a momentum.
         scale_mode, extra_scale_factor: what the update is multiplied by (`config/derived/newton_schulz.py`).
         num_ns_steps, coefficient_type: the number of iterations, and their coefficients.
-        whole_qkv: whether queries, keys and values are one matrix, not three.
+        no_split_qkv: whether queries, keys and values are one matrix, not three.
         tp_mode: how tensor-parallel ranks compute a matrix that they divide: each gathers it (duplicated), or its own
             part of each product, whose sums they exchange (distributed), or its part as if that were all (blockwise).
         fp32_matmul_prec: precision of the products, as torch.set_float32_matmul_precision names it.
@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
         extra_scale_factor: float = 1.0,
         num_ns_steps: int = 5,
         coefficient_type: str = "quintic",
-        whole_qkv: bool = False,
+        no_split_qkv: bool = False,
         tp_mode: str = "duplicated",
         fp32_matmul_prec: str = "medium",
     ):
@@ -68,7 +68,7 @@ class Muon(torch.optim.Optimizer):
         self._momentum, self._nesterov = momentum, nesterov
         self._scale_mode, self._extra_scale = scale_mode, extra_scale_factor
         self._coefficients = coefficients(coefficient_type, num_ns_steps)
-        self._whole_qkv, self._tp_mode, self._precision = whole_qkv, tp_mode, fp32_matmul_prec
+        self._whole_qkv, self._tp_mode, self._precision = no_split_qkv, tp_mode, fp32_matmul_prec
         self._rows: dict[int, list[list[Rows]]] = {}
         """Rows of the ranks, by parameter group: they stay the same."""
 
@@ -117,56 +117,54 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(momentum, self._momentum) if self._nesterov else momentum
 
     def _update(self, directions: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        """Return the updates of matrices of one kind, [N, rows, columns] or [N, experts, rows, columns]."""
-        if directions.dim() == 4:
-            return self._orthogonal(directions.flatten(0, 1), matrix).view_as(directions)
-        if self._whole_qkv or not matrix.sections:
-            return self._orthogonal(directions, matrix)
-        number, _, columns = directions.shape
-        of_groups = directions.view(number, -1, sum(matrix.sections), columns)
-        updates = [
-            self._orthogonal(part.reshape(number, -1, columns), matrix).view_as(part)
-            for part in of_groups.split(matrix.sections, dim=2)
-        ]
-        return torch.cat(updates, dim=2).view_as(directions)
+        """Return the updates of parts of one kind, [N, rows, columns] or [N, experts, rows, columns]."""
+        parts, divided, group = directions.flatten(0, -3), matrix.divided, matrix.group
+        sections = () if self._whole_qkv else matrix.sections
+        if divided is None or group is None:
+            return self._of_sections(parts, sections).view_as(directions)
+        # More ranks than groups of heads cut through a group: then it is gathered in any case.
+        if self._tp_mode == "duplicated" or parts.size(1) % sum(sections or (1,)):
+            gathered = [torch.empty_like(parts) for _ in range(group.size())]
+            torch.distributed.all_gather(gathered, parts.contiguous(), group=group)
+            whole = self._of_sections(torch.cat(gathered, dim=divided), sections)
+            return whole.chunk(group.size(), dim=divided)[group.rank()].reshape(directions.shape)
+        if self._tp_mode == "blockwise":
+            return self._of_sections(parts, sections).view_as(directions)
+        return self._of_sections(parts, sections, divided, group).view_as(directions)
 
-    def _orthogonal(self, parts: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        """Return this rank's parts, [N, rows, columns], of whole matrices made orthogonal and scaled."""
-        divided, group = matrix.divided, matrix.group
-        if divided is None or group is None or self._tp_mode == "blockwise":
-            return self._scaled(newton_schulz(parts, self._coefficients), parts.size(-2), parts.size(-1))
-        size = [parts.size(-2), parts.size(-1)]
-        size[divided] *= group.size()
-        if self._tp_mode == "distributed":
-            # Sums go over the dimension that is divided.
-            made = newton_schulz(parts, self._coefficients, transposed=divided == -2, group=group)
-            return self._scaled(made, *size)
-        gathered = [torch.empty_like(parts) for _ in range(group.size())]
-        torch.distributed.all_gather(gathered, parts.contiguous(), group=group)
-        made = newton_schulz(torch.cat(gathered, dim=divided), self._coefficients)
-        return self._scaled(made.chunk(group.size(), dim=divided)[group.rank()], *size)
+    def _of_sections(self, x: torch.Tensor, sections: tuple[int, ...], *divided: Any) -> torch.Tensor:
+        """Return the updates of matrices, [N, rows, columns], each section of which is one by itself."""
+        if not sections:
+            return self._orthogonal(x, *divided)
+        parts = x.unflatten(1, (-1, sum(sections))).split(sections, dim=2)
+        made = [self._orthogonal(part.flatten(1, 2), *divided).view_as(part) for part in parts]
+        return torch.cat(made, dim=2).view_as(x)
 
-    def _scaled(self, orthogonal: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        return orthogonal * scale(self._scale_mode, rows, columns) * self._extra_scale
+    def _orthogonal(
+        self, x: torch.Tensor, divided: int | None = None, group: ProcessGroup | None = None
+    ) -> torch.Tensor:
+        """Return matrices, [N, rows, columns], made orthogonal and scaled; of those that are `divided`, this rank's
+        parts."""
+        size = [x.size(-2), x.size(-1)]
+        if divided is not None and group is not None:
+            size[divided] *= group.size()
+        # Products sum over the dimension that is divided.
+        transposed = size[0] > size[1] if divided is None else divided == -2
+        made = newton_schulz(x, self._coefficients, transposed=transposed, group=group)
+        return made * scale(self._scale_mode, size[0], size[1]) * self._extra_scale
 
 
 def newton_schulz(
-    parts: torch.Tensor,
-    iterations: Sequence[Coefficients],
-    *,
-    transposed: bool | None = None,
-    group: ProcessGroup | None = None,
+    parts: torch.Tensor, iterations: Sequence[Coefficients], *, transposed: bool, group: ProcessGroup | None = None
 ) -> torch.Tensor:
     """Return the matrices [N, rows, columns] with singular values of about 1, and their singular vectors.
 
     Args:
         parts: the matrices, or parts of them that lie side by side, or one above another where `transposed`.
         iterations: coefficients of each iteration.
-        transposed: whether the products are those of columns; default where these are fewer than rows.
+        transposed: whether the products are those of columns: the smaller number is the cheaper.
         group: ranks that have one part each; None: they are whole. Collective over it.
     """
-    if transposed is None:
-        transposed = parts.size(-2) > parts.size(-1)
     x = parts.mT if transposed else parts
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     if group is not None:

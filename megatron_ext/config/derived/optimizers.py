@@ -217,15 +217,11 @@ _MUON = OptimizerTraits(
     title="Muon",
     torch_class="megatron_ext.optim.muon:Muon",
     arguments={
-        "momentum": "muon_momentum",
-        "nesterov": "muon_nesterov",
-        "scale_mode": "muon_scale_mode",
-        "extra_scale_factor": "muon_extra_scale_factor",
-        "num_ns_steps": "muon_num_ns_steps",
-        "coefficient_type": "muon_coefficient_type",
-        "whole_qkv": "muon_no_split_qkv",
-        "tp_mode": "muon_tp_mode",
-        "fp32_matmul_prec": "muon_fp32_matmul_prec",
+        name: f"muon_{name}"
+        for name in (
+            *("momentum", "nesterov", "scale_mode", "extra_scale_factor", "num_ns_steps", "coefficient_type"),
+            *("no_split_qkv", "tp_mode", "fp32_matmul_prec"),
+        )
     },
     states=(State("momentum_buffer"),),
     schemes=_ALL_SCHEMES,
