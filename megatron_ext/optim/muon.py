@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
         no_split_qkv: whether queries, keys and values are one matrix, not three.
         tp_mode: how tensor-parallel ranks compute a matrix that they divide: each gathers it (duplicated), or its own
             part of each product, whose sums they exchange (distributed), or its part as if that were all (blockwise).
-        fp32_matmul_prec: precision of the products, as torch.set_float32_matmul_precision names it.
+        fp32_matmul_prec: precision of the products on a GPU, as torch.set_float32_matmul_precision names it.
     """
 
     def __init__(
@@ -75,18 +75,17 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every matrix that has a gradient."""
-        with _precision(self._precision):
-            for number, group in enumerate(self.param_groups):
-                weights = [weight for weight in group["params"] if weight.grad is not None]
-                cut = [weight for weight in weights if matrix_of(weight).is_cut]
-                whole = [weight for weight in weights if not matrix_of(weight).is_cut]
-                for numbers in _of_one_shape([matrix_of(weight) for weight in whole]):
-                    some = [whole[number] for number in numbers]
-                    directions = torch.stack([self._direction(weight) for weight in some])
-                    for weight, update in zip(some, self._update(directions, matrix_of(some[0])), strict=True):
-                        _apply(weight, update, group)
-                if cut:
-                    self._update_cut(number, cut, group)
+        for number, group in enumerate(self.param_groups):
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            cut = [weight for weight in weights if matrix_of(weight).is_cut]
+            whole = [weight for weight in weights if not matrix_of(weight).is_cut]
+            for numbers in _of_one_shape([matrix_of(weight) for weight in whole]):
+                some = [whole[number] for number in numbers]
+                directions = torch.stack([self._direction(weight) for weight in some])
+                for weight, update in zip(some, self._update(directions, matrix_of(some[0])), strict=True):
+                    _apply(weight, update, group)
+            if cut:
+                self._update_cut(number, cut, group)
 
     def _update_cut(self, number: int, weights: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         """Update matrices of which data-parallel ranks have rows. Collective."""
@@ -150,7 +149,8 @@ class Muon(torch.optim.Optimizer):
             size[divided] *= group.size()
         # Products sum over the dimension that is divided.
         transposed = size[0] > size[1] if divided is None else divided == -2
-        made = newton_schulz(x, self._coefficients, transposed=transposed, group=group)
+        with _precision(self._precision if x.is_cuda else "highest"):
+            made = newton_schulz(x, self._coefficients, transposed=transposed, group=group)
         return made * scale(self._scale_mode, size[0], size[1]) * self._extra_scale
 
 

@@ -133,8 +133,9 @@ def _configured(
 _OF_GPUS = {
     "check_before_update": "numbers are read before the update in any case",
     "no_triton_kernels": "no Triton kernel runs",
+    "muon_fp32_matmul_prec": "Muon's products are in fp32",
 }
-"""Switches of what only GPUs do -> why they change nothing elsewhere."""
+"""Flags of what only GPUs do -> why they change nothing elsewhere."""
 
 
 def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:

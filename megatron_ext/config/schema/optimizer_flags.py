@@ -130,8 +130,7 @@ class OptimizerConfig:
     )
     muon_fp32_matmul_prec: str = free(
         "medium",
-        "Precision of these iterations' products, as torch names it: on a GPU, high and medium are TF32; on a CPU that "
-        "multiplies bf16, medium is that.",
+        "Precision of these iterations' products on GPUs, as torch names it: high and medium are TF32.",
         choices=("highest", "high", "medium"),
         refused={"low": "torch has no such precision"},
     )

@@ -1,16 +1,23 @@
-"""Muon against the packages that have it, against its equation, and the parts of matrices that it takes for matrices."""
+"""Muon against the packages that have it, against its equation, and what it takes for a matrix."""
 
+import shlex
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_ext.config.derived.newton_schulz import COEFFICIENT_TYPES, SCALE_MODES, coefficients, scale
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.optim.muon import Muon, newton_schulz
+from megatron_ext.optim.torch_optimizer import torch_optimizer
 from megatron_ext.parallel.matrices import Matrix
+from megatron_ext.parts.catalogue import parameters
+from megatron_ext.plan.state_bytes import state_bytes
+from tests.support.wrong_flags import BASE
 
 SHAPES = [(64, 64), (64, 64), (96, 64), (64, 96), (48, 20), (1, 8)]
-EXACT = {"fp32_matmul_prec": "highest"}
 
 
 def trained(optimizer: Any, weights: list[torch.Tensor], steps: int = 20) -> list[torch.Tensor]:
@@ -36,13 +43,14 @@ def begun(shapes: list[tuple[int, ...]] = SHAPES) -> list[torch.Tensor]:
         {"nesterov": True, "scale_mode": "shape_scaling", "coefficient_type": "aol"},
         {"coefficient_type": "cans", "num_ns_steps": 6},
         {"coefficient_type": "deepseekv4", "num_ns_steps": 12},
-        {"coefficient_type": "simple", "fp32_matmul_prec": "medium"},
+        {"coefficient_type": "simple", "num_ns_steps": 3},
     ],
     ids=lambda settings: settings.get("coefficient_type", "defaults"),
 )
 def test_twenty_steps_are_those_of_megatrons_package(settings: dict[str, Any]) -> None:
     package = pytest.importorskip("emerging_optimizers.orthogonalized_optimizers")  # it needs Triton
-    arguments = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "extra_scale_factor": 0.2, **EXACT, **settings}
+    exact = {"extra_scale_factor": 0.2, "fp32_matmul_prec": "highest"}
+    arguments = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, **exact, **settings}
     ours, theirs = begun(), begun()
     trained(Muon(ours, **arguments), ours)
     trained(package.Muon(theirs, **arguments), theirs)
@@ -54,7 +62,7 @@ def test_twenty_steps_are_those_of_torch_but_for_its_bf16(nesterov: bool) -> Non
     """torch makes orthogonal in bf16: the weights' ways differ by less than its rounding, 2^-8, amplified."""
     ours, theirs, start = begun(SHAPES[:5]), begun(SHAPES[:5]), begun(SHAPES[:5])
     arguments = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
-    trained(Muon(ours, **arguments, **EXACT, coefficient_type="simple", extra_scale_factor=0.2), ours)
+    trained(Muon(ours, **arguments, coefficient_type="simple", extra_scale_factor=0.2), ours)
     trained(torch.optim.Muon(theirs, **arguments, adjust_lr_fn="match_rms_adamw"), theirs)
     for one, other, before in zip(ours, theirs, start, strict=True):
         assert torch.dist(one, other) < 0.02 * torch.dist(one, before)
@@ -76,8 +84,8 @@ def test_singular_vectors_stay_and_values_follow_the_polynomials(kind: str, rows
 
 def test_matrices_of_one_shape_together_have_the_bits_of_each_alone() -> None:
     together, alone = begun(), begun()
-    trained(Muon(together, lr=1e-2, **EXACT), together)
-    optimizers = [Muon([weight], lr=1e-2, **EXACT) for weight in alone]
+    trained(Muon(together, lr=1e-2), together)
+    optimizers = [Muon([weight], lr=1e-2) for weight in alone]
 
     class Each:
         def step(self) -> None:
@@ -91,7 +99,7 @@ def test_matrices_of_one_shape_together_have_the_bits_of_each_alone() -> None:
 def parted(shape: tuple[int, ...], sections: tuple[int, ...] = (), **settings: Any) -> torch.Tensor:
     [weight] = begun([shape])
     vars(weight)["matrix"] = Matrix(shape, sections)
-    [after] = trained(Muon([weight], lr=1e-2, **EXACT, **settings), [weight], 1)
+    [after] = trained(Muon([weight], lr=1e-2, **settings), [weight], 1)
     return after
 
 
@@ -138,8 +146,64 @@ def test_zeros_stay_and_what_has_no_gradient_is_left() -> None:
     assert idle not in optimizer.state
 
 
-def test_the_products_precision_is_put_back() -> None:
+def test_on_a_cpu_products_are_in_fp32_and_torchs_setting_is_put_back() -> None:
+    plain, rounded = begun(), begun()
+    trained(Muon(plain, lr=1e-2, fp32_matmul_prec="highest"), plain)
     before = torch.get_float32_matmul_precision()
-    [weight] = trained(optimizer := Muon(weights := begun(SHAPES[:1]), fp32_matmul_prec="high"), weights, 1)
-    assert torch.get_float32_matmul_precision() == before
-    assert optimizer.state[weight].keys() == {"momentum_buffer"}
+    torch.set_float32_matmul_precision("medium")
+    try:
+        trained(Muon(rounded, lr=1e-2), rounded)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all(torch.equal(one, other) for one, other in zip(plain, rounded, strict=True))
+
+
+CHANGED = {
+    "--muon-momentum 0.5": {"momentum": 0.5},
+    "--muon-nesterov": {"nesterov": True},
+    "--muon-scale-mode unit_rms_norm": {"scale_mode": "unit_rms_norm"},
+    "--muon-extra-scale-factor 0.5": {"extra_scale_factor": 0.5},
+    "--muon-num-ns-steps 3": {"num_ns_steps": 3},
+    "--muon-coefficient-type cans": {"coefficient_type": "cans"},
+    "--muon-no-split-qkv": {"no_split_qkv": True},
+}
+
+
+@pytest.mark.parametrize("flags", ["", *CHANGED])
+def test_flags_reach_the_update_of_matrices_and_adam_has_the_rest(flags: str) -> None:
+    settings = resolve(parse(shlex.split(f"{BASE} --optimizer muon {flags}")).values, Facts()).optimizer
+    own, expected = ([*begun([(22, 12)]), torch.linspace(-1, 1, 5)] for _ in range(2))
+    for weights in (own, expected):
+        vars(weights[0])["matrix"] = Matrix((22, 12), (6, 3, 2))
+    group = {"lr": 0.1, "weight_decay": 0.1}
+    kinds = [
+        {"params": [weight], "update": kind, **group} for weight, kind in zip(own, ("matrix", "element"), strict=True)
+    ]
+    trained(made := torch_optimizer(settings)(kinds), own, 3)
+
+    class Both:
+        muon = Muon(expected[:1], **group, **CHANGED.get(flags, {}))
+        adam = torch.optim.AdamW(expected[1:], **group)
+
+        def step(self) -> None:
+            self.muon.step()
+            self.adam.step()
+
+    trained(Both(), expected, 3)
+    torch.testing.assert_close(own, expected)
+    assert [list(made.state[weight]) for weight in own] == [["momentum_buffer"], ["step", "exp_avg", "exp_avg_sq"]]
+    plain = begun([(22, 12)])
+    vars(plain[0])["matrix"] = Matrix((22, 12), (6, 3, 2))
+    trained(Muon(plain, **group), plain, 3)
+    assert torch.equal(plain[0], own[0]) == (not flags)
+
+
+def test_what_is_kept_is_one_moment_of_matrices_and_two_of_the_rest() -> None:
+    config = resolve(parse(shlex.split(f"{BASE} --optimizer muon --bf16")).values, Facts())
+    sizes = Counter[str]()
+    for parameter in parameters(config):
+        sizes[parameter.update] += parameter.size
+    assert state_bytes(config).optimizer == pytest.approx(
+        4 + (4 * sizes["matrix"] + 8 * sizes["element"]) / sizes.total()
+    )
