@@ -170,33 +170,38 @@ CHANGED = {
 }
 
 
+GROUP = {"lr": 0.1, "weight_decay": 0.1}
+
+
+def of_two_kinds() -> list[torch.Tensor]:
+    weights = [*begun([(22, 12)]), torch.linspace(-1, 1, 5)]
+    vars(weights[0])["matrix"] = Matrix((22, 12), (6, 3, 2))
+    return weights
+
+
+class Both:
+    """Muon, and Adam, each as it is used without this program."""
+
+    def __init__(self, weights: list[torch.Tensor], settings: dict[str, Any]):
+        self.each = [Muon(weights[:1], **GROUP, **settings), torch.optim.AdamW(weights[1:], **GROUP)]
+
+    def step(self) -> None:
+        for optimizer in self.each:
+            optimizer.step()
+
+
 @pytest.mark.parametrize("flags", ["", *CHANGED])
 def test_flags_reach_the_update_of_matrices_and_adam_has_the_rest(flags: str) -> None:
     settings = resolve(parse(shlex.split(f"{BASE} --optimizer muon {flags}")).values, Facts()).optimizer
-    own, expected = ([*begun([(22, 12)]), torch.linspace(-1, 1, 5)] for _ in range(2))
-    for weights in (own, expected):
-        vars(weights[0])["matrix"] = Matrix((22, 12), (6, 3, 2))
-    group = {"lr": 0.1, "weight_decay": 0.1}
-    kinds = [
-        {"params": [weight], "update": kind, **group} for weight, kind in zip(own, ("matrix", "element"), strict=True)
-    ]
-    trained(made := torch_optimizer(settings)(kinds), own, 3)
-
-    class Both:
-        muon = Muon(expected[:1], **group, **CHANGED.get(flags, {}))
-        adam = torch.optim.AdamW(expected[1:], **group)
-
-        def step(self) -> None:
-            self.muon.step()
-            self.adam.step()
-
-    trained(Both(), expected, 3)
+    own, expected, plain = of_two_kinds(), of_two_kinds(), of_two_kinds()
+    kinds = zip(own, ("matrix", "element"), strict=True)
+    made = torch_optimizer(settings)([{"params": [weight], "update": kind, **GROUP} for weight, kind in kinds])
+    trained(made, own, 3)
+    trained(Both(expected, CHANGED.get(flags, {})), expected, 3)
+    trained(Both(plain, {}), plain, 3)
     torch.testing.assert_close(own, expected)
-    assert [list(made.state[weight]) for weight in own] == [["momentum_buffer"], ["step", "exp_avg", "exp_avg_sq"]]
-    plain = begun([(22, 12)])
-    vars(plain[0])["matrix"] = Matrix((22, 12), (6, 3, 2))
-    trained(Muon(plain, **group), plain, 3)
     assert torch.equal(plain[0], own[0]) == (not flags)
+    assert [list(made.state[weight]) for weight in own] == [["momentum_buffer"], ["step", "exp_avg", "exp_avg_sq"]]
 
 
 def test_what_is_kept_is_one_moment_of_matrices_and_two_of_the_rest() -> None:
