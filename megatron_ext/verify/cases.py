@@ -85,6 +85,12 @@ MODELS |= {
     ),
 }
 
+# Muon, whose updates are as large as Adam's. Of "untied" with a gate, queries, keys and values are four matrices.
+_MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"
+MODELS |= {
+    f"{model}, Muon": f"{MODELS[model]} {_MUON}" for model in ("untied", "sinks and gates", "experts", "latents")
+}
+
 _TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 _PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 _PP4_VPP2 = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
@@ -369,6 +375,44 @@ _PIECES = {
     "CP2 p2p, GeGLU and multipliers": (2, f"{_CP2} p2p"),
     "one process, recompute selective, GeGLU and multipliers": (1, RECOMPUTE["selective, all parts"]),
 }
+# Whole matrices of what ranks divide, in every way: their rows, columns, experts, or none.
+_MUONS = {
+    "TP2 SP, untied": (2, _TP2_SP),
+    "TP2 SP, distributed, untied": (2, f"{_TP2_SP} --muon-tp-mode distributed"),
+    "TP4, untied": (4, "--tensor-model-parallel-size 4"),
+    "TP2 SP, sinks and gates": (2, _TP2_SP),
+    "TP2 SP PP2 VPP2, latents": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "PP2, untied": (2, "--pipeline-model-parallel-size 2"),
+    "PP2 VPP2, untied": (2, _PP2_VPP2),
+    "CP2 p2p, untied": (2, f"{_CP2} p2p"),
+    "DP2, untied": (2, ""),
+    "DP2 distributed optimizer, overlap, untied": (2, _OVERLAP),
+    "DP4 distributed optimizer, overlap, untied": (4, _OVERLAP),
+    "HSDP 2 x 2, distributed optimizer, untied": (4, f"--use-distributed-optimizer {_TWO_COPIES}"),
+    "FSDP2, untied": (2, _FSDP2),
+    "TP2 SP FSDP2, sinks and gates": (4, f"{_TP2_SP} {_FSDP2}"),
+    "HSDP 2 x 2, FSDP2, untied": (4, f"{_FSDP2} {_TWO_COPIES}"),
+    "Megatron-FSDP, ZeRO-1, untied": (2, f"{_MEGATRON_FSDP} optim"),
+    "ZeRO-2, untied": (2, f"{_MEGATRON_FSDP} optim_grads"),
+    "ZeRO-3, untied": (2, f"{_MEGATRON_FSDP} optim_grads_params"),
+    "TP2 SP ZeRO-3, latents": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
+    "HSDP 2 x 2, ZeRO-3, optimizer state divided over all, untied": (
+        4,
+        f"{_MEGATRON_FSDP} optim_grads_params {_TWO_COPIES} --outer-dp-sharding-strategy optim",
+    ),
+    "EP2, experts": (2, _EP2),
+    "EP2 ZeRO-3, experts": (2, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params"),
+    "TP2 SP EP2, tensor-parallel experts, distributed optimizer, experts": (
+        4,
+        f"{_TP2_SP} {_EP2} --use-distributed-optimizer",
+    ),
+    "TP2 SP PP2 VPP2 DP2 distributed optimizer, overlap, untied": (8, f"{_TP2_SP} {_PP2_VPP2} {_OVERLAP}"),
+}
+_QUICK_MUONS = {
+    "TP4, untied",
+    "TP2 SP FSDP2, sinks and gates",
+    "TP2 SP EP2, tensor-parallel experts, distributed optimizer, experts",
+}
 
 
 @dataclass(frozen=True)
@@ -430,6 +474,10 @@ def _cases() -> list[Case]:
     for name, (world_size, flags) in _PIECES.items():
         model = next(model for model in MODELS if name.endswith(f", {model}"))
         cases.append(Case(name, model, world_size, tuple(flags.split()), "PP2" not in name, slow_in_bf16=True))
+    for name, (world_size, flags) in _MUONS.items():
+        model = next(model for model in MODELS if f"{name}, Muon".endswith(f", {model}") and "Muon" in model)
+        slow = name not in _QUICK_MUONS
+        cases.append(Case(f"{name}, Muon", model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
     for mode, flags in RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
     return cases
