@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.derived.newton_schulz import Coefficients, coefficients, scale
-from megatron_ext.parallel.matrices import Matrix, Rows, matrix_of, on_owners, rows_of_ranks
+from megatron_ext.parallel.matrices import Matrix, matrix_of, on_owners
 
 _AT_ONCE = 1 << 24
 """Elements of matrices of one shape that are computed in one product: more are not faster, and take more memory."""
@@ -69,42 +69,34 @@ class Muon(torch.optim.Optimizer):
         self._scale_mode, self._extra_scale = scale_mode, extra_scale_factor
         self._coefficients = coefficients(coefficient_type, num_ns_steps)
         self._whole_qkv, self._tp_mode, self._precision = no_split_qkv, tp_mode, fp32_matmul_prec
-        self._rows: dict[int, list[list[Rows]]] = {}
-        """Rows of the ranks, by parameter group: they stay the same."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every matrix that has a gradient."""
-        for number, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             cut = [weight for weight in weights if matrix_of(weight).is_cut]
             whole = [weight for weight in weights if not matrix_of(weight).is_cut]
-            for numbers in _of_one_shape([matrix_of(weight) for weight in whole]):
-                some = [whole[number] for number in numbers]
-                directions = torch.stack([self._direction(weight) for weight in some])
-                for weight, update in zip(some, self._update(directions, matrix_of(some[0])), strict=True):
-                    _apply(weight, update, group)
-            if cut:
-                self._update_cut(number, cut, group)
+            alike = [[whole[index] for index in some] for some in _of_one_shape([matrix_of(one) for one in whole])]
+            for some in [*alike, cut] if cut else alike:
+                directions, matrices = [self._direction(weight) for weight in some], [matrix_of(one) for one in some]
+                if some is cut:
+                    shards: Any = [matrix.rows for matrix in matrices]
+                    made = on_owners(directions, shards, lambda own, w, m=matrices: self._made(w, [m[i] for i in own]))
+                else:
+                    made = self._made(directions, matrices)
+                for weight, update in zip(some, made, strict=True):
+                    if group["weight_decay"]:
+                        weight.add_(weight, alpha=-group["weight_decay"] * group["lr"])
+                    weight.add_(update, alpha=-group["lr"])
 
-    def _update_cut(self, number: int, weights: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        """Update matrices of which data-parallel ranks have rows. Collective."""
-        matrices = [matrix_of(weight) for weight in weights]
-        shards: Any = [matrix.rows for matrix in matrices]
-        if number not in self._rows:
-            self._rows[number] = rows_of_ranks(shards)
-
-        def compute(own: list[int], directions: list[torch.Tensor]) -> list[torch.Tensor]:
-            found: dict[int, torch.Tensor] = {}
-            for some in _of_one_shape([matrices[each] for each in own]):
-                updates = self._update(torch.stack([directions[each] for each in some]), matrices[own[some[0]]])
-                found |= zip(some, updates, strict=True)
-            return [found[each] for each in range(len(own))]
-
-        directions = [self._direction(weight) for weight in weights]
-        updates = on_owners(directions, self._rows[number], shards[0].group, compute)
-        for weight, update in zip(weights, updates, strict=True):
-            _apply(weight, update, group)
+    def _made(self, directions: Sequence[torch.Tensor], matrices: Sequence[Matrix]) -> list[torch.Tensor]:
+        """Return the update of each, those of one shape together."""
+        found: dict[int, torch.Tensor] = {}
+        for some in _of_one_shape(matrices):
+            updates = self._update(torch.stack([directions[index] for index in some]), matrices[some[0]])
+            found |= zip(some, updates, strict=True)
+        return [found[index] for index in range(len(directions))]
 
     def _direction(self, weight: torch.Tensor) -> torch.Tensor:
         """Add the gradient to the momentum, and return what is to be made orthogonal."""
@@ -127,9 +119,8 @@ class Muon(torch.optim.Optimizer):
             torch.distributed.all_gather(gathered, parts.contiguous(), group=group)
             whole = self._of_sections(torch.cat(gathered, dim=divided), sections)
             return whole.chunk(group.size(), dim=divided)[group.rank()].reshape(directions.shape)
-        if self._tp_mode == "blockwise":
-            return self._of_sections(parts, sections).view_as(directions)
-        return self._of_sections(parts, sections, divided, group).view_as(directions)
+        split = (divided, group) if self._tp_mode == "distributed" else ()
+        return self._of_sections(parts, sections, *split).view_as(directions)
 
     def _of_sections(self, x: torch.Tensor, sections: tuple[int, ...], *divided: Any) -> torch.Tensor:
         """Return the updates of matrices, [N, rows, columns], each section of which is one by itself."""
@@ -187,12 +178,6 @@ def _of_one_shape(matrices: Sequence[Matrix]) -> Iterator[tuple[int, ...]]:
         alike[matrix.shape, matrix.sections, matrix.divided, id(matrix.group)].append(number)
     for (shape, *_), numbers in alike.items():
         yield from batched(numbers, max(_AT_ONCE // math.prod(shape), 1))
-
-
-def _apply(weight: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
-    if group["weight_decay"]:
-        weight.add_(weight, alpha=-group["weight_decay"] * group["lr"])
-    weight.add_(update, alpha=-group["lr"])
 
 
 @contextmanager

@@ -40,35 +40,25 @@ def matrix_of(updated: torch.Tensor) -> Matrix:
     return getattr(updated, "matrix", None) or Matrix(tuple(updated.shape))
 
 
-Rows = tuple[int, int]
-"""The first row and the one after the last."""
-
-
-def rows_of_ranks(shards: Sequence[RowShard]) -> list[list[Rows]]:
-    """Return for each rank of the shards' group which rows it has of each. Collective."""
-    group, ends = shards[0].group, [(shard.first, shard.stop) for shard in shards]
-    assert group is not None
-    own = torch.tensor(ends, device=shards[0].local.device).flatten()
-    gathered = own.new_empty(group.size() * len(own))
-    torch.distributed.all_gather_into_tensor(gathered, own, group=group)
-    return gathered.view(group.size(), len(ends), 2).tolist()
-
-
 def on_owners(
     parts: Sequence[torch.Tensor],
-    rows: Sequence[Sequence[Rows]],
-    group: ProcessGroup,
+    shards: Sequence[RowShard],
     compute: Callable[[list[int], list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
     """Return this rank's rows of what `compute` makes of whole matrices, each of which one rank puts together and
     computes. Collective.
 
     Args:
-        parts: this rank's rows of each matrix.
-        rows: of each rank, which it has of each matrix (`rows_of_ranks`).
+        parts: this rank's rows of each matrix, which are where `shards` say.
         compute: from the numbers of this rank's matrices, and these, as many results of their shapes.
     """
-    shapes = [(max(stop for _, stop in of_ranks), part.size(1)) for *of_ranks, part in zip(*rows, parts, strict=True)]
+    group = shards[0].group
+    assert group is not None, "the matrices are divided"
+    ends = torch.tensor([(shard.first, shard.stop) for shard in shards], device=parts[0].device).flatten()
+    of_ranks = ends.new_empty(group.size() * len(ends))
+    torch.distributed.all_gather_into_tensor(of_ranks, ends, group=group)
+    rows = of_ranks.view(group.size(), len(shards), 2).tolist()
+    shapes = [(max(stop for _, stop in ends), part.size(1)) for *ends, part in zip(*rows, parts, strict=True)]
     owned = _shared_out([height * width * min(height, width) for height, width in shapes], group.size())
     own = owned[group.rank()]
     wholes = [parts[0].new_empty(shapes[number]) for number in own]

@@ -150,28 +150,22 @@ class _Stage:
 
     def _matrices(self) -> Iterator[Term]:
         """Yield what an update of whole matrices sends, in fp32: to the rank that computes one and back, where ranks
-        have its rows, and then among the ranks of tensor parallelism (optim/muon.py)."""
-        settings, scheme, gathered, summed, swapped = self.config.optimizer, self.scheme, 0.0, 0.0, 0.0
+        have its rows, and then all of it among the ranks of tensor parallelism (optim/muon.py)."""
+        layout, settings, gathered, swapped = self.config.layout, self.config.optimizer, 0.0, 0.0
         kinds = self.held.items() if traits_of(settings).puts_matrices_together else ()
         for parameter, kind, layers in ((p, k, n) for k, n in kinds for p in layer_parameters(self.config, k, (0,))):
             if parameter.update != "matrix":
                 continue
-            routed, t = parameter.expert is not None, tensor_size(self.config, parameter)
-            n = sharing_ranks(self.config, expert=routed) if scheme.optimizer else 1
-            ranks = self.config.layout.expert_model_parallel_size
-            number = layers / n * (kind.experts.count / ranks if routed and kind.experts else 1)
-            size = 4 * number * math.prod(parameter.local_shape(t))
-            swapped += 2 * (n - 1) / n * size if scheme.flag in FSDP and not routed else 0.0
-            if parameter.tp_dim is not None:
-                kept = parameter.shape[1 - parameter.tp_dim] ** 2 * max(len(parameter.sections), 1)
-                gathered += (t - 1) * size
-                summed += settings.muon_num_ns_steps * 2 * (t - 1) / t * 4 * number * kept
+            experts = kind.experts.count if kind.experts and parameter.expert is not None else 0
+            n = sharing_ranks(self.config, expert=experts > 0) if self.scheme.optimizer else 1
+            t, number = tensor_size(self.config, parameter), experts / layout.expert_model_parallel_size or 1
+            size = 4 * layers * number * math.prod(parameter.local_shape(t)) / n
+            swapped += 2 * (n - 1) / n * size if self.scheme.flag in FSDP and not experts else 0.0
+            gathered += (t - 1) * size if parameter.tp_dim is not None else 0.0
         if swapped:
             yield Term("dp", "all-to-all", swapped, "2 (n-1)/n 4M/n", 2)
-        mode = settings.muon_tp_mode
-        if gathered and mode != "blockwise":
-            collective, sent_bytes = ("all-gather", gathered) if mode == "duplicated" else ("all-reduce", summed)
-            yield Term("tp", collective, sent_bytes, "update of matrices")
+        if gathered and settings.muon_tp_mode == "duplicated":
+            yield Term("tp", "all-gather", gathered, "(t-1) 4M/n")
 
     def _units(self, parameters: int) -> float:
         """Return into how many pieces the parameters are divided that are exchanged one at a time: layers under FSDP,

@@ -165,10 +165,8 @@ def flags_belong_to_their_optimizer(config: Config, facts: Facts) -> Iterator[st
         for option in (options_by_name()[name] for name in traits.flags if name not in read):
             if (value := getattr(settings, option.name)) != option.default:
                 given = option.flag if option.is_switch else f"{option.flag} {value}"
-                yield (
-                    f"{given} belongs to --optimizer {traits.name}, but the optimizer is {settings.optimizer}; leave "
-                    "it out"
-                )
+                owner, chosen = f"--optimizer {traits.name}", settings.optimizer
+                yield f"{given} belongs to {owner}, but the optimizer is {chosen}; leave it out"
 
 
 def one_precision(config: Config, facts: Facts) -> Iterator[str]:

@@ -157,11 +157,11 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
             "--no-position-embedding changes nothing with --position-embedding-type rope: the rotary positions stay, "
             "and there is no learned table in any case"
         )
-    sizes = {layout.tensor_model_parallel_size, layout.expert_tensor_size if config.model.num_experts else 1}
-    if config.optimizer.optimizer == "muon" and config.optimizer.muon_tp_mode == "blockwise" and max(sizes) > 1:
+    divide = max(layout.tensor_model_parallel_size, layout.expert_tensor_size) > 1
+    if divide and config.optimizer.muon_tp_mode == "blockwise":
         warnings.append(
-            f"--muon-tp-mode blockwise updates the {max(sizes)} parts of a matrix that ranks divide as matrices of "
-            "their own: the curve is another than on one rank; --muon-tp-mode duplicated keeps it"
+            "--muon-tp-mode blockwise updates the part of a matrix that a rank has as a matrix of its own: the curve "
+            "is another than on one rank; --muon-tp-mode duplicated keeps it"
         )
     if config.layout.device == "cpu":
         warnings += [

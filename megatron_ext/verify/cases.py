@@ -6,7 +6,7 @@
 Every case starts from the same seed and no checkpoint.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Weights of about 1 / sqrt(width) rather than the usual 0.02: with those, at this width, attention is nearly uniform
 # and the first loss nearly ln(vocabulary), whatever is wrong.
@@ -85,7 +85,7 @@ MODELS |= {
     ),
 }
 
-# Muon, whose updates are as large as Adam's. Of "untied" with a gate, queries, keys and values are four matrices.
+# Muon with updates as large as Adam's.
 _MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"
 MODELS |= {
     f"{model}, Muon": f"{MODELS[model]} {_MUON}" for model in ("untied", "sinks and gates", "experts", "latents")
@@ -375,43 +375,17 @@ _PIECES = {
     "CP2 p2p, GeGLU and multipliers": (2, f"{_CP2} p2p"),
     "one process, recompute selective, GeGLU and multipliers": (1, RECOMPUTE["selective, all parts"]),
 }
-# Whole matrices of what ranks divide, in every way: their rows, columns, experts, or none.
-_MUONS = {
-    "TP2 SP, untied": (2, _TP2_SP),
-    "TP2 SP, distributed, untied": (2, f"{_TP2_SP} --muon-tp-mode distributed"),
-    "TP4, untied": (4, "--tensor-model-parallel-size 4"),
-    "TP2 SP, sinks and gates": (2, _TP2_SP),
-    "TP2 SP PP2 VPP2, latents": (4, f"{_TP2_SP} {_PP2_VPP2}"),
-    "PP2, untied": (2, "--pipeline-model-parallel-size 2"),
-    "PP2 VPP2, untied": (2, _PP2_VPP2),
-    "CP2 p2p, untied": (2, f"{_CP2} p2p"),
-    "DP2, untied": (2, ""),
-    "DP2 distributed optimizer, overlap, untied": (2, _OVERLAP),
-    "DP4 distributed optimizer, overlap, untied": (4, _OVERLAP),
-    "HSDP 2 x 2, distributed optimizer, untied": (4, f"--use-distributed-optimizer {_TWO_COPIES}"),
-    "FSDP2, untied": (2, _FSDP2),
-    "TP2 SP FSDP2, sinks and gates": (4, f"{_TP2_SP} {_FSDP2}"),
-    "HSDP 2 x 2, FSDP2, untied": (4, f"{_FSDP2} {_TWO_COPIES}"),
-    "Megatron-FSDP, ZeRO-1, untied": (2, f"{_MEGATRON_FSDP} optim"),
-    "ZeRO-2, untied": (2, f"{_MEGATRON_FSDP} optim_grads"),
-    "ZeRO-3, untied": (2, f"{_MEGATRON_FSDP} optim_grads_params"),
-    "TP2 SP ZeRO-3, latents": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
-    "HSDP 2 x 2, ZeRO-3, optimizer state divided over all, untied": (
-        4,
-        f"{_MEGATRON_FSDP} optim_grads_params {_TWO_COPIES} --outer-dp-sharding-strategy optim",
-    ),
-    "EP2, experts": (2, _EP2),
-    "EP2 ZeRO-3, experts": (2, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params"),
-    "TP2 SP EP2, tensor-parallel experts, distributed optimizer, experts": (
-        4,
-        f"{_TP2_SP} {_EP2} --use-distributed-optimizer",
-    ),
-    "TP2 SP PP2 VPP2 DP2 distributed optimizer, overlap, untied": (8, f"{_TP2_SP} {_PP2_VPP2} {_OVERLAP}"),
-}
-_QUICK_MUONS = {
-    "TP4, untied",
-    "TP2 SP FSDP2, sinks and gates",
-    "TP2 SP EP2, tensor-parallel experts, distributed optimizer, experts",
+# Layouts in which ranks have rows, columns, experts or whole matrices: the same cases with Muon, of these a few quick.
+_QUICK_MUON = {"TP4, untied", "TP2 SP FSDP2, untied", "TP2 SP EP2, tensor-parallel experts, experts"}
+_MUON_CASES = {
+    *_QUICK_MUON,
+    *(f"{layout}, untied" for layout in ("TP2 SP", "PP2", "PP2 VPP2", "CP2 p2p", "DP2", "FSDP2", "ZeRO-2", "ZeRO-3")),
+    *(f"DP{ranks} distributed optimizer, overlap, untied" for ranks in (2, 4)),
+    *(f"HSDP 2 x 2, {scheme}, untied" for scheme in ("distributed optimizer", "FSDP2")),
+    *("Megatron-FSDP, ZeRO-1, untied", "HSDP 2 x 2, ZeRO-3, optimizer state divided over all, untied"),
+    *("EP2, experts", "EP2 ZeRO-3, experts", "TP2 SP CP2 EP2, distributed optimizer, experts"),
+    *("TP2 SP PP2 VPP2, latents", "TP2 SP ZeRO-3, latents", "TP4, sinks and gates", "TP2 SP FSDP2, sinks and gates"),
+    "TP2 SP PP2 VPP2 DP2 distributed optimizer, overlap, untied",
 }
 
 
@@ -474,10 +448,9 @@ def _cases() -> list[Case]:
     for name, (world_size, flags) in _PIECES.items():
         model = next(model for model in MODELS if name.endswith(f", {model}"))
         cases.append(Case(name, model, world_size, tuple(flags.split()), "PP2" not in name, slow_in_bf16=True))
-    for name, (world_size, flags) in _MUONS.items():
-        model = next(model for model in MODELS if f"{name}, Muon".endswith(f", {model}") and "Muon" in model)
-        slow = name not in _QUICK_MUONS
-        cases.append(Case(f"{name}, Muon", model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
+    for case in [case for case in cases if case.name in _MUON_CASES]:
+        slow, name, model = case.name not in _QUICK_MUON, f"{case.name}, Muon", f"{case.model}, Muon"
+        cases.append(replace(case, name=name, model=model, slow=slow, slow_in_bf16=True))
     for mode, flags in RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
     return cases

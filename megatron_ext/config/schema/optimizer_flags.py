@@ -112,8 +112,7 @@ class OptimizerConfig:
     muon_nesterov: bool = free(False, "Have Muon's direction look ahead by a momentum (Nesterov).")
     muon_scale_mode: str = free(
         "spectral",
-        "Size of Muon's updates: by the root of the larger dimension, of rows over columns, or of that where it is "
-        "above 1.",
+        "Size of Muon's updates: by the root of the larger dimension, of rows over columns, or of that if above 1.",
         choices=SCALE_MODES,
     )
     muon_extra_scale_factor: float = free(
