@@ -16,7 +16,7 @@ class Matrix:
     marks what is updated."""
 
     shape: tuple[int, ...]
-    """Of a tensor-parallel rank's part: [rows, columns], or [experts, rows, columns]."""
+    """Shape of a tensor-parallel rank's part: [rows, columns], or [experts, rows, columns]."""
 
     sections: tuple[int, ...] = ()
     """Rows of the matrices that lie one above another, again and again (`Parameter.sections`)."""
