@@ -77,7 +77,7 @@ class Muon(torch.optim.Optimizer):
             weights = [weight for weight in group["params"] if weight.grad is not None]
             cut = [weight for weight in weights if matrix_of(weight).is_cut]
             whole = [weight for weight in weights if not matrix_of(weight).is_cut]
-            alike = [[whole[index] for index in some] for some in _of_one_shape([matrix_of(one) for one in whole])]
+            alike = [[whole[index] for index in some] for some in _alike(whole, [matrix_of(one) for one in whole])]
             for some in [*alike, cut] if cut else alike:
                 directions, matrices = [self._direction(weight) for weight in some], [matrix_of(one) for one in some]
                 if some is cut:
@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
     def _made(self, directions: Sequence[torch.Tensor], matrices: Sequence[Matrix]) -> list[torch.Tensor]:
         """Return the update of each, those of one shape together."""
         found: dict[int, torch.Tensor] = {}
-        for some in _of_one_shape(matrices):
+        for some in _alike(directions, matrices):
             updates = self._update(torch.stack([directions[index] for index in some]), matrices[some[0]])
             found |= zip(some, updates, strict=True)
         return [found[index] for index in range(len(directions))]
@@ -171,11 +171,11 @@ def newton_schulz(
     return x.mT if transposed else x
 
 
-def _of_one_shape(matrices: Sequence[Matrix]) -> Iterator[tuple[int, ...]]:
-    """Yield the numbers of matrices that can be computed in one product."""
+def _alike(parts: Sequence[torch.Tensor], matrices: Sequence[Matrix]) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers of matrices of which this rank has parts that can be computed in one product."""
     alike: dict[Any, list[int]] = defaultdict(list)
-    for number, matrix in enumerate(matrices):
-        alike[matrix.shape, matrix.sections, matrix.divided, id(matrix.group)].append(number)
+    for number, (part, matrix) in enumerate(zip(parts, matrices, strict=True)):
+        alike[matrix.shape, part.shape, matrix.sections, matrix.divided, id(matrix.group)].append(number)
     for (shape, *_), numbers in alike.items():
         yield from batched(numbers, max(_AT_ONCE // math.prod(shape), 1))
 
