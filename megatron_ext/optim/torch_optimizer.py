@@ -110,16 +110,17 @@ class Together(torch.optim.Optimizer):
 
 
 def _step_in_shape(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step over whole weights, which may be kept as flat ranges; their shape is `whole_shape`."""
+    """Take a step over matrices, which may be kept as flat ranges, by the shape of their rows."""
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.param_groups, optimizer.state = [], defaultdict(dict)
-    whole: dict[torch.Tensor, torch.Tensor] = {}
+    whole: dict[torch.Tensor, Any] = {}
     for group in groups:
         for main in group["params"]:
-            shape = main.whole_shape
-            assert len(shape) > 1, "a matrix, or a stack of them"
+            matrix = main.matrix
+            shape = (-1, *matrix.shape[1:])
             whole[main] = main.detach().view(shape)
             whole[main].grad = None if main.grad is None else main.grad.view(shape)
+            whole[main].matrix = matrix
             optimizer.state[whole[main]] = {
                 name: kept.view(shape) if kept.shape == main.shape else kept for name, kept in state[main].items()
             }

@@ -37,6 +37,13 @@ class Parameter:
     expert: int | None = None
     """Index of the routed expert that it is part of. Its shards lie on the expert-tensor-parallel ranks."""
 
+    sections: tuple[int, ...] = ()
+    """Rows of each matrix of which it is several, one above another, again and again: queries, keys and values of one
+    group of heads after another. Empty: it is one."""
+
+    by_element: bool = False
+    """Whether its update is element by element, although it is a matrix of a layer."""
+
     @property
     def decay(self) -> bool:
         """Whether weight decay applies: it is for matrices; norms and biases have none."""
@@ -45,8 +52,9 @@ class Parameter:
     @property
     def update(self) -> Literal["matrix", "element"]:
         """What an optimizer may update as one: matrices of layers as a whole, whose rows and columns are both channels;
-        embeddings, the output layer, norms and biases element by element."""
-        return "matrix" if len(self.shape) == 2 and isinstance(self.stage, int) else "element"
+        embeddings, the output layer, norms, biases and routers element by element."""
+        is_matrix = len(self.shape) == 2 and isinstance(self.stage, int) and not self.by_element
+        return "matrix" if is_matrix else "element"
 
     @property
     def size(self) -> int:

@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_ext.config.derived.batch_size import LOSS_CHUNKS, num_microbatches
+from megatron_ext.config.derived.optimizers import traits_of
+from megatron_ext.config.derived.sharding import FSDP
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.catalogue import layer_parameters, tensor_size
 from megatron_ext.parts.protocol import Part, Share
 from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.flops import repeated
@@ -93,7 +96,7 @@ class _Stage:
 
     def of_data(self) -> list[Term]:
         """Return every purpose of data parallelism."""
-        return list(self._data())
+        return [*self._data(), *self._matrices()]
 
     def of_model(self) -> list[Term]:
         """Return every other purpose."""
@@ -144,6 +147,25 @@ class _Stage:
             yield Term(
                 "between", "all-reduce", between, f"{_times(times)}(r-1)/r {gradient}{name}{'' if whole else '/n'}"
             )
+
+    def _matrices(self) -> Iterator[Term]:
+        """Yield what an update of whole matrices sends, in fp32: to the rank that computes one and back, where ranks
+        have its rows, and then all of it among the ranks of tensor parallelism (optim/muon.py)."""
+        layout, settings, gathered, swapped = self.config.layout, self.config.optimizer, 0.0, 0.0
+        kinds = self.held.items() if traits_of(settings).puts_matrices_together else ()
+        for parameter, kind, layers in ((p, k, n) for k, n in kinds for p in layer_parameters(self.config, k, (0,))):
+            if parameter.update != "matrix":
+                continue
+            experts = kind.experts.count if kind.experts and parameter.expert is not None else 0
+            n = sharing_ranks(self.config, expert=experts > 0) if self.scheme.optimizer else 1
+            t, number = tensor_size(self.config, parameter), experts / layout.expert_model_parallel_size or 1
+            size = 4 * layers * number * math.prod(parameter.local_shape(t)) / n
+            swapped += 2 * (n - 1) / n * size if self.scheme.flag in FSDP and not experts else 0.0
+            gathered += (t - 1) * size if parameter.tp_dim is not None else 0.0
+        if swapped:
+            yield Term("dp", "all-to-all", swapped, "2 (n-1)/n 4M/n", 2)
+        if gathered and settings.muon_tp_mode == "duplicated":
+            yield Term("tp", "all-gather", gathered, "(t-1) 4M/n")
 
     def _units(self, parameters: int) -> float:
         """Return into how many pieces the parameters are divided that are exchanged one at a time: layers under FSDP,

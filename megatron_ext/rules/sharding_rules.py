@@ -53,14 +53,16 @@ def megatron_fsdp_shards_the_state(config: Config, facts: Facts) -> Iterator[str
 
 
 def matrices_are_whole(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse what divides matrices with an optimizer that updates each as a whole: one of a user's own, as yet."""
+    """Refuse what divides matrices with an optimizer that updates each as a whole, and host memory, where none is."""
     traits, layout = traits_of(config.optimizer), config.layout
     sizes = {name: getattr(layout, name) for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size")}
-    given = [f"{flag_of(name)} {size}" for name, size in sizes.items() if (size or 1) > 1]
-    given += layout.flags_that_divide_weights + ["--optimizer-cpu-offload"] * config.optimizer.optimizer_cpu_offload
+    divide = [f"{flag_of(name)} {size}" for name, size in sizes.items() if (size or 1) > 1]
+    given = [] if traits.puts_matrices_together else [*divide, *layout.flags_that_divide_weights]
+    given += ["--optimizer-cpu-offload"] * config.optimizer.optimizer_cpu_offload
+    given += ["--torch-fsdp2-cpu-offload"] * layout.torch_fsdp2_cpu_offload
     for flag in given if traits.needs_whole_matrices else ():
         yield (
-            f"{flag} divides matrices, and {traits.title} updates whole ones; leave it out "
+            f"{flag} leaves the device without whole matrices, which {traits.title} updates; leave it out "
             "(--use-distributed-optimizer shares whole ones out among the ranks)"
         )
 
@@ -123,6 +125,7 @@ RULES = (
     schemes_go_with_the_rest,
     sharded_weights_have_no_replicas,
     megatron_fsdp_shards_the_state,
+    matrices_are_whole,
     copies_are_divided_by_megatron_fsdp,
     optimizer_instances_divide_the_ranks,
 )

@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator
 
 from megatron_ext.config.derived.batch_size import evaluation_batch, read_schedule
-from megatron_ext.config.derived.optimizers import OPTIMIZERS, has_short_averages
+from megatron_ext.config.derived.optimizers import OPTIMIZERS, has_short_averages, traits_of
 from megatron_ext.config.derived.pipeline_split import layer_counts
+from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.pipeline_rules import split_is_right
@@ -156,6 +157,18 @@ def short_moments_are_adams(config: Config, facts: Facts) -> Iterator[str]:
             )
 
 
+def flags_belong_to_their_optimizer(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse a flag of an optimizer that updates nothing."""
+    settings = config.optimizer
+    read = {name for traits in traits_of(settings).each for name in traits.flags}
+    for traits in OPTIMIZERS.values():
+        for option in (options_by_name()[name] for name in traits.flags if name not in read):
+            if (value := getattr(settings, option.name)) != option.default:
+                given = option.flag if option.is_switch else f"{option.flag} {value}"
+                owner, chosen = f"--optimizer {traits.name}", settings.optimizer
+                yield f"{given} belongs to {owner}, but the optimizer is {chosen}; leave it out"
+
+
 def one_precision(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse --bf16 together with --fp16."""
     if config.training.bf16 and config.training.fp16:
@@ -292,6 +305,7 @@ RULES = (
     evaluation_alone_evaluates,
     gradients_have_one_precision,
     short_moments_are_adams,
+    flags_belong_to_their_optimizer,
     one_precision,
     loss_scales_are_in_order,
     recomputation_is_complete,

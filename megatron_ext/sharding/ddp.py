@@ -223,7 +223,8 @@ class DataParallel(Sharding):
         )
         built = build_optimizer(chunks, settings, self.config, groups)
         for weight, main in (pair for part in self.parts(built) for pair in part.main_parameters()):
-            vars(main)["whole_shape"] = weight.shape
+            if "matrix" in vars(weight):
+                vars(main)["matrix"] = vars(weight)["matrix"]
         return built
 
     def parts(self, optimizer: ChainedOptimizer) -> list[OptimizerPart]:

@@ -20,6 +20,8 @@ from megatron_ext.model.initialize import initialize
 from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.optim.gradient_norm import replace_loops
 from megatron_ext.optim.torch_optimizer import as_registered
+from megatron_ext.parallel.matrices import Matrix
+from megatron_ext.parallel.rows import row_shard
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.sharding.parts import OptimizerPart
@@ -72,6 +74,8 @@ def build_optimizer(
     parameter groups are those of the catalogue: what decays, and which of two optimizers updates it.
     """
     replace_loops()
+    if traits_of(config.optimizer).needs_whole_matrices:
+        _mark_matrices(chunks, config, groups)
     _FINALIZE.reset_model_temporary_tensors = reset_routers
     modules: Any = list(chunks)
     built = get_megatron_optimizer(
@@ -90,6 +94,18 @@ def catalogued(chunks: Sequence[torch.nn.Module], config: Config) -> dict[int, P
         id(weight): known[next(by_expert(name, torch.empty(weight.shape, device="meta")))[0]]
         for name, weight in global_named_parameters(chunks)
     }
+
+
+def _mark_matrices(chunks: Sequence[torch.nn.Module], config: Config, groups: ProcessGroupCollection) -> None:
+    """Say of every matrix of which this rank has a part where that lies in the whole."""
+    known = catalogued(chunks, config)
+    for _, weight in global_named_parameters(chunks):
+        one, rows = known[id(weight)], row_shard(weight)
+        group = groups.tp if one.expert is None else groups.expt_tp
+        divided = None if one.tp_dim is None or group.size() == 1 else one.tp_dim - 2
+        if one.update == "matrix":
+            shape = tuple(weight.shape if rows is None else rows.shape)
+            vars(weight)["matrix"] = Matrix(shape, one.sections, divided, group, rows)
 
 
 def _of_groups(chunks: Sequence[torch.nn.Module], settings: CoreOptimizerConfig, config: Config) -> dict[Any, Any]:

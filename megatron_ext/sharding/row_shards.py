@@ -146,7 +146,7 @@ def _optimized(weight: torch.nn.Parameter) -> torch.Tensor:
     shard = row_shard(weight)
     assert shard is not None
     rows: Any = shard.local.detach()
-    for name in ("tensor_model_parallel", "allreduce", "shared"):
+    for name in ("tensor_model_parallel", "allreduce", "shared", "matrix"):
         if hasattr(weight, name):
             setattr(rows, name, getattr(weight, name))
     return rows

@@ -136,8 +136,9 @@ _OF_GPUS = {
     "check_before_update": "numbers are read before the update in any case",
     "disable_bf16_reduced_precision_matmul": "sums of products in bf16 are in fp32",
     "no_triton_kernels": "no Triton kernel runs",
+    "muon_fp32_matmul_prec": "Muon's products are in fp32",
 }
-"""Switches of what only GPUs do -> why they change nothing elsewhere."""
+"""Flags of what only GPUs do -> why they change nothing elsewhere."""
 
 
 def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
@@ -158,6 +159,12 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
         warnings.append(
             "--no-position-embedding changes nothing with --position-embedding-type rope: the rotary positions stay, "
             "and there is no learned table in any case"
+        )
+    divide = max(layout.tensor_model_parallel_size, layout.expert_tensor_size) > 1
+    if divide and config.optimizer.muon_tp_mode == "blockwise":
+        warnings.append(
+            "--muon-tp-mode blockwise updates the part of a matrix that a rank has as a matrix of its own: the curve "
+            "is another than on one rank; --muon-tp-mode duplicated keeps it"
         )
     if config.layout.device == "cpu":
         warnings += [

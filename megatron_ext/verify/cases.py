@@ -6,7 +6,7 @@
 Every case starts from the same seed and no checkpoint.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Weights of about 1 / sqrt(width) rather than the usual 0.02: with those, at this width, attention is nearly uniform
 # and the first loss nearly ln(vocabulary), whatever is wrong.
@@ -126,6 +126,12 @@ MODELS |= {
     "latents, packed": (
         f"--num-layers 4 {_LATENT_SIZES} --q-lora-rank 20 {_UNTIED} --reset-position-ids --reset-attention-mask"
     ),
+}
+
+# Muon with updates as large as Adam's.
+_MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"
+MODELS |= {
+    f"{model}, Muon": f"{MODELS[model]} {_MUON}" for model in ("untied", "sinks and gates", "experts", "latents")
 }
 
 _TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -449,6 +455,18 @@ _PIECES = {
     "TP2 SP PP2 VPP2, Command R7B": (4, f"{_TP2_SP} {_PP2_VPP2}"),
     "CP2 all_gather, Command R7B": (2, f"{_CP2} all_gather"),
 }
+# Layouts in which ranks have rows, columns, experts or whole matrices: the same cases with Muon, of these a few quick.
+_QUICK_MUON = {"TP4, untied", "TP2 SP FSDP2, untied", "TP2 SP EP2, tensor-parallel experts, experts"}
+_MUON_CASES = {
+    *_QUICK_MUON,
+    *(f"{layout}, untied" for layout in ("TP2 SP", "PP2", "PP2 VPP2", "CP2 p2p", "DP2", "FSDP2", "ZeRO-2", "ZeRO-3")),
+    *(f"DP{ranks} distributed optimizer, overlap, untied" for ranks in (2, 4)),
+    *(f"HSDP 2 x 2, {scheme}, untied" for scheme in ("distributed optimizer", "FSDP2")),
+    *("Megatron-FSDP, ZeRO-1, untied", "HSDP 2 x 2, ZeRO-3, optimizer state divided over all, untied"),
+    *("EP2, experts", "EP2 ZeRO-3, experts", "TP2 SP CP2 EP2, distributed optimizer, experts"),
+    *("TP2 SP PP2 VPP2, latents", "TP2 SP ZeRO-3, latents", "TP4, sinks and gates", "TP2 SP FSDP2, sinks and gates"),
+    "TP2 SP PP2 VPP2 DP2 distributed optimizer, overlap, untied",
+}
 
 
 @dataclass(frozen=True)
@@ -510,6 +528,9 @@ def _cases() -> list[Case]:
     for name, (world_size, flags) in _PIECES.items():
         model = max((model for model in MODELS if name.endswith(f", {model}")), key=len)
         cases.append(Case(name, model, world_size, tuple(flags.split()), "PP2" not in name, slow_in_bf16=True))
+    for case in [case for case in cases if case.name in _MUON_CASES]:
+        slow, name, model = case.name not in _QUICK_MUON, f"{case.name}, Muon", f"{case.model}, Muon"
+        cases.append(replace(case, name=name, model=model, slow=slow, slow_in_bf16=True))
     for mode, flags in RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
     return cases

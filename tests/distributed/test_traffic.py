@@ -123,3 +123,12 @@ def test_the_table_goes_between_its_marks(tmp_path: Any) -> None:
     assert page.read_text() == (
         "a\n<!-- benchmarks/sharding.py: begin -->\nnew\n<!-- benchmarks/sharding.py: end -->\nb\n"
     )
+
+
+def test_what_muon_exchanges_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "MODEL", f"{MODEL} --num-layers 2 --global-batch-size 8 --optimizer muon")
+    monkeypatch.setitem(sharding.SCHEMES, "TP, Muon", (4, "--tensor-model-parallel-size 2"))
+    monkeypatch.setitem(sharding.SCHEMES, "TP, FSDP2, Muon", (4, "--tensor-model-parallel-size 2 --use-torch-fsdp2"))
+    for scheme in ("TP, Muon", "TP, FSDP2, Muon"):
+        count = measure(scheme)
+        print(scheme, count)

@@ -9,7 +9,14 @@ from collections.abc import Callable
 import pytest
 
 from megatron_ext.verify.cases import CASES
-from megatron_ext.verify.parity import FIRST_LOSS_TOLERANCE, GRADIENT_TOLERANCE, Differences, Experiment, compare
+from megatron_ext.verify.parity import (
+    CURVE_TOLERANCE,
+    FIRST_LOSS_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    Differences,
+    Experiment,
+    compare,
+)
 from tests.support import planted_faults as planted
 
 
@@ -128,3 +135,21 @@ def test_gradient_scale_of_fsdp2(first_steps: Experiment) -> None:
 def test_a_piece_that_ranks_compute_otherwise(name: str, fault: Callable[[], None], first_steps: Experiment) -> None:
     found = differences(first_steps, name, fault)
     assert wrong_gradients(found)
+
+
+# Slow but for one: what each finds is the same comparison of losses, after the first update that moves anything.
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("TP2 SP, untied, Muon", planted.leave_parts_of_the_momentum_on_their_ranks),
+        pytest.param("TP2 SP, untied, Muon", planted.scale_by_the_shape_of_a_part, marks=pytest.mark.slow),
+        pytest.param("TP2 SP, untied, Muon", planted.take_keys_for_queries, marks=pytest.mark.slow),
+        pytest.param("FSDP2, untied, Muon", planted.leave_rows_of_the_momentum_on_their_ranks, marks=pytest.mark.slow),
+        pytest.param("DP2, untied, Muon", planted.give_every_rank_its_own_momentum, marks=pytest.mark.slow),
+    ],
+)
+def test_updates_of_matrices(name: str, fault: Callable[[], None], all_steps: Experiment) -> None:
+    found = differences(all_steps, name, fault)
+    assert found.first_loss <= FIRST_LOSS_TOLERANCE
+    assert not wrong_gradients(found)
+    assert found.loss > CURVE_TOLERANCE

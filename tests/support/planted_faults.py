@@ -3,6 +3,7 @@
 Each sabotage runs on every rank, before its model is built, and replaces one piece of the real program.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -267,3 +268,48 @@ def clip_nothing() -> None:
     attention: Any = compute.CausalSelfAttention
     build = attention.__init__
     attention.__init__ = lambda self, *sizes, clip, **settings: build(self, *sizes, **settings)
+
+
+def _marks(change: Callable[..., Any]) -> None:
+    """Have matrices marked otherwise: `change` gets shape, sections, divided dimension, group and rows."""
+    from megatron_ext.sharding import engine
+
+    engine.Matrix = change
+
+
+def leave_parts_of_the_momentum_on_their_ranks() -> None:
+    from megatron_ext.parallel.matrices import Matrix
+
+    _marks(lambda shape, sections, divided, group, rows: Matrix(shape, sections, None, None, rows))
+
+
+def leave_rows_of_the_momentum_on_their_ranks() -> None:
+    from megatron_ext.optim import muon
+
+    muon.on_owners = lambda parts, shards, compute: compute(list(range(len(parts))), parts)
+
+
+def take_keys_for_queries() -> None:
+    from megatron_ext.parallel.matrices import Matrix
+
+    _marks(lambda shape, sections, *others: Matrix(shape, sections[::-1], *others))
+
+
+def scale_by_the_shape_of_a_part() -> None:
+    from megatron_ext.optim import muon
+
+    scale = muon.scale
+    muon.scale = lambda mode, rows, columns: scale(mode, rows // 2, columns)
+
+
+def give_every_rank_its_own_momentum() -> None:
+    """Gradients are reduced, and one rank's momentum decays otherwise."""
+    from megatron_ext.optim.muon import Muon
+
+    direction: Any = Muon._direction
+
+    def of_rank(self: Any, weight: torch.Tensor) -> torch.Tensor:
+        self._momentum = 0.9 if torch.distributed.get_rank() == 0 else 0.5
+        return direction(self, weight)
+
+    setattr(Muon, "_direction", of_rank)  # noqa: B010

@@ -329,6 +329,8 @@ EXAMPLES = {
     "Moments in 16 bits of an optimizer that has others": Example(
         "--optimizer lion --exp-avg-dtype fp16", "--optimizer adam"
     ),
+    "A flag of another optimizer": Example("--optimizer lion --adam-beta2 0.95 --muon-nesterov", "--optimizer muon"),
+    "Muon in host memory": Example("--optimizer muon --optimizer-cpu-offload", "--optimizer-cpu-offload=false"),
     "Moments in bf16 in host memory": Example(
         "--optimizer-cpu-offload --exp-avg-dtype bf16", "--optimizer-cpu-offload=false"
     ),

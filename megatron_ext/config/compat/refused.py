@@ -8,9 +8,6 @@ megatron-core 0.19.2 wheel holds it; tests/unit/config/compat/test_megatron_opti
 an option is missing here, is listed twice, or takes another number of values.
 """
 
-from megatron_ext.config.derived.optimizers import FLAGS_OF_OTHERS, OPTIMIZERS
-from megatron_ext.errors import listed
-
 REFUSED: tuple[tuple[str, str], ...] = (
     # Old spellings, and what the command line says otherwise here.
     (
@@ -111,8 +108,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --disable-dsa-indexer-scoring-relu, --dsa-indexer-k-norm-epsilon N, --dsa-indexer-k-norm-fp32,
         --linear-conv-kernel-dim N =4, --linear-key-head-dim N =128, --linear-value-head-dim N =128,
         --linear-num-key-heads N =16, --linear-num-value-heads N =32, --linear-attention-freq N,
-        --qk-clip, --qk-clip-alpha N =0.5,
-        --qk-clip-threshold N =100, --use-kitchen-attention, --kitchen-attention-backend N =sdpa,
+        --use-kitchen-attention, --kitchen-attention-backend N =sdpa,
         --kitchen-config-file N, --kitchen-recipe-number N
         """,
     ),
@@ -181,7 +177,18 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --main-params-dtype N =fp32
         """,
     ),
-    (f"use --optimizer {listed(OPTIMIZERS)}", FLAGS_OF_OTHERS),
+    (
+        "next to Muon, Adam updates embeddings, output layer, norms, biases and routers; leave it out",
+        """
+        --muon-scalar-optimizer N =adam
+        """,
+    ),
+    (
+        "queries and keys are not rescaled; use --qk-layernorm, which bounds the same logits",
+        """
+        --qk-clip, --qk-clip-alpha N =0.5, --qk-clip-threshold N =100
+        """,
+    ),
     (
         "weight decay leaves out norms and biases, and every weight is trained; leave it out",
         """

@@ -88,6 +88,10 @@ class OptimizerTraits:
     """Whether the update of a matrix depends on all of it. Its class is then given whole ones, or stacks of those of
     experts, [experts, rows, columns], and a layout that has none is refused. `of_elements` updates the rest."""
 
+    puts_matrices_together: bool = False
+    """Whether its class computes matrices of which ranks have parts, too, by their `parallel.matrices.Matrix`. What is
+    in host memory it does not have on the device."""
+
     in_16_bits: "OptimizerTraits | None" = None
     """The traits of the class that keeps averages in bf16 or fp16, where --exp-avg-dtype or --exp-avg-sq-dtype asks for
     it; None where there is none."""
@@ -208,16 +212,28 @@ _LION = OptimizerTraits(
     built_as="adam",  # the engine's own Lion is in another package, and its distributed optimizer refuses SGD
     elsewhere={"deepspeed": Elsewhere(("lion",), flags="--lion-beta1 0.9 --lion-beta2 0.99")},
 )
+_MUON = OptimizerTraits(
+    name="muon",
+    title="Muon",
+    torch_class="megatron_ext.optim.muon:Muon",
+    arguments={
+        name: f"muon_{name}"
+        for name in (
+            *("momentum", "nesterov", "scale_mode", "extra_scale_factor", "num_ns_steps", "coefficient_type"),
+            *("no_split_qkv", "tp_mode", "fp32_matmul_prec"),
+        )
+    },
+    states=(State("momentum_buffer"),),
+    schemes=_ALL_SCHEMES,
+    built_as="adam",
+    of_elements=_FULL_ADAM,
+    needs_whole_matrices=True,
+    puts_matrices_together=True,
+    remark="matrices of layers by Muon; embeddings, output layer, norms, biases and routers by AdamW",
+)
 
-OPTIMIZERS: dict[str, OptimizerTraits] = {traits.name: traits for traits in (_ADAM, _SGD, _LION)}
+OPTIMIZERS: dict[str, OptimizerTraits] = {traits.name: traits for traits in (_ADAM, _SGD, _LION, _MUON)}
 """Optimizers by name, in the order of the choices of `--optimizer`."""
-
-FLAGS_OF_OTHERS = """
-    --muon-momentum N =0.9, --muon-no-split-qkv, --muon-nesterov, --muon-scale-mode N =spectral,
-    --muon-fp32-matmul-prec N =medium, --muon-coefficient-type N =quintic, --muon-num-ns-steps N =5,
-    --muon-tp-mode N =blockwise, --muon-extra-scale-factor N =1.0, --muon-scalar-optimizer N =adam
-"""
-"""Flags of those optimizers of Megatron that are not here, in the notation of `refused/`."""
 
 
 def traits_of(settings: Any) -> OptimizerTraits:

@@ -37,6 +37,7 @@ OTHER_DEFAULTS = {
     "--moe-router-load-balancing-type": OtherDefault("aux_loss", "the same, read as one of a list"),
     "--moe-aux-loss-coeff": OtherDefault(0.0, "the same, read as one of a list"),
     "--fp8-recipe": OtherDefault("delayed", "scales are those of the tensor itself, not of the steps before"),
+    "--muon-tp-mode": OtherDefault("blockwise", "the curve is the same as on one rank"),
     "--split": OtherDefault(None, "the same, which Megatron fills in later"),
 }
 """Flags whose default Megatron's parser gives otherwise."""

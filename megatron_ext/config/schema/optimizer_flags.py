@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_ext.config.derived.newton_schulz import COEFFICIENT_TYPES, SCALE_MODES
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.schema.option import ReadWith, free, option
 
@@ -24,7 +25,12 @@ class OptimizerConfig:
     """Options of the optimizer. Steps of the curves are iterations; a run given in samples (--train-samples) gives them
     in samples."""
 
-    optimizer: str = free("adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=tuple(OPTIMIZERS))
+    optimizer: str = free(
+        "adam",
+        "Update rule (adam is AdamW: decoupled weight decay; muon has it for all but the matrices of layers).",
+        choices=tuple(OPTIMIZERS),
+        refused={"dist_muon": "--use-distributed-optimizer shares muon's matrices out among the ranks"},
+    )
     lr: float = option(None, "Peak learning rate.", resume="curve", required="6e-4", at_least=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", resume="curve", read_with=_DECAYS)
     decoupled_lr: float | None = option(
@@ -125,6 +131,31 @@ class OptimizerConfig:
     sgd_momentum: float = free(0.9, "Momentum of SGD.", at_least=0)
     lion_beta1: float = free(0.95, "The momentum's share of the direction in which Lion steps.", share=True)
     lion_beta2: float = free(0.98, "Decay of Lion's momentum.", share=True)
+    muon_momentum: float = free(0.9, "Decay of Muon's momentum.", share=True)
+    muon_nesterov: bool = free(False, "Have Muon's direction look ahead by a momentum (Nesterov).")
+    muon_scale_mode: str = free(
+        "spectral",
+        "Size of Muon's updates: by the root of the larger dimension, of rows over columns, or of that if above 1.",
+        choices=SCALE_MODES,
+    )
+    muon_extra_scale_factor: float = free(
+        1.0, "What Muon's updates are multiplied by besides; with spectral, 0.2 makes them as large as Adam's."
+    )
+    muon_num_ns_steps: int = free(5, "Newton-Schulz iterations that make Muon's updates orthogonal.", at_least=1)
+    muon_coefficient_type: str = free("quintic", "Coefficients of these iterations.", choices=COEFFICIENT_TYPES)
+    muon_no_split_qkv: bool = free(False, "Make queries, keys and values orthogonal as one matrix, not as three.")
+    muon_tp_mode: str = free(
+        "duplicated",
+        "How tensor-parallel ranks compute the update of a matrix that they divide: each gathers and computes all of "
+        "it, or a part of each product, or its part as if that were a matrix, which makes another curve.",
+        choices=("duplicated", "distributed", "blockwise"),
+    )
+    muon_fp32_matmul_prec: str = free(
+        "medium",
+        "Precision of these iterations' products on GPUs, as torch names it: high and medium are TF32.",
+        choices=("highest", "high", "medium"),
+        refused={"low": "torch has no such precision"},
+    )
     optimizer_cpu_offload: bool = free(
         False, "Keep optimizer state in host memory, and update there.", saves_memory=True
     )

@@ -219,7 +219,9 @@ class Attention(Part):
         if self.output_bias:
             yield place.vector("linear_proj.bias", hidden, sequence_parallel=True)
         yield place.matrix("linear_proj.weight", hidden, self.context_size, adds=True, tp_dim=1)
-        yield place.matrix("linear_qkv.weight", qkv, hidden, tp_dim=0)
+        of_queries = [self.query_size // self.groups] * (2 if self.has_gate else 1)
+        sections = (*of_queries, self.head_size, self.value_head_size)
+        yield place.matrix("linear_qkv.weight", qkv, hidden, tp_dim=0, sections=sections)
         if self.qkv_bias:
             yield place.vector("linear_qkv.bias", qkv, tp_dim=0)
         for name, size in zip(("q_layernorm", "k_layernorm"), self.qk_norm_sizes or (), strict=False):

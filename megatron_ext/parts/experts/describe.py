@@ -45,7 +45,8 @@ class Experts(Part):
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
         """Yield the router, the routed experts, and the shared ones."""
-        yield place.matrix("router.weight", self.count, place.model.hidden_size, sequence_parallel=True)
+        own = {"sequence_parallel": True, "by_element": True}  # its rows are no channels
+        yield place.matrix("router.weight", self.count, place.model.hidden_size, **own)
         for expert in range(self.count) if place.experts is None else place.experts:
             yield from self.mlp.parameters(place.inside(f"experts.{expert}"), expert)
         if self.shared is not None:

@@ -91,7 +91,7 @@ def test_a_usual_launch_is_taken_and_says_what_it_leaves_out(name: str):
     [
         ("--mtp-num-layers 1", "--mtp-num-layers"),
         ("--fp4-format e2m1", "--fp4-format"),
-        ("--optimizer muon", "--optimizer: 'muon'"),
+        ("--optimizer soap", "--optimizer: 'soap'"),
         ("--use-mup", "--use-mup"),
         ("--moe-layer-freq ([0]*1+[1]*31)", "--moe-layer-freq"),
     ],

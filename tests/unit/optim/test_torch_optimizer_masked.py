@@ -22,7 +22,7 @@ def _made(name: str) -> Made:
         torch.nn.Parameter(torch.empty(0)),
     ]
     return weights, torch_optimizer(OptimizerConfig(optimizer=name, lr=0.1))(
-        [{"params": weights, "lr": 0.1, "weight_decay": 0.1}]
+        [{"params": weights, "lr": 0.1, "weight_decay": 0.1, "update": "element"}]
     )
 
 

@@ -188,4 +188,7 @@ def test_what_is_known_of_optimizers() -> None:
     names = {
         scheme: [one.name for one in run_by(scheme)] for scheme in ("use_distributed_optimizer", "use_torch_fsdp2")
     }
-    assert names == {"use_distributed_optimizer": ["adam", "lion"], "use_torch_fsdp2": ["adam", "sgd", "lion"]}
+    assert names == {
+        "use_distributed_optimizer": ["adam", "lion", "muon"],
+        "use_torch_fsdp2": ["adam", "sgd", "lion", "muon"],
+    }

@@ -62,7 +62,7 @@ def test_the_last_of_a_repeated_flag_counts():
         ("--num-layers 4.5", "--num-layers: '4.5' is not an integer"),
         ("--lr fast", "--lr: 'fast' is not a number"),
         ("--lr nan", "--lr: 'nan' is not a finite number"),
-        ("--optimizer muon", "--optimizer: 'muon' is not one of adam, sgd, lion"),
+        ("--optimizer soap", "--optimizer: 'soap' is not one of adam, sgd, lion, muon"),
         ("--timing-log-level 3", "--timing-log-level: '3' is not one of 0, 1, 2"),
         (
             "--exp-avg-dtype fp8",
@@ -89,7 +89,7 @@ def test_refused_flags_are_named_with_their_values_and_neutral_ones_pass():
     assert problem.startswith("--mask-prob 0.7 is not supported: ")
     (problem,) = problems_of("--spec some.module Spec --num-layers 4")
     assert problem.startswith("--spec some.module Spec is not supported: ")
-    neutral = "--mask-prob 0.150 --fim-eod-token=<|endoftext|> --muon-momentum 0.90"
+    neutral = "--mask-prob 0.150 --fim-eod-token=<|endoftext|> --muon-scalar-optimizer adam"
     assert parse(shlex.split(neutral)) == Typed(values={})
 
 
