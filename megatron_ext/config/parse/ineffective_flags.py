@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_ext.config.derived.attention_flags import LATENT_FLAGS, STRETCH_FLAGS
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION
-from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.sharding import given_schemes
 from megatron_ext.config.parse.options import flag_of, options_by_name
 
@@ -82,7 +81,6 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if name in values:
                 yield name, "without --multi-latent-attention there are no latents"
     yield from _of_positions(values)
-    yield from _of_other_optimizers(values)
     for name in ("save_interval", "exit_interval", "exit_duration_in_mins"):
         if values.get(name) == 0 and not (name == "save_interval" and values.get("save") is None):
             yield name, "0 is no interval, and nothing happens by it"
@@ -148,11 +146,3 @@ def _may_be_read(name: str, values: Mapping[str, Any]) -> bool:
         or (needed.holds(values.get(field, options_by_name()[field].default)) and _may_be_read(field, values))
         for field in needed.any_of
     )
-
-
-def _of_other_optimizers(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    chosen = values.get("optimizer", options_by_name()["optimizer"].default)
-    read = {name for traits in OPTIMIZERS[chosen].each for name in traits.flags}
-    for name in {name for traits in OPTIMIZERS.values() for name in traits.flags} - read:
-        if name in values:
-            yield name, f"--optimizer {chosen} does not read it"

@@ -247,8 +247,6 @@ DROPPED = [
     ("--moe-router-topk 2", "no experts"),
     ("--disable-bias-linear --num-experts 8 --moe-grouped-gemm", "without --bf16"),
     ("--disable-bias-linear --num-experts 8 --bf16 --moe-grouped-gemm --moe-ffn-hidden-size 84", "have 128 x 84"),
-    ("--lion-beta2 0.9", "--optimizer adam does not read it"),
-    ("--optimizer lion --adam-beta2 0.9", "--optimizer lion does not read it"),
     ("--manual-gc-interval 5", "without --manual-gc"),
     ("--rotary-base 5000", "no rotary positions"),
     ("--position-embedding-type rope --rope-scaling-factor 4", "without --use-rope-scaling"),
