@@ -10,6 +10,7 @@ from megatron.core.activations import quick_gelu
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_ext.device.kernels import nothing_is_trained, swiglu
 from megatron_ext.device.triton import kernel_choice
@@ -45,12 +46,28 @@ class FeedForward(MLP):
         )
 
 
+class _Numbers(torch.nn.Module):
+    """Parameters that all tensor-parallel ranks have, and of which a checkpoint holds one."""
+
+    def __init__(self, tp_group: Any) -> None:
+        super().__init__()
+        self.tp_group = tp_group
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Return them as megatron-core's checkpoints take them."""
+        own, groups = (
+            self.state_dict(keep_vars=True),
+            {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]},
+        )
+        return make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets, **groups)
+
+
 class XieluFeedForward(FeedForward):
     """An MLP whose activation has two numbers that each layer learns."""
 
     def __init__(self, config: TransformerConfig, *positional: Any, **settings: Any) -> None:
         super().__init__(config, *positional, **settings)
-        self.xielu = torch.nn.Module()
+        self.xielu = _Numbers(self.tp_group)
         for name in XIELU_BEGINNINGS:
             self.xielu.register_parameter(name, uninitialized(config, 1))
             # Each tensor-parallel rank sees all tokens, and its own channels.
