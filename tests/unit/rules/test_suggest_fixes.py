@@ -146,7 +146,7 @@ def test_the_fix_of_a_refused_flag_works(model: str) -> None:
                 if not _is_put_right(fixed, Facts(), ROUNDS, set()):
                     wrong.append(f"{problem}: {text!r} leads to {_problems(fixed, Facts())}")
     assert wrong == []
-    assert printed > 250
+    assert printed > 200  # fewer with everything that is built
 
 
 def _words(option: MegatronOption) -> tuple[str, ...]:
