@@ -1,17 +1,34 @@
 """From samples to a microbatch, and the parts of it that a pipeline stage reads.
 
 Shape legend: B = samples in a microbatch, S = tokens in a sample (of those that a context-parallel rank holds, once
-they are divided).
+they are divided), N = depths of multi-token prediction.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_ext.config.derived.rank_order import context_chunks
-from megatron_ext.data.packing import Documents, documents_of, restarted_positions
+from megatron_ext.data.packing import (
+    Documents,
+    begins_after_eod,
+    document_starts,
+    documents_of,
+    restarted_positions,
+)
+
+
+class Ahead(NamedTuple):
+    """What the depths of multi-token prediction read: depth k, from 1, predicts the token k + 1 positions ahead."""
+
+    tokens: torch.Tensor
+    """int64 [B, S, N], the token k positions ahead; 0 where the sample ends before."""
+    labels: torch.Tensor
+    """int64 [B, S, N], the token to predict."""
+    weights: torch.Tensor
+    """float32 [B, S, N], 0 where the loss of a depth does not count."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +45,16 @@ class Batch:
     """float32 [B, S], 0 where the loss does not count; last stage."""
     documents: Documents | None = None
     """Which positions see which, where documents are kept apart; every stage."""
+    ahead_tokens: torch.Tensor | None = None
+    """The fields of `Ahead`; last stage, where several tokens are predicted."""
+    ahead_labels: torch.Tensor | None = None
+    ahead_weights: torch.Tensor | None = None
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """What the depths of multi-token prediction read; None where there are none."""
+        tokens, labels, weights = self.ahead_tokens, self.ahead_labels, self.ahead_weights
+        return None if tokens is None or labels is None or weights is None else Ahead(tokens, labels, weights)
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on a device; a pinned one is copied without waiting."""
@@ -63,11 +90,18 @@ class StageView:
     """Whether tokens see their own document alone; every stage reads then where the documents are."""
     documents_are_whole: bool = False
     """Whether attention sees whole samples although context-parallel ranks share them."""
+    depths: int = 0
+    """Depths of multi-token prediction."""
+
+    @property
+    def predicts_ahead(self) -> bool:
+        """Whether it has depths of multi-token prediction."""
+        return self.is_last_stage and self.depths > 0
 
     @property
     def reads_tokens(self) -> bool:
         """Whether it reads the tokens of its samples."""
-        return self.is_first_stage or self.restarts_positions or self.separates_documents
+        return self.is_first_stage or self.predicts_ahead or self.restarts_positions or self.separates_documents
 
     @property
     def reads_samples(self) -> bool:
@@ -101,13 +135,42 @@ def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Ba
         assert tokens is not None
         divided = (0, 1) if view.documents_are_whole else (view.cp_rank, view.cp_size)
         documents = documents_of(tokens, view.eod, *divided, begins_BS=begins)
+    labels = stack("labels", torch.int64) if view.is_last_stage else None
+    loss_mask = stack("loss_mask", torch.float32) if view.is_last_stage else None
+    ahead: dict[str, torch.Tensor] = {}
+    if view.predicts_ahead:
+        assert tokens is not None and labels is not None and loss_mask is not None
+        if begins is None and (view.separates_documents or view.restarts_positions):
+            begins = begins_after_eod(tokens, view.eod)
+        read = _ahead(tokens, labels, loss_mask, begins, view)
+        ahead = {f"ahead_{name}": values for name, values in read._asdict().items()}
     return Batch(
         tokens=tokens if view.is_first_stage else None,
         position_ids=position_ids,
-        labels=stack("labels", torch.int64) if view.is_last_stage else None,
-        loss_mask=stack("loss_mask", torch.float32) if view.is_last_stage else None,
+        labels=labels,
+        loss_mask=loss_mask,
         documents=documents,
+        **ahead,
     )
+
+
+def _ahead(
+    tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, begins: torch.Tensor | None, view: StageView
+) -> Ahead:
+    """Return what the depths read of whole samples. No depth has a target in another document than its position's,
+    where it is known where documents begin."""
+    size = tokens.size(1)
+
+    def shifted(values: torch.Tensor) -> torch.Tensor:
+        depths = [torch.nn.functional.pad(values[:, depth:], (0, depth))[:, :size] for depth in range(1, view.depths + 1)]
+        return torch.stack(depths, dim=-1)
+
+    weights = shifted(mask)
+    if begins is not None:
+        # Of the token after the sample, the last target, only its end of document is known.
+        starts = document_starts(torch.cat([begins, tokens[:, -1:] == view.eod], dim=1))
+        weights *= shifted(starts[:, 1:]) == starts[:, :-1, None]
+    return Ahead(shifted(tokens), shifted(labels), weights)
 
 
 def divide(batch: Batch, view: StageView) -> Batch:
@@ -117,14 +180,11 @@ def divide(batch: Batch, view: StageView) -> Batch:
     chunks = torch.tensor(context_chunks(view.cp_rank, view.cp_size))
 
     def local(values_BS: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values_BS is None else values_BS.unflatten(1, (2 * view.cp_size, -1))[:, chunks].flatten(1)
+        return None if values_BS is None else values_BS.unflatten(1, (2 * view.cp_size, -1))[:, chunks].flatten(1, 2)
 
     return Batch(
-        tokens=local(batch.tokens),
-        position_ids=local(batch.position_ids),
-        labels=local(batch.labels),
-        loss_mask=local(batch.loss_mask),
         documents=batch.documents,
+        **{name: local(values) for name, values in vars(batch).items() if name != "documents"},
     )
 
 

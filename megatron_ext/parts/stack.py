@@ -12,15 +12,17 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from megatron_ext.config.derived.layer_patterns import is_dealt
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema.model_flags import MOST_DEPTHS
 from megatron_ext.parts.attention.describe import Attention, Rotary, attention_of
 from megatron_ext.parts.experts.describe import Experts, experts_of
 from megatron_ext.parts.latent_attention.describe import latent_attention_of
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
+from megatron_ext.parts.next_token.describe import NextToken
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.protocol import Part
 from megatron_ext.parts.ways import Asked, refusals
@@ -57,13 +59,27 @@ class Layer:
     """Whether norms stand before mixer and MLP (on what they take in), after them (on what they give, before it is
     added to the residual stream), or on both sides."""
 
+    next_token: NextToken | None = None
+    """What stands around it where it is a depth of multi-token prediction."""
+
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
         # Once a layer: the planner looks layers up some hundred times for each of thousands of layouts.
-        return hash((self.mixer, self.mlp, self.norm, self.norm_places))
+        return hash((self.mixer, self.mlp, self.norm, self.norm_places, self.next_token))
+
+    @property
+    def name(self) -> str:
+        """Global name of its module."""
+        return f"decoder.layers.{self.number}" if self.next_token is None else f"{self.depth_name}.transformer_layer"
+
+    @property
+    def depth_name(self) -> str:
+        """Global name of the depth of multi-token prediction that it is."""
+        assert self.next_token is not None, f"layer {self.number} is no depth"
+        return f"mtp.layers.{self.next_token.depth}"
 
     @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
@@ -131,13 +147,15 @@ class Layer:
         pieces = {place: asked for place, is_so in places.items() if is_so}
         for branch in self.branches:
             pieces |= branch.part.pieces(config)
-        return pieces
+        return pieces if self.next_token is None else pieces | self.next_token.pieces(config)
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield why this configuration cannot compute it, each with a setting that works."""
         yield from refusals(config, self.pieces(config))
         for branch in self.branches:
             yield from branch.part.cannot(config)
+        if self.next_token is not None:
+            yield from self.next_token.cannot(config)
 
     def core_flops(self, length: int) -> float:
         """Return the floating-point operations of one token, forward, besides products with weights."""
@@ -180,7 +198,7 @@ class Stack:
     def has_mixed_parameters(self) -> bool:
         """Whether some layers have experts and others an MLP: a checkpoint then holds each layer by itself, and
         otherwise the same parameter of all as one tensor."""
-        return len({layer.experts is None for layer, _ in self.kinds}) > 1
+        return len({layer.experts is None for layer, _ in self.kinds if layer.next_token is None}) > 1
 
     def total(self, of: Callable[[Layer], float]) -> float:
         """Return the sum of `of` over the layers."""
@@ -192,7 +210,8 @@ class Stack:
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the description of every layer of the model, in the order of a forward pass."""
+    """Return the description of every layer of the model, in the order of a forward pass; depths of multi-token
+    prediction come last."""
     return tuple(stack(config))
 
 
@@ -203,7 +222,13 @@ def stack(config: Config) -> Stack:
 
 @functools.lru_cache(maxsize=64)
 def _stack(model: ModelConfig) -> Stack:
-    return Stack(tuple(_layer(model, number) for number in range(model.num_layers)))
+    decoder = tuple(_layer(model, number) for number in range(model.num_layers))
+    numbers = range(min(model.mtp_num_layers or 0, MOST_DEPTHS))
+    depths = (
+        replace(decoder[-1], number=len(decoder) + depth, next_token=NextToken(depth, final_norm(model)))
+        for depth in numbers
+    )
+    return Stack((*decoder, *depths))
 
 
 def _layer(model: ModelConfig, number: int) -> Layer:
@@ -244,4 +269,4 @@ def residual_std(config: Config) -> float:
     It shrinks with the depth, so that the sum of 2 x layers branches keeps its variance (Radford et al. 2019, "Language
     Models are Unsupervised Multitask Learners", section 2.3).
     """
-    return config.model.init_method_std / math.sqrt(2.0 * len(stack(config)))
+    return config.model.init_method_std / math.sqrt(2.0 * config.model.num_layers)

@@ -122,6 +122,7 @@ WAYS: dict[str, Way] = {
             "gate": _NEVER_RUN.format("gates"),
             "clip": "which clips nothing",
             "latent": _NEVER_RUN.format("latents"),
+            "next tokens": _NEVER_RUN.format("multi-token prediction"),
             "norms after": "whose layers have norms before attention and MLP alone",
             "norms of projections": "whose norms of queries and keys are over single heads",
         },
@@ -130,7 +131,11 @@ WAYS: dict[str, Way] = {
     "FP8": Way(
         lambda config: config.training.fp8_format is not None,
         "--fp8-format {0.fp8_format} multiplies in FP8",
-        {"experts": "which has no grouped products for experts", "latent": "which has no products for latents"},
+        {
+            "experts": "which has no grouped products for experts",
+            "latent": "which has no products for latents",
+            "next tokens": "which was never compared with another layout in the depths of multi-token prediction",
+        },
         "leave --fp8-format out to train them in bf16",
     ),
 }

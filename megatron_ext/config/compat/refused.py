@@ -83,10 +83,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     # The model's structure, its first weights and its vocabulary.
     (
-        "multi-token prediction is not in this version; leave it out",
+        "each depth of multi-token prediction has a layer of its own, on the last stage; use --mtp-num-layers alone",
         """
-        --mtp-standalone, --mtp-num-layers N, --mtp-loss-scaling-factor N =0.1, --mtp-use-repeated-layer,
-        --mtp-detach-heads, --mtp-hybrid-override-pattern N
+        --mtp-standalone, --mtp-use-repeated-layer, --mtp-detach-heads, --mtp-hybrid-override-pattern N
         """,
     ),
     (

@@ -1,0 +1,57 @@
+"""Computes the hidden states of a depth of multi-token prediction."""
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_ext.parts.attention.cached import Sequences
+from megatron_ext.parts.linear.compute import ColumnLinear
+from megatron_ext.parts.norm.compute import norm_builder
+from megatron_ext.parts.norm.describe import Norm
+
+
+class NextTokenLayer(MultiTokenPredictionLayer):
+    """megatron-core's depth, which is given the embeddings of the tokens ahead.
+
+    Its own forward pass shifts the tokens that a context-parallel rank holds, with messages between the ranks, and over
+    the border of a document; here they were shifted when the whole sample was at hand (`data/microbatch.py`).
+    """
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_SBH: torch.Tensor,
+        embedded_SBH: torch.Tensor,
+        rotary: torch.Tensor | None,
+        sequences: Sequences | None,
+    ) -> torch.Tensor:
+        """Return the depth's normalized hidden states, [S, B, H], of the hidden states of the depth before and the
+        embeddings of the tokens ahead, both [S, B, H]."""
+
+        def states(hidden_SBH: torch.Tensor, embedded_SBH: torch.Tensor) -> torch.Tensor:
+            return self._proj_and_transformer_layer(
+                hidden_states=hidden_SBH,
+                decoder_input=embedded_SBH,
+                rotary_pos_emb=rotary,
+                packed_seq_params=sequences,  # pyright: ignore[reportArgumentType]
+            )
+
+        if self.config.recompute_method == "uniform" and self.training:
+            return tensor_parallel.checkpoint(states, False, hidden_SBH, embedded_SBH)
+        return states(hidden_SBH, embedded_SBH)
+
+
+def next_token_specs(norm: Norm, layers: list[ModuleSpec]) -> MultiTokenPredictionBlockSubmodules:
+    """Return the depths around these transformer layers."""
+    build = norm_builder(norm)
+    parts = [
+        MultiTokenPredictionLayerSubmodules(
+            enorm=build, hnorm=build, layer_norm=build, eh_proj=ColumnLinear, mtp_model_layer=layer
+        )
+        for layer in layers
+    ]
+    return MultiTokenPredictionBlockSubmodules([ModuleSpec(NextTokenLayer, submodules=part) for part in parts])

@@ -1,0 +1,99 @@
+"""Describes what a depth of multi-token prediction has besides its transformer layer (DeepSeek-V3, arXiv:2412.19437,
+section 2.2).
+
+Depth k, from 1, takes the hidden states h of depth k - 1 (of depth 0: of the final norm) and the embedding of the token
+k positions ahead: h' = final_layernorm(layer(eh_proj [enorm(embedding); hnorm(h)])), of which the model's output layer
+makes the logits of the token after that one. All depths are on the last pipeline stage, which holds a copy of the
+word embeddings for them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from megatron_ext.config.schema import Config
+from megatron_ext.parts.norm.describe import Norm
+from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.protocol import Exchange, Part, Place, Product, Share, State
+from megatron_ext.parts.ways import Asked
+
+
+@dataclass(frozen=True)
+class NextToken(Part):
+    """What stands around the transformer layer of one depth."""
+
+    modules = ("enorm", "hnorm", "eh_proj")
+
+    depth: int = field(compare=False)
+    """Index of the depth, from 0."""
+
+    norm: Norm
+    """What each of its three norms is."""
+
+    def parameters(self, place: Place) -> Iterator[Parameter]:
+        """Yield the norms of embedding and hidden states, the projection of both, and the norm of what comes out."""
+        width = place.model.hidden_size
+        yield from self.norm.parameters(place.inside("enorm"), width)
+        yield from self.norm.parameters(place.inside("hnorm"), width)
+        yield place.matrix("eh_proj.weight", width, 2 * width, tp_dim=0)
+        yield from self.norm.parameters(place.inside("final_layernorm"), width)
+
+    def state(self, place: Place) -> Iterator[State]:
+        """Yield what is saved with the projection."""
+        yield State(f"{place.name}.eh_proj._extra_state", "extra")
+
+    def products(self, share: Share) -> list[Product]:
+        """Return the projection's product."""
+        return [Product(share.tokens, share.hidden / share.tensor, 2 * share.hidden)]
+
+    def held(self, share: Share) -> Mapping[str, float]:
+        """Return the bytes of the embeddings, of the norms' outputs, and of both side by side."""
+        return {"next token": 3 * share.stream + 2 * self.norm.held(share)}
+
+    def sent(self, share: Share) -> Iterator[Exchange]:
+        """Yield what tensor-parallel ranks send for the embedding, the projection and the output layer."""
+        t, layout = share.tensor, share.config.layout
+        if t == 1:
+            return
+        one = (t - 1) / t * share.tokens * share.hidden * share.width
+        # The projection's outputs are gathered; with sequence parallelism its inputs are too, and their gradients.
+        if not layout.sequence_parallel:
+            yield Exchange("tp", "all-gather", one, 0.0, (1, 0), "m {layers} (t-1)/t A", "mlp")
+            yield Exchange("tp", "all-reduce", 0.0, 2 * 4 * one, (0, 3), "8 m {layers} (t-1)/t A", "mlp")
+            return
+        again = 0 if layout.sequence_parallel_keep_gathered else 2
+        of_output = 1 if share.config.training.linear_cross_entropy else 2
+        yield Exchange("tp", "all-gather", 3 * one, (2 + again) * one, (2, 3), "m {layers} 4 (t-1)/t A", "mlp")
+        yield Exchange("tp", "all-gather", 0.0, of_output * one, (0, of_output), "m {layers} (t-1)/t A", "mlp")
+        yield Exchange("tp", "reduce-scatter", 0.0, 4 * one, (0, 3), "m {layers} 4 (t-1)/t A", "mlp")
+
+    def pieces(self, config: Config) -> Mapping[str, Asked]:
+        """Return that it asks for more tokens than the next."""
+        number = config.model.mtp_num_layers
+        return {"next tokens": Asked(f"--mtp-num-layers is {number}", "leave --mtp-num-layers out")}
+
+    def cannot(self, config: Config) -> Iterator[str]:
+        """Yield what several predicted tokens do not go with."""
+        model, training, layout = config.model, config.training, config.layout
+        flag = f"--mtp-num-layers {model.mtp_num_layers}"
+        if model.position_embedding_type == "learned_absolute":
+            yield (
+                f"{flag} with --position-embedding-type learned_absolute: the last stage has no copy of the learned "
+                "positions; use --position-embedding-type rope"
+            )
+        if model.embed_layernorm:
+            yield f"{flag} with --embed-layernorm: the last stage has no copy of that norm; leave --embed-layernorm out"
+        if model.logits_multiplier != 1.0:
+            yield (
+                f"{flag} with --logits-multiplier {model.logits_multiplier:g}: it multiplies the hidden states that a "
+                "depth reads, too; leave --logits-multiplier out"
+            )
+        if training.recompute_method == "uniform" and (training.recompute_num_layers or 1) > 1:
+            yield (
+                f"{flag} with --recompute-num-layers {training.recompute_num_layers}: a depth is computed anew by "
+                "itself; use --recompute-num-layers 1"
+            )
+        if layout.use_megatron_fsdp:
+            yield (
+                f"{flag} with --use-megatron-fsdp: megatron-core's FSDP frees what was gathered for the embedding and "
+                "the output layer after their first use in a pass; use --use-torch-fsdp2 or --use-distributed-optimizer"
+            )
