@@ -113,6 +113,8 @@ class Activations:
         parts = {"residual": len(layer.branches) * self.stream, "norms": self._norms(layer)}
         for branch in layer.branches:
             parts |= branch.part.held(self.share)
+        if layer.next_token is not None:
+            parts |= layer.next_token.held(self.share)
         return LayerBytes({**parts, "dropout": len(layer.branches) * self._dropout_mask()})
 
     def _norms(self, layer: Layer) -> float:
@@ -126,6 +128,15 @@ class Activations:
         if key not in self._of_chunks:
             of_layers, recomputed = self._layers(layers)
             loss, logits = self._loss() if last else (0.0, 0.0)
+            # Of a depth that is computed anew, its norm's output alone is kept.
+            if last and (depths := self.config.model.mtp_num_layers):
+                # Of a depth that is computed anew, its norm's output alone is kept.
+                anew = self.config.training.recompute_method == "uniform"
+                freed = final_norm(self.config.model).held(self.share) if anew else 0.0
+                others = depths * (loss - freed) + freed
+                # When the last depth is computed anew, what all others' losses hold is still there.
+                recomputed += others + freed if recomputed else 0.0
+                loss += others - freed
             rest = self._dropout_mask() if first else 0.0
             self._of_chunks[key] = ChunkBytes(of_layers, loss, rest + self._rotary_table, recomputed, logits)
         return self._of_chunks[key]
@@ -163,7 +174,8 @@ class Activations:
         goes without recomputation alone."""
         if not self.config.layout.sequence_parallel_keep_gathered:
             return 0.0
-        return layers.total(lambda layer: layer.blocks) * (self.divided - 1) * self.stream
+        inputs = layers.total(lambda layer: layer.blocks + 2 * (layer.next_token is not None))
+        return inputs * (self.divided - 1) * self.stream
 
     def _dropped(self, layer: Layer) -> float:
         """Return the bytes of the parts of a layer that selective recomputation drops."""

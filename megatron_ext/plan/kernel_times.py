@@ -42,9 +42,13 @@ class Kernels:
         self._of_kinds: dict[Layer, tuple[Passes, Passes, Passes]] = {}
 
     def layer(self, layer: Layer) -> tuple[Passes, Passes, Passes]:
-        """Return the seconds of the mixer's projections, of its core and of the MLP."""
+        """Return the seconds of the mixer's projections, of its core, and of the MLP with what else a depth of
+        multi-token prediction has."""
         if layer not in self._of_kinds:
-            self._of_kinds[layer] = self._part(layer.mixer), self._core(layer.mixer), self._part(layer.mlp)
+            ahead, back = self._part(layer.next_token)
+            forward, backward = self._part(layer.mlp)
+            mlp = forward + ahead, backward + back
+            self._of_kinds[layer] = self._part(layer.mixer), self._core(layer.mixer), mlp
         return self._of_kinds[layer]
 
     def output(self) -> Passes:

@@ -10,7 +10,6 @@ from megatron_ext.config.derived.rank_order import axis_sizes
 from megatron_ext.config.parse.blend import read_blend
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import count
-from megatron_ext.parts.stack import stack
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,12 @@ def _layout(config: Config) -> str:
 
 
 def _model(config: Config) -> str:
-    layers = stack(config)
+    model = config.model
+    layers = f"{model.num_layers} layers"
+    if model.mtp_num_layers:
+        layers += f" and {model.mtp_num_layers} of multi-token prediction"
     precision = "bf16" if config.training.bf16 else "fp16" if config.training.fp16 else "fp32"
-    return f"{count(config):,} parameters, {len(layers)} layers of width {config.model.hidden_size:,}, {precision}"
+    return f"{count(config):,} parameters, {layers} of width {model.hidden_size:,}, {precision}"
 
 
 def _graphs(config: Config) -> str:

@@ -46,8 +46,10 @@ class NextToken(Part):
         return [Product(share.tokens, share.hidden / share.tensor, 2 * share.hidden)]
 
     def held(self, share: Share) -> Mapping[str, float]:
-        """Return the bytes of the embeddings, of the norms' outputs, and of both side by side."""
-        return {"next token": 3 * share.stream + 2 * self.norm.held(share)}
+        """Return the bytes of both inputs side by side, and of what the norms keep: the embeddings (hidden states are
+        kept for the output layer), or what each makes of its input."""
+        of_norms = 2 * self.norm.held(share) - (share.stream if self.norm.keeps_its_input(share) else 0.0)
+        return {"next token": 2 * share.stream + of_norms}
 
     def sent(self, share: Share) -> Iterator[Exchange]:
         """Yield what tensor-parallel ranks send for the embedding, the projection and the output layer."""
