@@ -88,7 +88,7 @@ MODELS |= {
 MODELS |= {
     "one token ahead": f"--num-layers 4 {_LLAMA} --mtp-num-layers 1",
     "two tokens ahead": f"--num-layers 4 {_LLAMA} {_UNTIED} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
-    "two tokens ahead, packed": f"{MODELS['packed']} --eod-mask-loss --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
+    "two tokens ahead, packed": f"{MODELS['packed']} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
     "a token ahead by latents and experts": (
         f"--num-layers 4 {_LATENT_SIZES} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
         "--moe-layer-freq [0,1,1,1] --mtp-num-layers 1"
@@ -359,6 +359,8 @@ _AHEAD = {
     "DP2 distributed optimizer, overlap, one token ahead": (2, _OVERLAP),
     "FSDP2, two tokens ahead": (2, _FSDP2),
     "TP2 SP PP2 FSDP2, one token ahead": (8, f"{_TP2_SP} --pipeline-model-parallel-size 2 {_FSDP2}"),
+    "ZeRO-2, one token ahead": (2, f"{_MEGATRON_FSDP} optim_grads"),
+    "TP2 SP ZeRO-3, two tokens ahead": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
     "TP2 SP EP2, a token ahead by latents and experts": (4, f"{_TP2_SP} {_EP2}"),
     "PP2 EP2, a token ahead by latents and experts": (4, f"--pipeline-model-parallel-size 2 {_EP2} {_ALLTOALL}"),
     "one process, recompute full uniform, two tokens ahead": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),

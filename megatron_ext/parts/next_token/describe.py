@@ -75,7 +75,7 @@ class NextToken(Part):
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what several predicted tokens do not go with."""
-        model, training, layout = config.model, config.training, config.layout
+        model, training = config.model, config.training
         flag = f"--mtp-num-layers {model.mtp_num_layers}"
         if model.position_embedding_type == "learned_absolute":
             yield (
@@ -93,9 +93,4 @@ class NextToken(Part):
             yield (
                 f"{flag} with --recompute-num-layers {training.recompute_num_layers}: a depth is computed anew by "
                 "itself; use --recompute-num-layers 1"
-            )
-        if layout.use_megatron_fsdp:
-            yield (
-                f"{flag} with --use-megatron-fsdp: megatron-core's FSDP frees what was gathered for the embedding and "
-                "the output layer after their first use in a pass; use --use-torch-fsdp2 or --use-distributed-optimizer"
             )
