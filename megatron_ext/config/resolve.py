@@ -83,6 +83,8 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
     _resolve_layout(values, facts)
     _resolve_implementation(values)
     _resolve_model(values, facts)
+    if values.get("mtp_num_layers") == 0:
+        values["mtp_num_layers"] = None
     _resolve_exchange(values)
     _resolve_training(values)
     if "split" in values:

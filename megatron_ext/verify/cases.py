@@ -358,7 +358,7 @@ _AHEAD = {
     "CP2 all_gather, two tokens ahead, packed": (2, f"{_CP2} all_gather"),
     "DP2 distributed optimizer, overlap, one token ahead": (2, _OVERLAP),
     "FSDP2, two tokens ahead": (2, _FSDP2),
-    "TP2 SP PP2 FSDP2, one token ahead": (8, f"{_TP2_SP} --pipeline-model-parallel-size 2 {_FSDP2}"),
+    "TP2 SP FSDP2, one token ahead": (4, f"{_TP2_SP} {_FSDP2}"),
     "ZeRO-2, one token ahead": (2, f"{_MEGATRON_FSDP} optim_grads"),
     "TP2 SP ZeRO-3, two tokens ahead": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
     "TP2 SP EP2, a token ahead by latents and experts": (4, f"{_TP2_SP} {_EP2}"),

@@ -35,7 +35,7 @@ from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENI
 from megatron_ext.config.schema import Config
 from megatron_ext.durable import sync
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.families import Family, ParameterMapping, family_of, state_dict_mapping
+from megatron_ext.families import Family, ParameterMapping, copies, family_of, state_dict_mapping
 from megatron_ext.families.hf_config import hf_config
 from megatron_ext.markup import code, table
 from megatron_ext.parts.catalogue import count
@@ -96,6 +96,8 @@ def export_huggingface(
     try:
         mappings = state_dict_mapping(source.config, family)
         shapes = {name: shape for part in mappings for name, shape in part.tensor_shapes().items()}
+        repeated = copies(source.config, family)
+        shapes |= {copy: shapes[original] for copy, original in repeated.items()}
         entries = _files(unfinished, shapes, code, max_shard_size)
         tokenizer = _tokenizer_of_training(source.config)
         copied = _copy(source, unfinished, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
@@ -109,6 +111,8 @@ def export_huggingface(
             check_tokenizer(unfinished, source.config, tokenizer)
         with Files(os.O_WRONLY) as files:
             _write_weights(source, mappings, entries, files)
+            for copy, original in repeated.items():
+                _repeat(entries[original], entries[copy], files)
         for path in (*unfinished.iterdir(), unfinished):
             sync(path)
         if final.exists():
@@ -148,6 +152,14 @@ def _write_weights(
             problems.append(f"{name} has another checksum than {expected['crc32']}")
     if problems:
         raise DataError(f"{source.path} is damaged ({', '.join(problems[:5])}). Take an earlier checkpoint.")
+
+
+def _repeat(original: Entry, copy: Entry, files: Files) -> None:
+    """Write the rows of a tensor that has been written once more, as another tensor."""
+    step = max(1, BLOCK // original.row_bytes)
+    for first in range(0, original.shape[0], step):
+        rows = original.rows(first, min(step, original.shape[0] - first))
+        write_all(files[copy.path], copy.offset_of(first), memoryview(rows).cast("B"))
 
 
 def _all(wanted: list[tuple[int, FilePart]], path: Path) -> Iterator[FilePart]:
