@@ -5,19 +5,13 @@ they are divided), N = depths of multi-token prediction.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_ext.config.derived.rank_order import context_chunks
-from megatron_ext.data.packing import (
-    Documents,
-    begins_after_eod,
-    document_starts,
-    documents_of,
-    restarted_positions,
-)
+from megatron_ext.data.packing import Documents, begins_after_eod, document_starts, documents_of, restarted_positions
 
 
 class Ahead(NamedTuple):
@@ -45,28 +39,26 @@ class Batch:
     """float32 [B, S], 0 where the loss does not count; last stage."""
     documents: Documents | None = None
     """Which positions see which, where documents are kept apart; every stage."""
-    ahead_tokens: torch.Tensor | None = None
-    """The fields of `Ahead`; last stage, where several tokens are predicted."""
-    ahead_labels: torch.Tensor | None = None
-    ahead_weights: torch.Tensor | None = None
-
-    @property
-    def ahead(self) -> Ahead | None:
-        """What the depths of multi-token prediction read; None where there are none."""
-        tokens, labels, weights = self.ahead_tokens, self.ahead_labels, self.ahead_weights
-        return None if tokens is None or labels is None or weights is None else Ahead(tokens, labels, weights)
+    ahead: Ahead | None = None
+    """Last stage, where several tokens are predicted."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on a device; a pinned one is copied without waiting."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory."""
-        return self._map(torch.Tensor.pin_memory)
+        return self.map(torch.Tensor.pin_memory)
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        def mapped(value: torch.Tensor | Documents | None) -> Any:
-            return value.map(function) if isinstance(value, Documents) else value if value is None else function(value)
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Return the same with `function` applied to every tensor."""
+
+        def mapped(value: torch.Tensor | Documents | Ahead | None) -> Any:
+            if isinstance(value, Documents):
+                return value.map(function)
+            if isinstance(value, Ahead):
+                return Ahead(*map(function, value))
+            return value if value is None else function(value)
 
         return Batch(**{field.name: mapped(getattr(self, field.name)) for field in fields(self)})
 
@@ -94,14 +86,10 @@ class StageView:
     """Depths of multi-token prediction."""
 
     @property
-    def predicts_ahead(self) -> bool:
-        """Whether it has depths of multi-token prediction."""
-        return self.is_last_stage and self.depths > 0
-
-    @property
     def reads_tokens(self) -> bool:
         """Whether it reads the tokens of its samples."""
-        return self.is_first_stage or self.predicts_ahead or self.restarts_positions or self.separates_documents
+        predicts_ahead = self.is_last_stage and self.depths > 0
+        return self.is_first_stage or predicts_ahead or self.restarts_positions or self.separates_documents
 
     @property
     def reads_samples(self) -> bool:
@@ -137,20 +125,18 @@ def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Ba
         documents = documents_of(tokens, view.eod, *divided, begins_BS=begins)
     labels = stack("labels", torch.int64) if view.is_last_stage else None
     loss_mask = stack("loss_mask", torch.float32) if view.is_last_stage else None
-    ahead: dict[str, torch.Tensor] = {}
-    if view.predicts_ahead:
-        assert tokens is not None and labels is not None and loss_mask is not None
+    ahead = None
+    if tokens is not None and labels is not None and loss_mask is not None and view.depths:
         if begins is None and (view.separates_documents or view.restarts_positions):
             begins = begins_after_eod(tokens, view.eod)
-        read = _ahead(tokens, labels, loss_mask, begins, view)
-        ahead = {f"ahead_{name}": values for name, values in read._asdict().items()}
+        ahead = _ahead(tokens, labels, loss_mask, begins, view)
     return Batch(
         tokens=tokens if view.is_first_stage else None,
         position_ids=position_ids,
         labels=labels,
         loss_mask=loss_mask,
         documents=documents,
-        **ahead,
+        ahead=ahead,
     )
 
 
@@ -159,11 +145,11 @@ def _ahead(
 ) -> Ahead:
     """Return what the depths read of whole samples. No depth has a target in another document than its position's,
     where it is known where documents begin."""
-    size = tokens.size(1)
+    by = range(1, view.depths + 1)
 
     def shifted(values: torch.Tensor) -> torch.Tensor:
-        depths = [torch.nn.functional.pad(values[:, depth:], (0, depth))[:, :size] for depth in range(1, view.depths + 1)]
-        return torch.stack(depths, dim=-1)
+        padded = torch.nn.functional.pad(values, (0, view.depths))
+        return torch.stack([padded[:, depth : depth + values.size(1)] for depth in by], dim=-1)
 
     weights = shifted(mask)
     if begins is not None:
@@ -179,13 +165,10 @@ def divide(batch: Batch, view: StageView) -> Batch:
         return batch
     chunks = torch.tensor(context_chunks(view.cp_rank, view.cp_size))
 
-    def local(values_BS: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values_BS is None else values_BS.unflatten(1, (2 * view.cp_size, -1))[:, chunks].flatten(1, 2)
+    def local(values_BS: torch.Tensor) -> torch.Tensor:
+        return values_BS.unflatten(1, (2 * view.cp_size, -1))[:, chunks].flatten(1, 2)
 
-    return Batch(
-        documents=batch.documents,
-        **{name: local(values) for name, values in vars(batch).items() if name != "documents"},
-    )
+    return replace(replace(batch, documents=None).map(local), documents=batch.documents)
 
 
 def padding_sample(seq_length: int) -> dict[str, torch.Tensor]:

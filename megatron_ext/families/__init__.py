@@ -11,15 +11,6 @@ families have in common. `families/hf_config.py` reads and writes whole `config.
 
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.registry import FAMILIES, family_of, obstacles
-from megatron_ext.families.state_dict_mapping import ParameterMapping, RowRange, copies, state_dict_mapping
+from megatron_ext.families.state_dict_mapping import ParameterMapping, RowRange, state_dict_mapping
 
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "ParameterMapping",
-    "RowRange",
-    "copies",
-    "family_of",
-    "obstacles",
-    "state_dict_mapping",
-]
+__all__ = ["FAMILIES", "Family", "ParameterMapping", "RowRange", "family_of", "obstacles", "state_dict_mapping"]

@@ -65,14 +65,14 @@ def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]
 def copies(config: Config, family: Family) -> dict[str, str]:
     """Return the tensors of the family that repeat another one, with that: each depth of multi-token prediction has
     embedding and output layer once more."""
-    found: dict[str, str] = {}
-    depths = [layer for layer in layers(config) if layer.next_token is not None]
-    for layer in depths:
-        for there, ours in NEXT_TOKEN_COPIES.items():
-            tied = ours == "output_layer" and not config.model.untie_embeddings_and_output_weights
-            [original] = family.names["embedding.word_embeddings" if tied else ours]
-            found[f"{family.layers.format(layer.number)}{there}.weight"] = f"{original}.weight"
-    return found
+    tied = not config.model.untie_embeddings_and_output_weights
+    ours = {there: NEXT_TOKEN_COPIES["embed_tokens"] if tied else one for there, one in NEXT_TOKEN_COPIES.items()}
+    return {
+        f"{family.layers.format(layer.number)}{there}.weight": f"{family.names[module][0]}.weight"
+        for layer in layers(config)
+        if layer.next_token is not None
+        for there, module in ours.items()
+    }
 
 
 def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family) -> ParameterMapping:

@@ -128,7 +128,9 @@ def _mixture(config: Config) -> dict[str, Any]:
     return {
         "num_moe_experts": model.num_experts,
         # By which it knows how layers are saved.
-        "moe_layer_freq": [int(layer.experts is not None) for layer in held[: model.num_layers]] if held.has_mixed_parameters else 1,
+        "moe_layer_freq": [int(layer.experts is not None) for layer in held[: model.num_layers]]
+        if held.has_mixed_parameters
+        else 1,
         "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
         "moe_router_topk": model.moe_router_topk,
         "moe_router_score_function": model.moe_router_score_function,

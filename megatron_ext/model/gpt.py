@@ -106,16 +106,14 @@ class GPT(GPTModel):
             return super()._postprocess(**inputs)
         ahead, sequences = inputs["output_processor_context"], inputs["packed_seq_params"]
         shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        read = partial(
-            self.readout, output_layer=self.output_layer, output_weight=shared, packed_seq_params=sequences
-        )
+        read = partial(self.readout, output_layer=self.output_layer, output_weight=shared, packed_seq_params=sequences)
         hidden, mask = inputs["hidden_states"], inputs["loss_mask"]
         output = read(hidden, labels=inputs["labels"], loss_mask=mask)
         if ahead is None:
             return output
         outputs = [output]
-        depths = zip(self.mtp.layers, *(values.unbind(-1) for values in ahead), strict=True)
-        for layer, tokens, labels, weights in depths:
+        of_depths = (values.unbind(-1) for values in ahead)
+        for layer, tokens, labels, weights in zip(self.mtp.layers, *of_depths, strict=True):
             embedded = self.embedding(input_ids=tokens, position_ids=inputs["position_ids"])
             hidden = layer(hidden, embedded, inputs["rotary_pos_emb"], sequences)
             outputs.append(read(hidden, labels=labels, loss_mask=None if mask is None else weights))

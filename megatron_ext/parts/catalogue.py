@@ -168,7 +168,7 @@ def layer_parameters(config: Config, layer: Layer, experts: Iterable[int] | None
         experts: the routed experts to name, in place of all of the layer's.
     """
     if layer.next_token is not None:
-        yield from layer.next_token.parameters(replace(_place(config, layer), name=layer.depth_name))
+        yield from layer.next_token.parameters(_place(config, layer))
     for branch in layer.branches:
         yield from branch_parameters(config, layer, branch, experts)
     yield from own_parameters.of_layer(config, layer)
@@ -190,7 +190,7 @@ def states(config: Config) -> Iterator[State]:
     """Yield what the layers keep and save besides parameters, in the order of a forward pass."""
     for layer in layers(config):
         if layer.next_token is not None:
-            yield from layer.next_token.state(replace(_place(config, layer), name=layer.depth_name))
+            yield from layer.next_token.state(_place(config, layer))
         for branch in layer.branches:
             yield from branch.part.state(_place(config, layer).inside(branch.name))
 

@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple
 
 from megatron_ext.config.derived.layer_patterns import is_dealt
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.config.schema.model_flags import MOST_DEPTHS
 from megatron_ext.parts.attention.describe import Attention, Rotary, attention_of
 from megatron_ext.parts.experts.describe import Experts, experts_of
 from megatron_ext.parts.latent_attention.describe import latent_attention_of
@@ -73,13 +72,8 @@ class Layer:
     @property
     def name(self) -> str:
         """Global name of its module."""
-        return f"decoder.layers.{self.number}" if self.next_token is None else f"{self.depth_name}.transformer_layer"
-
-    @property
-    def depth_name(self) -> str:
-        """Global name of the depth of multi-token prediction that it is."""
-        assert self.next_token is not None, f"layer {self.number} is no depth"
-        return f"mtp.layers.{self.next_token.depth}"
+        ahead = self.next_token
+        return f"decoder.layers.{self.number}" if ahead is None else f"{ahead.name}.transformer_layer"
 
     @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
@@ -94,6 +88,12 @@ class Layer:
             for name, part, first, last in pieces
             if part is not None
         )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Its parts, and what stands around it."""
+        around = () if self.next_token is None else (self.next_token,)
+        return (*around, *(branch.part for branch in self.branches))
 
     @property
     def attention(self) -> Attention:
@@ -145,17 +145,15 @@ class Layer:
         asked = Asked(f"--norm-position is {self.norm_places}", "--norm-position before")
         places = {"norms after": self.norms_after, "no norms before": not self.norms_before}
         pieces = {place: asked for place, is_so in places.items() if is_so}
-        for branch in self.branches:
-            pieces |= branch.part.pieces(config)
-        return pieces if self.next_token is None else pieces | self.next_token.pieces(config)
+        for part in self.parts:
+            pieces |= part.pieces(config)
+        return pieces
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield why this configuration cannot compute it, each with a setting that works."""
         yield from refusals(config, self.pieces(config))
-        for branch in self.branches:
-            yield from branch.part.cannot(config)
-        if self.next_token is not None:
-            yield from self.next_token.cannot(config)
+        for part in self.parts:
+            yield from part.cannot(config)
 
     def core_flops(self, length: int) -> float:
         """Return the floating-point operations of one token, forward, besides products with weights."""
@@ -223,11 +221,8 @@ def stack(config: Config) -> Stack:
 @functools.lru_cache(maxsize=64)
 def _stack(model: ModelConfig) -> Stack:
     decoder = tuple(_layer(model, number) for number in range(model.num_layers))
-    numbers = range(min(model.mtp_num_layers or 0, MOST_DEPTHS))
-    depths = (
-        replace(decoder[-1], number=len(decoder) + depth, next_token=NextToken(depth, final_norm(model)))
-        for depth in numbers
-    )
+    ahead = (NextToken(depth, final_norm(model)) for depth in range(model.mtp_num_layers or 0))
+    depths = (replace(decoder[-1], number=len(decoder) + one.depth, next_token=one) for one in ahead)
     return Stack((*decoder, *depths))
 
 

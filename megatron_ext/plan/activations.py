@@ -111,10 +111,8 @@ class Activations:
 
     def _layer(self, layer: Layer) -> LayerBytes:
         parts = {"residual": len(layer.branches) * self.stream, "norms": self._norms(layer)}
-        for branch in layer.branches:
-            parts |= branch.part.held(self.share)
-        if layer.next_token is not None:
-            parts |= layer.next_token.held(self.share)
+        for part in layer.parts:
+            parts |= part.held(self.share)
         return LayerBytes({**parts, "dropout": len(layer.branches) * self._dropout_mask()})
 
     def _norms(self, layer: Layer) -> float:

@@ -121,7 +121,7 @@ def _stages(config: Config) -> list[str]:
     for stage, chunks in enumerate(chunk_layers(config)):
         layers = " ".join(_layer_range(chunk) for chunk in chunks)
         if depths and stage == config.layout.pipeline_model_parallel_size - 1:
-            layers = f"{layers} ({depths} of multi-token prediction)"
+            layers = f"{layers} (last {depths}: MTP)"
         rest = per_rank[stage] - of_experts[stage]
         memory = _bytes(rest * bytes_each + of_experts[stage] * bytes_of_experts)
         lines.append(f"{stage:5d}  {layers:<30}  {per_rank[stage]:>19,}  {memory} ({each})")

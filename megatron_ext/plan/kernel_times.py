@@ -45,10 +45,8 @@ class Kernels:
         """Return the seconds of the mixer's projections, of its core, and of the MLP with what else a depth of
         multi-token prediction has."""
         if layer not in self._of_kinds:
-            ahead, back = self._part(layer.next_token)
-            forward, backward = self._part(layer.mlp)
-            mlp = forward + ahead, backward + back
-            self._of_kinds[layer] = self._part(layer.mixer), self._core(layer.mixer), mlp
+            forward, backward = map(sum, zip(self._part(layer.mlp), self._part(layer.next_token), strict=True))
+            self._of_kinds[layer] = self._part(layer.mixer), self._core(layer.mixer), (forward, backward)
         return self._of_kinds[layer]
 
     def output(self) -> Passes:

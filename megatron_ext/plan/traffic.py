@@ -193,8 +193,7 @@ class _Stage:
         share, m = Share(self.config), self.microbatches
         sums: dict[tuple[str, str], list[float]] = {}
         for kind, layers in self.held.items():
-            parts = [branch.part for branch in kind.branches] + ([kind.next_token] if kind.next_token else [])
-            for exchange in (one for part in parts for one in part.sent(share) if one.axis == axis):
+            for exchange in (one for part in kind.parts for one in part.sent(share) if one.axis == axis):
                 forward, backward = layers + self.again[exchange.repeated_with][kind], layers
                 calls = exchange.calls
                 total = sums.setdefault((exchange.collective, exchange.formula), [0.0] * 4)

@@ -57,10 +57,8 @@ def layout_string_is_right(config: Config, facts: Facts) -> Iterator[str]:
             f"{working}"
         )
     elif letters.count("m") != depths or (depths and not re.fullmatch("E?t+m+L", chunks[-1])):
-        yield (
-            f"{_LAYOUT} '{text}' must have one m for each of --mtp-num-layers {depths}, between the last layer t and L; "
-            f"use for example {working}"
-        )
+        wanted = f"must have one m for each of --mtp-num-layers {depths}, between a layer t and L"
+        yield f"{_LAYOUT} '{text}' {wanted} of its last chunk; use for example {working}"
     elif "" in chunks:
         which = f"chunk {chunks.index('') + 1} of {len(chunks)}"
         yield f"{_LAYOUT} '{text}': {which} holds nothing; use for example {working}"
@@ -227,13 +225,10 @@ def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[
 
 
 def depths_follow_a_layer(config: Config, facts: Facts) -> Iterator[str]:
-    """Require a layer in the chunk of the depths of multi-token prediction, with which the final norm stands."""
+    """Require a layer in the last chunk, before depths of multi-token prediction: the final norm stands with it."""
     depths = config.model.mtp_num_layers
     if depths and split_is_right(config, facts) and layer_counts(config)[-1][-1] == 0:
-        yield (
-            f"--mtp-num-layers {depths}: the last chunk of the pipeline has no layer before them; leave {_LOSS} out, or "
-            "give that chunk a layer"
-        )
+        yield f"--mtp-num-layers {depths}: the last chunk of the pipeline has no other layer; leave {_LOSS} out"
 
 
 def split_is_right(config: Config, facts: Facts) -> bool:

@@ -72,11 +72,8 @@ def _layout(config: Config) -> str:
 
 def _model(config: Config) -> str:
     model = config.model
-    layers = f"{model.num_layers} layers"
-    if model.mtp_num_layers:
-        layers += f" and {model.mtp_num_layers} of multi-token prediction"
     precision = "bf16" if config.training.bf16 else "fp16" if config.training.fp16 else "fp32"
-    return f"{count(config):,} parameters, {layers} of width {model.hidden_size:,}, {precision}"
+    return f"{count(config):,} parameters, {model.num_layers} layers of width {model.hidden_size:,}, {precision}"
 
 
 def _graphs(config: Config) -> str:

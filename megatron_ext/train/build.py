@@ -174,11 +174,7 @@ def build_loaders(
     from_store = any(is_url(source.name) for one in there for source in one.sources)
 
     def loader(
-        dataset: SampleDataset,
-        micro_batch_size: int,
-        describe: Callable[[int], str],
-        skipped: SkippedSamples = NOTHING,
-        depths: int = 0,
+        dataset: SampleDataset, micro_batch_size: int, describe: Callable[[int], str], skipped: SkippedSamples = NOTHING
     ) -> BatchLoader:
         return BatchLoader(
             dataset,
@@ -197,7 +193,7 @@ def build_loaders(
                 separates_documents=data.reset_attention_mask,
                 # Heads that are exchanged see whole samples.
                 documents_are_whole=config.layout.cp_comm_type[0] == "a2a",
-                depths=depths,
+                depths=config.model.mtp_num_layers or 0,
             ),
             num_workers=data.num_workers,
             pin_memory=device.kind == "cuda",
@@ -219,9 +215,8 @@ def build_loaders(
         return HeldOut(held_out_loader, tuple(part for part in parts if part.positions))
 
     train, skipped = datasets.train, skipped_samples(data.skip_samples or ())
-    depths = config.model.mtp_num_layers or 0
     return Loaders(
-        train=loader(train, training.micro_batch_size, lambda index: describe_sample(train, index), skipped, depths),
+        train=loader(train, training.micro_batch_size, lambda index: describe_sample(train, index), skipped),
         samples=train,
         valid=held_out(datasets.valid),
         test=held_out(datasets.test),

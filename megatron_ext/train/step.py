@@ -174,10 +174,10 @@ def run_microbatches(
     """
     config = run.config
     depths = 0 if forward_only else config.model.mtp_num_layers or 0
-    step: Any = _summed_forward_step if config.training.linear_cross_entropy else _forward_step
-    if depths:
-        step = partial(step, share=config.model.mtp_loss_scaling_factor / depths)
-    schedule, batches = run.schedule, partial(_on_device, scales=_scales_of_depths(run, microbatches) if depths else None)
+    share = config.model.mtp_loss_scaling_factor / max(depths, 1)
+    step = partial(_forward_step, summed=config.training.linear_cross_entropy, share=share)
+    scales = _scales_of_depths(run, microbatches) if depths else None
+    schedule, batches = run.schedule, partial(_on_device, scales=scales)
     if run.captured_passes is not None and not forward_only and run.recorder is None:
         schedule, batches = run.captured_passes, _one_by_one
     reports = schedule(
@@ -206,12 +206,9 @@ def _scales_of_depths(run: Run, microbatches: list[Batch]) -> torch.Tensor | Non
     """
     if microbatches[0].ahead is None:
         return None
-    counts = torch.zeros(1 + (run.config.model.mtp_num_layers or 0), dtype=torch.float64)
-    for batch in microbatches:
-        assert batch.loss_mask is not None and batch.ahead is not None
-        counts[0] += batch.loss_mask.sum()
-        counts[1:] += batch.ahead.weights.sum((0, 1))
-    counts = counts.to(run.device.torch_device)
+    batches = cast(list[Any], microbatches)
+    of_each = [torch.cat([one.loss_mask.sum().view(1), one.ahead.weights.sum((0, 1))]) for one in batches]
+    counts = torch.stack(of_each).sum(0, dtype=torch.float64).to(run.device.torch_device)
     torch.distributed.all_reduce(counts, group=run.groups.dp_cp)
     return (counts[0] / counts[1:].clamp(min=1.0)).float()
 
@@ -230,10 +227,8 @@ def _one_by_one(run: Run, microbatches: list[Batch]) -> Iterator[Batch]:
 def _on_device(run: Run, microbatches: list[Batch], scales: torch.Tensor | None) -> Iterator[Batch]:
     for batch in _one_by_one(run, microbatches):
         moved = batch.to(run.device.torch_device)
-        if moved.ahead is not None:
-            weights = None if scales is None else moved.ahead.weights * scales
-            moved = replace(moved, ahead_weights=weights)
-        yield moved
+        ahead = moved.ahead if scales is not None else None  # an evaluation is of the next token alone
+        yield replace(moved, ahead=ahead and ahead._replace(weights=ahead.weights * scales))
 
 
 def held_out_loss(run: Run, microbatches: list[Batch]) -> tuple[float, int]:
@@ -266,31 +261,24 @@ def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
 
 
 def _forward_step(
-    batches: Iterator[Batch], model: torch.nn.Module, share: float = 0.0
+    batches: Iterator[Batch], model: torch.nn.Module, *, summed: bool, share: float
 ) -> tuple[torch.Tensor, Any]:
     """Run one model chunk on its next microbatch, as megatron-core's forward_step_func.
 
     Args:
+        summed: whether the model itself sums the losses that count.
         share: weight of the loss of each depth of multi-token prediction.
     """
     batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, labels=batch.labels, documents=batch.documents, ahead=batch.ahead)
     # A stage before the last has no mask, and the engine never calls its loss.
-    return output, partial(token_loss, cast(torch.Tensor, batch.loss_mask), ahead=batch.ahead, share=share)
-
-
-def _summed_forward_step(
-    batches: Iterator[Batch], model: torch.nn.Module, share: float = 0.0
-) -> tuple[torch.Tensor, Any]:
-    """Run one model chunk likewise, whose last stage returns the sum of the losses that count."""
-    batch = next(batches)
     mask = cast(torch.Tensor, batch.loss_mask)
     output = model(
         batch.tokens,
         batch.position_ids,
         labels=batch.labels,
         documents=batch.documents,
-        loss_mask=mask,
+        loss_mask=mask if summed else None,
         ahead=batch.ahead,
     )
-    return output, partial(summed_loss, mask, share=share)
+    loss = summed_loss if summed else partial(token_loss, ahead=batch.ahead)
+    return output, partial(loss, mask, share=share)

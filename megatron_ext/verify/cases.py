@@ -337,37 +337,24 @@ _LATENTS = {
 _QUICK_LATENTS = {"TP2, latents", "TP2 SP CP2 PP2 all_gather, latents", "TP4 SP, latents of keys alone"}
 
 # Multi-token prediction: the last stage has word embeddings, and labels come from another rank's chunk of a sample.
+_PP2 = "--pipeline-model-parallel-size 2"
 _AHEAD = {
     "TP2, one token ahead": (2, "--tensor-model-parallel-size 2"),
-    "PP2, one token ahead": (2, "--pipeline-model-parallel-size 2"),
     "PP2 VPP2, two tokens ahead": (2, _PP2_VPP2),
     "PP3, 1, 2 and 1 layers, two tokens ahead": (3, _UNEVEN["PP3, 1, 2 and 1 layers"][1]),
     "TP2 SP PP2 VPP2, one token ahead": (4, f"{_TP2_SP} {_PP2_VPP2}"),
-    "TP2 SP CP2 PP2 all_gather, two tokens ahead": (
-        8,
-        f"{_TP2_SP} {_CP2} all_gather --pipeline-model-parallel-size 2",
-    ),
-    "CP2 p2p, one token ahead": (2, f"{_CP2} p2p"),
+    "TP2 SP CP2 PP2 all_gather, two tokens ahead": (8, f"{_TP2_SP} {_CP2} all_gather {_PP2}"),
     "CP4 p2p, two tokens ahead": (4, f"{_CP4} p2p"),
     "CP2 a2a, two tokens ahead": (2, f"{_CP2} a2a"),
-    "DP2, two tokens ahead, packed": (2, ""),
-    "PP2 DP2 distributed optimizer, overlap, two tokens ahead, packed": (
-        4,
-        f"--pipeline-model-parallel-size 2 {_OVERLAP}",
-    ),
+    "PP2 DP2 distributed optimizer, overlap, two tokens ahead, packed": (4, f"{_PP2} {_OVERLAP}"),
     "CP2 all_gather, two tokens ahead, packed": (2, f"{_CP2} all_gather"),
-    "DP2 distributed optimizer, overlap, one token ahead": (2, _OVERLAP),
-    "FSDP2, two tokens ahead": (2, _FSDP2),
     "TP2 SP FSDP2, one token ahead": (4, f"{_TP2_SP} {_FSDP2}"),
     "ZeRO-2, one token ahead": (2, f"{_MEGATRON_FSDP} optim_grads"),
     "TP2 SP ZeRO-3, two tokens ahead": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
     "TP2 SP EP2, a token ahead by latents and experts": (4, f"{_TP2_SP} {_EP2}"),
-    "PP2 EP2, a token ahead by latents and experts": (4, f"--pipeline-model-parallel-size 2 {_EP2} {_ALLTOALL}"),
+    "PP2 EP2, a token ahead by latents and experts": (4, f"{_PP2} {_EP2} {_ALLTOALL}"),
     "one process, recompute full uniform, two tokens ahead": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
-    "one process, recompute selective, two tokens ahead": (
-        1,
-        "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
-    ),
+    "one process, recompute selective, two tokens ahead": (1, "--recompute-granularity selective"),
 }
 _QUICK_AHEAD = {"TP2 SP PP2 VPP2, one token ahead", "CP2 all_gather, two tokens ahead, packed"}
 

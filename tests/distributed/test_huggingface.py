@@ -398,15 +398,13 @@ def test_depths_of_multi_token_prediction_go_in_and_out(models: dict[str, Any], 
         assert (before[:rows] == after[:rows]).all(), name
 
 
-def test_files_without_the_depths_that_their_config_names(
-    models: dict[str, Any], tmp_path: Path
-) -> None:
+def test_files_without_the_depths_that_their_config_names(models: dict[str, Any], tmp_path: Path) -> None:
     """As transformers writes them again."""
     original, logits = models["DeepSeek-V3, dense"]
     folder = tmp_path / "hf"
     _with_depths(original, folder, 1)
     save_file(_tensors(original), folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RankError, match="eh_proj.weight is missing.*--mtp-num-layers 0"):
+    with pytest.raises(RankError, match=r"eh_proj.weight is missing.*--mtp-num-layers 0"):
         run_ranks(1, our_logits, flags(["--load-hf", str(folder)]))
     parts = run_ranks(1, our_logits, flags(["--load-hf", str(folder), "--mtp-num-layers", "0"]))
     assert (whole_vocabulary(parts) - logits).abs().max() < TOLERANCE

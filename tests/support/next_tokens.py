@@ -99,5 +99,7 @@ def _layer(weights: Weights, name: str, shape: Shape, x: torch.Tensor, where: to
     chances = scores.masked_fill(~sees, float("-inf")).softmax(-1)
     attended = torch.einsum("ghqk,kgd->qghd", chances, of_groups[:, :, per_group + 1]).flatten(1)
     x = x + attended @ weights[f"{name}.self_attention.linear_proj.weight"].T
-    gate, up = (_norm(weights, f"{name}.pre_mlp_layernorm", x) @ weights[f"{name}.mlp.linear_fc1.weight"].T).chunk(2, -1)
+    gate, up = (_norm(weights, f"{name}.pre_mlp_layernorm", x) @ weights[f"{name}.mlp.linear_fc1.weight"].T).chunk(
+        2, -1
+    )
     return x + (F.silu(gate) * up) @ weights[f"{name}.mlp.linear_fc2.weight"].T

@@ -35,8 +35,9 @@ from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENI
 from megatron_ext.config.schema import Config
 from megatron_ext.durable import sync
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.families import Family, ParameterMapping, copies, family_of, state_dict_mapping
+from megatron_ext.families import Family, ParameterMapping, family_of, state_dict_mapping
 from megatron_ext.families.hf_config import hf_config
+from megatron_ext.families.state_dict_mapping import copies
 from megatron_ext.markup import code, table
 from megatron_ext.parts.catalogue import count
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
@@ -112,7 +113,8 @@ def export_huggingface(
         with Files(os.O_WRONLY) as files:
             _write_weights(source, mappings, entries, files)
             for copy, original in repeated.items():
-                _repeat(entries[original], entries[copy], files)
+                bits = memoryview(entries[original].whole()).cast("B")
+                write_all(files[entries[copy].path], entries[copy].offset, bits)
         for path in (*unfinished.iterdir(), unfinished):
             sync(path)
         if final.exists():
@@ -152,14 +154,6 @@ def _write_weights(
             problems.append(f"{name} has another checksum than {expected['crc32']}")
     if problems:
         raise DataError(f"{source.path} is damaged ({', '.join(problems[:5])}). Take an earlier checkpoint.")
-
-
-def _repeat(original: Entry, copy: Entry, files: Files) -> None:
-    """Write the rows of a tensor that has been written once more, as another tensor."""
-    step = max(1, BLOCK // original.row_bytes)
-    for first in range(0, original.shape[0], step):
-        rows = original.rows(first, min(step, original.shape[0] - first))
-        write_all(files[copy.path], copy.offset_of(first), memoryview(rows).cast("B"))
 
 
 def _all(wanted: list[tuple[int, FilePart]], path: Path) -> Iterator[FilePart]:

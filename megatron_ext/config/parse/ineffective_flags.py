@@ -70,9 +70,9 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in LATENT_FLAGS:
             if name in values and name != "rope_type":
                 yield name, "without --multi-latent-attention there are no latents"
-    if not any(values.get(name) for name in ("mtp_num_layers", "load_hf", "use_checkpoint_args")):
-        if "mtp_loss_scaling_factor" in values:
-            yield "mtp_loss_scaling_factor", "without --mtp-num-layers one token is predicted"
+    predicts_more = any(values.get(name) for name in ("mtp_num_layers", "load_hf", "use_checkpoint_args"))
+    if "mtp_loss_scaling_factor" in values and not predicts_more:
+        yield "mtp_loss_scaling_factor", "without --mtp-num-layers one token is predicted"
     yield from _of_other_tokenizers(values)
     yield from _of_experts(values)
     for name in ("save_interval", "exit_interval", "exit_duration_in_mins"):

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 from megatron_ext.config.schema.option import Need, option
 
-MOST_DEPTHS = 100
-"""Most depths of multi-token prediction: each is a layer with an output layer's work."""
-
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -299,7 +296,7 @@ class ModelConfig:
         "Depths of multi-token prediction: layers after the model's own that each predict one token further ahead.",
         resume="shape",
         at_least=0,
-        at_most=MOST_DEPTHS,
+        at_most=100,
     )
     mtp_loss_scaling_factor: float = option(
         0.1, "Weight in the total loss of the mean of the losses of --mtp-num-layers.", resume="free"

@@ -8,7 +8,7 @@ word embeddings for them.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.norm.describe import Norm
@@ -21,33 +21,34 @@ from megatron_ext.parts.ways import Asked
 class NextToken(Part):
     """What stands around the transformer layer of one depth."""
 
-    modules = ("enorm", "hnorm", "eh_proj")
-
     depth: int = field(compare=False)
     """Index of the depth, from 0."""
 
     norm: Norm
     """What each of its three norms is."""
 
+    @property
+    def name(self) -> str:
+        """Global name of its module."""
+        return f"mtp.layers.{self.depth}"
+
     def parameters(self, place: Place) -> Iterator[Parameter]:
-        """Yield the norms of embedding and hidden states, the projection of both, and the norm of what comes out."""
-        width = place.model.hidden_size
-        yield from self.norm.parameters(place.inside("enorm"), width)
-        yield from self.norm.parameters(place.inside("hnorm"), width)
+        """Yield the norms of embedding, hidden states and output, and the projection; `place` is the layer's."""
+        place, width = replace(place, name=self.name), place.model.hidden_size
+        for norm in ("enorm", "hnorm", "final_layernorm"):
+            yield from self.norm.parameters(place.inside(norm), width)
         yield place.matrix("eh_proj.weight", width, 2 * width, tp_dim=0)
-        yield from self.norm.parameters(place.inside("final_layernorm"), width)
 
     def state(self, place: Place) -> Iterator[State]:
         """Yield what is saved with the projection."""
-        yield State(f"{place.name}.eh_proj._extra_state", "extra")
+        yield State(f"{self.name}.eh_proj._extra_state", "extra")
 
     def products(self, share: Share) -> list[Product]:
         """Return the projection's product."""
         return [Product(share.tokens, share.hidden / share.tensor, 2 * share.hidden)]
 
     def held(self, share: Share) -> Mapping[str, float]:
-        """Return the bytes of both inputs side by side, and of what the norms keep: the embeddings (hidden states are
-        kept for the output layer), or what each makes of its input."""
+        """Return the bytes of both inputs side by side, and of what norms keep: hidden states are kept in any case."""
         of_norms = 2 * self.norm.held(share) - (share.stream if self.norm.keeps_its_input(share) else 0.0)
         return {"next token": 2 * share.stream + of_norms}
 
@@ -70,27 +71,21 @@ class NextToken(Part):
 
     def pieces(self, config: Config) -> Mapping[str, Asked]:
         """Return that it asks for more tokens than the next."""
-        number = config.model.mtp_num_layers
-        return {"next tokens": Asked(f"--mtp-num-layers is {number}", "leave --mtp-num-layers out")}
+        flag = f"--mtp-num-layers is {config.model.mtp_num_layers}"
+        return {"next tokens": Asked(flag, "leave --mtp-num-layers out")}
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what several predicted tokens do not go with."""
-        model, training = config.model, config.training
-        flag = f"--mtp-num-layers {model.mtp_num_layers}"
+        model, again = config.model, config.training.recompute_num_layers or 1
+        flag = f"--mtp-num-layers {model.mtp_num_layers} with"
+        no_copy = "the last stage would need a copy of"
         if model.position_embedding_type == "learned_absolute":
-            yield (
-                f"{flag} with --position-embedding-type learned_absolute: the last stage has no copy of the learned "
-                "positions; use --position-embedding-type rope"
-            )
+            yield f"{flag} learned positions: {no_copy} their table; use --position-embedding-type rope"
         if model.embed_layernorm:
-            yield f"{flag} with --embed-layernorm: the last stage has no copy of that norm; leave --embed-layernorm out"
-        if model.logits_multiplier != 1.0:
-            yield (
-                f"{flag} with --logits-multiplier {model.logits_multiplier:g}: it multiplies the hidden states that a "
-                "depth reads, too; leave --logits-multiplier out"
-            )
-        if training.recompute_method == "uniform" and (training.recompute_num_layers or 1) > 1:
-            yield (
-                f"{flag} with --recompute-num-layers {training.recompute_num_layers}: a depth is computed anew by "
-                "itself; use --recompute-num-layers 1"
-            )
+            yield f"{flag} --embed-layernorm: {no_copy} that norm; leave --embed-layernorm out"
+        if (factor := model.logits_multiplier) != 1.0:
+            why = "it multiplies the hidden states that a depth reads, too"
+            yield f"{flag} --logits-multiplier {factor:g}: {why}; leave --logits-multiplier out"
+        if config.training.recompute_method == "uniform" and again > 1:
+            why = "a depth is computed anew by itself"
+            yield f"{flag} --recompute-num-layers {again}: {why}; use --recompute-num-layers 1"

@@ -122,7 +122,11 @@ def test_a_loss_with_its_output_layer_holds_gradients() -> None:
 
 
 def test_depths_of_multi_token_prediction_hold_what_the_formula_says() -> None:
-    modes = {mode: flags for mode, flags in MODES.items() if mode not in ("uniform, units of 2", "uniform, units of 3, and one of 1")}
+    modes = {
+        mode: flags
+        for mode, flags in MODES.items()
+        if mode not in ("uniform, units of 2", "uniform, units of 3, and one of 1")
+    }
     ahead = {"mtp_num_layers": 2}
     assert {mode: _held(LAYERS, ahead, **flags) for mode, flags in modes.items()} == {
         mode: _formula(LAYERS, ahead, **flags) for mode, flags in modes.items()

@@ -39,7 +39,7 @@ def test_losses_and_gradients_are_those_of_the_paper(depths: int, flags: str) ->
         )
         eod = run.config.data.vocab_size - 1
         if _PACKED in flags:
-            assert 0 < (tokens == eod).sum(), "the samples have borders of documents"
+            assert (tokens == eod).sum() > 0, "the samples have borders of documents"
         shape = next_tokens.Shape(
             model.num_layers, depths, 4, model.num_key_value_heads, 0.3, eod + 1, eod if _PACKED in flags else None
         )
