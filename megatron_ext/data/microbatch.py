@@ -140,9 +140,7 @@ def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Ba
     )
 
 
-def _ahead(
-    tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, begins: torch.Tensor | None, view: StageView
-) -> Ahead:
+def _ahead(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, begins: Any, view: StageView) -> Ahead:
     """Return what the depths read of whole samples. No depth has a target in another document than its position's,
     where it is known where documents begin."""
     by = range(1, view.depths + 1)

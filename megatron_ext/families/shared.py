@@ -24,10 +24,7 @@ DECODER_NAMES: dict[str, tuple[str, ...]] = {
     "decoder.final_layernorm": ("model.norm",),
     "output_layer": ("lm_head",),
 }
-NEXT_TOKEN_NAMES: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in ("enorm", "hnorm", "eh_proj")},
-    "final_layernorm": ("shared_head.norm",),
-}
+NEXT_TOKEN_NAMES = {one: (one,) for one in ("enorm", "hnorm", "eh_proj")} | {"final_layernorm": ("shared_head.norm",)}
 """Modules of a depth of multi-token prediction, which is a layer after the last one there."""
 
 NEXT_TOKEN_COPIES = {"embed_tokens": "embedding.word_embeddings", "shared_head.head": "output_layer"}

@@ -34,22 +34,17 @@ def token_loss(
 
     Args:
         loss_mask: [batch, sequence], 1.0 where a token's loss counts.
-        losses: [batch, sequence], nats, the model's output on the last stage; with `ahead`, [1 + depths, batch,
-            sequence].
-        ahead: what depths of multi-token prediction read.
-        share: weight of the loss of each depth.
+        losses: [batch, sequence], nats, the model's output on the last stage; with `ahead`, one of each depth more.
+        share: weight of the loss of each depth of multi-token prediction.
     Returns:
         The sum of the losses that count, to differentiate; how many tokens count (int); and for the log
         `{"lm loss": [sum, count, sum of each depth]}` in fp32, to be added over microbatches and data-parallel ranks.
     """
-
-    def summed(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return torch.dot(losses.reshape(-1).float(), weights.reshape(-1).float())
-
-    if ahead is None:
-        return summed_loss(loss_mask, summed(losses, loss_mask))
-    sums = [summed(*one) for one in zip(losses, (loss_mask, *ahead.weights.unbind(-1)), strict=True)]
-    return summed_loss(loss_mask, torch.stack(sums), share)
+    pairs = [(losses, loss_mask)]
+    if ahead is not None:
+        pairs = list(zip(losses, (loss_mask, *ahead.weights.unbind(-1)), strict=True))
+    sums = [torch.dot(nats.reshape(-1).float(), weights.reshape(-1).float()) for nats, weights in pairs]
+    return summed_loss(loss_mask, sums[0] if ahead is None else torch.stack(sums), share)
 
 
 def summed_loss(

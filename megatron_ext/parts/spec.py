@@ -27,7 +27,7 @@ from megatron_ext.parts.latent_attention.describe import LatentAttention
 from megatron_ext.parts.layer import ResidualLayer
 from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import FeedForward
-from megatron_ext.parts.next_token.compute import next_token_specs
+from megatron_ext.parts.next_token.compute import next_token_spec
 from megatron_ext.parts.norm.compute import norm_builder, query_key_norms
 from megatron_ext.parts.stack import Layer, Stack, final_norm, rotary_tables
 
@@ -57,9 +57,9 @@ def block_spec(
         final = norm_builder(final_norm(config.model))
     chosen = [specs[layer] if own is None else _checked(own(specs[layer], layer), layer) for layer in held]
     decoder = [spec for spec, layer in zip(chosen, held, strict=True) if layer.next_token is None]
-    depths = chosen[len(decoder) :]
+    depths = [next_token_spec(final_norm(config.model), layer) for layer in chosen[len(decoder) :]]
     block = TransformerBlockSubmodules(layer_specs=decoder, layer_norm=final)
-    return block, next_token_specs(final_norm(config.model), depths) if depths else None
+    return block, MultiTokenPredictionBlockSubmodules(depths) if depths else None
 
 
 def _checked(spec: object, layer: Layer) -> ModuleSpec:

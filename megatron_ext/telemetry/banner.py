@@ -10,6 +10,7 @@ from megatron_ext.config.derived.rank_order import axis_sizes
 from megatron_ext.config.parse.blend import read_blend
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import count
+from megatron_ext.parts.stack import stack
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def _layout(config: Config) -> str:
 
 
 def _model(config: Config) -> str:
-    model = config.model
+    layers = stack(config).count(lambda layer: layer.next_token is None)
     precision = "bf16" if config.training.bf16 else "fp16" if config.training.fp16 else "fp32"
-    return f"{count(config):,} parameters, {model.num_layers} layers of width {model.hidden_size:,}, {precision}"
+    return f"{count(config):,} parameters, {layers} layers of width {config.model.hidden_size:,}, {precision}"
 
 
 def _graphs(config: Config) -> str:

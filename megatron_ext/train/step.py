@@ -263,12 +263,8 @@ def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
 def _forward_step(
     batches: Iterator[Batch], model: torch.nn.Module, *, summed: bool, share: float
 ) -> tuple[torch.Tensor, Any]:
-    """Run one model chunk on its next microbatch, as megatron-core's forward_step_func.
-
-    Args:
-        summed: whether the model itself sums the losses that count.
-        share: weight of the loss of each depth of multi-token prediction.
-    """
+    """Run one model chunk on its next microbatch, as megatron-core's forward_step_func. If `summed`, the model itself
+    sums the losses that count; `share` is the weight of each depth's."""
     batch = next(batches)
     # A stage before the last has no mask, and the engine never calls its loss.
     mask = cast(torch.Tensor, batch.loss_mask)

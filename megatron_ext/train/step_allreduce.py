@@ -89,7 +89,7 @@ class SharedNumbers:
         return largest_magnitude(outside_norm(self._run.optimizer), self._vector.device)
 
 
-def summed(numbers: Sequence[float], depths: int) -> Summed:
+def summed(numbers: Sequence[float], depths: int = 0) -> Summed:
     """Return the numbers by their names: the loss, tokens and ranks, losses of depths, and the votes if there are
     any."""
     loss_sum, tokens, bad, overflowed, *rest = numbers

@@ -83,9 +83,10 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     # The model's structure, its first weights and its vocabulary.
     (
-        "each depth of multi-token prediction has a layer of its own, on the last stage; use --mtp-num-layers alone",
+        "depths of multi-token prediction are layers on the last stage, and draft no tokens; use --mtp-num-layers",
         """
-        --mtp-standalone, --mtp-use-repeated-layer, --mtp-detach-heads, --mtp-hybrid-override-pattern N
+        --mtp-standalone, --mtp-use-repeated-layer, --mtp-detach-heads, --mtp-hybrid-override-pattern N,
+        --num-speculative-tokens N =0
         """,
     ),
     (

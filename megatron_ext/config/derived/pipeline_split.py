@@ -85,7 +85,7 @@ def is_uneven(counts: list[list[int]]) -> bool:
     return len({layers for stage in counts for layers in stage}) > 1
 
 
-def core_layout(counts: list[list[int]], depths: int) -> list[list[str]]:
+def core_layout(counts: list[list[int]], depths: int = 0) -> list[list[str]]:
     """Return the same split as megatron-core's PipelineParallelLayerLayout takes it: chunk by chunk, what each
     holds; the last one has the depths of multi-token prediction."""
     stages, chunks = len(counts), len(counts[0])

@@ -293,7 +293,7 @@ class ModelConfig:
     )
     mtp_num_layers: int | None = option(
         None,
-        "Depths of multi-token prediction: layers after the model's own that each predict one token further ahead.",
+        "Depths of multi-token prediction, a layer for each further token.",
         resume="shape",
         at_least=0,
         at_most=100,

@@ -3,7 +3,6 @@
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
@@ -18,8 +17,8 @@ from megatron_ext.parts.norm.describe import Norm
 class NextTokenLayer(MultiTokenPredictionLayer):
     """megatron-core's depth, which is given the embeddings of the tokens ahead.
 
-    Its own forward pass shifts the tokens that a context-parallel rank holds, with messages between the ranks, and over
-    the border of a document; here they were shifted when the whole sample was at hand (`data/microbatch.py`).
+    Its own pass shifts the tokens that a context-parallel rank holds, and over the end of a document. Ours were shifted
+    when the whole sample was at hand (`data/microbatch.py`).
     """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -44,13 +43,8 @@ class NextTokenLayer(MultiTokenPredictionLayer):
         return states(hidden_SBH, embedded_SBH)
 
 
-def next_token_specs(norm: Norm, layers: list[ModuleSpec]) -> MultiTokenPredictionBlockSubmodules:
-    """Return the depths around these transformer layers."""
+def next_token_spec(norm: Norm, layer: ModuleSpec) -> ModuleSpec:
+    """Return a depth around a transformer layer."""
     build = norm_builder(norm)
-    parts = [
-        MultiTokenPredictionLayerSubmodules(
-            enorm=build, hnorm=build, layer_norm=build, eh_proj=ColumnLinear, mtp_model_layer=layer
-        )
-        for layer in layers
-    ]
-    return MultiTokenPredictionBlockSubmodules([ModuleSpec(NextTokenLayer, submodules=part) for part in parts])
+    parts = MultiTokenPredictionLayerSubmodules(build, build, build, ColumnLinear, layer)
+    return ModuleSpec(NextTokenLayer, submodules=parts)

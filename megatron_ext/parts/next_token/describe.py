@@ -3,8 +3,7 @@ section 2.2).
 
 Depth k, from 1, takes the hidden states h of depth k - 1 (of depth 0: of the final norm) and the embedding of the token
 k positions ahead: h' = final_layernorm(layer(eh_proj [enorm(embedding); hnorm(h)])), of which the model's output layer
-makes the logits of the token after that one. All depths are on the last pipeline stage, which holds a copy of the
-word embeddings for them.
+makes the logits of the token after that one. The last pipeline stage has all depths, and word embeddings for them.
 """
 
 from collections.abc import Iterator, Mapping
