@@ -228,7 +228,7 @@ def depths_follow_a_layer(config: Config, facts: Facts) -> Iterator[str]:
     """Require a layer in the last chunk, before depths of multi-token prediction: the final norm stands with it."""
     depths = config.model.mtp_num_layers
     if depths and split_is_right(config, facts) and layer_counts(config)[-1][-1] == 0:
-        yield f"--mtp-num-layers {depths}: the last chunk of the pipeline has no other layer; leave {_LOSS} out"
+        yield f"--mtp-num-layers {depths}: the last chunk of the pipeline has no other layer; use --mtp-num-layers 0"
 
 
 def split_is_right(config: Config, facts: Facts) -> bool:

@@ -83,7 +83,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     # The model's structure, its first weights and its vocabulary.
     (
-        "depths of multi-token prediction are layers on the last stage, and draft no tokens; use --mtp-num-layers",
+        "depths of multi-token prediction are layers of their own on the last stage, and draft no tokens; leave it out",
         """
         --mtp-standalone, --mtp-use-repeated-layer, --mtp-detach-heads, --mtp-hybrid-override-pattern N,
         --num-speculative-tokens N =0

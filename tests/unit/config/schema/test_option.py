@@ -25,7 +25,7 @@ EVERY_PART = (
     "--window-attn-skip-freq 2 --attention-dropout 0 --moe-layer-freq 2 --softmax-scale 0.3 "
     "--attention-logit-softcapping 2 --final-logit-softcapping 3 --qkv-clip 4"
 )
-ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2"
+ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2 --mtp-num-layers 1"
 """The same with what learned positions do not have."""
 LATENT = f"{BASE} --position-embedding-type rope --multi-latent-attention --q-lora-rank 4"
 FREE_IN_THE_MODEL = {
@@ -34,6 +34,7 @@ FREE_IN_THE_MODEL = {
     "moe_router_load_balancing_type": "a term of the loss, not of the output",
     "moe_aux_loss_coeff": "a term of the loss, not of the output",
     "moe_z_loss_coeff": "a term of the loss, not of the output",
+    "mtp_loss_scaling_factor": "a term of the loss, not of the output",
     "moe_grouped_gemm": "the same products, computed together",
     "init_method_std": "the weights have begun",
     "embedding_init_method_std": "the weights have begun",
@@ -53,7 +54,8 @@ def config_of(flags: str) -> Config:
 
 def config_with(name: str) -> Config:
     """Return a configuration in which a field says something."""
-    return config_of(ROTATED if name == "no_rope_freq" else LATENT if name in LATENT_FLAGS else EVERY_PART)
+    rotated = name in ("no_rope_freq", "mtp_num_layers")
+    return config_of(ROTATED if rotated else LATENT if name in LATENT_FLAGS else EVERY_PART)
 
 
 def saved_by(config: Config, folder: Path) -> dict[str, Any]:
