@@ -122,7 +122,6 @@ WAYS: dict[str, Way] = {
             "gate": _NEVER_RUN.format("gates"),
             "clip": "which clips nothing",
             "latent": _NEVER_RUN.format("latents"),
-            "next tokens": _NEVER_RUN.format("multi-token prediction"),
             "norms after": "whose layers have norms before attention and MLP alone",
             "norms of projections": "whose norms of queries and keys are over single heads",
         },
