@@ -143,6 +143,12 @@ RECOMPUTATIONS: dict[str, Way] = {
     "attention, MLP or layers": Way(
         lambda config: config.training.recompute_granularity is not None, "recomputation computes them anew", {}
     ),
+    "several layers": Way(
+        lambda of: of.training.recompute_method == "uniform" and (of.training.recompute_num_layers or 1) > 1,
+        "--recompute-num-layers {0.recompute_num_layers} computes several layers anew together",
+        {"next tokens": "and a depth of multi-token prediction is one by itself"},
+        "--recompute-num-layers 1",
+    ),
     "norms": Way(
         lambda config: "layernorm" in (config.training.recompute_modules or ()),
         "--recompute-modules layernorm computes anew what norms before attention and MLP give",

@@ -227,8 +227,10 @@ def _one_by_one(run: Run, microbatches: list[Batch]) -> Iterator[Batch]:
 def _on_device(run: Run, microbatches: list[Batch], scales: torch.Tensor | None) -> Iterator[Batch]:
     for batch in _one_by_one(run, microbatches):
         moved = batch.to(run.device.torch_device)
-        ahead = moved.ahead if scales is not None else None  # an evaluation is of the next token alone
-        yield replace(moved, ahead=ahead and ahead._replace(weights=ahead.weights * scales))
+        ahead = None  # an evaluation is of the next token alone
+        if moved.ahead is not None and scales is not None:
+            ahead = moved.ahead._replace(weights=moved.ahead.weights * scales)
+        yield replace(moved, ahead=ahead)
 
 
 def held_out_loss(run: Run, microbatches: list[Batch]) -> tuple[float, int]:

@@ -115,8 +115,8 @@ def scale_depths_by_counts_of_own_rank() -> None:
     from megatron_ext.train import step
 
     def scales(_run: Any, microbatches: Any) -> torch.Tensor:
-        counted = sum(batch.loss_mask.sum() for batch in microbatches)
-        return counted / sum(batch.ahead.weights.sum((0, 1)) for batch in microbatches)
+        counted = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
+        return counted / torch.stack([batch.ahead.weights.sum((0, 1)) for batch in microbatches]).sum(0)
 
     step._scales_of_depths = scales
 

@@ -488,7 +488,7 @@ WRONG = [
     (f"{_AHEAD} {_PP2} --num-layers 1 --account-for-loss-in-pipeline-split", "use --mtp-num-layers 0"),
     ("--mtp-num-layers 2", "use --position-embedding-type rope"),
     (f"{_AHEAD} --embed-layernorm", "leave --embed-layernorm out"),
-    (f"{_AHEAD} --logits-multiplier 0.5", "leave --logits-multiplier out"),
+    (f"{_AHEAD} --logits-multiplier 0.5", "use --logits-multiplier 1"),
     (f"{_AHEAD} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
      "use --recompute-num-layers 1"),
     (f"{_PP2} --pipeline-model-parallel-layout t*4E|t*4L", "must begin with its only E and end with its only L"),

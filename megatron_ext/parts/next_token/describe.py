@@ -70,21 +70,15 @@ class NextToken(Part):
 
     def pieces(self, config: Config) -> Mapping[str, Asked]:
         """Return that it asks for more tokens than the next."""
-        flag = f"--mtp-num-layers is {config.model.mtp_num_layers}"
-        return {"next tokens": Asked(flag, "leave --mtp-num-layers out")}
+        return {"next tokens": Asked(f"--mtp-num-layers is {config.model.mtp_num_layers}", "--mtp-num-layers 0")}
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what several predicted tokens do not go with."""
-        model, again = config.model, config.training.recompute_num_layers or 1
+        model, no_copy = config.model, "the last stage would need a copy of"
         flag = f"--mtp-num-layers {model.mtp_num_layers} with"
-        no_copy = "the last stage would need a copy of"
         if model.position_embedding_type == "learned_absolute":
             yield f"{flag} learned positions: {no_copy} their table; use --position-embedding-type rope"
         if model.embed_layernorm:
             yield f"{flag} --embed-layernorm: {no_copy} that norm; leave --embed-layernorm out"
         if (factor := model.logits_multiplier) != 1.0:
-            why = "it multiplies the hidden states that a depth reads, too"
-            yield f"{flag} --logits-multiplier {factor:g}: {why}; leave --logits-multiplier out"
-        if config.training.recompute_method == "uniform" and again > 1:
-            why = "a depth is computed anew by itself"
-            yield f"{flag} --recompute-num-layers {again}: {why}; use --recompute-num-layers 1"
+            yield f"{flag} --logits-multiplier {factor:g}: it multiplies what a depth reads; use --logits-multiplier 1"
