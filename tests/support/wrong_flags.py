@@ -490,7 +490,7 @@ WRONG = [
     (f"{_AHEAD} --embed-layernorm", "leave --embed-layernorm out"),
     (f"{_AHEAD} --logits-multiplier 0.5", "use --logits-multiplier 1"),
     (f"{_AHEAD} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-     "use --recompute-num-layers 1"),
+     "or --recompute-num-layers 1"),
     (f"{_PP2} --pipeline-model-parallel-layout t*4E|t*4L", "must begin with its only E and end with its only L"),
     (f"{_PP2} --pipeline-model-parallel-layout Et*4||t*4|L --global-batch-size 2", "chunk 2 of 4 holds nothing"),
     (f"{_PP2} --pipeline-model-parallel-layout Et*(99999999)|L", "'*' is none of"),
