@@ -83,6 +83,8 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
     _resolve_layout(values, facts)
     _resolve_implementation(values)
     _resolve_model(values, facts)
+    if values.get("mtp_num_layers") == 0:
+        values["mtp_num_layers"] = None
     _resolve_exchange(values)
     _resolve_training(values)
     if "split" in values:
@@ -169,9 +171,9 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
 
 def _resolve_implementation(values: dict[str, Any]) -> None:
     """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides,
-    documents that are kept apart, latent attention, and products in FP8, which are torch's. What is computed is the
-    same, in FP8 up to how each rounds."""
-    ours = ("num_experts", *FSDP, "fp8_format", "multi_latent_attention")
+    documents that are kept apart, latent attention, multi-token prediction, and products in FP8, which are torch's.
+    What is computed is the same, in FP8 up to how each rounds."""
+    ours = ("num_experts", *FSDP, "fp8_format", "multi_latent_attention", "mtp_num_layers")
     if any(values.get(name) for name in (*ours, "reset_attention_mask", "reset_position_ids")):
         values["transformer_impl"] = "local"
 

@@ -1,17 +1,28 @@
 """From samples to a microbatch, and the parts of it that a pipeline stage reads.
 
 Shape legend: B = samples in a microbatch, S = tokens in a sample (of those that a context-parallel rank holds, once
-they are divided).
+they are divided), N = depths of multi-token prediction.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_ext.config.derived.rank_order import context_chunks
-from megatron_ext.data.packing import Documents, documents_of, restarted_positions
+from megatron_ext.data.packing import Documents, begins_after_eod, document_starts, documents_of, restarted_positions
+
+
+class Ahead(NamedTuple):
+    """What the depths of multi-token prediction read: depth k, from 1, predicts the token k + 1 positions ahead."""
+
+    tokens: torch.Tensor
+    """int64 [B, S, N], the token k positions ahead; 0 where the sample ends before."""
+    labels: torch.Tensor
+    """int64 [B, S, N], the token to predict."""
+    weights: torch.Tensor
+    """float32 [B, S, N], 0 where the loss of a depth does not count."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +39,26 @@ class Batch:
     """float32 [B, S], 0 where the loss does not count; last stage."""
     documents: Documents | None = None
     """Which positions see which, where documents are kept apart; every stage."""
+    ahead: Ahead | None = None
+    """Last stage, where several tokens are predicted."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on a device; a pinned one is copied without waiting."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory."""
-        return self._map(torch.Tensor.pin_memory)
+        return self.map(torch.Tensor.pin_memory)
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        def mapped(value: torch.Tensor | Documents | None) -> Any:
-            return value.map(function) if isinstance(value, Documents) else value if value is None else function(value)
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Return the same with `function` applied to every tensor."""
+
+        def mapped(value: torch.Tensor | Documents | Ahead | None) -> Any:
+            if isinstance(value, Documents):
+                return value.map(function)
+            if isinstance(value, Ahead):
+                return Ahead(*map(function, value))
+            return value if value is None else function(value)
 
         return Batch(**{field.name: mapped(getattr(self, field.name)) for field in fields(self)})
 
@@ -63,11 +82,14 @@ class StageView:
     """Whether tokens see their own document alone; every stage reads then where the documents are."""
     documents_are_whole: bool = False
     """Whether attention sees whole samples although context-parallel ranks share them."""
+    depths: int = 0
+    """Depths of multi-token prediction."""
 
     @property
     def reads_tokens(self) -> bool:
         """Whether it reads the tokens of its samples."""
-        return self.is_first_stage or self.restarts_positions or self.separates_documents
+        predicts_ahead = self.is_last_stage and self.depths > 0
+        return self.is_first_stage or predicts_ahead or self.restarts_positions or self.separates_documents
 
     @property
     def reads_samples(self) -> bool:
@@ -101,13 +123,38 @@ def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Ba
         assert tokens is not None
         divided = (0, 1) if view.documents_are_whole else (view.cp_rank, view.cp_size)
         documents = documents_of(tokens, view.eod, *divided, begins_BS=begins)
+    labels = stack("labels", torch.int64) if view.is_last_stage else None
+    loss_mask = stack("loss_mask", torch.float32) if view.is_last_stage else None
+    ahead = None
+    if tokens is not None and labels is not None and loss_mask is not None and view.depths:
+        if begins is None and (view.separates_documents or view.restarts_positions):
+            begins = begins_after_eod(tokens, view.eod)
+        ahead = _ahead(tokens, labels, loss_mask, begins, view)
     return Batch(
         tokens=tokens if view.is_first_stage else None,
         position_ids=position_ids,
-        labels=stack("labels", torch.int64) if view.is_last_stage else None,
-        loss_mask=stack("loss_mask", torch.float32) if view.is_last_stage else None,
+        labels=labels,
+        loss_mask=loss_mask,
         documents=documents,
+        ahead=ahead,
     )
+
+
+def _ahead(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, begins: Any, view: StageView) -> Ahead:
+    """Return what the depths read of whole samples. No depth has a target in another document than its position's,
+    where it is known where documents begin."""
+    by = range(1, view.depths + 1)
+
+    def shifted(values: torch.Tensor) -> torch.Tensor:
+        padded = torch.nn.functional.pad(values, (0, view.depths))
+        return torch.stack([padded[:, depth : depth + values.size(1)] for depth in by], dim=-1)
+
+    weights = shifted(mask)
+    if begins is not None:
+        # Of the token after the sample, the last target, only its end of document is known.
+        starts = document_starts(torch.cat([begins, tokens[:, -1:] == view.eod], dim=1))
+        weights *= shifted(starts[:, 1:]) == starts[:, :-1, None]
+    return Ahead(shifted(tokens), shifted(labels), weights)
 
 
 def divide(batch: Batch, view: StageView) -> Batch:
@@ -116,16 +163,10 @@ def divide(batch: Batch, view: StageView) -> Batch:
         return batch
     chunks = torch.tensor(context_chunks(view.cp_rank, view.cp_size))
 
-    def local(values_BS: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values_BS is None else values_BS.unflatten(1, (2 * view.cp_size, -1))[:, chunks].flatten(1)
+    def local(values_BS: torch.Tensor) -> torch.Tensor:
+        return values_BS.unflatten(1, (2 * view.cp_size, -1))[:, chunks].flatten(1, 2)
 
-    return Batch(
-        tokens=local(batch.tokens),
-        position_ids=local(batch.position_ids),
-        labels=local(batch.labels),
-        loss_mask=local(batch.loss_mask),
-        documents=batch.documents,
-    )
+    return replace(replace(batch, documents=None).map(local), documents=batch.documents)
 
 
 def padding_sample(seq_length: int) -> dict[str, torch.Tensor]:

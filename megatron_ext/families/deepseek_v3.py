@@ -5,7 +5,14 @@ from typing import Any
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, decoder_json, decoder_values, scaling_json
+from megatron_ext.families.shared import (
+    DECODER_FLAGS,
+    DECODER_NAMES,
+    NEXT_TOKEN_NAMES,
+    decoder_json,
+    decoder_values,
+    scaling_json,
+)
 
 _EPSILON = 1e-6
 """Epsilon of the norms of latents, whatever `rms_norm_eps` says of the others."""
@@ -53,10 +60,9 @@ def _read(reading: Reading) -> dict[str, Any]:
             f"first_k_dense_replace is {dense} of num_hidden_layers {values['num_layers']}: the other layers have "
             "experts, which is not supported yet; only models whose layers are all dense"
         )
-    # Of layers that are not there, and of modules after the model, which is the same without them.
-    reading.understand(*_OF_EXPERTS)
-    for key in ("n_routed_experts", "num_nextn_predict_layers"):  # which have two names
-        reading.get(key)
+    values["mtp_num_layers"] = reading.integer("num_nextn_predict_layers", 0, least=0) or None
+    reading.understand(*_OF_EXPERTS)  # of layers that are not there
+    reading.get("n_routed_experts")  # which has two names
     return values
 
 
@@ -71,6 +77,7 @@ def _write(config: Config) -> dict[str, Any]:
         "rms_norm_eps": _EPSILON,
         "attention_bias": False,
         "first_k_dense_replace": model.num_layers,
+        **({"num_nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {}),
     }
 
 
@@ -83,7 +90,7 @@ def _what_yarn_can_say(model: ModelConfig) -> dict[str, Any]:
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    {**DECODER_NAMES, **_OF_ATTENTION},
+    {**DECODER_NAMES, **_OF_ATTENTION, **NEXT_TOKEN_NAMES},
     {
         **DECODER_FLAGS,
         **{"multi_latent_attention": True, "qk_layernorm": True, "disable_bias_linear": True, "norm_epsilon": _EPSILON},

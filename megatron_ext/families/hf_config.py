@@ -109,6 +109,8 @@ def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
         given |= dict.fromkeys(("add_qkv_bias", "add_output_bias", "add_mlp_bias"), False)
     if config.model.position_embedding_type != "learned_absolute":
         given.pop("max_position_embeddings")  # a promise about lengths, with no parameter behind it
+    if not config.model.mtp_num_layers:
+        given.pop("mtp_num_layers")  # the model is the same without them
     if _same_layers(config, values):
         given = {name: value for name, value in given.items() if name not in layer_patterns.FIELDS}
     return [

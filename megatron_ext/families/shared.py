@@ -25,6 +25,12 @@ DECODER_NAMES: dict[str, tuple[str, ...]] = {
     "decoder.final_layernorm": ("model.norm",),
     "output_layer": ("lm_head",),
 }
+NEXT_TOKEN_NAMES = {one: (one,) for one in ("enorm", "hnorm", "eh_proj")} | {"final_layernorm": ("shared_head.norm",)}
+"""Modules of a depth of multi-token prediction, which is a layer after the last one there."""
+
+NEXT_TOKEN_COPIES = {"embed_tokens": "embedding.word_embeddings", "shared_head.head": "output_layer"}
+"""Modules there, in a depth, that repeat one of ours."""
+
 NAMES_WITH_NORMS_AFTER: dict[str, tuple[str, ...]] = {
     **{name: theirs for name, theirs in DECODER_NAMES.items() if name not in ("input_layernorm", "pre_mlp_layernorm")},
     "post_self_attn_layernorm": ("post_attention_layernorm",),

@@ -1,18 +1,19 @@
 """Finds where the rows of our parameters lie in a family's tensors: a parameter is a list of ranges of rows."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
-from megatron_ext.families.shared import QKV
+from megatron_ext.families.shared import NEXT_TOKEN_COPIES, QKV
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.catalogue import Parameter, parameters
 from megatron_ext.parts.protocol import Part
 from megatron_ext.parts.stack import layers
 
-_LAYER = "decoder.layers."
+_LAYER = re.compile(r"(?:decoder\.layers\.\d+|mtp\.layers\.\d+(?:\.transformer_layer)?)\.")
 _EXPERT = "mlp.experts."
 
 
@@ -63,12 +64,25 @@ def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]
     ]
 
 
+def copies(config: Config, family: Family) -> dict[str, str]:
+    """Return the tensors of the family that repeat another one, with that: each depth of multi-token prediction has
+    embedding and output layer once more."""
+    tied = not config.model.untie_embeddings_and_output_weights
+    ours = {there: NEXT_TOKEN_COPIES["embed_tokens"] if tied else one for there, one in NEXT_TOKEN_COPIES.items()}
+    return {
+        f"{family.layers.format(layer.number)}{there}.weight": f"{family.names[module][0]}.weight"
+        for layer in layers(config)
+        if layer.next_token is not None
+        for there, module in ours.items()
+    }
+
+
 def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family) -> ParameterMapping:
     module, _, kind = parameter.name.rpartition(".")
     prefix = ""
-    if module.startswith(_LAYER):
-        layer, _, module = module.removeprefix(_LAYER).partition(".")
-        prefix = family.layers.format(layer)
+    if found := _LAYER.match(module):
+        module = module[found.end() :]
+        prefix = family.layers.format(parameter.stage)
     if parameter.expert is not None:
         module = _EXPERT + module.removeprefix(f"{_EXPERT}{parameter.expert}.")
     tensors = [f"{prefix}{name.format(parameter.expert)}.{kind}" for name in family.names[module]]

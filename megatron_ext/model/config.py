@@ -45,6 +45,7 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
     first = next(layer.inner for layer in layers(config) if layer.inner is not None)
     translated = TransformerConfig(
         num_layers=model.num_layers,
+        mtp_num_layers=model.mtp_num_layers or None,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -78,7 +79,7 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         cp_comm_type=exchanges if exchanges[1:] else exchanges[0],
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_model_parallel_layout=core_layout(counts) if is_uneven(counts) else None,
+        pipeline_model_parallel_layout=core_layout(counts, model.mtp_num_layers or 0) if is_uneven(counts) else None,
         microbatch_group_size_per_vp_stage=layout.microbatch_group_size,
         pipeline_dtype=dtype,
         params_dtype=dtype,
@@ -135,7 +136,9 @@ def _mixture(config: Config) -> dict[str, Any]:
     return {
         "num_moe_experts": model.num_experts,
         # By which it knows how layers are saved.
-        "moe_layer_freq": [int(layer.experts is not None) for layer in held] if held.has_mixed_parameters else 1,
+        "moe_layer_freq": [int(layer.experts is not None) for layer in held[: model.num_layers]]
+        if held.has_mixed_parameters
+        else 1,
         "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
         "moe_router_topk": model.moe_router_topk,
         "moe_router_score_function": model.moe_router_score_function,

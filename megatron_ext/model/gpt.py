@@ -12,10 +12,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_ext.config.derived.rank_order import chunk_layers
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.data.microbatch import Ahead
 from megatron_ext.data.packing import Documents
 from megatron_ext.device.recomputed_outputs import share_or_copy
 from megatron_ext.device.weight_gradients import stand_in
@@ -45,6 +47,9 @@ class GPT(GPTModel):
         self.readout = Readout(self.config, self.pg_collection.tp, **of_readout)
         if self.post_process:
             self.readout.prepare(self.output_layer)
+        if self.mtp_process and not self.pre_process and self.share_embeddings_and_output_weights:
+            # The logits are a product with the embedding that the depths read; megatron-core makes another matrix.
+            self.output_layer.weight = None
 
     def _set_attention_backend(self) -> None:
         """Set the variables by which Transformer Engine chooses its kernel where the flags name one. Else they stay as
@@ -65,6 +70,7 @@ class GPT(GPTModel):
         documents: Documents | None = None,
         inference: WholeSequences | None = None,
         loss_mask: torch.Tensor | None = None,
+        ahead: Ahead | None = None,
     ) -> torch.Tensor:
         """Run one forward pass. The arguments are [batch, sequence]; a stage without a use for one ignores it.
 
@@ -75,7 +81,8 @@ class GPT(GPTModel):
             On the last stage with labels the loss of every token in nats, fp32 [batch, sequence], or with `loss_mask`
             (1.0 where a token's loss counts) their sum over the tokens that count, a scalar, for which no logits
             are kept; without labels the logits, [batch, sequence, this rank's vocabulary]; on other stages the hidden
-            states for the next one, [sequence, batch, hidden].
+            states for the next one, [sequence, batch, hidden]. With `ahead`, the last stage's has a first dimension
+            more, of the main loss and that of each depth of multi-token prediction.
         """
         output = super().forward(
             input_ids,  # pyright: ignore[reportArgumentType]
@@ -85,11 +92,32 @@ class GPT(GPTModel):
             packed_seq_params=inference if documents is None else Sequences(documents),  # pyright: ignore[reportArgumentType]
             loss_mask=loss_mask,
             output_processor=None if labels is None and inference is None else self.readout,
+            output_processor_context=ahead,
         )
         if self.post_process:
             return output
         # A compiled layer, or a fused addition, may return a view, which the pipeline's schedules cannot free.
         return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
+
+    def _postprocess(self, **inputs: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Run megatron-core's, or where there are depths of multi-token prediction return what the readout makes of the
+        hidden states of the model and of each depth."""
+        if not self.mtp_process:
+            return super()._postprocess(**inputs)
+        ahead, sequences = inputs["output_processor_context"], inputs["packed_seq_params"]
+        shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        read = partial(self.readout, output_layer=self.output_layer, output_weight=shared, packed_seq_params=sequences)
+        hidden, mask = inputs["hidden_states"], inputs["loss_mask"]
+        output = read(hidden, labels=inputs["labels"], loss_mask=mask)
+        if ahead is None:
+            return output
+        outputs = [output]
+        of_depths = (values.unbind(-1) for values in ahead)
+        for layer, tokens, labels, weights in zip(self.mtp.layers, *of_depths, strict=True):
+            embedded = self.embedding(input_ids=tokens, position_ids=inputs["position_ids"])
+            hidden = layer(hidden, embedded, inputs["rotary_pos_emb"], sequences)
+            outputs.append(read(hidden, labels=labels, loss_mask=None if mask is None else weights))
+        return torch.stack(outputs)
 
     def _preprocess(self, **inputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run megatron-core's preprocessing, with rotary angles by `position_ids` where these restart; or what it comes
@@ -155,7 +183,7 @@ def _build_chunk(
 ) -> GPT:
     model = config.model
     held = chunk_layers(config)[pg_collection.pp.rank()][chunk]
-    spec = block_spec(config, stack(config)[held.start : held.stop], pg_collection.tp, layer_spec)
+    spec, depths = block_spec(config, stack(config)[held.start : held.stop], pg_collection.tp, layer_spec)
     with torch.device("meta") if on_meta else nullcontext():
         gpt = GPT(
             config=transformer_config,
@@ -171,6 +199,7 @@ def _build_chunk(
             position_embedding_type=kind if (kind := model.position_embedding_type) != "alibi" else "none",  # pyright: ignore[reportArgumentType]
             pg_collection=pg_collection,
             vp_stage=chunk if chunks > 1 else None,
+            mtp_block_spec=depths,
             restarts_positions=config.data.reset_position_ids,
             of_readout=of_readout,
         )
@@ -196,9 +225,10 @@ def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
     """Have the chunk's modules multiply what they put out by the model's factors."""
     modules: list[tuple[float, Any]] = []
     if model.residual_multiplier != 1.0:
-        branches = [branch for layer in gpt.decoder.layers for branch in (layer.self_attention, layer.mlp)]
+        layers = [layer for layer in gpt.modules() if isinstance(layer, TransformerLayer)]
+        branches = [branch for layer in layers for branch in (layer.self_attention, layer.mlp)]
         modules += [(model.residual_multiplier, branch) for branch in branches]
-    if model.embedding_multiplier != 1.0 and gpt.pre_process:
+    if model.embedding_multiplier != 1.0 and (gpt.pre_process or gpt.mtp_process):
         modules.append((model.embedding_multiplier, gpt.embedding.word_embeddings))
     if model.logits_multiplier != 1.0 and gpt.post_process:
         # The logits are a product with it.

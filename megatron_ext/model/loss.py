@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
+from megatron_ext.data.microbatch import Ahead
 from megatron_ext.device.kernels import linear
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
@@ -26,7 +27,7 @@ from megatron_ext.parts.norm.compute import uninitialized
 
 
 def token_loss(
-    loss_mask: torch.Tensor, losses: torch.Tensor
+    loss_mask: torch.Tensor, losses: torch.Tensor, ahead: Ahead | None = None, share: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum the losses of one microbatch, and count its tokens.
 
@@ -35,21 +36,29 @@ def token_loss(
 
     Args:
         loss_mask: [batch, sequence], 1.0 where a token's loss counts.
-        losses: [batch, sequence], nats, the model's output on the last stage.
+        losses: [batch, sequence], nats, the model's output on the last stage; with `ahead`, one of each depth more.
+        share: weight of the loss of each depth of multi-token prediction.
     Returns:
         The sum of the losses that count, to differentiate; how many tokens count (int); and for the log
-        `{"lm loss": [sum, count]}` in fp32, to be added over microbatches and data-parallel ranks.
+        `{"lm loss": [sum, count, sum of each depth]}` in fp32, to be added over microbatches and data-parallel ranks.
     """
-    return summed_loss(loss_mask, torch.dot(losses.reshape(-1).float(), loss_mask.reshape(-1).float()))
+    pairs = [(losses, loss_mask)]
+    if ahead is not None:
+        pairs = list(zip(losses, (loss_mask, *ahead.weights.unbind(-1)), strict=True))
+    sums = [torch.dot(nats.reshape(-1).float(), weights.reshape(-1).float()) for nats, weights in pairs]
+    return summed_loss(loss_mask, sums[0] if ahead is None else torch.stack(sums), share)
 
 
 def summed_loss(
-    loss_mask: torch.Tensor, loss_sum: torch.Tensor
+    loss_mask: torch.Tensor, loss_sum: torch.Tensor, share: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return what `token_loss` does, of a model that was given the mask and has summed the losses itself."""
     num_tokens = loss_mask.sum()
-    report = torch.stack((loss_sum.detach(), num_tokens.float()))
-    return loss_sum, num_tokens.to(torch.int), {"lm loss": report}
+    main, *depths = loss_sum.unbind() if loss_sum.dim() else (loss_sum,)
+    report = torch.stack([main.detach(), num_tokens.float(), *(depth.detach() for depth in depths)])
+    for depth in depths:
+        main = main + share * depth
+    return main, num_tokens.to(torch.int), {"lm loss": report}
 
 
 def checked_losses(losses: object, labels_BS: torch.Tensor) -> torch.Tensor:
@@ -208,7 +217,8 @@ class Readout:
         layer = partial(output_layer, weight=output_weight)
         if isinstance(packed_seq_params, WholeSequences):
             return packed_seq_params.read(hidden_states, partial(self._logits, layer))
-        assert labels is not None
+        if labels is None:
+            return layer(hidden_states)[0].transpose(0, 1).contiguous()
         if loss_mask is None:
             return self._losses(layer, hidden_states, labels)
         assert self.own_loss is None, "a loss of one's own is given logits"

@@ -11,7 +11,7 @@ from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS
 _EXPERTS = "mlp.experts."
 _EXPERT_RANGE = re.compile(r"\.experts\.(\d+):(\d+)\.")
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_LAYER = re.compile(r"^(?:decoder\.layers\.(\d+)|mtp\.layers\.\d+\.mtp_model_layer)\.")
 
 # Transformer Engine keeps a norm inside the linear layer that follows it.
 _FUSED_NORMS = (
@@ -21,7 +21,7 @@ _FUSED_NORMS = (
 
 
 _AFTER_LAYERS = 1 << 30
-_LAST = ("final_layernorm", "output_layer")
+_LAST = ("decoder.final_layernorm", "mtp.layers.", "output_layer")
 AFTER_ALL = (_AFTER_LAYERS + 1, 0)
 """The place of the loss (see `forward_place`)."""
 
@@ -103,11 +103,14 @@ def _global_name(chunk: torch.nn.Module, name: str) -> str:
     found = _LAYER.match(name)
     if found is None:
         return name
-    layer: Any = chunk.get_submodule(f"decoder.layers.{found.group(1)}")
+    module = found[0].removesuffix(".")
+    layer: Any = chunk.get_submodule(module)
     inner = name[found.end() :]
     for fused, separate in _FUSED_NORMS:
         inner = inner.replace(fused, separate)
     if inner.startswith(_EXPERTS):
         experts = layer.mlp.experts.local_experts
         inner = f"{_EXPERTS}{experts.start}:{experts.stop}.{inner.removeprefix(_EXPERTS)}"
+    if found[1] is None:  # under the name that megatron-core saves it by
+        return f"{module.replace('mtp_model_layer', 'transformer_layer')}.{inner}"
     return f"decoder.layers.{layer.layer_number - 1}.{inner}"

@@ -83,14 +83,14 @@ def _sizes(config: Config, kind: Layer, *, local: bool = False) -> tuple[int, in
 
 
 def stages(config: Config, parameter: Parameter) -> list[int]:
-    """Return the pipeline stages that hold `parameter`: one, but for word embeddings tied across the first and the last
-    stage."""
+    """Return the pipeline stages that hold `parameter`: one, but for word embeddings that the first and the last stage
+    both need."""
     pipeline_size = config.layout.pipeline_model_parallel_size
     if parameter.stage == "output":
         return [pipeline_size - 1]
     if parameter.stage == "embedding":
-        tied = parameter.name == WORD_EMBEDDINGS and not config.model.untie_embeddings_and_output_weights
-        return [0, pipeline_size - 1] if tied and pipeline_size > 1 else [0]
+        shared = parameter.name == WORD_EMBEDDINGS and config.model.shares_word_embeddings
+        return [0, pipeline_size - 1] if shared and pipeline_size > 1 else [0]
     return [_stage_of_layer(config)[parameter.stage]]
 
 
@@ -167,6 +167,8 @@ def layer_parameters(config: Config, layer: Layer, experts: Iterable[int] | None
     Args:
         experts: the routed experts to name, in place of all of the layer's.
     """
+    if layer.next_token is not None:
+        yield from layer.next_token.parameters(_place(config, layer))
     for branch in layer.branches:
         yield from branch_parameters(config, layer, branch, experts)
     yield from own_parameters.of_layer(config, layer)
@@ -187,12 +189,14 @@ def branch_parameters(
 def states(config: Config) -> Iterator[State]:
     """Yield what the layers keep and save besides parameters, in the order of a forward pass."""
     for layer in layers(config):
+        if layer.next_token is not None:
+            yield from layer.next_token.state(_place(config, layer))
         for branch in layer.branches:
             yield from branch.part.state(_place(config, layer).inside(branch.name))
 
 
 def _place(config: Config, layer: Layer, experts: Iterable[int] | None = None) -> Place:
-    return Place(f"decoder.layers.{layer.number}", layer.number, config.model, residual_std(config), experts)
+    return Place(layer.name, layer.number, config.model, residual_std(config), experts)
 
 
 def output_parameters(config: Config) -> Iterator[Parameter]:

@@ -44,7 +44,7 @@ def of_layer(config: Config, layer: Layer) -> Iterator[Parameter]:
     """
     for parameter in _listed(config, layer):
         _check(parameter, config.layout.tensor_model_parallel_size)
-        yield replace(parameter, name=f"decoder.layers.{layer.number}.{parameter.name}", stage=layer.number)
+        yield replace(parameter, name=f"{layer.name}.{parameter.name}", stage=layer.number)
 
 
 def names(config: Config) -> list[str]:

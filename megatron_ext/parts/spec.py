@@ -11,6 +11,7 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
@@ -26,6 +27,7 @@ from megatron_ext.parts.latent_attention.describe import LatentAttention
 from megatron_ext.parts.layer import ResidualLayer
 from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import FeedForward, XieluFeedForward
+from megatron_ext.parts.next_token.compute import next_token_spec
 from megatron_ext.parts.norm.compute import norm_builder, query_key_norms
 from megatron_ext.parts.stack import Layer, Stack, Table, final_norm, rotary_tables
 
@@ -35,8 +37,9 @@ OwnSpec = Callable[[ModuleSpec, Layer], ModuleSpec]
 
 def block_spec(
     config: Config, held: Stack, tp_group: ProcessGroup, own: OwnSpec | None = None
-) -> TransformerBlockSubmodules:
-    """Return the layers of one model chunk, each by its own description, and the final norm that the last chunk has.
+) -> tuple[TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules | None]:
+    """Return the layers of one model chunk, each by its own description, and the final norm that the last chunk has;
+    and the depths of multi-token prediction that it has, if any.
 
     Args:
         config: the resolved configuration.
@@ -53,7 +56,10 @@ def block_spec(
         specs = {kind: layer_spec(kind, tp_group, tables) for kind, _ in held.kinds}
         final = norm_builder(final_norm(config.model))
     chosen = [specs[layer] if own is None else _checked(own(specs[layer], layer), layer) for layer in held]
-    return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=final)
+    decoder = [spec for spec, layer in zip(chosen, held, strict=True) if layer.next_token is None]
+    depths = [next_token_spec(final_norm(config.model), layer) for layer in chosen[len(decoder) :]]
+    block = TransformerBlockSubmodules(layer_specs=decoder, layer_norm=final)
+    return block, MultiTokenPredictionBlockSubmodules(depths) if depths else None
 
 
 def _checked(spec: object, layer: Layer) -> ModuleSpec:
@@ -134,7 +140,7 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[Table, slic
 
 def _latent_attention(layer: Layer, _tp_group: ProcessGroup, tables: Mapping[Table, slice]) -> ModuleSpec:
     described = {"attention": layer.attention, "rotary_columns": _columns(layer, tables)}
-    return ModuleSpec(module=LatentSelfAttention, params=described)
+    return ModuleSpec(module=LatentSelfAttention, params={"attn_mask_type": AttnMaskType.causal, **described})
 
 
 _MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[Table, slice]], ModuleSpec]] = {

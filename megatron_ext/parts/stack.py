@@ -12,7 +12,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from megatron_ext.config.derived.layer_patterns import is_dealt
@@ -21,6 +21,7 @@ from megatron_ext.parts.attention.describe import Attention, Rotary, Temperature
 from megatron_ext.parts.experts.describe import Experts, experts_of
 from megatron_ext.parts.latent_attention.describe import latent_attention_of
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
+from megatron_ext.parts.next_token.describe import NextToken
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.protocol import Part
 from megatron_ext.parts.ways import Asked, refusals
@@ -64,13 +65,22 @@ class Layer:
     """Whether mixer and MLP read the same residual stream, through one norm or each through its own; None: the MLP
     reads what the mixer has added to."""
 
+    next_token: NextToken | None = None
+    """What stands around it where it is a depth of multi-token prediction."""
+
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
         # Once a layer: the planner looks layers up some hundred times for each of thousands of layouts.
-        return hash((self.mixer, self.mlp, self.norm, self.norm_places, self.parallel))
+        return hash((self.mixer, self.mlp, self.norm, self.norm_places, self.parallel, self.next_token))
+
+    @property
+    def name(self) -> str:
+        """Global name of its module."""
+        ahead = self.next_token
+        return f"decoder.layers.{self.number}" if ahead is None else f"{ahead.name}.transformer_layer"
 
     @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
@@ -86,6 +96,12 @@ class Layer:
             for name, part, first, last in pieces
             if part is not None
         )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Its parts, and what stands around it."""
+        around = () if self.next_token is None else (self.next_token,)
+        return (*around, *(branch.part for branch in self.branches))
 
     @property
     def attention(self) -> Attention:
@@ -144,15 +160,15 @@ class Layer:
         pieces = {place: asked for place, is_so in places.items() if is_so}
         if self.parallel:
             pieces["parallel"] = Asked(f"--parallel-residual is {self.parallel}")
-        for branch in self.branches:
-            pieces |= branch.part.pieces(config)
+        for part in self.parts:
+            pieces |= part.pieces(config)
         return pieces
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield why this configuration cannot compute it, each with a setting that works."""
         yield from refusals(config, self.pieces(config))
-        for branch in self.branches:
-            yield from branch.part.cannot(config)
+        for part in self.parts:
+            yield from part.cannot(config)
 
     def core_flops(self, length: int) -> float:
         """Return the floating-point operations of one token, forward, besides products with weights."""
@@ -195,7 +211,7 @@ class Stack:
     def has_mixed_parameters(self) -> bool:
         """Whether some layers have experts and others an MLP: a checkpoint then holds each layer by itself, and
         otherwise the same parameter of all as one tensor."""
-        return len({layer.experts is None for layer, _ in self.kinds}) > 1
+        return len({layer.experts is None for layer, _ in self.kinds if layer.next_token is None}) > 1
 
     def total(self, of: Callable[[Layer], float]) -> float:
         """Return the sum of `of` over the layers."""
@@ -207,7 +223,8 @@ class Stack:
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the description of every layer of the model, in the order of a forward pass."""
+    """Return the description of every layer of the model, in the order of a forward pass; depths of multi-token
+    prediction come last."""
     return tuple(stack(config))
 
 
@@ -218,7 +235,10 @@ def stack(config: Config) -> Stack:
 
 @functools.lru_cache(maxsize=64)
 def _stack(model: ModelConfig) -> Stack:
-    return Stack(tuple(_layer(model, number) for number in range(model.num_layers)))
+    decoder = tuple(_layer(model, number) for number in range(model.num_layers))
+    ahead = (NextToken(depth, final_norm(model)) for depth in range(model.mtp_num_layers or 0))
+    depths = (replace(decoder[-1], number=len(decoder) + one.depth, next_token=one) for one in ahead)
+    return Stack((*decoder, *depths))
 
 
 def _layer(model: ModelConfig, number: int) -> Layer:
@@ -260,4 +280,4 @@ def residual_std(config: Config) -> float:
     It shrinks with the depth, so that the sum of 2 x layers branches keeps its variance (Radford et al. 2019, "Language
     Models are Unsupervised Multitask Learners", section 2.3).
     """
-    return config.model.init_method_std / math.sqrt(2.0 * len(stack(config)))
+    return config.model.init_method_std / math.sqrt(2.0 * config.model.num_layers)

@@ -134,7 +134,11 @@ WAYS: dict[str, Way] = {
     "FP8": Way(
         lambda config: config.training.fp8_format is not None,
         "--fp8-format {0.fp8_format} multiplies in FP8",
-        {"experts": "which has no grouped products for experts", "latent": "which has no products for latents"},
+        {
+            "experts": "which has no grouped products for experts",
+            "latent": "which has no products for latents",
+            "next tokens": "which was never compared with another layout in the depths of multi-token prediction",
+        },
         "leave --fp8-format out to train them in bf16",
     ),
 }
@@ -142,6 +146,12 @@ WAYS: dict[str, Way] = {
 RECOMPUTATIONS: dict[str, Way] = {
     "attention, MLP or layers": Way(
         lambda config: config.training.recompute_granularity is not None, "recomputation computes them anew", {}
+    ),
+    "several layers": Way(
+        lambda of: of.training.recompute_method == "uniform" and (of.training.recompute_num_layers or 1) > 1,
+        "--recompute-num-layers {0.recompute_num_layers} computes several layers anew together",
+        {"next tokens": "and a depth of multi-token prediction is one by itself"},
+        "--recompute-num-layers 1",
     ),
     "norms": Way(
         lambda config: "layernorm" in (config.training.recompute_modules or ()),

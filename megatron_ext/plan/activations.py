@@ -113,8 +113,8 @@ class Activations:
         apart = layer.parallel == "two-norms" and not layer.norm.keeps_its_input(self.share)
         streams = layer.additions + apart  # two norms of one stream keep it once, or something else each
         parts = {"residual": streams * self.stream, "norms": self._norms(layer)}
-        for branch in layer.branches:
-            parts |= branch.part.held(self.share)
+        for part in layer.parts:
+            parts |= part.held(self.share)
         return LayerBytes({**parts, "dropout": layer.additions * self._dropout_mask()})
 
     def _norms(self, layer: Layer) -> float:
@@ -128,6 +128,15 @@ class Activations:
         if key not in self._of_chunks:
             of_layers, recomputed = self._layers(layers)
             loss, logits = self._loss() if last else (0.0, 0.0)
+            # Of a depth that is computed anew, its norm's output alone is kept.
+            if last and (depths := self.config.model.mtp_num_layers):
+                # Of a depth that is computed anew, its norm's output alone is kept.
+                anew = self.config.training.recompute_method == "uniform"
+                freed = final_norm(self.config.model).held(self.share) if anew else 0.0
+                others = depths * (loss - freed) + freed
+                # When the last depth is computed anew, what all others' losses hold is still there.
+                recomputed += others + freed if recomputed else 0.0
+                loss += others - freed
             rest = self._dropout_mask() if first else 0.0
             self._of_chunks[key] = ChunkBytes(of_layers, loss, rest + self._rotary_table, recomputed, logits)
         return self._of_chunks[key]
@@ -165,7 +174,8 @@ class Activations:
         goes without recomputation alone."""
         if not self.config.layout.sequence_parallel_keep_gathered:
             return 0.0
-        return layers.total(lambda layer: layer.blocks) * (self.divided - 1) * self.stream
+        inputs = layers.total(lambda layer: layer.blocks + 2 * (layer.next_token is not None))
+        return inputs * (self.divided - 1) * self.stream
 
     def _dropped(self, layer: Layer) -> float:
         """Return the bytes of the parts of a layer that selective recomputation drops."""

@@ -25,12 +25,12 @@ def flops_per_token(config: Config) -> int:
     (tied or not) and the embedding lookup not. Attention adds the products Q K^T and A V over the keys that causality
     leaves, on average half the sequence: for each layer 6 x (heads x head size) x sequence length ("causal"; the "full"
     convention has 12), less with a window. Of a mixture of experts the top k count, and the router. The vocabulary is
-    the true one, without padding.
+    the true one, without padding. Each depth of multi-token prediction has the output layer's work once more.
     Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), appendix B, halved there for causality. Megatron-LM's own
     formula agrees in the matrices, but counts padded rows.
     """
     model, vocabulary = config.model, config.data.vocab_size
-    matrices = vocabulary * model.hidden_size
+    matrices = vocabulary * model.hidden_size * (1 + (model.mtp_num_layers or 0))
     matrices += sum(
         n * p.size for p, n in active_kinds_of_parameters(config) if isinstance(p.stage, int) and len(p.shape) > 1
     )
@@ -76,7 +76,7 @@ def forward_flops(config: Config, shapes: Shapes, stage: int, chunk: int, *, aga
         products = layer.mlp.products(share) if layer.mlp is not None else []
         total += number * sum(product.flops for product in products if product.routed)
     if shapes.is_last(stage, chunk) and not again:
-        total += 2 * share.tokens * shapes.table
+        total += 2 * share.tokens * shapes.table * (1 + (config.model.mtp_num_layers or 0))
     return total
 
 
@@ -92,5 +92,6 @@ class Products:
         return [] if part is None else part.products(self.share)
 
     def output(self) -> Product:
-        """Return the output layer's."""
-        return Product(self.share.tokens, self.table, self.share.hidden)
+        """Return the output layer's, once for the next token and for each further one."""
+        times = 1 + (self.share.config.model.mtp_num_layers or 0)
+        return Product(self.share.tokens, self.table, self.share.hidden, times)

@@ -42,9 +42,11 @@ class Kernels:
         self._of_kinds: dict[Layer, tuple[Passes, Passes, Passes]] = {}
 
     def layer(self, layer: Layer) -> tuple[Passes, Passes, Passes]:
-        """Return the seconds of the mixer's projections, of its core and of the MLP."""
+        """Return the seconds of the mixer's projections, of its core, and of the MLP with what else a depth of
+        multi-token prediction has."""
         if layer not in self._of_kinds:
-            self._of_kinds[layer] = self._part(layer.mixer), self._core(layer.mixer), self._part(layer.mlp)
+            forward, backward = map(sum, zip(self._part(layer.mlp), self._part(layer.next_token), strict=True))
+            self._of_kinds[layer] = self._part(layer.mixer), self._core(layer.mixer), (forward, backward)
         return self._of_kinds[layer]
 
     def output(self) -> Passes:

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from megatron_ext.config.derived.pipeline_split import first_layers, layer_counts
+from megatron_ext.config.derived.rank_order import chunk_layers
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 from megatron_ext.parts.catalogue import (
     WORD_EMBEDDINGS,
@@ -57,13 +57,11 @@ class Shapes:
     """The parameters that a rank of each stage and chunk holds, of a resolved and validated configuration."""
 
     def __init__(self, config: Config):
-        self.counts = layer_counts(config)
+        held = chunk_layers(config)
+        self.counts = [[len(layers) for layers in stage] for stage in held]
         self.whole = stack(config)
         """All layers."""
-        self.stacks = [
-            [self.whole[start : start + layers] for start, layers in zip(starts, stage, strict=True)]
-            for starts, stage in zip(first_layers(self.counts), self.counts, strict=True)
-        ]
+        self.stacks = [[self.whole[layers.start : layers.stop] for layers in stage] for stage in held]
         """The layers of every chunk, `[stage][chunk]`."""
         self._sums: dict[Stack, tuple[int, int]] = {}
         self._of_stages: dict[int, tuple[int, int]] = {}
@@ -72,7 +70,7 @@ class Shapes:
         self._kinds_of_chunks: dict[int, tuple[list[tuple[Stack, bool, bool]], list[int]]] = {}
         self._alike: list[int] | None = None
         self._heaviest: list[int] | None = None
-        self.tied = not config.model.untie_embeddings_and_output_weights
+        self.shared = config.model.shares_word_embeddings
         layout = config.layout
         self.embedding, self.table, self.layers, self.output = _parts(
             config.model,
@@ -158,18 +156,18 @@ class Shapes:
         if stage not in self._of_stages:
             of_chunks = [self.parameters_of_chunk(stage, chunk) for chunk in range(len(self.counts[stage]))]
             dense = sum(part[0] for part in of_chunks)
-            if self.tied and len(self.counts) == 1:
+            if self.shared and len(self.counts) == 1:
                 dense -= self.table  # one matrix serves both ends
             self._of_stages[stage] = dense, sum(part[1] for part in of_chunks)
         return self._of_stages[stage]
 
     def parameters_of_chunk(self, stage: int, chunk: int) -> tuple[int, int]:
-        """Return the same of one chunk; a tied embedding counts where it is looked up and where it is multiplied."""
+        """Return the same of one chunk; a shared embedding counts on both ends."""
         dense, experts = self._of_layers(self.stacks[stage][chunk])
         if self.is_first(stage, chunk):
             dense += self.embedding.dense
         if self.is_last(stage, chunk):
-            dense += self.output.dense + (self.table if self.tied else 0)
+            dense += self.output.dense + (self.table if self.shared else 0)
         return dense, experts
 
     def _of_layers(self, stack: Stack) -> tuple[int, int]:

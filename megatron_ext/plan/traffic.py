@@ -220,7 +220,7 @@ class _Stage:
         share, m = Share(self.config), self.microbatches
         sums: dict[tuple[str, str], list[float]] = {}
         for kind, layers in self.held.items():
-            for exchange in (one for branch in kind.branches for one in branch.part.sent(share) if one.axis == axis):
+            for exchange in (one for part in kind.parts for one in part.sent(share) if one.axis == axis):
                 forward, backward = layers + self.again[exchange.repeated_with][kind], layers
                 calls = exchange.calls
                 total = sums.setdefault((exchange.collective, exchange.formula), [0.0] * 4)
@@ -241,7 +241,7 @@ class _Stage:
         messages = schedule_of(self.config, m).messages(self.stage)
         suffix = "/t" if message < self.activation else ""
         yield Term("pp", "send", messages * m * message, f"{messages} m A{suffix}", messages * m)
-        if not self.config.model.untie_embeddings_and_output_weights and (last or self.stage == 0):
+        if self.config.model.shares_word_embeddings and (last or self.stage == 0):
             table = self.config.model.padded_vocab_size * self.config.model.hidden_size // self.tensor
             yield Term("pp", "all-reduce", 4.0 * table, "2 (2-1)/2 4 V/t H")
 

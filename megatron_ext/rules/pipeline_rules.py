@@ -1,8 +1,9 @@
 """Rules about pipeline stages: which layers they have, and how microbatches pass them."""
 
+import re
 from collections.abc import Iterator, Sequence
 
-from megatron_ext.config.derived.pipeline_split import counted_as_layers, read_pipeline_layout
+from megatron_ext.config.derived.pipeline_split import counted_as_layers, layer_counts, read_pipeline_layout
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, pipeline_sizes
@@ -40,7 +41,8 @@ def layout_string_is_right(config: Config, facts: Facts) -> Iterator[str]:
     text, stages = layout.pipeline_model_parallel_layout, layout.pipeline_model_parallel_size
     if text is None or not positive(layers, stages):
         return
-    working = f"{_LAYOUT} '{_even_layout(layers, stages)}'" if layers >= stages else f"--num-layers {stages}"
+    depths = config.model.mtp_num_layers or 0
+    working = f"{_LAYOUT} '{_even_layout(layers, stages, depths)}'" if layers >= stages else f"--num-layers {stages}"
     try:
         chunks = read_pipeline_layout(text)
     except ValueError as error:
@@ -54,6 +56,9 @@ def layout_string_is_right(config: Config, facts: Facts) -> Iterator[str]:
             f"{_LAYOUT} '{text}' has {letters.count('t')} layers t, but --num-layers is {layers}; use for example "
             f"{working}"
         )
+    elif letters.count("m") != depths or (depths and not re.fullmatch("E?t+m+L", chunks[-1])):
+        wanted = f"must have one m for each of --mtp-num-layers {depths}, between a layer t and L"
+        yield f"{_LAYOUT} '{text}' {wanted} of its last chunk; use for example {working}"
     elif "" in chunks:
         which = f"chunk {chunks.index('') + 1} of {len(chunks)}"
         yield f"{_LAYOUT} '{text}': {which} holds nothing; use for example {working}"
@@ -219,6 +224,13 @@ def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[
     )
 
 
+def depths_follow_a_layer(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a layer in the last chunk, before depths of multi-token prediction: the final norm stands with it."""
+    depths = config.model.mtp_num_layers
+    if depths and split_is_right(config, facts) and layer_counts(config)[-1][-1] == 0:
+        yield f"--mtp-num-layers {depths}: the last chunk of the pipeline has no other layer; use --mtp-num-layers 0"
+
+
 def split_is_right(config: Config, facts: Facts) -> bool:
     """Return whether `layer_counts` has an answer."""
     sizes = (config.model.num_layers, config.layout.pipeline_model_parallel_size)
@@ -282,10 +294,10 @@ def _uneven_splits(layers: int, stages: int, chunks: int, ends: Sequence[str] = 
     return fixes
 
 
-def _even_layout(layers: int, stages: int) -> str:
+def _even_layout(layers: int, stages: int, depths: int = 0) -> str:
     """Return a layout string without interleaving, as even as it can be."""
     size, rest = divmod(layers, stages)
-    return "E" + "|".join(f"t*{size + (stage < rest)}" for stage in range(stages)) + "L"
+    return "E" + "|".join(f"t*{size + (stage < rest)}" for stage in range(stages)) + "m" * depths + "L"
 
 
 _OF_THE_SPLIT = (
@@ -296,4 +308,4 @@ _OF_THE_SPLIT = (
     layers_divide_over_chunks,
 )
 
-RULES = (*_OF_THE_SPLIT, interleaving_needs_stages, microbatches_pass_in_whole_groups)
+RULES = (*_OF_THE_SPLIT, depths_follow_a_layer, interleaving_needs_stages, microbatches_pass_in_whole_groups)

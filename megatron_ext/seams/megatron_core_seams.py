@@ -28,6 +28,21 @@ MODEL = (
         (f"{_CORE}.models.gpt.gpt_model.GPTModel.forward",),
     ),
     Seam(
+        f"{_CORE}.models.gpt.gpt_model.GPTModel._postprocess",
+        "overridden: the depths of multi-token prediction are given what the whole samples say, and their losses to us",
+        ("hidden_states", "labels", "loss_mask", "rotary_pos_emb", "packed_seq_params", "output_processor_context"),
+        (f"{_CORE}.models.gpt.gpt_model.GPTModel.forward",),
+    ),
+    Seam(
+        f"{_CORE}.transformer.multi_token_prediction.MultiTokenPredictionLayer.forward",
+        "overridden: embeddings are given; the engine's shifts the tokens that a context-parallel rank holds",
+    ),
+    Seam(
+        f"{_CORE}.transformer.multi_token_prediction.MultiTokenPredictionLayer._proj_and_transformer_layer",
+        "called: the norms, the projection of both, the transformer layer and the norm of what comes out",
+        ("hidden_states", "decoder_input", "rotary_pos_emb", "packed_seq_params"),
+    ),
+    Seam(
         f"{_CORE}.transformer.transformer_layer.TransformerLayer.forward",
         "overridden by a shorter forward pass; TransformerBlock calls it with these names",
     ),

@@ -158,7 +158,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
         self.compute_dtype = transformer_config.params_dtype
         attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
         module.float()
-        self.units = _units(module, tied=not config.model.untie_embeddings_and_output_weights)
+        self.units = _units(module, shared=config.model.shares_word_embeddings)
         mesh = _mesh(groups, device.type)
         offloaded = config.layout.torch_fsdp2_cpu_offload
         pinned = device.type == "cuda" and not config.optimizer.no_pin_cpu_params
@@ -217,13 +217,13 @@ class TorchFSDP(TorchFullyShardedDataParallel):
                 rows.mul_(scaling_factor.to(rows.device))
 
 
-def _units(module: torch.nn.Module, *, tied: bool) -> list[torch.nn.Module]:
+def _units(module: torch.nn.Module, *, shared: bool) -> list[torch.nn.Module]:
     """Return what is gathered at a time, inner modules first.
 
-    The output layer's weight is read outside of its own forward pass, and belongs to the model itself; so do tied
+    The output layer's weight is read outside of its own forward pass, and belongs to the model itself; so do shared
     word embeddings, which are needed at both ends.
     """
-    kinds = (TransformerLayer,) if tied else (TransformerLayer, LanguageModelEmbedding)
+    kinds = (TransformerLayer,) if shared else (TransformerLayer, LanguageModelEmbedding)
     return [*(part for part in module.modules() if isinstance(part, kinds)), module]
 
 

@@ -72,9 +72,9 @@ def _layout(config: Config) -> str:
 
 
 def _model(config: Config) -> str:
-    layers = stack(config)
+    layers = stack(config).count(lambda layer: layer.next_token is None)
     precision = "bf16" if config.training.bf16 else "fp16" if config.training.fp16 else "fp32"
-    return f"{count(config):,} parameters, {len(layers)} layers of width {config.model.hidden_size:,}, {precision}"
+    return f"{count(config):,} parameters, {layers} layers of width {config.model.hidden_size:,}, {precision}"
 
 
 def _graphs(config: Config) -> str:

@@ -71,6 +71,7 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
         f"learning rate: {metrics.learning_rate:.6E}",
         f"global batch size: {metrics.global_batch_size:5d}",
         f"lm loss: {scientific(metrics.lm_loss)}",
+        *(f"mtp_{depth} loss: {scientific(loss)}" for depth, loss in enumerate(metrics.mtp_losses, start=1)),
         f"loss scale: {metrics.loss_scale:.1f}",
     ]
     if metrics.grad_norm is not None:

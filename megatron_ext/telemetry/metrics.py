@@ -54,6 +54,7 @@ class StepMetrics:
     )
     world_size: int = 1
     consumed_by_source: Mapping[str, Mapping[str, float]] | None = None  # samples, tokens, epochs, from the beginning
+    mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction, in this step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +118,10 @@ Metrics = StepMetrics | Evaluated
 
 
 def as_row(metrics: Metrics) -> dict[str, Any]:
-    """Return the object of the metrics file: the fields by name, and the losses of several sources by the source's
-    name."""
+    """Return the object of the metrics file: the fields by name, the losses of several sources by the source's name,
+    and `mtp_1_loss` and on."""
     row = dataclasses.asdict(metrics)
+    row |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(row.pop("mtp_losses", ()), start=1)}
     sources = row.pop("sources", ())
     if sources:
         row["validation_loss_by_source"] = {source["name"]: source["loss"] for source in sources}

@@ -33,6 +33,7 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         "learning-rate": metrics.learning_rate,
         "batch-size": metrics.global_batch_size,
         "lm loss": metrics.lm_loss,
+        **{f"mtp_{depth} loss": loss for depth, loss in enumerate(metrics.mtp_losses, start=1)},
         "loss-scale": metrics.loss_scale,
         "world-size": metrics.world_size,
         "grad-norm": metrics.grad_norm,

@@ -195,6 +195,7 @@ def build_loaders(
                 separates_documents=data.reset_attention_mask,
                 # Heads that are exchanged see whole samples.
                 documents_are_whole=config.layout.cp_comm_type[0] == "a2a",
+                depths=config.model.mtp_num_layers or 0,
             ),
             num_workers=data.num_workers,
             pin_memory=device.kind == "cuda",

@@ -9,6 +9,7 @@ Nothing of that changes a number: the same products are rounded in the same way 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -70,14 +71,15 @@ class LateStep:
         run = self._run
         run.progress.phase = UPDATE
         *sums, square = self._read()
-        totals = summed(sums)
+        totals = summed(sums, run.config.model.mtp_num_layers or 0)
         try:
             check_numbers(run, totals, self._global_batch, self._evidence)
         except TrainingError:
             self._guard.zero_()
             raise
         norm = square**0.5  # as megatron-core computes it on the host
-        return StepResult(totals.loss, totals.tokens, self._global_batch, True, norm, 1.0, None), totals.votes
+        result = StepResult(totals.loss, totals.tokens, self._global_batch, True, norm, 1.0, None)
+        return replace(result, mtp_losses=totals.mtp_losses), totals.votes
 
 
 class LateSteps:

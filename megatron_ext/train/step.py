@@ -1,7 +1,7 @@
 """Takes one optimizer step: microbatches -> pipeline schedule -> gradients -> update."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -37,7 +37,7 @@ class BatchLoss:
     """Mean loss per token over the global batch, in nats; equal on every rank."""
 
     of_microbatches: torch.Tensor
-    """fp32 [microbatches, 2]: see `run_microbatches`."""
+    """fp32 [microbatches, 2 + depths]: see `run_microbatches`."""
 
     samples: range
     """Positions of the samples of the global batch."""
@@ -66,6 +66,9 @@ class StepResult:
     auxiliary_losses: AuxiliaryLosses | None = None
     """Auxiliary losses of a mixture of experts."""
 
+    mtp_losses: tuple[float, ...] = ()
+    """Mean loss of each depth of multi-token prediction over its tokens, in nats."""
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -75,7 +78,7 @@ class Gradients:
     """Positions of the samples of the global batch."""
 
     of_microbatches: torch.Tensor
-    """fp32 [microbatches, 2]: see `run_microbatches`."""
+    """fp32 [microbatches, 2 + depths]: see `run_microbatches`."""
 
     shared: SharedNumbers
     """This rank's part of the numbers of all ranks, with its loss."""
@@ -119,16 +122,16 @@ def train_step(
     run.progress.phase = UPDATE
     loss_scale = _loss_scale(run)
     check_numbers(run, summed, global_batch, gradients.evidence)
-    loss, tokens = summed.loss, summed.tokens
+    loss, tokens, ahead = summed.loss, summed.tokens, summed.mtp_losses
     if overflow:
-        return StepResult(loss, tokens, global_batch, False, None, loss_scale, None, auxiliary)
+        return StepResult(loss, tokens, global_batch, False, None, loss_scale, None, auxiliary, ahead)
     clip = run.config.optimizer.clip_grad
     if clip > 0.0:
         run.sharding.clip(run.optimizer, clip, grad_norm)
     num_zeros = run.optimizer.count_zeros() if run.config.logging.log_num_zeros_in_grad else None
     run.optimizer.step_with_ready_grads()
     run.sharding.finish_update(run.optimizer)
-    return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary)
+    return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary, ahead)
 
 
 def compute_gradients(run: Run, samples: range) -> Gradients:
@@ -164,12 +167,17 @@ def run_microbatches(
         micro_batch_size: samples in one of them; default that of the training.
 
     Returns:
-        fp32 [microbatches, 2]: for each the sum of the losses of this rank's tokens that count, and their number. Zero
-        but on one rank of those that hold the same loss, so that the sum over all ranks is that over the global batch.
+        fp32 [microbatches, 2 + depths]: for each the sum of the losses of this rank's tokens that count, and their
+        number; in training also the sum of each depth of multi-token prediction, times the number of tokens that count
+        over that of the depth, both of the global batch. Zero but on one rank of those that hold the same loss, so that
+        the sum over all ranks is that over the global batch.
     """
     config = run.config
-    step = _summed_forward_step if config.training.linear_cross_entropy else _forward_step
-    schedule, batches = run.schedule, _on_device
+    depths = 0 if forward_only else config.model.mtp_num_layers or 0
+    share = config.model.mtp_loss_scaling_factor / max(depths, 1)
+    step = partial(_forward_step, summed=config.training.linear_cross_entropy, share=share)
+    scales = _scales_of_depths(run, microbatches) if depths else None
+    schedule, batches = run.schedule, partial(_on_device, scales=scales)
     if run.captured_passes is not None and not forward_only and run.recorder is None:
         schedule, batches = run.captured_passes, _one_by_one
     reports = schedule(
@@ -186,11 +194,27 @@ def run_microbatches(
     # Only the last stage has the loss, and tensor-parallel ranks hold the same.
     if run.is_last_stage and run.groups.tp.rank() == 0:
         return torch.stack([report["lm loss"] for report in reports])
-    return torch.zeros(len(microbatches), 2, device=run.device.torch_device)
+    return torch.zeros(len(microbatches), 2 + depths, device=run.device.torch_device)
+
+
+def _scales_of_depths(run: Run, microbatches: list[Batch]) -> torch.Tensor | None:
+    """Return the tokens of the global batch that count over those that count in each depth of multi-token prediction,
+    [depths]; None on a rank without depths. Collective over the ranks that share the last stage's tokens.
+
+    All gradients are divided by the tokens that count. So a depth's loss, too, is a mean over the global batch, in
+    every layout; a ratio of one rank's or microbatch's counts, which megatron-core takes, would be a mean of means.
+    """
+    if microbatches[0].ahead is None:
+        return None
+    batches = cast(list[Any], microbatches)
+    of_each = [torch.cat([one.loss_mask.sum().view(1), one.ahead.weights.sum((0, 1))]) for one in batches]
+    counts = torch.stack(of_each).sum(0, dtype=torch.float64).to(run.device.torch_device)
+    torch.distributed.all_reduce(counts, group=run.groups.dp_cp)
+    return (counts[0] / counts[1:].clamp(min=1.0)).float()
 
 
 def _sum(losses: torch.Tensor) -> torch.Tensor:
-    """Return the sum of what `run_microbatches` gives, fp64 [2]."""
+    """Return the sum of what `run_microbatches` gives, fp64 [2 + depths]."""
     return losses.sum(dim=0, dtype=torch.float64)
 
 
@@ -200,9 +224,13 @@ def _one_by_one(run: Run, microbatches: list[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def _on_device(run: Run, microbatches: list[Batch]) -> Iterator[Batch]:
+def _on_device(run: Run, microbatches: list[Batch], scales: torch.Tensor | None) -> Iterator[Batch]:
     for batch in _one_by_one(run, microbatches):
-        yield batch.to(run.device.torch_device)
+        moved = batch.to(run.device.torch_device)
+        ahead = None  # an evaluation is of the next token alone
+        if moved.ahead is not None and scales is not None:
+            ahead = moved.ahead._replace(weights=moved.ahead.weights * scales)
+        yield replace(moved, ahead=ahead)
 
 
 def held_out_loss(run: Run, microbatches: list[Batch]) -> tuple[float, int]:
@@ -234,17 +262,21 @@ def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
     )
 
 
-def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Run one model chunk on its next microbatch, as megatron-core's forward_step_func."""
+def _forward_step(
+    batches: Iterator[Batch], model: torch.nn.Module, *, summed: bool, share: float
+) -> tuple[torch.Tensor, Any]:
+    """Run one model chunk on its next microbatch, as megatron-core's forward_step_func. If `summed`, the model itself
+    sums the losses that count; `share` is the weight of each depth's."""
     batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, labels=batch.labels, documents=batch.documents)
     # A stage before the last has no mask, and the engine never calls its loss.
-    return output, partial(token_loss, cast(torch.Tensor, batch.loss_mask))
-
-
-def _summed_forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Run one model chunk likewise, whose last stage returns the sum of the losses that count."""
-    batch = next(batches)
     mask = cast(torch.Tensor, batch.loss_mask)
-    output = model(batch.tokens, batch.position_ids, labels=batch.labels, documents=batch.documents, loss_mask=mask)
-    return output, partial(summed_loss, mask)
+    output = model(
+        batch.tokens,
+        batch.position_ids,
+        labels=batch.labels,
+        documents=batch.documents,
+        loss_mask=mask if summed else None,
+        ahead=batch.ahead,
+    )
+    loss = summed_loss if summed else partial(token_loss, ahead=batch.ahead)
+    return output, partial(loss, mask, share=share)

@@ -32,6 +32,8 @@ class Summed(NamedTuple):
     """Number of ranks in which the loss scale overflowed."""
     votes: StopVotes | None = None
     """None where the ranks agree on a stop by themselves."""
+    mtp_losses: tuple[float, ...] = ()
+    """Mean loss of each depth of multi-token prediction."""
 
 
 class SharedNumbers:
@@ -39,12 +41,13 @@ class SharedNumbers:
 
     def __init__(self, run: Run):
         self._run = run
-        self._vector = torch.zeros(4, dtype=torch.float64, device=run.device.torch_device)
+        self._depths = run.config.model.mtp_num_layers or 0
+        self._vector = torch.zeros(4 + self._depths, dtype=torch.float64, device=run.device.torch_device)
         self.loss = self._vector[0].clone()
 
     def add_loss(self, share: torch.Tensor) -> None:
-        """Add the sum of losses and the number of tokens, fp64 [2]."""
-        self._vector[:2] = share
+        """Add the sum of losses, the number of tokens, and the sum of each depth, fp64 [2 + depths]."""
+        self._vector[:2], self._vector[4:] = share[:2], share[2:]
         self.loss.copy_(share[0])
 
     def add_gradients(self, overflow: bool, grad_norm: float) -> None:
@@ -61,14 +64,14 @@ class SharedNumbers:
     def summed(self) -> Summed:
         """Return what all ranks have. Collective."""
         self._sum()
-        return summed(self._vector.tolist())
+        return summed(self._vector.tolist(), self._depths)
 
     def add_gradients_of(self, grad_norm: torch.Tensor) -> None:
         """Add the same for a norm that is on the device, without a loss scale and without reading it."""
         self._vector[2] = ~(grad_norm.isfinite() & self._left_out().isfinite())
 
     def summed_on_device(self, votes: StopVotes) -> torch.Tensor:
-        """Return what `summed` takes, fp64 [7], on the device. Collective."""
+        """Return what `summed` takes, fp64 [7 + depths], on the device. Collective."""
         asked = self._vector.new_zeros(len(votes))
         for slot, vote in enumerate(votes):
             if vote:
@@ -86,11 +89,14 @@ class SharedNumbers:
         return largest_magnitude(outside_norm(self._run.optimizer), self._vector.device)
 
 
-def summed(numbers: Sequence[float]) -> Summed:
-    """Return the numbers by their names: the loss, tokens and ranks, and the votes if there are any."""
-    loss_sum, tokens, bad, overflowed, *votes = numbers
+def summed(numbers: Sequence[float], depths: int = 0) -> Summed:
+    """Return the numbers by their names: the loss, tokens and ranks, losses of depths, and the votes if there are
+    any."""
+    loss_sum, tokens, bad, overflowed, *rest = numbers
+    ahead, votes = rest[:depths], rest[depths:]
     asked = StopVotes(*map(int, votes)) if votes else None
-    return Summed(mean_loss(loss_sum, tokens), int(tokens), int(bad), int(overflowed), asked)
+    of_depths = tuple(mean_loss(one, tokens) for one in ahead)
+    return Summed(mean_loss(loss_sum, tokens), int(tokens), int(bad), int(overflowed), asked, of_depths)
 
 
 def mean_loss(loss_sum: float, tokens: float) -> float:

@@ -138,7 +138,8 @@ def _for_inference(config: Config) -> Config:
         num_virtual_stages_per_pipeline_rank=None,
         num_layers_per_virtual_pipeline_stage=None,
     )
-    model = dataclasses.replace(config.model, transformer_impl="local")
+    # What predicts further tokens has no part in the next one.
+    model = dataclasses.replace(config.model, transformer_impl="local", mtp_num_layers=None)
     return dataclasses.replace(config, layout=layout, model=model)
 
 

@@ -133,6 +133,15 @@ _MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"
 MODELS |= {
     f"{model}, Muon": f"{MODELS[model]} {_MUON}" for model in ("untied", "sinks and gates", "experts", "latents")
 }
+MODELS |= {
+    "one token ahead": f"--num-layers 4 {_LLAMA} --mtp-num-layers 1",
+    "two tokens ahead": f"--num-layers 4 {_LLAMA} {_UNTIED} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
+    "two tokens ahead, packed": f"{MODELS['packed']} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
+    "a token ahead by latents and experts": (
+        f"--num-layers 4 {_LATENT_SIZES} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
+        "--moe-layer-freq [0,1,1,1] --mtp-num-layers 1"
+    ),
+}
 
 _TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 _PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
@@ -375,6 +384,28 @@ _LATENTS = {
 }
 _QUICK_LATENTS = {"TP2, latents", "TP2 SP CP2 PP2 all_gather, latents", "TP4 SP, latents of keys alone"}
 
+# Multi-token prediction: the last stage has word embeddings, and labels come from another rank's chunk of a sample.
+_PP2 = "--pipeline-model-parallel-size 2"
+_AHEAD = {
+    "TP2, one token ahead": (2, "--tensor-model-parallel-size 2"),
+    "PP2 VPP2, two tokens ahead": (2, _PP2_VPP2),
+    "PP3, 1, 2 and 1 layers, two tokens ahead": (3, _UNEVEN["PP3, 1, 2 and 1 layers"][1]),
+    "TP2 SP PP2 VPP2, one token ahead": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "TP2 SP CP2 PP2 all_gather, two tokens ahead": (8, f"{_TP2_SP} {_CP2} all_gather {_PP2}"),
+    "CP4 p2p, two tokens ahead": (4, f"{_CP4} p2p"),
+    "CP2 a2a, two tokens ahead": (2, f"{_CP2} a2a"),
+    "PP2 DP2 distributed optimizer, overlap, two tokens ahead, packed": (4, f"{_PP2} {_OVERLAP}"),
+    "CP2 all_gather, two tokens ahead, packed": (2, f"{_CP2} all_gather"),
+    "TP2 SP FSDP2, one token ahead": (4, f"{_TP2_SP} {_FSDP2}"),
+    "ZeRO-2, one token ahead": (2, f"{_MEGATRON_FSDP} optim_grads"),
+    "TP2 SP ZeRO-3, two tokens ahead": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
+    "TP2 SP EP2, a token ahead by latents and experts": (4, f"{_TP2_SP} {_EP2}"),
+    "PP2 EP2, a token ahead by latents and experts": (4, f"{_PP2} {_EP2} {_ALLTOALL}"),
+    "one process, recompute full uniform, two tokens ahead": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
+    "one process, recompute selective, two tokens ahead": (1, "--recompute-granularity selective"),
+}
+_QUICK_AHEAD = {"TP2 SP PP2 VPP2, one token ahead", "CP2 all_gather, two tokens ahead, packed"}
+
 RECOMPUTE = {
     "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",
     "full uniform by twos": f"{_RECOMPUTE} 2 --recompute-method uniform",
@@ -524,6 +555,10 @@ def _cases() -> list[Case]:
     for name, (world_size, flags) in _LATENTS.items():
         model = max((model for model in MODELS if name.endswith(f", {model}")), key=len)
         slow = name not in _QUICK_LATENTS
+        cases.append(Case(name, model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
+    for name, (world_size, flags) in _AHEAD.items():
+        model = max((model for model in MODELS if name.endswith(f", {model}")), key=len)
+        slow = name not in _QUICK_AHEAD
         cases.append(Case(name, model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
     for name, (world_size, flags) in _PIECES.items():
         model = max((model for model in MODELS if name.endswith(f", {model}")), key=len)

@@ -81,6 +81,7 @@ class Taps:
                 return
             call = self._calls[name] = self._calls.get(name, -1) + 1
             tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
+            tensor = tensor[0] if name == LOSS and tensor.dim() == 3 else tensor  # without the depths
             tensor = tensor.t().unsqueeze(2) if name == LOSS else tensor.flatten(2)
             self.parts.append(ModuleOutput(name, call, self._place, copied(tensor)))
 

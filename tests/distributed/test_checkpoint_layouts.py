@@ -104,3 +104,31 @@ def test_what_shards_saved_goes_to_one_process_and_back_to_others(tmp_path: Path
     assert_same_tensors(whole, saved)
     other = "--use-torch-fsdp2 --tensor-model-parallel-size 2 --sequence-parallel"
     assert_same_tensors(saved_by((4, other), flags, whole.folder, tmp_path / "other", steps=0), saved)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_depths_of_multi_token_prediction_are_shared_by_layouts(tied: bool, tmp_path: Path) -> None:
+    """Both ends of the pipeline have the word embeddings, of which the checkpoint has one copy."""
+    flags = [
+        *FLAGS,
+        "--position-embedding-type",
+        "rope",
+        "--mtp-num-layers",
+        "2",
+        *([] if tied else ["--untie-embeddings-and-output-weights"]),
+    ]
+    first = (4, TP2_PP2_VPP2)
+    saved = saved_by(first, flags, None, tmp_path / "saved")
+    assert {
+        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.1.transformer_layer.mlp.linear_fc1.weight",
+    } <= saved.tensors.keys()
+    folder = saved.folder
+    for number, layout in enumerate([(1, ""), (2, "--use-torch-fsdp2"), (2, "--pipeline-model-parallel-size 2")]):
+        found = saved_by(layout, flags, folder, tmp_path / str(number))
+        assert_same_tensors(found, saved)
+        assert found.losses == pytest.approx(saved.losses, rel=1e-6)
+        folder = found.folder
+    back = saved_by(first, flags, folder, tmp_path / "back")
+    assert_same_tensors(back, saved)
+    assert back.losses == saved.losses

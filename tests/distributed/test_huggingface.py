@@ -1,6 +1,7 @@
 """Weights from transformers' models: our logits are theirs, in every layout, by every way in and out."""
 
 import functools
+import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.checkpoint.native.tensors import Tensors
@@ -16,7 +17,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.families import state_dict_mapping
 from megatron_ext.train.extensions import Extensions
 from megatron_ext.verify import exported_model
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.verify.ranks import RankError, run_ranks
 from megatron_ext.verify.recorded_training import record
 from tests.support.hf_models import (
     FEWER,
@@ -372,3 +373,76 @@ def test_export_in_bf16_is_the_rounded_model(imported: dict[str, str], models: d
     found = _tensors(written)
     for key, tensor in _tensors(models["Llama 2"][0]).items():
         assert torch.equal(found[key], tensor.bfloat16()), key
+
+
+def _with_depths(source: Path, folder: Path, depths: int) -> dict[str, torch.Tensor]:
+    """Write a model with depths of multi-token prediction as DeepSeek publishes them, which transformers leaves out."""
+    tensors = {**_tensors(source)}
+    config = json.loads((source / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    generator = torch.Generator().manual_seed(2)
+    last = f"model.layers.{layers - 1}."
+    for depth in range(depths):
+        prefix = f"model.layers.{layers + depth}."
+        width = len(tensors["model.norm.weight"])
+        ahead = {"eh_proj": (width, 2 * width), "enorm": (width,), "hnorm": (width,), "shared_head.norm": (width,)}
+        shapes = {name.removeprefix(last): tensor.shape for name, tensor in tensors.items() if name.startswith(last)}
+        shapes |= {f"{name}.weight": torch.Size(shape) for name, shape in ahead.items()}
+        tensors |= {f"{prefix}{name}": torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+        tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": depths}))
+    return tensors
+
+
+def test_depths_of_multi_token_prediction_go_in_and_out(models: dict[str, Any], tmp_path: Path) -> None:
+    original, logits = models["DeepSeek-V3, dense"]
+    folder, ours, written, saved = (tmp_path / name for name in ("published", "ours", "hf", "saved"))
+    tensors = _with_depths(original, folder, 2)
+    assert convert(["from-hf", "--load", str(folder), "--save", str(ours)]) == 0
+    assert convert(["to-hf", "--load", str(ours), "--save", str(written)]) == 0  # compares logits with transformers
+    assert json.loads((written / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    found = _tensors(written)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    for source in (["--load-hf", str(folder)], _checkpoint(str(ours))):
+        parts = run_ranks(4, our_logits, flags(source, tp=2, pp=2))
+        assert (whole_vocabulary(parts) - logits).abs().max() < TOLERANCE
+    # Ranks that have loaded the folder save what the import has written, by place and by byte.
+    run_ranks(2, _load_and_save, flags(["--load-hf", str(folder)], pp=2), str(saved))
+    one, other = Tensors(ours / "iter_0000000"), Tensors(saved / "iter_0000000")
+    names = [name for name in other.names() if not name.startswith("optimizer.")]
+    assert names == one.names()
+    assert "mtp.layers.1.transformer_layer.self_attention.linear_kv_up_proj.weight" in names
+    for name in names:
+        before, after = one.read(name), other.read(name)
+        rows = min(len(before), len(after))  # the vocabulary is padded to other sizes
+        assert (before[:rows] == after[:rows]).all(), name
+
+
+def test_files_without_the_depths_that_their_config_names(models: dict[str, Any], tmp_path: Path) -> None:
+    """As transformers writes them again."""
+    original, logits = models["DeepSeek-V3, dense"]
+    folder = tmp_path / "hf"
+    _with_depths(original, folder, 1)
+    save_file(_tensors(original), folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RankError, match=r"eh_proj.weight is missing.*--mtp-num-layers 0"):
+        run_ranks(1, our_logits, flags(["--load-hf", str(folder)]))
+    parts = run_ranks(1, our_logits, flags(["--load-hf", str(folder), "--mtp-num-layers", "0"]))
+    assert (whole_vocabulary(parts) - logits).abs().max() < TOLERANCE
+
+
+def _load_and_save(arguments: list[str], folder: str) -> None:
+    from megatron_ext import device
+    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
+    from megatron_ext.checkpoint.native.save import save_checkpoint
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+
+    config = configure(arguments).config
+    run = build_run(config, device.install("cpu"))
+    assert config.checkpoint.load_hf is not None
+    load_huggingface(run, config.checkpoint.load_hf)
+    save_checkpoint(run, folder)

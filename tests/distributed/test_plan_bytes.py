@@ -48,6 +48,11 @@ RUNS = {
     _PP: 0.005,
     f"{_PP} --num-virtual-stages-per-pipeline-rank 2": 0.005,
     f"{_PP} --recompute-granularity selective --recompute-modules mlp": 0.005,
+    f"--mtp-num-layers 1 {_TP}": 0.005,
+    f"--mtp-num-layers 2 {_TP} --sequence-parallel": 0.005,
+    f"--mtp-num-layers 2 {_TP} --sequence-parallel --sequence-parallel-keep-gathered": 0.005,
+    f"--mtp-num-layers 1 {_TP} --sequence-parallel {_FULL}": 0.005,
+    f"--mtp-num-layers 2 {_PP}": 0.005,
     f"{_EXPERTS} alltoall": 0.05,  # no microbatch loads its experts evenly
     f"{_EXPERTS} allgather": 0.05,
     _DIVIDED_EXPERTS: 0.05,

@@ -58,12 +58,12 @@ def train(folder: str, flags: list[str], slow: bool = False) -> tuple[int, str]:
     plain, calls = step._forward_step, itertools.count()
     if slow:
 
-        def late(batches: Any, model: Any) -> Any:
+        def late(batches: Any, model: Any, **how: Any) -> Any:
             from megatron.core import parallel_state
 
             if parallel_state.get_pipeline_model_parallel_rank() == 1 and model.training and 2 <= next(calls) < 6:
                 time.sleep(SLEEP)  # in the steps that are recorded, each of two microbatches
-            return plain(batches, model)
+            return plain(batches, model, **how)
 
         step._forward_step = late
     files = ["--metrics-file", f"{folder}/metrics.jsonl", "--tensorboard-dir", folder]

@@ -86,6 +86,8 @@ PARTS = {
         "--attention-output-gate"
     ),
     "slopes and a sink": f"{_NO_DROPOUT} --position-embedding-type alibi --softmax-type off-by-one",
+    "tokens ahead": f"{_LLAMA} --mtp-num-layers 2",
+    "tokens ahead, norms after": f"{_NO_DROPOUT} --norm-position both --mtp-num-layers 1",
     "experts": f"{_LLAMA} --num-experts 4",
     "shared experts": f"{_LLAMA} --num-experts 4 --moe-shared-expert-intermediate-size 32",
 }

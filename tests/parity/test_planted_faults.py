@@ -62,6 +62,27 @@ def test_gradient_of_tied_embedding_not_reduced(first_steps: Experiment) -> None
     assert f"final weights: {planted.WORD_EMBEDDINGS}: ranks disagree" in found.flaws
 
 
+def test_labels_of_multi_token_prediction_shifted_too_little(first_steps: Experiment) -> None:
+    name = "CP2 all_gather, two tokens ahead, packed"
+    found = differences(first_steps, name, planted.shift_labels_of_depths_too_little)
+    assert found.first_loss <= FIRST_LOSS_TOLERANCE
+    assert wrong_gradients(found) == set(found.gradients)
+
+
+def test_losses_of_multi_token_prediction_scaled_by_local_counts(first_steps: Experiment) -> None:
+    name = "CP2 all_gather, two tokens ahead, packed"
+    found = differences(first_steps, name, planted.scale_depths_by_counts_of_own_rank)
+    assert found.first_loss <= FIRST_LOSS_TOLERANCE
+    assert "mtp.layers.0.eh_proj.weight" in wrong_gradients(found)
+
+
+@pytest.mark.slow
+def test_gradient_of_the_embedding_for_multi_token_prediction_not_reduced(first_steps: Experiment) -> None:
+    found = differences(first_steps, "PP2 VPP2, two tokens ahead", planted.skip_tied_embedding_reduction)
+    assert wrong_gradients(found) == {planted.WORD_EMBEDDINGS}
+    assert f"first gradients: {planted.WORD_EMBEDDINGS}: ranks disagree" in found.flaws
+
+
 @pytest.mark.slow
 def test_loss_denominator_per_microbatch(first_steps: Experiment) -> None:
     found = differences(first_steps, "DP2, untied", planted.average_per_microbatch)

@@ -63,7 +63,9 @@ def average_per_microbatch() -> None:
 
     token_loss = step.token_loss
 
-    def mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    def mean_loss(
+        loss_mask: torch.Tensor, losses: torch.Tensor, **_depths: object
+    ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
         loss_sum, num_tokens, report = token_loss(loss_mask, losses)
         count = num_tokens.clamp(min=1)
         return loss_sum / count, torch.ones_like(count), {"lm loss": report["lm loss"] / count}
@@ -94,6 +96,30 @@ def count_tokens_of_own_rank_only() -> None:
             torch.distributed.all_reduce = all_reduce
 
     build.finalize_model_grads = finalize
+
+
+def shift_labels_of_depths_too_little() -> None:
+    """Each depth of multi-token prediction has the labels of the depth before, and its own tokens and weights."""
+    from megatron_ext.data import microbatch
+
+    read = microbatch._ahead
+
+    def read_shifted(tokens: torch.Tensor, labels: torch.Tensor, *others: Any) -> microbatch.Ahead:
+        ahead = read(tokens, labels, *others)
+        return ahead._replace(labels=torch.cat([labels.unsqueeze(-1), ahead.labels[..., :-1]], dim=-1))
+
+    microbatch._ahead = read_shifted
+
+
+def scale_depths_by_counts_of_own_rank() -> None:
+    """Losses of depths are scaled by the tokens that count on this rank, as megatron-core does it for a microbatch."""
+    from megatron_ext.train import step
+
+    def scales(_run: Any, microbatches: Any) -> torch.Tensor:
+        counted = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
+        return counted / torch.stack([batch.ahead.weights.sum((0, 1)) for batch in microbatches]).sum(0)
+
+    step._scales_of_depths = scales
 
 
 def batch_sends_between_two_stages() -> None:

@@ -58,6 +58,11 @@ EXAMPLES = {
         "--norm-position after --recompute-granularity selective --recompute-modules layernorm",
         "--recompute-modules core_attn",
     ),
+    "Multi-token prediction after no layer": Example(
+        "--world-size 2 --pipeline-model-parallel-size 2 --num-layers 1 --account-for-loss-in-pipeline-split "
+        "--mtp-num-layers 1 --position-embedding-type rope",
+        "--mtp-num-layers 0",
+    ),
     "A sequence that tensor-parallel ranks cannot share": Example(
         "--world-size 4 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 66", "--seq-length 64"
     ),
@@ -388,6 +393,7 @@ EXAMPLES = {
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""
 
+_AHEAD = "--mtp-num-layers 2 --position-embedding-type rope"
 _PP2 = "--world-size 2 --pipeline-model-parallel-size 2"
 WRONG = [
     ("--validation-set-names a b", "add that switch"),
@@ -509,8 +515,15 @@ WRONG = [
      "does not divide the 3 or 5 layers of a stage"),
     (f"{_PP2} --pipeline-model-parallel-layout Et*8|L --num-layers-per-virtual-pipeline-stage 2",
      "give the layout alone"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4|x*4L", "'x' is none of E, t, L"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4|t*4mL", "multi-token prediction"),
+    (f"{_PP2} --pipeline-model-parallel-layout Et*4|x*4L", "'x' is none of E, t, m, L"),
+    (f"{_PP2} --pipeline-model-parallel-layout Et*4|t*4mL", "one m for each of --mtp-num-layers 0"),
+    (f"{_AHEAD} {_PP2} --pipeline-model-parallel-layout Et*8|mmL", "one m for each of --mtp-num-layers 2"),
+    (f"{_AHEAD} {_PP2} --num-layers 1 --account-for-loss-in-pipeline-split", "use --mtp-num-layers 0"),
+    ("--mtp-num-layers 2", "use --position-embedding-type rope"),
+    (f"{_AHEAD} --embed-layernorm", "leave --embed-layernorm out"),
+    (f"{_AHEAD} --logits-multiplier 0.5", "use --logits-multiplier 1"),
+    (f"{_AHEAD} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+     "or --recompute-num-layers 1"),
     (f"{_PP2} --pipeline-model-parallel-layout t*4E|t*4L", "must begin with its only E and end with its only L"),
     (f"{_PP2} --pipeline-model-parallel-layout Et*4||t*4|L --global-batch-size 2", "chunk 2 of 4 holds nothing"),
     (f"{_PP2} --pipeline-model-parallel-layout Et*(99999999)|L", "'*' is none of"),

@@ -37,6 +37,7 @@ from megatron_ext.durable import sync
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import Family, ParameterMapping, family_of, state_dict_mapping
 from megatron_ext.families.hf_config import hf_config
+from megatron_ext.families.state_dict_mapping import copies
 from megatron_ext.markup import code, table
 from megatron_ext.parts.catalogue import count
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
@@ -97,6 +98,8 @@ def export_huggingface(
         mappings = state_dict_mapping(source.config, family)
         shapes = {name: shape for part in mappings for name, shape in part.tensor_shapes().items()}
         constants = family.constants_of(source.config)
+        repeated = copies(source.config, family)
+        shapes |= {copy: shapes[original] for copy, original in repeated.items()}
         entries = _files(unfinished, {**shapes, **dict.fromkeys(constants, ())}, code, max_shard_size)
         tokenizer = _tokenizer_of_training(source.config)
         copied = _copy(source, unfinished, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
@@ -110,6 +113,9 @@ def export_huggingface(
             check_tokenizer(unfinished, source.config, tokenizer)
         with Files(os.O_WRONLY) as files:
             _write_weights(source, mappings, entries, files)
+            for copy, original in repeated.items():
+                bits = memoryview(entries[original].whole()).cast("B")
+                write_all(files[entries[copy].path], entries[copy].offset, bits)
         for name, value in constants.items():
             entries[name].set_number(value)
         for path in (*unfinished.iterdir(), unfinished):

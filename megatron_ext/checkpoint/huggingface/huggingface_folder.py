@@ -16,6 +16,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import state_dict_mapping
 from megatron_ext.families.hf_config import read_hf_config
+from megatron_ext.families.state_dict_mapping import copies
 from megatron_ext.untrusted.text import load_json, read_file
 from megatron_ext.untrusted.untrusted_folder import file_inside
 
@@ -72,9 +73,14 @@ class HFFolder:
                 math.prod(entry.shape) == 1 and math.isclose(entry.number(), value, rel_tol=0.01)
             ):
                 problems.append(f"{name} is another number than {value:g}, which all models of this family have")
-        if config.model.untie_embeddings_and_output_weights is False and self._has_an_output_layer_of_its_own():
-            head = f"{self.family.names['output_layer'][0]}.weight"
+        head, table = (f"{self.family.names[module][0]}.weight" for module in ("output_layer", _TABLE))
+        if config.model.untie_embeddings_and_output_weights is False and self._differ(head, table):
             problems.append(f"{head} differs from the embeddings, but config.json has tie_word_embeddings")
+        for copy, original in copies(config, self.family).items():
+            if self._differ(copy, original):
+                problems.append(f"{copy} differs from {original}, which every depth shares here")
+        if problems and config.model.mtp_num_layers:
+            problems.append("with --mtp-num-layers 0 the depths of multi-token prediction are left out")
         if problems:
             raise DataError(
                 f"{self.path}: config.json does not match the tensors: "
@@ -87,12 +93,10 @@ class HFFolder:
         dtypes = {entry.dtype for entry in self.entries.values() if entry.dtype in WIDTH}
         return "F32" if dtypes == {"F16", "BF16"} else max(dtypes, key=WIDTH.__getitem__, default="F16")
 
-    def _has_an_output_layer_of_its_own(self) -> bool:
-        """Return whether the output layer differs from the embedding: old files of tied models hold the shared matrix
-        twice; two different ones would be another model."""
-        head, table = (
-            self.entries.get(f"{self.family.names[module][0]}.weight") for module in ("output_layer", _TABLE)
-        )
+    def _differ(self, one: str, other: str) -> bool:
+        """Return whether two tensors, which are to be one, are there and differ: files may hold a shared matrix twice;
+        two different ones would be another model."""
+        head, table = self.entries.get(one), self.entries.get(other)
         if head is None or table is None:
             return False
         if head.shape != table.shape or head.dtype != table.dtype:

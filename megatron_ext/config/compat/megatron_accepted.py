@@ -320,7 +320,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         --inference-text-gen-server-logging, --inference-wandb-logging, --inference-coordinator-port N,
         --inference-use-synchronous-zmq-collectives, --inference-disable-ep-consensus, --inference-shards N,
         --max-tokens-to-oom N =12000,
-        --use-legacy-static-engine, --enable-chunked-prefill, --num-speculative-tokens N =0,
+        --use-legacy-static-engine, --enable-chunked-prefill,
         --no-inference-dynamic-batching-prefix-caching, --use-same-sampling-seed-across-dp-ranks,
         --no-inference-text-gen-server-logging, --no-inference-wandb-logging,
         --no-inference-use-synchronous-zmq-collectives, --no-inference-disable-ep-consensus, --flash-decode,

@@ -80,10 +80,10 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     # The model's structure, its first weights and its vocabulary.
     (
-        "multi-token prediction is not in this version; leave it out",
+        "depths of multi-token prediction are layers of their own on the last stage, and draft no tokens; leave it out",
         """
-        --mtp-standalone, --mtp-num-layers N, --mtp-loss-scaling-factor N =0.1, --mtp-use-repeated-layer,
-        --mtp-detach-heads, --mtp-hybrid-override-pattern N
+        --mtp-standalone, --mtp-use-repeated-layer, --mtp-detach-heads, --mtp-hybrid-override-pattern N,
+        --num-speculative-tokens N =0
         """,
     ),
     (

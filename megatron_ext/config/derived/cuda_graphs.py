@@ -97,6 +97,9 @@ def _of_passes_that_differ(config: Config) -> Iterator[str]:
     ):
         if rate > 0.0:
             yield f"{flag} {rate:g} (replays would need generators of their own kind: use {flag} 0)"
+    if model.mtp_num_layers:
+        flag = f"--mtp-num-layers {model.mtp_num_layers}"
+        yield f"{flag} (each global batch has a scale of its own for the losses of the depths: leave it out)"
     if training.fp16:
         yield "--fp16 (the loss scale changes, where a replay does not look: use --bf16 in its place)"
     if config.data.reset_attention_mask:

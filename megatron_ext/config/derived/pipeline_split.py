@@ -22,8 +22,9 @@ _LETTER = re.compile(r"([EtmL|])\*(\d{1,6})")
 def read_pipeline_layout(text: str) -> list[str]:
     """Return the chunks of a layout string, each as the letters of what it holds: "Et*2|(tt|)*2L" -> [Ett, tt, tt, L].
 
-    The grammar is Megatron's: E is the embedding, t a transformer layer, L the loss with all that leads to it; `|` ends
-    a chunk; `x*n` and `(...)*n` repeat; commas mean nothing. Chunks are in the order in which a microbatch passes them.
+    The grammar is Megatron's: E is the embedding, t a transformer layer, m a depth of multi-token prediction, L the
+    loss with all that leads to it; `|` ends a chunk; `x*n` and `(...)*n` repeat; commas mean nothing. Chunks are in the
+    order in which a microbatch passes them.
 
     Raises:
         ValueError: it is not of this grammar; the text says where.
@@ -34,11 +35,9 @@ def read_pipeline_layout(text: str) -> list[str]:
             if len(unrolled) + len(match[1]) * int(match[2]) > _MOST_CHARACTERS:
                 raise ValueError(f"it has more than {_MOST_CHARACTERS} layers")
             unrolled = unrolled[: match.start()] + match[1] * int(match[2]) + unrolled[match.end() :]
-    wrong = re.search(r"[^EtL|]", unrolled)
+    wrong = re.search(r"[^EtmL|]", unrolled)
     if wrong is not None:
-        if wrong[0] == "m":
-            raise ValueError("m stands for multi-token prediction, which is not in this version")
-        raise ValueError(f"{wrong[0]!r} is none of E, t, L, |, x*n and (...)*n")
+        raise ValueError(f"{wrong[0]!r} is none of E, t, m, L, |, x*n and (...)*n")
     return unrolled.split("|")
 
 
@@ -86,13 +85,13 @@ def is_uneven(counts: list[list[int]]) -> bool:
     return len({layers for stage in counts for layers in stage}) > 1
 
 
-def core_layout(counts: list[list[int]]) -> list[list[str]]:
+def core_layout(counts: list[list[int]], depths: int = 0) -> list[list[str]]:
     """Return the same split as megatron-core's PipelineParallelLayerLayout takes it: chunk by chunk, what each
-    holds."""
+    holds; the last one has the depths of multi-token prediction."""
     stages, chunks = len(counts), len(counts[0])
     rows = [["decoder"] * counts[stage][chunk] for chunk in range(chunks) for stage in range(stages)]
     rows[0] = ["embedding", *rows[0]]
-    rows[-1] = [*rows[-1], "loss"]
+    rows[-1] = [*rows[-1], *["mtp"] * depths, "loss"]
     return rows
 
 

@@ -114,10 +114,13 @@ def chunk_layers(config: Config) -> list[list[range]]:
 
     Without interleaving a stage has one chunk. With it, chunk v of stage p is the (v x PP + p)-th that a microbatch
     passes (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A chunk may hold no layer, but the embedding or the
-    loss alone.
+    loss alone. The last one has the depths of multi-token prediction after its layers.
     """
     counts = layer_counts(config)
-    return [
+    found = [
         [range(start, start + layers) for start, layers in zip(starts, stage, strict=True)]
         for starts, stage in zip(first_layers(counts), counts, strict=True)
     ]
+    last = found[-1][-1]
+    found[-1][-1] = range(last.start, last.stop + (config.model.mtp_num_layers or 0))
+    return found

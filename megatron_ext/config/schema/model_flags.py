@@ -436,6 +436,19 @@ class ModelConfig:
             ]
         },
     )
+    mtp_num_layers: int | None = option(
+        None,
+        "Depths of multi-token prediction, a layer for each further token.",
+        resume="shape",
+        at_least=0,
+        at_most=100,
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1,
+        "Weight in the total loss of the mean of the losses of --mtp-num-layers.",
+        resume="free",
+        read_with=ReadWith("mtp_num_layers", "without --mtp-num-layers one token is predicted"),
+    )
     num_experts: int | None = option(
         None, "Replace each layer's MLP by a mixture of this many experts.", resume="shape", at_least=1, at_most=65_536
     )
@@ -538,6 +551,12 @@ class ModelConfig:
     def num_key_value_heads(self) -> int:
         """Number of key/value heads: the query groups with grouped-query attention, else one per attention head."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def shares_word_embeddings(self) -> bool:
+        """Whether the last pipeline stage has a copy of the word embeddings: as its output layer, or for the depths of
+        multi-token prediction."""
+        return not self.untie_embeddings_and_output_weights or bool(self.mtp_num_layers)
 
     @property
     def gated_linear_unit(self) -> bool:

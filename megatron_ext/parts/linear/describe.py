@@ -1,7 +1,6 @@
 """Says which layers multiply in FP8, and which sizes their kernels take."""
 
 from megatron_ext.config.schema import Config
-from megatron_ext.parts.stack import layers
 
 FP8_BLOCK = 128
 """Side of a block of --fp8-recipe blockwise."""
@@ -17,7 +16,7 @@ def multiple_of(config: Config) -> int:
 
 def layers_in_fp8(config: Config) -> range:
     """Return the numbers, from 0, of the layers whose linear layers multiply in FP8."""
-    training, count = config.training, len(layers(config))
+    training, count = config.training, config.model.num_layers
     if training.fp8_format is None:
         return range(0)
     if not training.first_last_layers_bf16:

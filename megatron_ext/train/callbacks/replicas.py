@@ -59,7 +59,7 @@ def check_model_parallel_copies(run: Run, iteration: int, last_good: int) -> Non
     what = "tensor-parallel copies"
     differing = _differences(dense, run.groups.tp, what) + _differences(experts, run.groups.expt_tp, what)
     ends = run.groups.embd  # none on the stages between
-    if ends is not None and not run.config.model.untie_embeddings_and_output_weights:
+    if ends is not None and run.config.model.shares_word_embeddings:
         tied = [named for named in parameters if named[0] == WORD_EMBEDDINGS]
         differing += _differences(tied, ends, "tied embeddings of the first and last stage")
     _raise_together(run, differing, iteration, last_good)

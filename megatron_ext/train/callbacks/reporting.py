@@ -187,6 +187,7 @@ class Reporting(Callback):
             params_norm=norm,
             load_balancing_loss=None if auxiliary is None else auxiliary.load_balancing,
             z_loss=None if auxiliary is None else auxiliary.z,
+            mtp_losses=result.mtp_losses,
             world_size=run.world_size,
             consumed_by_source=use_of_sources(run.loaders.samples, state.consumed_samples, run.config.model.seq_length),
         )

@@ -88,3 +88,48 @@ TOKENS_READ = {
     for first, last, restarts, separates in itertools.product((False, True), repeat=4)
     if (first, restarts, separates) != (False, False, False)
 }
+
+
+def _ahead(view: StageView, **fields: Any) -> tuple[torch.Tensor, ...]:
+    rows = [{**padding_sample(LENGTH), "tokens": row, "labels": row.roll(-1), **fields} for row in SAMPLES]
+    got = divide(collate(rows, view), view)
+    assert got.tokens is None, "the stage has tokens for its depths alone"
+    assert got.ahead is not None
+    return tuple(got.ahead)
+
+
+@pytest.mark.parametrize("separates", [False, True])
+def test_depths_read_what_lies_ahead_in_the_document(separates: bool) -> None:
+    samples, mask = SAMPLES.tolist(), [float(index % 5 > 0) for index in range(LENGTH)]
+    begins = torch.zeros(LENGTH, dtype=torch.bool)
+    begins[[7, 8, 20]] = separates
+    view = StageView(is_first_stage=False, depths=2, eod=EOD, separates_documents=separates)
+    tokens, labels, weights = _ahead(view, loss_mask=torch.tensor(mask), document_begins=begins)
+    for sample, position, depth in itertools.product(range(4), range(LENGTH), (1, 2)):
+        place, end = (sample, position, depth - 1), position + depth
+        if end >= LENGTH:
+            assert weights[place] == 0
+            continue
+        assert tokens[place] == samples[sample][end]
+        assert labels[place] == samples[sample][(end + 1) % LENGTH]
+        crosses = bool(begins[position + 1 : end + 2].any())
+        assert weights[place] == (0.0 if crosses else mask[end]), place
+
+
+def test_depths_of_context_parallel_ranks_are_parts_of_the_whole_samples() -> None:
+    whole = _ahead(StageView(is_first_stage=False, depths=3))
+    for rank in range(3):
+        chunks = [*range(4 * rank, 4 * rank + 4), *range(20 - 4 * rank, 24 - 4 * rank)]
+        parts = _ahead(StageView(is_first_stage=False, depths=3, cp_rank=rank, cp_size=3))
+        assert all(torch.equal(part, values[:, chunks]) for part, values in zip(parts, whole, strict=True))
+
+
+def test_a_sample_that_ends_a_document_has_no_target_after_it() -> None:
+    tokens = torch.tensor([1, 2, 3, EOD])
+    row = {**padding_sample(4), "tokens": tokens, "labels": torch.tensor([2, 3, EOD, 5]), "loss_mask": torch.ones(4)}
+    got = collate([row], StageView(depths=1, eod=EOD, restarts_positions=True)).ahead
+    assert got is not None
+    assert got.weights[0, :, 0].tolist() == [1.0, 1.0, 0.0, 0.0]
+    plain = collate([row], StageView(depths=1, eod=EOD)).ahead
+    assert plain is not None
+    assert plain.weights[0, :, 0].tolist() == [1.0, 1.0, 1.0, 0.0]

@@ -89,7 +89,7 @@ def test_a_usual_launch_is_taken_and_says_what_it_leaves_out(name: str):
 @pytest.mark.parametrize(
     ("added", "feature"),
     [
-        ("--mtp-num-layers 1", "--mtp-num-layers"),
+        ("--mtp-use-repeated-layer", "--mtp-use-repeated-layer"),
         ("--fp4-format e2m1", "--fp4-format"),
         ("--optimizer soap", "--optimizer: 'soap'"),
         ("--use-mup", "--use-mup"),

@@ -50,7 +50,8 @@ def test_a_split_as_the_engine_takes_it() -> None:
     t = "decoder"
     assert core_layout([[1, 0], [2, 3]]) == [["embedding", t], [t, t], [], [t, t, t, "loss"]]
     assert core_layout([[1]]) == [["embedding", t, "loss"]]
-    assert read_pipeline_layout(" E t,t | (t|)*2 L ") == ["Ett", "t", "t", "L"]
+    assert core_layout([[1], [1]], depths=2) == [["embedding", t], [t, "mtp", "mtp", "loss"]]
+    assert read_pipeline_layout(" E t,t | (t|)*2 tm*2L ") == ["Ett", "t", "t", "tmmL"]
     for text in ("Et*999999L", f"E{'t*60000' * 2}L", "E((t*1000)*1000)*2L"):
         with pytest.raises(ValueError, match="it has more than 100000 layers"):
             read_pipeline_layout(text)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.config.schema import Config
+from megatron_ext.data.microbatch import Ahead
 from megatron_ext.parallel import groups
 from megatron_ext.parts.attention.describe import SHORT
 from megatron_ext.parts.stack import layers, stack
@@ -29,14 +30,20 @@ def _formula(number: int, other: dict[str, Any] | None = None, **recompute: Any)
 
 
 def _held(number: int, other: dict[str, Any] | None = None, **recompute: Any) -> int:
-    [gpt], _ = build_small_model(_config(number, other, **recompute))
+    config = _config(number, other, **recompute)
+    [gpt], _ = build_small_model(config)
     length = (other or {}).get("seq_length", S)
     tokens = torch.randint(0, 250, (B, length + 1), generator=torch.Generator().manual_seed(0))
     inputs, positions = tokens[:, :-1].contiguous(), torch.arange(length).expand(B, length)
     labels = tokens[:, 1:].contiguous()
     mask = torch.ones(B, S) if recompute.get("linear_cross_entropy") else None
+    ahead = None
+    if depths := config.model.mtp_num_layers:
+        further = torch.stack([labels] * depths, dim=-1)
+        ahead = Ahead(further, further, torch.ones(B, S, depths))
+    given = [inputs, positions, labels, *(ahead or ())]
     held = bytes_held_for_backward(
-        lambda: gpt(inputs, positions, labels=labels, loss_mask=mask), [*gpt.parameters(), inputs, positions, labels]
+        lambda: gpt(inputs, positions, labels=labels, loss_mask=mask, ahead=ahead), [*gpt.parameters(), *given]
     )
     groups.destroy()
     return held
@@ -94,6 +101,8 @@ def test_a_layer_is_what_docs_say() -> None:
         {"hidden_dropout": 0.1},
         {"seq_length": SHORT + 2, "max_position_embeddings": SHORT + 2},
         {"untie_embeddings_and_output_weights": False},
+        {"mtp_num_layers": 2},
+        {"mtp_num_layers": 1, "normalization": "LayerNorm"},
         LATENTS,
         {**LATENTS, "q_lora_rank": None, "v_head_dim": 20},
         {**LATENTS, "qk_layernorm": False},
@@ -110,6 +119,19 @@ def test_a_loss_with_its_output_layer_holds_gradients() -> None:
     assert held == _formula(2, linear_cross_entropy=True)
     logits, labels_and_weight = 4 * S * B * 250, 8 * S * B + 4
     assert held == _held(2) - logits - labels_and_weight - UNIT + UNIT + 4 * 256 * H
+
+
+def test_depths_of_multi_token_prediction_hold_what_the_formula_says() -> None:
+    modes = {
+        mode: flags
+        for mode, flags in MODES.items()
+        if mode not in ("uniform, units of 2", "uniform, units of 3, and one of 1")
+    }
+    ahead = {"mtp_num_layers": 2}
+    assert {mode: _held(LAYERS, ahead, **flags) for mode, flags in modes.items()} == {
+        mode: _formula(LAYERS, ahead, **flags) for mode, flags in modes.items()
+    }
+    assert _held(2, ahead, linear_cross_entropy=True) == _formula(2, ahead, linear_cross_entropy=True)
 
 
 def test_norms_after_attention_and_mlp_hold_what_the_formula_says() -> None:

@@ -21,7 +21,7 @@ PLANTED = {
     "the bytes of a pickle": "x = b'ctorch._private\\n_rebuild_other\\n'\n",
     "an override of a private method": (
         "from megatron.core.models.gpt import GPTModel\n"
-        "class Ours(GPTModel):\n    def _postprocess(self, *args):\n        pass\n"
+        "class Ours(GPTModel):\n    def _scale_logits(self, *args):\n        pass\n"
     ),
     "an override of a public method of megatron-core": (
         "from megatron.core.transformer.moe.router import TopKRouter\n"

@@ -49,12 +49,15 @@ ROW: dict[str, Any] = {
     "world_size": 32,
     "consumed_by_source": {"a": {"samples": 33, "tokens": 34, "epochs": 0.35}},
 }
-STEP = StepMetrics(**ROW)
+STEP = StepMetrics(**ROW, mtp_losses=(1.5, 1.75))
+OF_DEPTHS = {"mtp_1_loss": 1.5, "mtp_2_loss": 1.75}
 
 TAGS: dict[str, float] = {
     "learning-rate": 0.375,
     "batch-size": 15,
     "lm loss": 1.25,
+    "mtp_1 loss": 1.5,
+    "mtp_2 loss": 1.75,
     "loss-scale": 16.0,
     "world-size": 32,
     "grad-norm": 2.5,
@@ -102,8 +105,9 @@ MAY_BE_MISSING = {
 
 
 def test_every_number_of_a_step_has_its_tag() -> None:
-    assert list(ROW) == [field.name for field in dataclasses.fields(StepMetrics)], "the row above has all of them"
-    assert as_row(STEP) == ROW
+    names = [field.name for field in dataclasses.fields(StepMetrics)]
+    assert [*ROW, "mtp_losses"] == names, "the row above has all of them"
+    assert as_row(STEP) == ROW | OF_DEPTHS
     assert scalars(STEP) == TAGS
     assert scalars_against_samples(STEP) == {f"{tag} vs samples": TAGS[tag] for tag in OF_THE_MODEL}
 
@@ -116,7 +120,7 @@ def test_what_was_not_measured_is_left_out_alone(name: str) -> None:
     assert sorted(scalars_against_samples(STEP).keys() - scalars_against_samples(without).keys()) == [
         f"{tag} vs samples" for tag in gone if tag in OF_THE_MODEL
     ]
-    assert as_row(without) == ROW | {name: None}
+    assert as_row(without) == ROW | OF_DEPTHS | {name: None}
 
 
 NUMBERS = {
@@ -147,7 +151,8 @@ def test_a_step_in_lines_for_programs_and_for_people() -> None:
     now = datetime(2026, 1, 2, 3, 4, 5, 6)
     begin = " [2026-01-02 03:04:05.000006] iteration       11/     112 | consumed samples:          113 | "
     time = "elapsed time per iteration (ms): 1900.0 | "
-    rates = "learning rate: 3.750000E-01 | global batch size:    15 | lm loss: 1.250000E+00 | loss scale: 16.0 | "
+    losses = "lm loss: 1.250000E+00 | mtp_1 loss: 1.500000E+00 | mtp_2 loss: 1.750000E+00"
+    rates = f"learning rate: 3.750000E-01 | global batch size:    15 | {losses} | loss scale: 16.0 | "
     norms = {
         "grad_norm": "grad norm: 2.500 | ",
         "num_zeros": "num zeros: 26 | ",

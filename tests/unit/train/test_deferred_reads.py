@@ -25,8 +25,8 @@ def _begin(run: Run, steps: LateSteps, before_update: Any = lambda: None) -> Lat
     return steps.begin(range(4), VOTES, before_update)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
-def test_a_late_step_has_the_bits_of_one_that_is_read_at_once(clip: float) -> None:
+@pytest.mark.parametrize("clip", ["0", "0.5", "100", "0.5 --mtp-num-layers 2"])
+def test_a_late_step_has_the_bits_of_one_that_is_read_at_once(clip: str) -> None:
     """A gradient that is clipped is multiplied by the same share; a smaller one is left as it is."""
     flags = f"--clip-grad {clip} --hidden-dropout 0"
     with built(flags) as run:

@@ -9,6 +9,8 @@ import torch
 
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.inference.generation import generate
+from megatron_ext.inference.sampling import Sampling
 from megatron_ext.parallel import groups
 from megatron_ext.train import trained_model
 from megatron_ext.train.pretrain import pretrain
@@ -120,6 +122,27 @@ def test_what_only_training_does_is_left_out() -> None:
     assert (found.layout.tensor_model_parallel_size, found.layout.pipeline_model_parallel_size) == (2, 2)
     assert found.model.transformer_impl == "local"
     assert found.training == config.training
+
+
+def test_a_model_is_loaded_without_what_predicts_further_tokens(tmp_path: Path) -> None:
+    """By plain inference, and within the training that has it."""
+    prompts, saved = tmp_path / "prompts.txt", tmp_path / "saved"
+    prompts.write_text("def main(\n")
+    flags = [*MODEL, "--tokenizer-type", "ByteTokenizer", "--vocab-size", "257", "--mtp-num-layers", "2"]
+    sampling = ["--sample-interval", "3", "--sample-prompts", str(prompts)]
+    trained = pretrain([*flags, *sampling, "--save", str(saved)], returns_model=True)
+    rows = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]
+    [sampled] = [row["samples"] for row in rows if "samples" in row]
+    expected = {name: weight.detach().clone() for name, weight in trained.model[0].named_parameters()}
+    model = load_trained(["--load", str(saved), "--device", "cpu"])
+    try:
+        [again] = generate(model, [list(b"def main(")], Sampling(max_new_tokens=32))
+        assert (again.text, sampled[0]["prompt"]) == (sampled[0]["text"], "def main(")
+        found = dict(model.chunks[0].named_parameters())
+        assert found.keys() == {name for name in expected if not name.startswith("mtp.")}
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+    finally:
+        groups.destroy()
 
 
 def test_the_model_of_a_checkpoint_has_its_weights_and_evaluates(learned: Path) -> None:

@@ -44,9 +44,9 @@ def test_a_tied_head_may_be_there_twice_and_not_differ(tmp_path: Path) -> None:
         table.whole(writable=True)[...] = values
         head.whole(writable=True)[...] = other
         made.entries = {"lm_head.weight": head, "table.weight": table}
-        assert made._has_an_output_layer_of_its_own() == differs
+        assert made._differ("lm_head.weight", "table.weight") == differs
     made.entries = {name: entry for name, entry in made.entries.items() if name == "table.weight"}
-    assert not made._has_an_output_layer_of_its_own()
+    assert not made._differ("lm_head.weight", "table.weight")
 
 
 def test_the_index_says_which_file_holds_a_tensor(tmp_path: Path) -> None:

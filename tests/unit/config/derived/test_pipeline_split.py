@@ -100,17 +100,17 @@ def test_layout_string_is_what_megatron_core_reads(text: str):
 def test_grammar_is_megatron_cores():
     """Random strings: what it reads, we read alike; what it refuses, we refuse."""
     draw = random.Random(7)
-    pieces = ["E", "t", "L", "|", "t*3", "|*2", "(t|)*2", "(tt,t|t)*3", "(t*2|)*2", ",", "x", "(", "t*", "t*0"]
+    pieces = ["E", "t", "m", "L", "|", "t*3", "|*2", "(t|)*2", "(tt,t|t)*3", "(t*2|)*2", ",", "x", "(", "t*", "t*0"]
     read = 0
     for _ in range(2000):
         text = "".join(draw.choices(pieces, k=draw.randint(1, 7)))
         try:
             expected = PipelineParallelLayerLayout.parse_str_to_list(text)
         except AssertionError:
-            with pytest.raises(ValueError, match="none of E, t, L"):
+            with pytest.raises(ValueError, match="none of E, t, m, L"):
                 read_pipeline_layout(text)
             continue
-        letters = {"embedding": "E", "decoder": "t", "loss": "L"}
+        letters = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
         assert read_pipeline_layout(text) == ["".join(letters[kind.name] for kind in chunk) for chunk in expected]
         read += 1
     assert 500 < read < 1900

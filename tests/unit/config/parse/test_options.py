@@ -120,7 +120,7 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
         ),
         ("", "batch-size: 2\nmicro_batch_size: 3\n", 1, {"micro_batch_size"}),
         ("", "micro-batch-size: 2\nmicro_batch_size: 3\n", 1, {"micro_batch_size"}),
-        ("", "mtp_num_layers: 0\n", 1, set()),
+        ("", "mtp_hybrid_override_pattern: M\n", 1, set()),
         ("--deepspeed_config x", None, 1, set()),
         ("--use-mcore-models 1", None, ["unexpected argument '1' after --use-mcore-models"], set()),
         (
@@ -130,11 +130,12 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
             set(),
         ),
         (
-            "--mtp-num-layers 1 2",
+            "--num-speculative-tokens 1 2",
             None,
             [
-                "unexpected argument '2' after --mtp-num-layers",
-                "--mtp-num-layers 1 is not supported: multi-token prediction is not in this version; leave it out",
+                "unexpected argument '2' after --num-speculative-tokens",
+                "--num-speculative-tokens 1 is not supported: depths of multi-token prediction are layers of their own "
+                "on the last stage, and draft no tokens; leave it out",
             ],
             set(),
         ),

@@ -25,7 +25,7 @@ EVERY_PART = (
     "--window-attn-skip-freq 2 --attention-dropout 0 --moe-layer-freq 2 --softmax-scale 0.3 "
     "--attention-logit-softcapping 2 --final-logit-softcapping 3 --qkv-clip 4"
 )
-ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2"
+ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2 --mtp-num-layers 1"
 """The same with what learned positions do not have."""
 SCALED = f"{ROTATED} --rope-type yarn --rotary-base-local 9 --attention-temperature-scale 0.1"
 LONG = f"{ROTATED} --kv-channels 4 --rope-type longrope --longrope-short-factor 1 2 --longrope-long-factor 3 4"
@@ -36,6 +36,7 @@ FREE_IN_THE_MODEL = {
     "moe_router_load_balancing_type": "a term of the loss, not of the output",
     "moe_aux_loss_coeff": "a term of the loss, not of the output",
     "moe_z_loss_coeff": "a term of the loss, not of the output",
+    "mtp_loss_scaling_factor": "a term of the loss, not of the output",
     "moe_grouped_gemm": "the same products, computed together",
     "init_method_std": "the weights have begun",
     "embedding_init_method_std": "the weights have begun",
@@ -56,6 +57,7 @@ def config_of(flags: str) -> Config:
 def config_with(name: str) -> Config:
     """Return a configuration in which a field says something."""
     flags = {"no_rope_freq": ROTATED, "activation_func_clamp_value": f"{EVERY_PART} --quick-geglu"}
+    flags["mtp_num_layers"] = ROTATED
     flags |= dict.fromkeys(LATENT_FLAGS, LATENT) | dict.fromkeys(STRETCH_FLAGS, f"{SCALED} --rotary-attention-factor 2")
     flags |= dict.fromkeys(("rope_type", "rotary_base_local", "attention_temperature_scale"), SCALED)
     flags |= dict.fromkeys(("longrope_short_factor", "longrope_long_factor"), LONG)

@@ -1,0 +1,1 @@
+"""The depth of multi-token prediction that computes every token."""

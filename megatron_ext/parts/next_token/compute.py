@@ -1,0 +1,50 @@
+"""Computes the hidden states of a depth of multi-token prediction."""
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_ext.parts.attention.cached import Sequences
+from megatron_ext.parts.linear.compute import ColumnLinear
+from megatron_ext.parts.norm.compute import norm_builder
+from megatron_ext.parts.norm.describe import Norm
+
+
+class NextTokenLayer(MultiTokenPredictionLayer):
+    """megatron-core's depth, which is given the embeddings of the tokens ahead.
+
+    Its own pass shifts the tokens that a context-parallel rank holds, and over the end of a document. Ours were shifted
+    when the whole sample was at hand (`data/microbatch.py`).
+    """
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_SBH: torch.Tensor,
+        embedded_SBH: torch.Tensor,
+        rotary: torch.Tensor | None,
+        sequences: Sequences | None,
+    ) -> torch.Tensor:
+        """Return the depth's normalized hidden states, [S, B, H], from those of the depth before."""
+
+        def states(hidden_SBH: torch.Tensor, embedded_SBH: torch.Tensor) -> torch.Tensor:
+            return self._proj_and_transformer_layer(
+                hidden_states=hidden_SBH,
+                decoder_input=embedded_SBH,
+                rotary_pos_emb=rotary,
+                packed_seq_params=sequences,  # pyright: ignore[reportArgumentType]
+            )
+
+        if self.config.recompute_method == "uniform" and self.training:
+            return tensor_parallel.checkpoint(states, False, hidden_SBH, embedded_SBH)
+        return states(hidden_SBH, embedded_SBH)
+
+
+def next_token_spec(norm: Norm, layer: ModuleSpec) -> ModuleSpec:
+    """Return a depth around a transformer layer."""
+    build = norm_builder(norm)
+    parts = MultiTokenPredictionLayerSubmodules(build, build, build, ColumnLinear, layer)
+    return ModuleSpec(NextTokenLayer, submodules=parts)
