@@ -10,6 +10,9 @@ from megatron_ext.config.derived.attention_flags import LATENT_FLAGS
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.reading import Reading
 
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""Name, in a layer, of the bias by which experts are chosen."""
+
 
 def _no_flags(_model: ModelConfig) -> dict[str, Any]:
     return {}
@@ -41,7 +44,7 @@ class Family:
     names: Mapping[str, tuple[str, ...]]
     """Module of ours (in a layer, without the layer's prefix) -> modules there whose rows it holds, in this order.
     One name for the fused QKV: queries, keys and values lie one above the other there. `{}` in the names of experts is
-    the expert's index. A family whose layers may have experts or none names the modules of both."""
+    the expert's index. Where a parameter's whole name is ours (`EXPERT_BIAS`), the other is whole, too. A family whose layers may have experts or none names the modules of both."""
 
     flags: Mapping[str, Any]
     """Values of our flags that every model of the family has. One that is neither here nor read is the usual one."""
@@ -64,6 +67,9 @@ class Family:
 
     layers: str = "model.layers.{}."
     """Prefix of a layer's modules."""
+
+    may_be_dense: bool = False
+    """Whether a model of a family that has names of experts may have none."""
 
     headless_prefix: str = ""
     """Prefix that files written from the model without its head leave out of every name; empty: there are no such

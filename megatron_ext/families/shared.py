@@ -148,7 +148,7 @@ def expert_json(config: Config) -> dict[str, Any]:
     """Return the content of `config.json` that every family with experts has."""
     return {
         "num_experts_per_tok": config.model.moe_router_topk,
-        "router_aux_loss_coef": config.model.load_balancing_coefficient,
+        "router_aux_loss_coef": sum(config.model.load_balancing_losses.values()),
         "output_router_logits": False,
     }
 

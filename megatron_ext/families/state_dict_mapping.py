@@ -1,13 +1,13 @@
 """Finds where the rows of our parameters lie in a family's tensors: a parameter is a list of ranges of rows."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.shared import QKV
 from megatron_ext.parts.attention.describe import Attention
-from megatron_ext.parts.catalogue import Parameter, parameters
+from megatron_ext.parts.catalogue import Parameter, parameters, states
 from megatron_ext.parts.protocol import Part
 from megatron_ext.parts.stack import layers
 
@@ -38,6 +38,9 @@ class ParameterMapping:
     added: float = 0.0
     """What each element of the parameter has more than theirs."""
 
+    dtype: str | None = None
+    """The dtype that it has here and there, as in safetensors, whatever that of the weights."""
+
     @property
     def is_copied(self) -> bool:
         """Whether rows are the same bytes here and there, where both have one dtype."""
@@ -53,12 +56,16 @@ class ParameterMapping:
 
 
 def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]:
-    """Return every parameter of the model, with the tensors of the family that hold its rows."""
+    """Return every parameter of the model, and every bias of experts, with the tensors of the family that hold its
+    rows."""
     mixers = [layer.mixer for layer in layers(config)]
-    return [
+    found = [
         _parameter_mapping(parameter, mixers[parameter.stage] if isinstance(parameter.stage, int) else None, family)
         for parameter in parameters(config)
     ]
+    biases = (state for state in states(config) if state.kind == "buffer")
+    kept = (Parameter(state.name, state.shape, "output", "zeros") for state in biases)
+    return found + [replace(_parameter_mapping(bias, None, family), dtype="F32") for bias in kept]
 
 
 def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family) -> ParameterMapping:
@@ -69,7 +76,9 @@ def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family)
         prefix = family.layers.format(layer)
     if parameter.expert is not None:
         module = _EXPERT + module.removeprefix(f"{_EXPERT}{parameter.expert}.")
-    tensors = [f"{prefix}{name.format(parameter.expert)}.{kind}" for name in family.names[module]]
+    whole = family.names.get(f"{module}.{kind}")
+    names = whole or tuple(f"{name}.{kind}" for name in family.names[module])
+    tensors = [f"{prefix}{name.format(parameter.expert)}" for name in names]
     rows = parameter.true_rows or parameter.shape[0]
     if module == QKV and not family.qkv_by_groups:
         assert isinstance(mixer, Attention)

@@ -118,6 +118,8 @@ def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_pa
     expected, folder = _tensors(tmp_path / "gradients"), HFFolder(tmp_path / "model")
     config = resolve(folder.values, Facts())
     for mapping in state_dict_mapping(config, folder.family):
+        if mapping.dtype is not None:  # state, which has no gradient
+            continue
         ours = torch.from_numpy(found[mapping.parameter.name])
         for span in mapping.ranges:
             theirs = expected[span.tensor].T if mapping.transposed else expected[span.tensor]

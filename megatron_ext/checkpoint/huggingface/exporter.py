@@ -96,7 +96,8 @@ def export_huggingface(
     try:
         mappings = state_dict_mapping(source.config, family)
         shapes = {name: shape for part in mappings for name, shape in part.tensor_shapes().items()}
-        entries = _files(unfinished, shapes, code, max_shard_size)
+        dtypes = {name: part.dtype for part in mappings for name in part.tensor_shapes() if part.dtype is not None}
+        entries = _files(unfinished, shapes, code, dtypes, max_shard_size)
         tokenizer = _tokenizer_of_training(source.config)
         copied = _copy(source, unfinished, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
         names = [name for name in copied if name != _GENERATION]
@@ -117,7 +118,7 @@ def export_huggingface(
         sync(final.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    size = sum(map(math.prod, shapes.values())) * WIDTH[code]
+    size = sum(math.prod(entry.shape) * WIDTH[entry.dtype] for entry in entries.values())
     return Exported(final, family, size, len({entry.path for entry in entries.values()}), names)
 
 
@@ -228,13 +229,14 @@ class _Target:
             self.entry.rows(self.row, rows, writable=True)[:, columns] = values
 
 
-def _files(folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, max_size: int) -> dict[str, Entry]:
-    """Make the safetensors files, and the index where there are several."""
-    width = WIDTH[code]
+def _files(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, dtypes: Mapping[str, str], max_size: int
+) -> dict[str, Entry]:
+    """Make the safetensors files, and the index where there are several; `dtypes`: of what has not that of `code`."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = total = 0
     for name, shape in shapes.items():
-        size = math.prod(shape) * width
+        size = math.prod(shape) * WIDTH[dtypes.get(name, code)]
         if groups[-1] and filled + size > max_size:
             groups.append({})
             filled = 0
@@ -245,7 +247,7 @@ def _files(folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, max_s
     names = [SINGLE] if len(groups) == 1 else names
     entries = {}
     for name, group in zip(names, groups, strict=True):
-        entries |= hf_safetensors.create(folder / name, group, code)
+        entries |= hf_safetensors.create(folder / name, group, code, dtypes)
     if len(groups) > 1:
         weight_map = {name: entry.path.name for name, entry in sorted(entries.items())}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

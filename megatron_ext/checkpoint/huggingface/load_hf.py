@@ -11,7 +11,7 @@ from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.native.snapshot import Saveable
 from megatron_ext.errors import DataError
 from megatron_ext.families import ParameterMapping, state_dict_mapping
-from megatron_ext.model.names import by_expert, global_named_parameters
+from megatron_ext.model.names import biases_of_experts, by_expert, global_named_parameters
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
 from megatron_ext.parts import slices
@@ -37,6 +37,8 @@ def load_huggingface(run: Saveable, path: str | Path) -> None:
             if shard is not None:
                 dtype = getattr(torch, run.config.training.params_dtype)
                 shard.local.copy_(whole[shard.first : shard.stop].to(dtype))
+        for name, bias in biases_of_experts(run.chunks):
+            read_shard(folder, mappings[name], bias, 0, 1)
     run.sharding.reload_masters(run.optimizer)
 
 

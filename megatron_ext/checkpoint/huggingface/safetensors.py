@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.dtypes import SAFETENSORS_WIDTHS
@@ -104,17 +105,23 @@ def read_header(path: Path) -> dict[str, Entry]:
     }
 
 
-def create(path: Path, tensors: Mapping[str, Sequence[int]], dtype: str) -> dict[str, Entry]:
-    """Make a file for tensors of these shapes, all of one dtype. Their bytes are zero until they are written.
+def create(
+    path: Path, tensors: Mapping[str, Sequence[int]], dtype: str, others: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Entry]:
+    """Make a file for tensors of these shapes. Their bytes are zero until they are written.
 
+    Args:
+        dtype: that of all but `others`, name -> dtype.
     Raises:
         OSError: there is no space for the whole file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for name, shape in tensors.items():
-        end = position + math.prod(shape) * SAFETENSORS_WIDTHS[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+    dtypes = {name: others.get(name, dtype) for name in tensors}
+    # Wide elements first: a reader that maps the file can have no element that begins in the middle of its width.
+    for name in sorted(tensors, key=lambda name: -SAFETENSORS_WIDTHS[dtypes[name]]):
+        end = position + math.prod(tensors[name]) * SAFETENSORS_WIDTHS[dtypes[name]]
+        header[name] = {"dtype": dtypes[name], "shape": list(tensors[name]), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -127,7 +134,7 @@ def create(path: Path, tensors: Mapping[str, Sequence[int]], dtype: str) -> dict
         file.truncate(8 + len(text) + position)
     start = 8 + len(text)
     return {
-        name: Entry(path, dtype, tuple(shape), start + header[name]["data_offsets"][0])
+        name: Entry(path, dtypes[name], tuple(shape), start + header[name]["data_offsets"][0])
         for name, shape in tensors.items()
     }
 

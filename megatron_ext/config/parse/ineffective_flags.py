@@ -122,8 +122,17 @@ def _of_gradients(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _of_experts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if any(values.get(name) for name in ("num_experts", "load_hf", "use_checkpoint_args")):
-        return  # there are experts, or another file says whether there are
+    if any(values.get(name) for name in ("load_hf", "use_checkpoint_args")):
+        return  # another file says whether there are experts, and how they are chosen
+    if "moe_router_bias_update_rate" in values and not values.get("moe_router_enable_expert_bias"):
+        yield "moe_router_bias_update_rate", "without --moe-router-enable-expert-bias there is no bias"
+    if values.get("moe_router_score_function", "softmax") != "softmax" and "moe_router_pre_softmax" in values:
+        yield (
+            "moe_router_pre_softmax",
+            f"--moe-router-score-function {values['moe_router_score_function']} is no softmax",
+        )
+    if values.get("num_experts"):
+        return
     for name in ("expert_tensor_parallel_size", "moe_grouped_gemm"):
         if name in values:
             yield name, "without --num-experts there are no experts"
