@@ -13,30 +13,17 @@ from megatron_ext.families.shared import (
     biases_of_attention,
     decoder_json,
     decoder_values,
+    granite_json,
+    granite_values,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    return {
-        **decoder_values(reading),
-        **bias_values(reading),
-        "embedding_multiplier": reading.number("embedding_multiplier", 1.0),
-        "residual_multiplier": reading.number("residual_multiplier", 1.0),
-        "logits_multiplier": 1.0 / max(reading.number("logits_scaling", 1.0), 1e-300),
-        "softmax_scale": reading.number("attention_multiplier", 1.0),
-    }
+    return {**decoder_values(reading), **bias_values(reading), **granite_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model = config.model
-    return {
-        **decoder_json(config),
-        **bias_json(config),
-        "embedding_multiplier": model.embedding_multiplier,
-        "residual_multiplier": model.residual_multiplier,
-        "logits_scaling": float(f"{1.0 / model.logits_multiplier:.15g}"),  # without the rounding of two inverses
-        "attention_multiplier": model.softmax_scale or model.kv_channels**-0.5,
-    }
+    return {**decoder_json(config), **bias_json(config), **granite_json(config)}
 
 
 GRANITE = Family(

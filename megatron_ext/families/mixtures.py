@@ -1,6 +1,7 @@
-"""Holds what families with DeepSeek's mixture of experts have in common: experts chosen from groups, weights that are
-scaled, shared experts of a multiple of an expert's width, and first layers without experts."""
+"""Holds what families with experts have in common: DeepSeek's mixture (experts chosen from groups, weights that are
+scaled, shared experts of a multiple of an expert's width, first layers without experts), and Qwen's layers."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,14 @@ from megatron_ext.config.derived.layer_patterns import read_pattern
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.protocol import EXPERT_BIAS, usual_values
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_NAMES, expert_names, expert_values, layer_numbers, pattern
+from megatron_ext.families.shared import (
+    DECODER_NAMES,
+    expert_json,
+    expert_names,
+    expert_values,
+    layer_numbers,
+    pattern,
+)
 from megatron_ext.parts.stack import layers
 
 _SHARED_EXPERTS = {
@@ -82,15 +90,11 @@ class Mixture:
         """Return what follows from other values of a model with experts (`Family.dependent_flags`)."""
         if model.num_experts is None:
             return {}
-        width, mixtures = model.expert_ffn_hidden_size, model.moe_layer_freq
-        has = read_pattern(mixtures, model.num_layers, "the first") if mixtures else (True,)
-        first = pattern([number >= has.index(True) for number in range(model.num_layers)])
         return {
             **self.flags,
+            **consecutive_mixtures(model, to_the_end=True),
             "moe_router_group_scores": self._scores(model.moe_router_topk, model.moe_router_group_topk),
             "moe_router_pre_softmax": not self.normalized,
-            "moe_shared_expert_intermediate_size": _shared_experts(model) * width or None,
-            "moe_layer_freq": None if has[0] else first,
         }
 
     def json(self, config: Config) -> dict[str, Any]:
@@ -103,7 +107,7 @@ class Mixture:
         return {
             **first,
             "n_routed_experts": model.num_experts,
-            "n_shared_experts": _shared_experts(model),
+            "n_shared_experts": shared_experts(model),
             "moe_intermediate_size": model.expert_ffn_hidden_size,
             "num_experts_per_tok": model.moe_router_topk,
             "norm_topk_prob": self.normalized,
@@ -117,5 +121,44 @@ class Mixture:
         return None if groups is None or topk // groups == self.group_scores else self.group_scores
 
 
-def _shared_experts(model: ModelConfig) -> int:
+def consecutive_mixtures(model: ModelConfig, *, to_the_end: bool) -> dict[str, Any]:
+    """Return that the layers with experts, perhaps the last ones, follow each other, and that shared experts are as
+    wide as some of the others together (`Family.dependent_flags`)."""
+    mixtures, width = model.moe_layer_freq, shared_experts(model) * model.expert_ffn_hidden_size
+    if mixtures is not None:
+        has = read_pattern(mixtures, model.num_layers, "the first")
+        last = len(has) if to_the_end else len(has) - has[::-1].index(True)
+        mixtures = pattern([has.index(True) <= number < last for number in range(len(has))])
+    return {"moe_layer_freq": mixtures, "moe_shared_expert_intermediate_size": width or None}
+
+
+def shared_experts(model: ModelConfig) -> int:
+    """Return the number of shared experts of the width of the others."""
     return (model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn_hidden_size
+
+
+def sparse_values(reading: Reading) -> dict[str, Any]:
+    """Return the values of our flags of Qwen's experts in some of the layers."""
+    step, dense = reading.integer("decoder_sparse_step", 1), reading.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        reading.problems.append(f"mlp_only_layers is {json.dumps(dense)}, and no list of layers")
+        dense = []
+    mixtures = [(number + 1) % step == 0 and number not in dense for number in layer_numbers(reading)]
+    if not any(mixtures):
+        reading.problems.append(f"decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")
+    experts, width = reading.integer("num_experts"), reading.integer("moe_intermediate_size")
+    values = expert_values(reading, experts, width, normalized=reading.boolean("norm_topk_prob", False))
+    return {**values, "moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
+
+
+def sparse_json(config: Config) -> dict[str, Any]:
+    """Return the same keys."""
+    model = config.model
+    return {
+        **expert_json(config),
+        "num_experts": model.num_experts,
+        "moe_intermediate_size": model.expert_ffn_hidden_size,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer.number for layer in layers(config) if layer.experts is None],
+    }

@@ -44,7 +44,8 @@ class Family:
     names: Mapping[str, tuple[str, ...]]
     """Module of ours (in a layer, without the layer's prefix) -> modules there whose rows it holds, in this order.
     One name for the fused QKV: queries, keys and values lie one above the other there. `{}` in the names of experts is
-    the expert's index. Where a parameter's whole name is ours (`EXPERT_BIAS`), the other is whole, too. A family whose layers may have experts or none names the modules of both."""
+    the expert's index; without it, the tensor holds those of all experts. A parameter's whole name (`EXPERT_BIAS`) is
+    mapped to a whole name. A family whose layers may have experts or none names the modules of both."""
 
     flags: Mapping[str, Any]
     """Values of our flags that every model of the family has. One that is neither here nor read is the usual one."""
@@ -82,7 +83,7 @@ class Family:
     """Whether queries, keys and values of each group lie together in the fused QKV, as ours do."""
 
     transposed: frozenset[str] = frozenset()
-    """Modules of ours whose weight lies transposed there."""
+    """Modules of ours whose weight lies transposed there, and whole names of vectors that are a matrix of one row."""
 
     added: Mapping[str, float] = field(default_factory=dict)
     """Modules of ours -> what their weight has more than theirs: 1.0 for a norm whose file holds what it differs from

@@ -8,8 +8,7 @@ from megatron_ext.families.protocol import Family
 from megatron_ext.families.shared import QKV
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.catalogue import Parameter, parameters, states
-from megatron_ext.parts.protocol import Part
-from megatron_ext.parts.stack import layers
+from megatron_ext.parts.stack import Layer, layers
 
 _LAYER = "decoder.layers."
 _EXPERT = "mlp.experts."
@@ -33,10 +32,14 @@ class ParameterMapping:
     parameter: Parameter
     ranges: tuple[RowRange, ...]
     transposed: bool
-    """Whether the Hugging Face tensors are [columns, rows] of the parameter."""
+    """Whether the Hugging Face tensors are [columns, rows] of the parameter, [1, rows] of a vector."""
 
     added: float = 0.0
     """What each element of the parameter has more than theirs."""
+
+    stacked: int = 0
+    """Number of matrices that lie one below the other in each of the tensors, of which this is one; 0 where it is
+    not."""
 
     dtype: str | None = None
     """The dtype that it has here and there, as in safetensors, whatever that of the weights."""
@@ -52,15 +55,19 @@ class ParameterMapping:
         for span in self.ranges:
             rows[span.tensor] = rows.get(span.tensor, 0) + span.count
         columns = self.parameter.shape[1:]
-        return {name: (*columns, count) if self.transposed else (count, *columns) for name, count in rows.items()}
+        across = columns or (1,)
+        stack = (self.stacked,) if self.stacked else ()
+        return {
+            name: (*across, count) if self.transposed else (*stack, count, *columns) for name, count in rows.items()
+        }
 
 
 def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]:
     """Return every parameter of the model, and every bias of experts, with the tensors of the family that hold its
     rows."""
-    mixers = [layer.mixer for layer in layers(config)]
+    held = layers(config)
     found = [
-        _parameter_mapping(parameter, mixers[parameter.stage] if isinstance(parameter.stage, int) else None, family)
+        _parameter_mapping(parameter, held[parameter.stage] if isinstance(parameter.stage, int) else None, family)
         for parameter in parameters(config)
     ]
     biases = (state for state in states(config) if state.kind == "buffer")
@@ -68,7 +75,7 @@ def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]
     return found + [replace(_parameter_mapping(bias, None, family), dtype="F32") for bias in kept]
 
 
-def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family) -> ParameterMapping:
+def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family) -> ParameterMapping:
     module, _, kind = parameter.name.rpartition(".")
     prefix = ""
     if module.startswith(_LAYER):
@@ -78,17 +85,22 @@ def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family)
         module = _EXPERT + module.removeprefix(f"{_EXPERT}{parameter.expert}.")
     whole = family.names.get(f"{module}.{kind}")
     names = whole or tuple(f"{name}.{kind}" for name in family.names[module])
+    stacked = 0
+    if held is not None and held.experts is not None and parameter.expert is not None and "{}" not in names[0]:
+        stacked = held.experts.count
     tensors = [f"{prefix}{name.format(parameter.expert)}" for name in names]
     rows = parameter.true_rows or parameter.shape[0]
     if module == QKV and not family.qkv_by_groups:
-        assert isinstance(mixer, Attention)
-        ranges = tuple(_grouped(tensors, mixer))
+        assert held is not None
+        ranges = tuple(_grouped(tensors, held.attention))
     else:
         count = rows // len(tensors)
-        ranges = tuple(RowRange(tensor, 0, index * count, count) for index, tensor in enumerate(tensors))
+        first = (parameter.expert or 0) * count if stacked else 0
+        ranges = tuple(RowRange(tensor, first, index * count, count) for index, tensor in enumerate(tensors))
     is_weight = kind == "weight"
     added = family.added.get(module, 0.0) if is_weight else 0.0
-    return ParameterMapping(parameter, ranges, transposed=is_weight and module in family.transposed, added=added)
+    transposed = (module if is_weight else f"{module}.{kind}") in family.transposed
+    return ParameterMapping(parameter, ranges, transposed=transposed, added=added, stacked=stacked)
 
 
 def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:

@@ -156,6 +156,11 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
             "--no-position-embedding changes nothing with --position-embedding-type rope: the rotary positions stay, "
             "and there is no learned table in any case"
         )
+    if config.model.moe_router_force_load_balancing:
+        warnings.append(
+            "--moe-router-force-load-balancing is for benchmarks: experts are chosen at random, and no layout chooses "
+            "as another does"
+        )
     if config.layout.device == "cpu":
         warnings += [
             f"{flag_of(name)} changes nothing here: with --device cpu {reason}"

@@ -240,6 +240,38 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "dots1", **_DECODER, **_EXPERTS, "num_hidden_layers": 4, "sliding_window": 6},
         **{"max_window_layers": 2, "n_shared_experts": 2, "pad_token_id": None, **_UNTIED},
     },
+    "Qwen2-MoE": {
+        **{"model_type": "qwen2_moe", **_DECODER, "moe_intermediate_size": 32, "num_experts": 6, **_UNTIED},
+        **{"num_experts_per_tok": 3, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
+    },
+    "Qwen2-MoE with dense layers and windows": {
+        **{"model_type": "qwen2_moe", **_DECODER, "num_hidden_layers": 4, "moe_intermediate_size": 32},
+        **{"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "shared_expert_intermediate_size": 24},
+        **{"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
+        **{"qkv_bias": False, "head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    },
+    "ERNIE 4.5 with experts": {
+        **{"model_type": "ernie4_5_moe", **_DECODER, "num_hidden_layers": 4, "moe_num_experts": 6, "moe_k": 3},
+        **{"moe_intermediate_size": 32, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "pad_token_id": None},
+    },
+    "ERNIE 4.5 with experts between": {
+        **{"model_type": "ernie4_5_moe", **_DECODER, "num_hidden_layers": 4, "moe_num_experts": 6, "moe_k": 2},
+        **{"moe_intermediate_size": 32, "moe_num_shared_experts": 0, "moe_layer_start_index": 1, "pad_token_id": None},
+        **{"moe_layer_end_index": 2, "num_key_value_heads": 1, **_UNTIED},
+    },
+    "MiniMax-M2": {
+        **{"model_type": "minimax_m2", **_DECODER, "num_local_experts": 6, "num_experts_per_tok": 3},
+        **{"rotary_dim": 6, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2},
+    },
+    "FlexOlmo": {
+        **{"model_type": "flex_olmo", **_DECODER, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None},
+        **{"eos_token_id": 2, "num_key_value_heads": 1},
+    },
+    "Granite with experts": {
+        **{"model_type": "granitemoe", **_DECODER, "head_dim": 8, "embedding_multiplier": 0.3, "logits_scaling": 2.0},
+        **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "num_local_experts": 6, "num_experts_per_tok": 3},
+        **{"attention_bias": True, "tie_word_embeddings": True},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

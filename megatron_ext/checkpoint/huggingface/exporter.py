@@ -185,7 +185,7 @@ def _parts(
             target.put(piece.array[low - piece.row : high - piece.row], dtype)
             continue
         offset = piece.offset + (low - piece.row) * width
-        if mapping.is_copied and entry.dtype == dtype and tuple(columns) == entry.shape[1:]:
+        if mapping.is_copied and entry.dtype == dtype and tuple(columns) == entry.columns:
             yield offset, FileRange((high - low) * width, files, entry.path, entry.offset_of(low + shift))
             continue
         step = max(1, BLOCK // width)
@@ -221,8 +221,8 @@ class _Target:
         rows, columns = values.shape[0], slice(self.column, self.column + math.prod(values.shape[1:]))
         values = converted(values, dtype, self.entry.dtype, -self.mapping.added)
         if self.mapping.transposed:
-            self.entry.whole(writable=True).T[self.row : self.row + rows, columns] = values
-        elif values.shape[1:] == self.entry.shape[1:]:
+            self.entry.whole(writable=True).T[self.row : self.row + rows, columns] = values.reshape(rows, -1)
+        elif values.shape[1:] == self.entry.columns:
             bits = memoryview(np.ascontiguousarray(values)).cast("B")
             write_all(self.files[self.entry.path], self.entry.offset_of(self.row), bits)
         else:

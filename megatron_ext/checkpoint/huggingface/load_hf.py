@@ -61,7 +61,7 @@ def read_rows(folder: HFFolder, mapping: ParameterMapping, rows: range, columns:
         covered += high - low
         entry, first = folder.entries[span.tensor], span.tensor_start + low - span.start
         wanted = target[low - rows.start : high - rows.start]
-        whole_rows = mapping.is_copied and wanted.shape[1:] == entry.shape[1:]
+        whole_rows = mapping.is_copied and wanted.shape[1:] == entry.columns
         if whole_rows and wanted.is_contiguous() and wanted.device.type == "cpu" and wanted.dtype == _dtype(entry):
             _read_in_place(entry, first, wanted)
             continue
@@ -69,7 +69,7 @@ def read_rows(folder: HFFolder, mapping: ParameterMapping, rows: range, columns:
         part = torch.from_numpy(view).view(_dtype(entry))
         if mapping.transposed:
             part = part.t()[first : first + high - low]
-        part = part[:, columns] if part.dim() > 1 else part
+        part = part[:, columns] if wanted.dim() > 1 else part.reshape(wanted.shape)
         wanted.copy_(
             part if mapping.added == 0.0 else part.to(torch.promote_types(part.dtype, torch.float32)) + mapping.added
         )

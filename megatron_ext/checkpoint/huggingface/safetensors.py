@@ -43,26 +43,32 @@ class Entry:
     """Offset of its first byte in the file."""
 
     @property
+    def columns(self) -> tuple[int, ...]:
+        """The last dimension, (columns,), or none of a vector. What lies before it are rows: a stack of matrices is
+        one below the other."""
+        return self.shape[1:][-1:]
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of one index of the first dimension."""
-        return math.prod(self.shape[1:]) * SAFETENSORS_WIDTHS[self.dtype]
+        """Bytes of one row."""
+        return math.prod(self.columns) * SAFETENSORS_WIDTHS[self.dtype]
 
     def offset_of(self, row: int) -> int:
         """Return the offset of a row in the file."""
         return self.offset + row * self.row_bytes
 
     def rows(self, start: int, count: int, *, writable: bool = False) -> "npt.NDArray":
-        """Return a view of `count` rows (all other dimensions whole) in the file; bfloat16 are uint16."""
+        """Return a view of `count` rows in the file; bfloat16 are uint16."""
         import numpy as np
 
         from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 
-        mode, shape = "r+" if writable else "c", (count, *self.shape[1:])
+        mode, shape = "r+" if writable else "c", (count, *self.columns)
         return np.memmap(self.path, dtype=ARRAYS[self.dtype], mode=mode, offset=self.offset_of(start), shape=shape)
 
     def whole(self, *, writable: bool = False) -> "npt.NDArray":
         """Return a view of all of it."""
-        return self.rows(0, self.shape[0], writable=writable)
+        return self.rows(0, math.prod(self.shape[:-1] if self.columns else self.shape), writable=writable)
 
 
 def read_header(path: Path) -> dict[str, Entry]:

@@ -307,7 +307,8 @@ class ModelConfig:
     moe_router_topk: int = option(2, "Experts that compute each token.", resume="function", at_least=1)
     moe_router_score_function: str = option(
         "softmax",
-        "What turns the router's logits into scores; those of a token's experts, divided by their sum, are the weights.",
+        "What turns the router's logits into scores; but for softmax, those of a token's experts are divided by their "
+        "sum.",
         resume="function",
         choices=("softmax", "sigmoid", "sqrtsoftplus"),
     )
