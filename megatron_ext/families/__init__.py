@@ -9,17 +9,8 @@
 families have in common. `families/hf_config.py` reads and writes whole `config.json` files with them.
 """
 
-from megatron_ext.families.protocol import EXPERT_BIAS, Family
+from megatron_ext.families.protocol import Family
 from megatron_ext.families.registry import FAMILIES, family_of, obstacles
 from megatron_ext.families.state_dict_mapping import ParameterMapping, RowRange, state_dict_mapping
 
-__all__ = [
-    "EXPERT_BIAS",
-    "FAMILIES",
-    "Family",
-    "ParameterMapping",
-    "RowRange",
-    "family_of",
-    "obstacles",
-    "state_dict_mapping",
-]
+__all__ = ["FAMILIES", "Family", "ParameterMapping", "RowRange", "family_of", "obstacles", "state_dict_mapping"]

@@ -5,7 +5,7 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families import latents
 from megatron_ext.families.mixtures import MIXTURE_NAMES, Mixture
-from megatron_ext.families.protocol import EXPERT_BIAS, Family
+from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 
 _MIXTURE = Mixture({}, group_scores=1, normalized=False)
@@ -32,7 +32,7 @@ def _write(config: Config) -> dict[str, Any]:
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
-    {name: theirs for name, theirs in {**MIXTURE_NAMES, **latents.LATENT_NAMES}.items() if name != EXPERT_BIAS},
+    {**MIXTURE_NAMES, **latents.LATENT_NAMES},
     latents.LATENT_FLAGS,
     _read,
     _write,

@@ -1,6 +1,5 @@
 """DeepSeek-V3: multi-head latent attention, and experts chosen by a sigmoid with a bias from groups of them."""
 
-from dataclasses import replace
 from typing import Any
 
 from megatron_ext.config.schema import Config
@@ -43,6 +42,5 @@ DEEPSEEK_V3 = Family(
     dependent_flags=lambda model: {**what_yarn_can_say(model), **_MIXTURE.dependent_flags(model)},
     is_common=True,
     may_be_dense=True,
+    other_names=("kimi_k2",),  # whose files name the same class
 )
-KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", is_common=False)
-"""Kimi-K2, whose files name DeepSeek-V3's class."""

@@ -30,12 +30,8 @@ FLEX_OLMO = Family(
     "flex_olmo",
     "FlexOlmoForCausalLM",
     {
-        name: theirs
-        for name, theirs in {
-            **shared.expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-            **shared.NAMES_WITH_NORMS_AFTER,
-        }.items()
-        if name not in ("input_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2")
+        **shared.expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        **shared.NAMES_WITH_NORMS_AFTER,
     },
     {
         **{**shared.DECODER_FLAGS, "norm_position": "after", "qk_layernorm": True, "qk_layernorm_over": "projection"},

@@ -33,7 +33,7 @@ def _write(config: Config) -> dict[str, Any]:
 GRANITEMOE = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",
-    {**{name: theirs for name, theirs in shared.DECODER_NAMES.items() if not name.startswith("mlp.")}, **_OF_EXPERTS},
+    {**shared.DECODER_NAMES, **_OF_EXPERTS},
     {**shared.DECODER_FLAGS, "disable_bias_linear": True},
     _read,
     _write,

@@ -40,7 +40,8 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
         raise ConfigurationError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} is not a JSON object")
-    family = FAMILIES.get(str(content.get("model_type")))
+    name = str(content.get("model_type"))
+    family = next((one for one in FAMILIES.values() if name in (one.model_type, *one.other_names)), None)
     if family is None:
         raise ConfigurationError(
             f"{path}: model_type {json.dumps(content.get('model_type'))} is not supported; "

@@ -55,4 +55,5 @@ MIXTRAL = Family(
         "max_position_embeddings": 131072,
     },
     aliases={"num_local_experts": "num_experts"},
+    is_common=True,
 )

@@ -69,6 +69,9 @@ class Family:
     layers: str = "model.layers.{}."
     """Prefix of a layer's modules."""
 
+    other_names: tuple[str, ...] = ()
+    """Names in `config.json` of models that are the same."""
+
     may_be_dense: bool = False
     """Whether a model of a family that has names of experts may have none."""
 

@@ -50,7 +50,7 @@ def groups_of_experts_hold_the_experts_of_a_token(config: Config, facts: Facts) 
     elif not -(-topk // of_group) <= chosen <= groups:
         yield (
             f"--moe-router-group-topk {chosen} of --moe-router-num-groups {groups} groups of {of_group} experts for "
-            f"--moe-router-topk {topk}: use --moe-router-group-topk {groups}"
+            f"--moe-router-topk {topk}: use --moe-router-group-topk {-(-topk // of_group)}"
         )
     elif not 1 <= (scores or topk // chosen) <= of_group:
         yield (
@@ -66,8 +66,8 @@ def what_sinkhorn_chooses_is_asked_of_it_alone(config: Config, facts: Facts) -> 
         return
     switches = {
         "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
-        "--moe-router-num-groups": model.moe_router_num_groups is not None,
-        "--moe-router-topk-scaling-factor": model.moe_router_topk_scaling_factor is not None,
+        "--moe-router-num-groups": model.moe_router_num_groups not in (None, 1),
+        "--moe-router-topk-scaling-factor": model.moe_router_topk_scaling_factor not in (None, 1.0),
     }
     if flags := [flag for flag, there in switches.items() if there]:
         yield (
@@ -90,8 +90,8 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         ("--moe-aux-loss-coeff", bool(model.load_balancing_losses)),
         ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
         ("--moe-router-enable-expert-bias", model.moe_router_enable_expert_bias),
-        ("--moe-router-num-groups", model.moe_router_num_groups is not None),
-        ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor is not None),
+        ("--moe-router-num-groups", model.moe_router_num_groups not in (None, 1)),
+        ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor not in (None, 1.0)),
         ("--moe-input-jitter-eps", model.moe_input_jitter_eps is not None),
         ("--moe-router-force-load-balancing", model.moe_router_force_load_balancing),
     ]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.copying import (
@@ -97,7 +98,7 @@ def export_huggingface(
         mappings = state_dict_mapping(source.config, family)
         shapes = {name: shape for part in mappings for name, shape in part.tensor_shapes().items()}
         dtypes = {name: part.dtype for part in mappings for name in part.tensor_shapes() if part.dtype is not None}
-        entries = _files(unfinished, shapes, code, dtypes, max_shard_size)
+        entries = _files(unfinished, shapes, code, max_shard_size, dtypes)
         tokenizer = _tokenizer_of_training(source.config)
         copied = _copy(source, unfinished, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
         names = [name for name in copied if name != _GENERATION]
@@ -230,7 +231,11 @@ class _Target:
 
 
 def _files(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, dtypes: Mapping[str, str], max_size: int
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    code: str,
+    max_size: int,
+    dtypes: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Entry]:
     """Make the safetensors files, and the index where there are several; `dtypes`: of what has not that of `code`."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]

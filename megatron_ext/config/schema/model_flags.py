@@ -316,7 +316,7 @@ class ModelConfig:
         False,
         "Choose experts by scores with a bias added, which weighs nothing and after each step moves towards experts "
         "that had fewer tokens of the global batch than the mean.",
-        resume="function",
+        resume="shape",
     )
     moe_router_bias_update_rate: float = option(
         1e-3, "How far a step moves the bias of an expert.", resume="free", at_least=0

@@ -34,13 +34,13 @@ class Experts(Part):
     shared: Mlp | None
     """What computes every token next to them: the shared experts together."""
 
-    shared_gate: bool
+    shared_gate: bool = False
     """Whether a sigmoid gate of each token multiplies what the shared experts give."""
 
-    has_bias: bool
+    has_bias: bool = False
     """Whether experts are chosen by scores with a bias of each, which is state and not trained by gradients."""
 
-    group_scores: int | None
+    group_scores: int | None = None
     """Best scores of a group of experts that are added up, where that is another number than megatron-core's."""
 
     @property

@@ -34,10 +34,13 @@ _SMALL = {
 _SWITCHED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 _OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False}
 _GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 96, "pad_token_id": 3}
+_MIXTURE = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 12, "n_shared_experts": 2},
+    **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
+}
 _LATENTS = {
     **{name: value for name, value in _SMALL.items() if name != "head_dim"},
     **{"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6},
-    **{"first_k_dense_replace": 2, "n_routed_experts": 4},
 }
 BASES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(FAMILIES, _SMALL),
@@ -51,8 +54,20 @@ BASES: dict[str, dict[str, Any]] = {
     "ministral": {**_SMALL, "sliding_window": 7},  # without one, transformers' model cannot be run
     "olmoe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
     "qwen3_moe": {**_SMALL, **_OF_EXPERTS, **_SWITCHED, "num_hidden_layers": 3, "num_experts": 4},
-    "deepseek_v2": {**_LATENTS, "q_lora_rank": None},
-    "deepseek_v3": {**_LATENTS, "q_lora_rank": 6, "num_nextn_predict_layers": 1},
+    "deepseek_v3": {**_LATENTS, **_MIXTURE, "q_lora_rank": 6, "num_nextn_predict_layers": 1},
+    "deepseek_v2": {**_LATENTS, **_MIXTURE, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "glm4_moe": {**_SMALL, **_MIXTURE, "num_nextn_predict_layers": 1},
+    "dots1": {**_SMALL, **_MIXTURE, "norm_topk_prob": True, "max_window_layers": 1, "sliding_window": 7},
+    "qwen2_moe": {
+        **{**_SMALL, **_OF_EXPERTS, **_SWITCHED, "num_hidden_layers": 3, "num_experts": 4},
+        "shared_expert_intermediate_size": 16,
+    },
+    "ernie4_5_moe": {
+        **{**_SMALL, "num_hidden_layers": 3, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12},
+    },
+    "minimax_m2": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1, "bos_token_id": 2},
+    "granitemoe": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3},
+    "flex_olmo": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1},
     "gemma2": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
     "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 4, "vocab_size": 96, "pad_token_id": 3},
     "mpt": {"d_model": 24, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_seq_len": 32, "pad_token_id": 3},
@@ -70,15 +85,13 @@ _OTHER = {
 }
 """Values of keys that no rule makes of the usual one."""
 
-_OF_NO_EXPERTS = {
-    *("n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "topk_group"),
-    *("moe_intermediate_size", "routed_scaling_factor", "first_k_dense_replace"),
-}
 _OF_OTHER_SETTINGS = {
     "qwen3_moe": {"max_window_layers"},
     "phi3": {"original_max_position_embeddings"},
-    "deepseek_v2": {*_OF_NO_EXPERTS, "topk_method", "head_dim"},
-    "deepseek_v3": {*_OF_NO_EXPERTS, "num_mtp_layers"},
+    "deepseek_v2": {"head_dim"},
+    "deepseek_v3": {"num_mtp_layers"},
+    "glm4_moe": {"num_mtp_layers"},
+    "ernie4_5_moe": {"moe_norm_min"},
     "mpt": {"learned_pos_emb", "init_device", "norm_type"},
     "bloom": {"slow_but_exact"},
 }

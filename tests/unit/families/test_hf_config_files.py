@@ -204,7 +204,7 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
     [
         (
             {"model_type": "bert"},
-            '"bert" is not supported; use one of arcee, bloom, deepseek_v2, deepseek_v3, ernie4_5, exaone4, ',
+            '"bert" is not supported; use one of arcee, bloom, deepseek_v2, deepseek_v3, dots1, ernie4_5, ',
         ),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),
