@@ -293,13 +293,16 @@ _ROUTING = {
     "EP2": (2, f"{_EP2} {_ALLTOALL}"),
     "EP4": (4, "--expert-model-parallel-size 4"),
     "TP2 SP EP2, tensor-parallel experts": (4, f"{_TP2_SP} {_EP2}"),
-    "TP2 SP EP2 on the same ranks": (2, f"{_TP2_SP} {_EP2} --expert-tensor-parallel-size 1 {_ALLTOALL}"),
     "CP2 EP2 on the same ranks": (2, f"--context-parallel-size 2 {_EP2} {_ALLTOALL}"),
     "EP2 PP2 VPP2": (4, f"{_PP2_VPP2} {_EP2} {_ALLTOALL}"),
-    "DP2 distributed optimizer, overlap": (2, _OVERLAP),
     "EP2 ZeRO-3": (2, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params"),
+    "TP2 SP EP2 on the same ranks": (2, f"{_TP2_SP} {_EP2} --expert-tensor-parallel-size 1 {_ALLTOALL}"),
+    "DP2 distributed optimizer, overlap": (2, _OVERLAP),
     "one process, recompute full uniform": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
 }
+_TWICE = [*_ROUTING][:6]
+"""Those that divide tokens or layers, and so what the losses add up, or copies of weights."""
+
 _QUICK_ROUTING = {"TP2 SP EP2, tensor-parallel experts"}
 
 # Norms after attention and MLP, and norms of queries and keys over the heads of all ranks. At TP4 two ranks share each
@@ -432,10 +435,10 @@ def _cases() -> list[Case]:
     for layout, (world_size, flags) in _EXPERT_LAYOUTS.items():
         name, slow = f"{layout}, experts", layout not in _QUICK_EXPERTS
         cases.append(Case(name, "experts", world_size, tuple(flags.split()), slow=slow, slow_in_bf16=True))
-    for model in ("routing by groups", "routing with two losses"):
-        for layout, (world_size, flags) in _ROUTING.items():
-            slow = layout not in _QUICK_ROUTING
-            cases.append(Case(f"{layout}, {model}", model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
+    routed = [("routing by groups", one) for one in _ROUTING] + [("routing with two losses", one) for one in _TWICE]
+    for model, layout in routed:
+        (world_size, flags), slow = _ROUTING[layout], layout not in _QUICK_ROUTING
+        cases.append(Case(f"{layout}, {model}", model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
     # Biases and learned positions under sequence parallelism, and tied embeddings across a divided vocabulary.
     flags = f"{_TP2_SP} --pipeline-model-parallel-size 2"
     for model in ("learned positions, biases", "query and key norm, QKV bias"):

@@ -257,3 +257,27 @@ def test_keys_of_published_files_are_known(family: str, content: dict[str, Any],
     """SmolLM2, Falcon 3, Vicuna, Qwen2.5, Qwen3-Coder, GPT-2 and its smaller copies have them."""
     base = {"model_type": family, **BASES[family]} | ({"use_sliding_window": False} if "qwen" in family else {})
     assert _read(tmp_path, {**base, **content}) == _read(tmp_path, base)
+
+
+def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
+    base = BASES["deepseek_v3"]
+    assert _read(tmp_path, {"model_type": "kimi_k2", **base}) == _read(tmp_path, {"model_type": "deepseek_v3", **base})
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "problem"),
+    [
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is false, only true is supported"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is noaux_tc; supported are"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list has other layers than 1"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8, only 0 is supported"),
+        ("ernie4_5_moe", {"moe_layer_start_index": 9}, "leave no experts"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is true, only false is supported"),
+    ],
+)
+def test_a_mixture_that_is_not_here_is_refused(
+    family: str, change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    found = _read(tmp_path, {"model_type": family, **BASES[family], **change})
+    assert isinstance(found, list)
+    assert problem in " ".join(found)
