@@ -45,7 +45,7 @@ ERNIE4_5_MOE = Family(
     {**MIXTURE_NAMES, EXPERT_BIAS: ("mlp.moe_statics.e_score_correction_bias",)},
     {
         **{**shared.DECODER_FLAGS, "rotary_interleaved": True, "disable_bias_linear": True},
-        "moe_router_enable_expert_bias": True,
+        **{"moe_router_enable_expert_bias": True, "moe_router_pre_softmax": False},
     },
     _read,
     _write,

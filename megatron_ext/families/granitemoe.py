@@ -34,7 +34,7 @@ GRANITEMOE = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",
     {**shared.DECODER_NAMES, **_OF_EXPERTS},
-    {**shared.DECODER_FLAGS, "disable_bias_linear": True},
+    {**shared.DECODER_FLAGS, "disable_bias_linear": True, "moe_router_pre_softmax": False},
     _read,
     _write,
     {"num_local_experts": 8, "num_experts_per_tok": 2},

@@ -46,7 +46,7 @@ MINIMAX_M2 = Family(
     },
     {
         **{**shared.DECODER_FLAGS, "qk_layernorm": True, "qk_layernorm_over": "projection"},
-        **{"disable_bias_linear": True, **BIASED_SIGMOID},
+        **{"disable_bias_linear": True, "moe_router_pre_softmax": False, **BIASED_SIGMOID},
     },
     _read,
     _write,

@@ -19,7 +19,10 @@ def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
     elif len({*kinds}) < len(kinds):
         yield f"{asked}: the same loss twice; name each once"
     elif len(weights) != len(kinds) and (len(kinds) > 1 or weights):
-        yield f"{given}: one coefficient for each; use --moe-aux-loss-coeff {' '.join(['0.01'] * len(kinds))}"
+        yield (
+            f"{given}: each loss has a coefficient; use --moe-router-load-balancing-type {kinds[0]} "
+            "--moe-aux-loss-coeff 0.01"
+        )
     elif model.is_sinkhorn and any(weights):
         yield f"{given}: its assignment is balanced without a loss; leave --moe-aux-loss-coeff out"
     for weight in weights:

@@ -337,13 +337,13 @@ EXAMPLES = {
     ),
     "A loss with another one's coefficient": Example(
         f"{_EXPERTS} --num-experts 8 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1",
-        "--moe-aux-loss-coeff 0.01 0.01",
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
     ),
     "Groups that the experts do not fill": Example(
         f"{_EXPERTS} --num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1", "--moe-router-num-groups 2"
     ),
     "Groups with too few experts for a token": Example(
-        f"{_EXPERTS} --num-experts 8 --moe-router-num-groups 8 --moe-router-group-topk 1", "--moe-router-group-topk 8"
+        f"{_EXPERTS} --num-experts 8 --moe-router-num-groups 8 --moe-router-group-topk 1", "--moe-router-group-topk 2"
     ),
     "Groups of which none is chosen": Example(
         f"{_EXPERTS} --num-experts 8 --moe-router-num-groups 4", "--moe-router-group-topk 1"

@@ -86,6 +86,7 @@ _OTHER = {
 """Values of keys that no rule makes of the usual one."""
 
 _OF_OTHER_SETTINGS = {
+    "qwen2_moe": {"max_window_layers"},
     "qwen3_moe": {"max_window_layers"},
     "phi3": {"original_max_position_embeddings"},
     "deepseek_v2": {"head_dim"},
