@@ -300,8 +300,7 @@ _ROUTING = {
     "DP2 distributed optimizer, overlap": (2, _OVERLAP),
     "one process, recompute full uniform": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
 }
-_TWICE = [*_ROUTING][:6]
-"""Those that divide tokens or layers, and so what the losses add up, or copies of weights."""
+_TWICE = [*_ROUTING][:6]  # what divides tokens or layers, over which the losses are added up
 
 _QUICK_ROUTING = {"TP2 SP EP2, tensor-parallel experts"}
 
