@@ -15,12 +15,12 @@ def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
     asked = f"--moe-router-load-balancing-type {' '.join(kinds)}"
     given = f"{asked} with --moe-aux-loss-coeff {' '.join(f'{weight:g}' for weight in weights) or 0}"
     if len(kinds) > 1 and not all(kind.endswith("aux_loss") for kind in kinds):
-        yield f"{asked}: losses alone can be added up; use {kinds[0]}, or {kinds[-1]}"
+        yield f"{asked}: losses alone can be added up; use --moe-router-load-balancing-type aux_loss"
     elif len({*kinds}) < len(kinds):
         yield f"{asked}: the same loss twice; name each once"
     elif len(weights) != len(kinds) and (len(kinds) > 1 or weights):
         yield (
-            f"{given}: each loss has a coefficient; use --moe-router-load-balancing-type {kinds[0]} "
+            f"{given}: each loss has a coefficient; use --moe-router-load-balancing-type aux_loss "
             "--moe-aux-loss-coeff 0.01"
         )
     elif model.is_sinkhorn and any(weights):

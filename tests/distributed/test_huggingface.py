@@ -123,6 +123,7 @@ def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_pa
         ours = torch.from_numpy(found[mapping.parameter.name])
         for span in mapping.ranges:
             theirs = expected[span.tensor].T if mapping.transposed else expected[span.tensor]
+            theirs = theirs.flatten(0, 1) if mapping.stacked else theirs
             rows = theirs[span.tensor_start : span.tensor_start + span.count]
             part = ours[span.start : span.start + span.count]
             assert (part - rows).norm() <= TOLERANCE * theirs.norm(), mapping.parameter.name
