@@ -5,28 +5,23 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder_json, decoder_values
+from megatron_ext.families.shared import (
+    DECODER_FLAGS,
+    DECODER_NAMES,
+    biases_of_attention,
+    decoder_json,
+    decoder_values,
+    granite_json,
+    granite_values,
+)
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    return {
-        **decoder_values(reading, biases="all"),
-        "embedding_multiplier": reading.number("embedding_multiplier", 1.0),
-        "residual_multiplier": reading.number("residual_multiplier", 1.0),
-        "logits_multiplier": 1.0 / max(reading.number("logits_scaling", 1.0), 1e-300),
-        "softmax_scale": reading.number("attention_multiplier", 1.0),
-    }
+    return {**decoder_values(reading, biases="all"), **granite_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model = config.model
-    return {
-        **decoder_json(config, biases="all"),
-        "embedding_multiplier": model.embedding_multiplier,
-        "residual_multiplier": model.residual_multiplier,
-        "logits_scaling": float(f"{1.0 / model.logits_multiplier:.15g}"),  # without the rounding of two inverses
-        "attention_multiplier": model.softmax_scale or model.kv_channels**-0.5,
-    }
+    return {**decoder_json(config, biases="all"), **granite_json(config)}
 
 
 GRANITE = Family(

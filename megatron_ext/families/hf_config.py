@@ -40,8 +40,8 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
         raise ConfigurationError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} is not a JSON object")
-    kind = str(content.get("model_type"))
-    family, prefix, problems = FAMILIES.get(kind), "", []
+    kind, prefix, problems = str(content.get("model_type")), "", []
+    family = next((one for one in FAMILIES.values() if kind in (one.model_type, *one.other_names)), None)
     for inner in FAMILIES.values():
         if inner.inside is not None and kind == inner.inside[0]:
             family, prefix, (content, problems) = inner, "text_config: ", _inside(content)

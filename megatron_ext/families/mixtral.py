@@ -45,4 +45,5 @@ MIXTRAL = Family(
         "max_position_embeddings": 131072,
     },
     aliases={"num_local_experts": "num_experts"},
+    is_common=True,
 )

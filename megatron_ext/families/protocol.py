@@ -10,6 +10,9 @@ from megatron_ext.config.derived.attention_flags import LATENT_FLAGS, STRETCH_FL
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.reading import Reading
 
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""Name, in a layer, of the bias by which experts are chosen."""
+
 
 def _no_flags(_model: ModelConfig) -> dict[str, Any]:
     return {}
@@ -42,7 +45,8 @@ class Family:
     names: Mapping[str, tuple[str, ...]]
     """Module of ours (in a layer, without the layer's prefix) -> modules there whose rows it holds, in this order.
     One name for the fused QKV: queries, keys and values lie one above the other there. `{}` in the names of experts is
-    the expert's index. A family whose layers may have experts or none names the modules of both."""
+    the expert's index; without it, the tensor holds those of all experts. A parameter's whole name (`EXPERT_BIAS`) is
+    mapped to a whole name. A family whose layers may have experts or none names the modules of both."""
 
     flags: Mapping[str, Any]
     """Values of our flags that every model of the family has. One that is neither here nor read is the usual one."""
@@ -69,6 +73,12 @@ class Family:
     layers: str = "model.layers.{}."
     """Prefix of a layer's modules."""
 
+    other_names: tuple[str, ...] = ()
+    """Names in `config.json` of models that are the same."""
+
+    may_be_dense: bool = False
+    """Whether a model of a family that has names of experts may have none."""
+
     headless_prefix: str = ""
     """Prefix that files written from the model without its head leave out of every name; empty: there are no such
     files."""
@@ -87,7 +97,7 @@ class Family:
     """Whether queries, keys and values of each group lie together in the fused QKV, as ours do."""
 
     transposed: frozenset[str] = frozenset()
-    """Modules of ours whose weight lies transposed there."""
+    """Modules of ours whose weight lies transposed there, and whole names of vectors that are a matrix of one row."""
 
     added: Mapping[str, float] = field(default_factory=dict)
     """Modules of ours -> what their weight has more than theirs: 1.0 for a norm whose file holds what it differs from

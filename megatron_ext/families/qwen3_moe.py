@@ -1,13 +1,12 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in its layers, or in some of them."""
 
-import json
 from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
+from megatron_ext.families.mixtures import sparse_json, sparse_values
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.parts.stack import layers
 
 
 def _read(reading: Reading) -> dict[str, Any]:
@@ -20,32 +19,14 @@ def _read(reading: Reading) -> dict[str, Any]:
     kinds = [shared.KINDS[values["window_size"] is not None] for _ in numbers]
     reading.refuse_unless("layer_types", kinds, kinds, f"but all {len(kinds)} layers are {kinds[0]}")
     shared.refuse_others(reading, {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0})
-    step, dense = reading.integer("decoder_sparse_step", 1), reading.get("mlp_only_layers", [])
-    if not isinstance(dense, list):
-        reading.problems.append(f"mlp_only_layers is {json.dumps(dense)}, and no list of layers")
-        dense = []
-    mixtures = [(number + 1) % step == 0 and number not in dense for number in numbers]
-    if not any(mixtures):
-        reading.problems.append(f"decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")
-    experts, width = reading.integer("num_experts"), reading.integer("moe_intermediate_size")
-    values |= shared.expert_values(reading, experts, width, normalized=reading.boolean("norm_topk_prob", False))
-    return {**values, "moe_layer_freq": None if all(mixtures) else shared.pattern(mixtures)}
+    return {**values, **sparse_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
-        **{
-            **shared.decoder_json(config, biases="attention"),
-            **shared.window_json(config),
-            **shared.expert_json(config),
-        },
+        **{**shared.decoder_json(config, biases="attention"), **shared.window_json(config), **sparse_json(config)},
         "use_sliding_window": model.window_size is not None,
-        "num_experts": model.num_experts,
-        "moe_intermediate_size": model.expert_ffn_hidden_size,
-        "norm_topk_prob": not model.moe_router_pre_softmax,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer.number for layer in layers(config) if layer.experts is None],
     }
 
 

@@ -37,7 +37,8 @@ def family_of(config: Config) -> Family:
             one.
     """
     found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
-    others = {name: family.has_experts != _has_experts(config) for name, family in FAMILIES.items()}
+    has = _has_experts(config)
+    others = {name: family.has_experts != has and not family.may_be_dense for name, family in FAMILIES.items()}
     nearest = min(found, key=lambda name: (others[name], len(found[name]), not FAMILIES[name].is_common))
     if found[nearest]:
         raise ConfigurationError(
@@ -56,9 +57,9 @@ def obstacles(config: Config, family: Family) -> list[str]:
         for name, value in wanted.items()
         if getattr(model, name) != value
     ]
-    if model.load_balancing == "sinkhorn" and _has_experts(config):
+    if model.is_sinkhorn and _has_experts(config):
         found.append("no --moe-router-load-balancing-type sinkhorn")
-    if family.has_experts and not _has_experts(config):
+    if family.has_experts and not family.may_be_dense and not _has_experts(config):
         found.append("--num-experts")
     return found
 
@@ -74,7 +75,7 @@ def _normalized(config: Config) -> ModelConfig:
     without += ("moe_",) if model.num_experts is None else ()
     usual = {name: value for name, value in usual_values().items() if name.startswith(without)}
     model = dataclasses.replace(model, **usual)
-    window, fixed, mixtures = model.window_size, model.no_rope_freq, model.moe_layer_freq
+    window, fixed, mixed = model.window_size, model.no_rope_freq, stack(config)
     biases = model.has_qkv_bias, model.has_output_bias, model.has_mlp_bias
     everywhere = all(biases) or not model.disable_bias_linear
     return dataclasses.replace(
@@ -83,7 +84,7 @@ def _normalized(config: Config) -> ModelConfig:
         add_output_bias=model.add_output_bias and not everywhere,
         add_mlp_bias=model.add_mlp_bias and not everywhere,
         window_size=None if window is None or read_window(window) is None else window,
-        moe_layer_freq=mixtures if stack(config).has_mixed_parameters else None,
+        moe_layer_freq=pattern([layer.experts is not None for layer in mixed]) if mixed.has_mixed_parameters else None,
         no_rope_freq=None if fixed is None else pattern(read_pattern(fixed, model.num_layers, "the last")),
         add_qkv_bias=model.add_qkv_bias and not everywhere,
         group_query_attention=model.num_key_value_heads != model.num_attention_heads,

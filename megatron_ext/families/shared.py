@@ -43,6 +43,28 @@ SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic")
 """Kinds of rotary scaling in `rope_type`."""
 
 
+def granite_values(reading: Reading) -> dict[str, float]:
+    """Return the factors of Granite's embeddings, of what layers add, of products of queries and keys, and of
+    logits."""
+    return {
+        "embedding_multiplier": reading.number("embedding_multiplier", 1.0),
+        "residual_multiplier": reading.number("residual_multiplier", 1.0),
+        "logits_multiplier": 1.0 / max(reading.number("logits_scaling", 1.0), 1e-300),
+        "softmax_scale": reading.number("attention_multiplier", 1.0),
+    }
+
+
+def granite_json(config: Config) -> dict[str, float]:
+    """Return the keys of `granite_values`."""
+    model = config.model
+    return {
+        "embedding_multiplier": model.embedding_multiplier,
+        "residual_multiplier": model.residual_multiplier,
+        "logits_scaling": float(f"{1.0 / model.logits_multiplier:.15g}"),  # without the rounding of two inverses
+        "attention_multiplier": model.softmax_scale or model.kv_channels**-0.5,
+    }
+
+
 def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
     """Return the names of a decoder with experts: the module of the mixture, and those of one expert's matrices.
 
@@ -207,7 +229,7 @@ def expert_json(config: Config) -> dict[str, Any]:
     """Return the content of `config.json` that every family with experts has."""
     return {
         "num_experts_per_tok": config.model.moe_router_topk,
-        "router_aux_loss_coef": config.model.load_balancing_coefficient,
+        "router_aux_loss_coef": sum(config.model.load_balancing_losses.values(), 0.0),
         "output_router_logits": False,
     }
 

@@ -1,17 +1,15 @@
 """Finds where the rows of our parameters lie in a family's tensors: a parameter is a list of ranges of rows."""
 
-import dataclasses
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.shared import NEXT_TOKEN_COPIES, QKV
 from megatron_ext.parts.attention.describe import Attention
-from megatron_ext.parts.catalogue import Parameter, parameters
-from megatron_ext.parts.protocol import Part
-from megatron_ext.parts.stack import layers
+from megatron_ext.parts.catalogue import Parameter, parameters, states
+from megatron_ext.parts.stack import Layer, layers
 
 _LAYER = re.compile(r"(?:decoder\.layers\.\d+|mtp\.layers\.\d+(?:\.transformer_layer)?)\.")
 _EXPERT = "mlp.experts."
@@ -35,10 +33,17 @@ class ParameterMapping:
     parameter: Parameter
     ranges: tuple[RowRange, ...]
     transposed: bool
-    """Whether the Hugging Face tensors are [columns, rows] of the parameter."""
+    """Whether the Hugging Face tensors are [columns, rows] of the parameter, [1, rows] of a vector."""
 
     added: float = 0.0
     """What each element of the parameter has more than theirs."""
+
+    stacked: int = 0
+    """Number of matrices that lie one below the other in each of the tensors, of which this is one; 0 where it is
+    not."""
+
+    dtype: str | None = None
+    """The dtype that it has here and there, as in safetensors, whatever that of the weights."""
 
     @property
     def is_copied(self) -> bool:
@@ -51,17 +56,26 @@ class ParameterMapping:
         for span in self.ranges:
             rows[span.tensor] = rows.get(span.tensor, 0) + span.count
         columns = self.parameter.shape[1:]
-        return {name: (*columns, count) if self.transposed else (count, *columns) for name, count in rows.items()}
+        across = columns or (1,)
+        stack = (self.stacked,) if self.stacked else ()
+        return {
+            name: (*across, count) if self.transposed else (*stack, count, *columns) for name, count in rows.items()
+        }
 
 
 def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]:
-    """Return every parameter of the model, with the tensors of the family that hold its rows."""
-    family = dataclasses.replace(family, names={**family.names, **family.dependent_names(config.model)})
-    mixers = [layer.mixer for layer in layers(config)]
-    return [
-        _parameter_mapping(parameter, mixers[parameter.stage] if isinstance(parameter.stage, int) else None, family)
+    """Return every parameter of the model, and every bias of experts, with the tensors of the family that hold its
+    rows."""
+    family = replace(family, names={**family.names, **family.dependent_names(config.model)})
+    held = layers(config)
+    found = [
+        _parameter_mapping(parameter, held[parameter.stage] if isinstance(parameter.stage, int) else None, family)
         for parameter in parameters(config)
     ]
+    numbers = {layer.name: layer.number for layer in held}
+    biases = ((one, one.name.partition(".mlp.")[0]) for one in states(config) if one.kind == "buffer")
+    kept = (Parameter(one.name, one.shape, numbers[layer], "zeros") for one, layer in biases)
+    return found + [replace(_parameter_mapping(bias, None, family), dtype="F32") for bias in kept]
 
 
 def copies(config: Config, family: Family) -> dict[str, str]:
@@ -77,7 +91,7 @@ def copies(config: Config, family: Family) -> dict[str, str]:
     }
 
 
-def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family) -> ParameterMapping:
+def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family) -> ParameterMapping:
     module, _, kind = parameter.name.rpartition(".")
     prefix = ""
     if found := _LAYER.match(module):
@@ -85,17 +99,24 @@ def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family)
         prefix = family.layers.format(parameter.stage)
     if parameter.expert is not None:
         module = _EXPERT + module.removeprefix(f"{_EXPERT}{parameter.expert}.")
-    tensors = [f"{prefix}{name.format(parameter.expert)}.{kind}" for name in family.names[module]]
+    whole = family.names.get(f"{module}.{kind}")
+    names = whole or tuple(f"{name}.{kind}" for name in family.names[module])
+    stacked = 0
+    if held is not None and held.experts is not None and parameter.expert is not None and "{}" not in names[0]:
+        stacked = held.experts.count
+    tensors = [f"{prefix}{name.format(parameter.expert)}" for name in names]
     rows = parameter.true_rows or parameter.shape[0]
     if module == QKV and not family.qkv_by_groups:
-        assert isinstance(mixer, Attention)
-        ranges = tuple(_grouped(tensors, mixer))
+        assert held is not None
+        ranges = tuple(_grouped(tensors, held.attention))
     else:
         count = rows // len(tensors)
-        ranges = tuple(RowRange(tensor, 0, index * count, count) for index, tensor in enumerate(tensors))
+        first = (parameter.expert or 0) * count if stacked else 0
+        ranges = tuple(RowRange(tensor, first, index * count, count) for index, tensor in enumerate(tensors))
     is_weight = kind == "weight"
     added = family.added.get(module, 0.0) if is_weight else 0.0
-    return ParameterMapping(parameter, ranges, transposed=is_weight and module in family.transposed, added=added)
+    transposed = (module if is_weight else f"{module}.{kind}") in family.transposed
+    return ParameterMapping(parameter, ranges, transposed=transposed, added=added, stacked=stacked)
 
 
 def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:

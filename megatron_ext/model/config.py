@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, layer_counts
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config
 from megatron_ext.parts.mlp.describe import Activation
 from megatron_ext.parts.stack import layers, stack
 
@@ -116,6 +116,8 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
     )
     # With a layout it makes this 1 where nothing is interleaved, but takes None alone for that elsewhere.
     translated.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    # It refuses a bias of softmax's scores, which ERNIE 4.5 has, and our router adds.
+    translated.moe_router_enable_expert_bias = model.num_experts is not None and model.moe_router_enable_expert_bias
     return translated
 
 
@@ -133,6 +135,7 @@ def _mixture(config: Config) -> dict[str, Any]:
     model, layout, held = config.model, config.layout, stack(config)
     if model.num_experts is None:
         return {}
+    losses = model.load_balancing_losses
     return {
         "num_moe_experts": model.num_experts,
         # By which it knows how layers are saved.
@@ -144,18 +147,19 @@ def _mixture(config: Config) -> dict[str, Any]:
         "moe_router_score_function": model.moe_router_score_function,
         "moe_router_pre_softmax": model.moe_router_pre_softmax,
         "moe_router_dtype": model.moe_router_dtype,
-        "moe_router_load_balancing_type": _load_balancing(model),
-        "moe_aux_loss_coeff": model.load_balancing_coefficient,
+        "moe_router_bias_update_rate": model.moe_router_bias_update_rate,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_load_balancing_type": list(losses) or ("sinkhorn" if model.is_sinkhorn else "none"),
+        "moe_aux_loss_coeff": list(losses.values()) or 0.0,
         "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_input_jitter_eps": model.moe_input_jitter_eps,
+        "moe_router_force_load_balancing": model.moe_router_force_load_balancing,
+        "moe_shared_expert_gate": model.moe_shared_expert_gate,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "moe_grouped_gemm": model.moe_grouped_gemm,
         "moe_token_dispatcher_type": layout.moe_token_dispatcher_type,
         "expert_model_parallel_size": layout.expert_model_parallel_size,
         "expert_tensor_parallel_size": layout.expert_tensor_size,
     }
-
-
-def _load_balancing(model: ModelConfig) -> str:
-    """Return what the router is to do; a loss without a coefficient is none."""
-    has_no_loss = model.load_balancing.endswith("aux_loss") and not model.load_balancing_coefficient
-    return "none" if has_no_loss else model.load_balancing

@@ -59,6 +59,14 @@ def global_named_parameters(
             yield _global_name(chunk, name), parameter
 
 
+def biases_of_experts(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the biases by which the routers of this rank choose experts, with their global names."""
+    for chunk in unwrapped(model_chunks):
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                yield _global_name(chunk, name), buffer
+
+
 def unwrapped(model_chunks: Sequence[torch.nn.Module]) -> list[Any]:
     """Return the chunks without what data parallelism and 16-bit training put around them."""
     return [_unwrapped(chunk) for chunk in model_chunks]

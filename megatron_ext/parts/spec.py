@@ -97,7 +97,7 @@ def layer_spec(
             self_attention=_MIXERS[type(layer.mixer)](layer, tp_group, tables),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=IdentityOp if layer.parallel == "one-norm" else before,
-            mlp=_dense_mlp(layer) if layer.experts is None else mixture_of_experts(),
+            mlp=_dense_mlp(layer) if layer.experts is None else mixture_of_experts(layer.experts),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )

@@ -9,25 +9,74 @@ from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
 
 
 def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
-    """Require at most one load-balancing loss, and coefficients of the right sign."""
+    """Require load-balancing losses that can be added up, each with a coefficient of the right sign."""
     model = config.model
-    kinds = model.moe_router_load_balancing_type or ()
-    weights = list(model.moe_aux_loss_coeff or ())
-    if len(kinds) > 1 or len(weights) > 1:
+    kinds, weights = model.load_balancing, list(model.moe_aux_loss_coeff or ())
+    asked = f"--moe-router-load-balancing-type {' '.join(kinds)}"
+    given = f"{asked} with --moe-aux-loss-coeff {' '.join(f'{weight:g}' for weight in weights) or 0}"
+    if len(kinds) > 1 and not all(kind.endswith("aux_loss") for kind in kinds):
+        yield f"{asked}: losses alone can be added up; use --moe-router-load-balancing-type aux_loss"
+    elif len({*kinds}) < len(kinds):
+        yield f"{asked}: the same loss twice; name each once"
+    elif len(weights) != len(kinds) and (len(kinds) > 1 or weights):
         yield (
-            f"--moe-router-load-balancing-type {' '.join(kinds) or 'aux_loss'} with --moe-aux-loss-coeff "
-            f"{' '.join(f'{weight:g}' for weight in weights) or 0}: one load-balancing loss is supported; "
-            "use --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+            f"{given}: each loss has a coefficient; use --moe-router-load-balancing-type aux_loss "
+            "--moe-aux-loss-coeff 0.01"
         )
-    elif model.load_balancing_coefficient < 0:
-        yield f"--moe-aux-loss-coeff {model.load_balancing_coefficient:g} is below 0; use --moe-aux-loss-coeff 0.01"
-    elif model.load_balancing == "sinkhorn" and any(weights):
-        yield (
-            f"--moe-router-load-balancing-type sinkhorn with --moe-aux-loss-coeff {weights[0]:g}: its assignment is "
-            "balanced without a loss; leave --moe-aux-loss-coeff out"
-        )
+    elif model.is_sinkhorn and any(weights):
+        yield f"{given}: its assignment is balanced without a loss; leave --moe-aux-loss-coeff out"
+    for weight in weights:
+        if weight < 0:
+            yield f"--moe-aux-loss-coeff {weight:g} is below 0; use --moe-aux-loss-coeff 0.01"
+            break
     if model.moe_z_loss_coeff is not None and model.moe_z_loss_coeff <= 0:
         yield f"--moe-z-loss-coeff {model.moe_z_loss_coeff:g} is not above 0; use --moe-z-loss-coeff 1e-3"
+
+
+def groups_of_experts_hold_the_experts_of_a_token(config: Config, facts: Facts) -> Iterator[str]:
+    """Require groups of one size, of which those of a token have enough experts."""
+    model, experts, topk = config.model, config.model.num_experts, config.model.moe_router_topk
+    groups, chosen, scores = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_group_scores
+    if (groups is None) != (chosen is None):
+        given, missing = ("--moe-router-num-groups", "--moe-router-group-topk")[:: -1 if groups is None else 1]
+        yield f"{given} without {missing}: a token takes its experts from some of the groups; add {missing} 1"
+    if groups is None and scores is not None:
+        yield f"--moe-router-group-scores {scores} without --moe-router-num-groups: there are no groups; leave it out"
+    if experts is None or groups is None or chosen is None or not positive(experts, groups, chosen, topk):
+        return
+    of_group = experts // groups
+    if experts % groups:
+        yield (
+            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; "
+            f"use --moe-router-num-groups {listed(divisors(experts))}"
+        )
+    elif not -(-topk // of_group) <= chosen <= groups:
+        yield (
+            f"--moe-router-group-topk {chosen} of --moe-router-num-groups {groups} groups of {of_group} experts for "
+            f"--moe-router-topk {topk}: use --moe-router-group-topk {-(-topk // of_group)}"
+        )
+    elif not 1 <= (scores or topk // chosen) <= of_group:
+        yield (
+            f"a group is judged by {scores or topk // chosen} of its {of_group} experts (--moe-router-topk {topk} / "
+            f"--moe-router-group-topk {chosen}); use --moe-router-group-scores 1"
+        )
+
+
+def what_sinkhorn_chooses_is_asked_of_it_alone(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse other ways of choosing experts next to Sinkhorn's assignment, which has scores of its own."""
+    model = config.model
+    if not model.is_sinkhorn:
+        return
+    switches = {
+        "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
+        "--moe-router-num-groups": model.moe_router_num_groups not in (None, 1),
+        "--moe-router-topk-scaling-factor": model.moe_router_topk_scaling_factor not in (None, 1.0),
+    }
+    if flags := [flag for flag, there in switches.items() if there]:
+        yield (
+            f"--moe-router-load-balancing-type sinkhorn with {', '.join(flags)}: its assignment reads none of them; "
+            f"use --moe-router-load-balancing-type none, or leave {'it' if len(flags) == 1 else 'them'} out"
+        )
 
 
 def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
@@ -40,8 +89,14 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         ("--moe-layer-freq", model.moe_layer_freq not in (None, "1", "-1")),
         ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size is not None),
         ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size is not None),
-        ("--moe-aux-loss-coeff", model.load_balancing_coefficient != 0.0),
+        ("--moe-shared-expert-gate", model.moe_shared_expert_gate),
+        ("--moe-aux-loss-coeff", bool(model.load_balancing_losses)),
         ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
+        ("--moe-router-enable-expert-bias", model.moe_router_enable_expert_bias),
+        ("--moe-router-num-groups", model.moe_router_num_groups not in (None, 1)),
+        ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor not in (None, 1.0)),
+        ("--moe-input-jitter-eps", model.moe_input_jitter_eps is not None),
+        ("--moe-router-force-load-balancing", model.moe_router_force_load_balancing),
     ]
     flags = [flag for flag, there in switches if there]
     if flags:
@@ -51,6 +106,16 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         yield (
             f"{', '.join(flags)} without --num-experts: there are no experts; add {experts}{biases}, or leave "
             f"{'it' if len(flags) == 1 else 'them'} out"
+        )
+
+
+def a_gate_has_shared_experts(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse a gate of shared experts where there are none."""
+    model = config.model
+    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None and model.num_experts:
+        yield (
+            "--moe-shared-expert-gate without --moe-shared-expert-intermediate-size: there are no shared experts; add "
+            f"--moe-shared-expert-intermediate-size {model.expert_ffn_hidden_size}, or leave it out"
         )
 
 
@@ -95,7 +160,7 @@ def a_token_has_enough_experts(config: Config, facts: Facts) -> Iterator[str]:
             f"use --moe-router-topk {experts}"
         )
     only_one_weight = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
-    if model.moe_router_topk == 1 and only_one_weight and model.load_balancing != "sinkhorn":
+    if model.moe_router_topk == 1 and only_one_weight and not model.is_sinkhorn:
         yield (
             "--moe-router-topk 1 without --moe-router-pre-softmax gives every expert the weight 1, so that the router "
             "learns nothing; add --moe-router-pre-softmax"
@@ -163,8 +228,11 @@ def stages_between_data_parallel_ranks_have_their_experts(config: Config, facts:
 
 RULES = (
     auxiliary_losses_are_losses,
+    groups_of_experts_hold_the_experts_of_a_token,
+    what_sinkhorn_chooses_is_asked_of_it_alone,
     layers_with_experts_are_named,
     expert_flags_need_experts,
+    a_gate_has_shared_experts,
     experts_divide_over_ranks,
     a_token_has_enough_experts,
     expert_ranks_fit_the_stage,

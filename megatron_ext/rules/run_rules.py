@@ -273,7 +273,7 @@ def _assignment_is_that_of_the_checkpoint(config: Config, saved: Mapping[str, An
     """Require Sinkhorn's assignment where the checkpoint has it, and not elsewhere: it weighs experts otherwise. The
     auxiliary losses may change."""
     was = (saved.get("moe_router_load_balancing_type") or ("aux_loss",))[0]
-    now = config.model.load_balancing
+    now = config.model.load_balancing[0]
     if config.checkpoint.finetune or (was == "sinkhorn") == (now == "sinkhorn"):
         return
     flag = "--moe-router-load-balancing-type"

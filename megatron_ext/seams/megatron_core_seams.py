@@ -161,6 +161,28 @@ MODEL = (
     ),
     Seam(f"{_CORE}.transformer.moe.router.TopKRouter.ga_steps", "set to None, as the count that it divides"),
     Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter.local_tokens_per_expert",
+        "made integers: the engine's count would be rounded to bf16 with the model",
+        (),
+        (f"{_CORE}.distributed.finalize_model_grads",),
+    ),
+    Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter._maintain_float32_expert_bias",
+        "called when weights change their dtype: the engine calls it in the next forward pass",
+    ),
+    Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter.apply_input_jitter",
+        "overridden: the engine's jitters in evaluation, too, and draws from the generator of whole tensors",
+        ("input",),
+        (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
+    ),
+    Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter.router_replay",
+        "set to what chooses experts in place of the engine",
+        (),
+        (f"{_CORE}.transformer.moe.router.TopKRouter.routing",),
+    ),
+    Seam(
         f"{_CORE}.transformer.module.MegatronModule.sharded_state_dict",
         "overridden by our experts, which are one parameter, with the keys of the engine's",
         ("prefix", "sharded_offsets", "metadata"),

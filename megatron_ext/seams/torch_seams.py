@@ -18,6 +18,11 @@ TORCH = (
         "torch.UntypedStorage._cdata",
         "the address of its c10::StorageImpl, which our C++ gives the memory of another one",
     ),
+    Seam(
+        "torch.nn.modules.module.Module._apply",
+        "overridden: keeps the bias of experts in fp32 where weights become 16-bit",
+        ("fn",),
+    ),
     Seam("torch.cuda._lazy_call", "replaced on a CPU: calls back at once"),
     Seam(
         "torch.cuda.memory._record_memory_history",

@@ -46,7 +46,9 @@ class StepMetrics:
     reserved_bytes: int
     num_zeros: int | None = None  # with --log-num-zeros-in-grad
     params_norm: float | None = None  # with --log-params-norm
-    load_balancing_loss: float | None = None  # of a mixture of experts, as the next: means over layers
+    load_balancing_loss: float | None = None  # of a mixture of experts, as the next three: means over layers
+    seq_load_balancing_loss: float | None = None  # that of each sample
+    global_load_balancing_loss: float | None = None  # that with the load of the global batch so far
     z_loss: float | None = None
     time_shares: Mapping[str, float] | None = None  # compute, communication, idle; with --log-communication-share
     slowest_rank: Mapping[str, Any] | None = (

@@ -40,6 +40,8 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         "num-zeros": metrics.num_zeros,
         "params-norm": metrics.params_norm,
         "load_balancing_loss": metrics.load_balancing_loss,
+        "seq_load_balancing_loss": metrics.seq_load_balancing_loss,
+        "global_load_balancing_loss": metrics.global_load_balancing_loss,
         "z_loss": metrics.z_loss,
         "iteration-time": metrics.elapsed_ms / 1000.0,
         "throughput": metrics.tflops_per_gpu,

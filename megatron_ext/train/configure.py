@@ -166,6 +166,11 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
             "--muon-tp-mode blockwise updates the part of a matrix that a rank has as a matrix of its own: the curve "
             "is another than on one rank; --muon-tp-mode duplicated keeps it"
         )
+    if config.model.moe_router_force_load_balancing:
+        warnings.append(
+            "--moe-router-force-load-balancing is for benchmarks: experts are chosen at random, and no layout chooses "
+            "as another does"
+        )
     if config.layout.device == "cpu":
         warnings += [
             f"{flag_of(name)} changes nothing here: with --device cpu {reason}"

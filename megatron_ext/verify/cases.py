@@ -59,6 +59,19 @@ MODELS = {
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
         "--moe-layer-freq [0,1,0,1]"
     ),
+    "routing by groups": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 16 --moe-ffn-hidden-size 24 --moe-router-topk 4 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 "
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype "
+        "fp32 --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate --moe-aux-loss-coeff 0.1 "
+        "--moe-router-load-balancing-type seq_aux_loss"
+    ),
+    "routing with two losses": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-layer-freq [0,1,1,1] "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-router-num-groups 4 "
+        "--moe-router-group-topk 2 --moe-router-group-scores 2 --moe-router-load-balancing-type aux_loss "
+        "global_aux_loss --moe-aux-loss-coeff 0.1 0.2"
+    ),
     "query and key norm after rotation": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --qk-layernorm-place after"
     ),
@@ -333,6 +346,22 @@ _EXPERT_LAYOUTS = {
 }
 _QUICK_EXPERTS = {"EP2 PP2 DP2"}
 
+# Experts chosen by scores with a bias, which every step moves by the load of the global batch, from groups of them.
+_ROUTING = {
+    "EP2": (2, f"{_EP2} {_ALLTOALL}"),
+    "EP4": (4, "--expert-model-parallel-size 4"),
+    "TP2 SP EP2, tensor-parallel experts": (4, f"{_TP2_SP} {_EP2}"),
+    "CP2 EP2 on the same ranks": (2, f"--context-parallel-size 2 {_EP2} {_ALLTOALL}"),
+    "EP2 PP2 VPP2": (4, f"{_PP2_VPP2} {_EP2} {_ALLTOALL}"),
+    "EP2 ZeRO-3": (2, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params"),
+    "TP2 SP EP2 on the same ranks": (2, f"{_TP2_SP} {_EP2} --expert-tensor-parallel-size 1 {_ALLTOALL}"),
+    "DP2 distributed optimizer, overlap": (2, _OVERLAP),
+    "one process, recompute full uniform": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
+}
+_TWICE = [*_ROUTING][:6]  # what divides tokens or layers, over which the losses are added up
+
+_QUICK_ROUTING = {"TP2 SP EP2, tensor-parallel experts"}
+
 # Norms after attention and MLP, and norms of queries and keys over the heads of all ranks. At TP4 two ranks share each
 # of the two key heads.
 _OLMO2 = {
@@ -534,6 +563,10 @@ def _cases() -> list[Case]:
     for layout, (world_size, flags) in _EXPERT_LAYOUTS.items():
         name, slow = f"{layout}, experts", layout not in _QUICK_EXPERTS
         cases.append(Case(name, "experts", world_size, tuple(flags.split()), slow=slow, slow_in_bf16=True))
+    routed = [("routing by groups", one) for one in _ROUTING] + [("routing with two losses", one) for one in _TWICE]
+    for model, layout in routed:
+        (world_size, flags), slow = _ROUTING[layout], layout not in _QUICK_ROUTING
+        cases.append(Case(f"{layout}, {model}", model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
     # Biases and learned positions under sequence parallelism, and tied embeddings across a divided vocabulary.
     flags = f"{_TP2_SP} --pipeline-model-parallel-size 2"
     for model in ("learned positions, biases", "query and key norm, QKV bias"):

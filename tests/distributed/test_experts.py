@@ -127,13 +127,83 @@ def test_auxiliary_losses_reach_the_total_loss(layout: str, by_hand: Any) -> Non
                 assert difference < 1e-5 * np.linalg.norm(expected[name]), name
 
 
+BIASED = shlex.split("""
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.03
+    --moe-router-load-balancing-type none --moe-shared-expert-gate
+""")
+
+
+def _biases(flags: list[str]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """The biases of experts after three steps, and what the tokens that this process routed make of them."""
+    from megatron_ext import device
+    from megatron_ext.model.names import biases_of_experts
+    from megatron_ext.parts.experts.compute import Router
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+
+    run = build_run(configure(flags).config, device.install("cpu"))
+    counts: dict[int, torch.Tensor] = {}
+    route = Router.routing
+
+    def counting(self: Any, logits: torch.Tensor, **options: Any) -> Any:
+        weights, chosen = route(self, logits, **options)
+        counts[self.layer_number] = counts.get(self.layer_number, torch.zeros(4)) + chosen.sum(0)
+        return weights, chosen
+
+    Router.routing = counting  # pyright: ignore[reportAttributeAccessIssue]
+    trainer, by_hand = Trainer(run, []), {1: torch.zeros(4), 2: torch.zeros(4)}
+    for _ in range(3):
+        counts.clear()
+        trainer.step()
+        for layer, load in counts.items():
+            by_hand[layer] += 0.03 * torch.sign(load.mean() - load)
+    found = {name: bias.tolist() for name, bias in biases_of_experts(run.chunks)}
+    assert all(bias.dtype == torch.float32 for _, bias in biases_of_experts(run.chunks))
+    return found, {
+        f"decoder.layers.{layer - 1}.mlp.router.expert_bias": bias.tolist() for layer, bias in by_hand.items()
+    }
+
+
+BIASED_LAYOUTS = {
+    "EP2 PP2 DP2": (4, f"{EP2} --pipeline-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+    "TP2 SP EP2, distributed optimizer": (4, f"{TP2} {EP2} --use-distributed-optimizer"),
+    "CP2 EP2, recomputed": (
+        2,
+        f"--context-parallel-size 2 {EP2} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+    "EP2 ZeRO-3": (2, f"{EP2} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"),
+}
+
+
+def test_the_bias_of_experts_follows_the_load_of_the_global_batch() -> None:
+    """Wang et al. 2024 (arXiv:2408.15664), algorithm 1: a step of one size towards experts with fewer tokens than the
+    mean. It is the same on all ranks of a layer, whatever the layout."""
+    [(alone, by_hand)] = run_ranks(1, _biases, [*FLAGS, *BIASED])
+    assert alone == {name: pytest.approx(bias, abs=1e-7) for name, bias in by_hand.items()}
+    assert all(len({*bias}) > 1 for bias in alone.values())
+    for world_size, words in BIASED_LAYOUTS.values():
+        for found, _ in run_ranks(world_size, _biases, [*FLAGS, *BIASED, *words.split()]):
+            assert found
+            assert found.items() <= alone.items(), words
+
+
+def test_the_bias_of_experts_stays_fp32_in_a_bf16_model() -> None:
+    """Where it does not, steps of 0.03 are rounded to 8 bits: sums of them in fp32 are other numbers."""
+    for found, _ in run_ranks(2, _biases, [*FLAGS, *BIASED, *EP2.split(), "--bf16", "--use-distributed-optimizer"]):
+        steps = [value / 0.03 for bias in found.values() for value in bias]
+        assert steps == pytest.approx([round(step) for step in steps], abs=1e-5)
+
+
 FOUR_STAGES = "--pipeline-model-parallel-size 4"
 
 
 @pytest.fixture(scope="module")
 def flags(request: pytest.FixtureRequest) -> list[str]:
     """With as many layers as the most stages that are asked for."""
-    return [*FLAGS, "--num-layers", "4"] if FOUR_STAGES in chosen(request, "layout") else FLAGS
+    layers = ["--num-layers", "4"] if FOUR_STAGES in chosen(request, "layout") else []
+    return [*FLAGS, *BIASED, *layers]
 
 
 @pytest.fixture(scope="module")
@@ -162,4 +232,7 @@ def test_layouts_share_checkpoints(ranks: int, layout: str, flags: list[str], sa
     found = saved_by((ranks, layout), flags, saved.folder, tmp_path)
     assert_same_tensors(found, saved)
     assert any(".experts.experts." in name for name in found.tensors)
+    biases = [tensor for name, tensor in found.tensors.items() if name.endswith(".router.expert_bias")]
+    assert biases
+    assert all(bias.dtype == torch.float32 and bias.any() for bias in biases)
     assert found.losses == pytest.approx(saved.losses, rel=1e-6)

@@ -116,7 +116,8 @@ def _measured(layout: str) -> Measured:
     auxiliary, next_step = (result.auxiliary_losses or AuxiliaryLosses(None, None) for result in (first, second))
     assert first.grad_norm is not None
     exact = float(torch.stack(squares).sum().sqrt())
-    return Measured(norm, first.grad_norm, auxiliary.load_balancing, auxiliary.z, next_step.z, exact)
+    balance = auxiliary.load_balancing or auxiliary.of_samples
+    return Measured(norm, first.grad_norm, balance, auxiliary.z, next_step.z, exact)
 
 
 def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout(alone: Found, divided: list[Found]) -> None:

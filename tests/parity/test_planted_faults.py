@@ -112,6 +112,13 @@ def test_gradient_of_one_expert(first_steps: Experiment) -> None:
     assert found.first_loss <= FIRST_LOSS_TOLERANCE
 
 
+def test_bias_of_experts_moved_by_local_counts(first_steps: Experiment) -> None:
+    found = differences(first_steps, "EP2, routing by groups", planted.move_the_bias_by_local_counts)
+    assert found.first_loss <= FIRST_LOSS_TOLERANCE
+    assert not wrong_gradients(found)  # of the first step, before any bias has moved
+    assert not found.loss <= CURVE_TOLERANCE
+
+
 @pytest.mark.slow
 def test_chunks_in_the_wrong_order(first_steps: Experiment) -> None:
     found = differences(first_steps, "CP2 p2p, untied", planted.give_each_rank_two_neighbouring_chunks)
@@ -138,6 +145,8 @@ def test_gradient_scale_of_fsdp2(first_steps: Experiment) -> None:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
+        ("EP2, routing by groups", planted.choose_groups_by_another_rank),
+        ("EP2, routing by groups", planted.scale_weights_of_experts_twice),
         ("TP2 SP PP2 VPP2, GeGLU and multipliers", planted.multiply_nothing_on_the_last_stage),
         ("TP2 SP PP2 VPP2, interleaved half rotation, none in layer 2", planted.rotate_every_layer),
         ("TP4 SP, query and key norm after rotation", planted.leave_rotated_heads_as_they_are),

@@ -52,6 +52,10 @@ _LATENTS: dict[str, Any] = {
     **{"num_key_value_heads": 6, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16},
     **{"num_hidden_layers": 4, "first_k_dense_replace": 4, "pad_token_id": None},
 }
+_EXPERTS: dict[str, Any] = {
+    **{"n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1},
+    **{"n_group": 3, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 2": {"model_type": "llama", **_DECODER, "num_key_value_heads": 6, "tie_word_embeddings": False},
     "Llama 3.1": {
@@ -288,13 +292,71 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "DeepSeek-V2, dense": {"model_type": "deepseek_v2", **_LATENTS, "q_lora_rank": None, "tie_word_embeddings": True},
+    "DeepSeek-V3": {
+        **{"model_type": "deepseek_v3", **_LATENTS, **_EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 1},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, **_UNTIED},
+    },
+    "DeepSeek-V2": {
+        **{"model_type": "deepseek_v2", **_LATENTS, **_EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 1},
+        **{"topk_method": "group_limited_greedy", "norm_topk_prob": False, **_UNTIED},
+    },
+    "DeepSeek-V2 without groups": {
+        **{"model_type": "deepseek_v2", **_LATENTS, **_EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 0},
+        **{"topk_method": "greedy", "norm_topk_prob": False, "n_shared_experts": 2, "routed_scaling_factor": 1.0},
+    },
+    "GLM-4.5": {
+        **{"model_type": "glm4_moe", **_DECODER, **_EXPERTS, "num_hidden_layers": 4, "attention_bias": True},
+        **{"use_qk_norm": True, "partial_rotary_factor": 0.5, "pad_token_id": None, **_UNTIED},
+    },
+    "GLM-4.5 Air": {
+        **{"model_type": "glm4_moe", **_DECODER, **_EXPERTS, "num_hidden_layers": 4, "num_key_value_heads": 1},
+        **{"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0, "pad_token_id": None},
+        **{"first_k_dense_replace": 0, "tie_word_embeddings": True, "head_dim": 8},
+    },
+    "dots.llm1": {
+        **{"model_type": "dots1", **_DECODER, **_EXPERTS, "num_hidden_layers": 4, "sliding_window": 6},
+        **{"max_window_layers": 2, "n_shared_experts": 2, "pad_token_id": None, **_UNTIED},
+    },
+    "Qwen2-MoE": {
+        **{"model_type": "qwen2_moe", **_DECODER, "moe_intermediate_size": 32, "num_experts": 6, **_UNTIED},
+        **{"num_experts_per_tok": 3, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
+    },
+    "Qwen2-MoE with dense layers and windows": {
+        **{"model_type": "qwen2_moe", **_DECODER, "num_hidden_layers": 4, "moe_intermediate_size": 32},
+        **{"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "shared_expert_intermediate_size": 24},
+        **{"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
+        **{"qkv_bias": False, "head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    },
+    "ERNIE 4.5 with experts": {
+        **{"model_type": "ernie4_5_moe", **_DECODER, "num_hidden_layers": 4, "moe_num_experts": 6, "moe_k": 3},
+        **{"moe_intermediate_size": 32, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "pad_token_id": None},
+    },
+    "ERNIE 4.5 with experts between": {
+        **{"model_type": "ernie4_5_moe", **_DECODER, "num_hidden_layers": 4, "moe_num_experts": 6, "moe_k": 2},
+        **{"moe_intermediate_size": 32, "moe_num_shared_experts": 0, "moe_layer_start_index": 1, "pad_token_id": None},
+        **{"moe_layer_end_index": 2, "num_key_value_heads": 1, **_UNTIED},
+    },
+    "MiniMax-M2": {
+        **{"model_type": "minimax_m2", **_DECODER, "num_local_experts": 6, "num_experts_per_tok": 3},
+        **{"rotary_dim": 6, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2},
+    },
+    "FlexOlmo": {
+        **{"model_type": "flex_olmo", **_DECODER, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None},
+        **{"eos_token_id": 2, "num_key_value_heads": 1},
+    },
+    "Granite with experts": {
+        **{"model_type": "granitemoe", **_DECODER, "head_dim": 8, "embedding_multiplier": 0.3, "logits_scaling": 2.0},
+        **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "num_local_experts": 6, "num_experts_per_tok": 3},
+        **{"attention_bias": True, "tie_word_embeddings": True},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }
 
 
 def write_model(folder: Path, name: str, **changes: Any) -> torch.nn.Module:
-    """Write a model of `MODELS` with random weights; norms and biases are perturbed, for they begin all alike."""
+    """Write a model of `MODELS` with random weights; norms and biases are perturbed, for they begin all alike, and
+    biases by which experts are chosen lie near their scores."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {**MODELS[name], **changes}
@@ -304,6 +366,9 @@ def write_model(folder: Path, name: str, **changes: Any) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.05))
+        for name, kept in [*model.named_buffers(), *model.named_parameters()]:
+            if name.endswith("e_score_correction_bias"):
+                kept.copy_(0.1 * torch.randn_like(kept))
     model.save_pretrained(folder)
     return model
 
@@ -316,8 +381,9 @@ def write_gradients(model: Any, folder: Path) -> None:
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.copy_(parameter.grad)
+            if parameter.requires_grad:
+                assert parameter.grad is not None
+                parameter.copy_(parameter.grad)
     model.save_pretrained(folder)
 
 

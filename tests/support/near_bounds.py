@@ -124,6 +124,18 @@ NEAR: dict[str, tuple[str, ...]] = {
         "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-aux-loss-coeff 0.1 "
         "--moe-z-loss-coeff 0.1",
         "--moe-aux-loss-coeff 0",
+        *(
+            f"{_EXPERTS} --moe-router-topk 4 {how}"
+            for how in (
+                "--moe-router-num-groups 4 --moe-router-group-topk 2",
+                "--moe-router-num-groups 4 --moe-router-group-topk 1",
+                "--moe-router-num-groups 4 --moe-router-group-topk 5",
+                "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-scores 3",
+                "--moe-router-num-groups 3 --moe-router-group-topk 2",
+                "--moe-router-group-topk 2",
+                "--moe-router-group-scores 2",
+            )
+        ),
         f"{_EXPERTS} --moe-router-topk 8",
         f"{_EXPERTS} --moe-router-topk 9",
         *(

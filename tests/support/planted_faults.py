@@ -49,6 +49,44 @@ def keep_the_gradient_of_shared_keys_apart() -> None:
     compute.copy_to_tensor_model_parallel_region = lambda shared_key, **_group: shared_key  # pyright: ignore
 
 
+def move_the_bias_by_local_counts() -> None:
+    """Each rank moves the bias of experts by the tokens that it has seen itself."""
+    import importlib
+
+    def moved(counts: torch.Tensor, bias: torch.Tensor, rate: float, **_group: Any) -> torch.Tensor:
+        return bias + torch.sign(counts.float().mean(-1, keepdim=True) - counts) * rate
+
+    importlib.import_module("megatron.core.distributed.finalize_model_grads").get_updated_expert_bias = moved  # pyright: ignore
+
+
+def choose_groups_by_another_rank() -> None:
+    """Each rank but the first takes the groups of experts for those of a neighbour."""
+    from megatron.core.transformer.moe import moe_utils
+
+    choose = moe_utils.group_limited_topk
+
+    def choose_others(scores: torch.Tensor, **sizes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        shift = torch.distributed.get_rank() * sizes["num_experts"] // sizes["num_groups"]
+        experts = choose(scores=scores.roll(shift, dims=1), **sizes)[1]
+        return scores.gather(1, experts), experts
+
+    moe_utils.group_limited_topk = choose_others
+
+
+def scale_weights_of_experts_twice() -> None:
+    """Every rank but the first multiplies by the factor of the weights twice."""
+    from megatron.core.transformer.moe import router
+
+    route = router.topk_routing_with_score_function
+
+    def scaled(*arguments: Any, **options: Any) -> Any:
+        if torch.distributed.get_rank():
+            options["scaling_factor"] **= 2
+        return route(*arguments, **options)
+
+    router.topk_routing_with_score_function = scaled
+
+
 def skip_tied_embedding_reduction() -> None:
     import importlib
 

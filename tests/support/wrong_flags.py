@@ -350,6 +350,26 @@ EXAMPLES = {
         f"{_EXPERTS} --num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
         "--moe-aux-loss-coeff 0",
     ),
+    "Sinkhorn's assignment with a bias": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-router-enable-expert-bias",
+        "--moe-router-load-balancing-type none",
+    ),
+    "A loss with another one's coefficient": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1",
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
+    ),
+    "Groups that the experts do not fill": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1", "--moe-router-num-groups 2"
+    ),
+    "Groups with too few experts for a token": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-router-num-groups 8 --moe-router-group-topk 1", "--moe-router-group-topk 2"
+    ),
+    "Groups of which none is chosen": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-router-num-groups 4", "--moe-router-group-topk 1"
+    ),
+    "A gate of no shared experts": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-shared-expert-gate", "--moe-shared-expert-intermediate-size 64"
+    ),
     "Stages between data-parallel ranks that share experts": Example(
         f"{_EXPERTS} --num-experts 8 --world-size 8 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
         "--use-tp-pp-dp-mapping",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.copying import (
@@ -100,7 +101,9 @@ def export_huggingface(
         constants = family.constants_of(source.config)
         repeated = copies(source.config, family)
         shapes |= {copy: shapes[original] for copy, original in repeated.items()}
-        entries = _files(unfinished, {**shapes, **dict.fromkeys(constants, ())}, code, max_shard_size)
+        shapes |= dict.fromkeys(constants, ())
+        dtypes = {name: part.dtype for part in mappings for name in part.tensor_shapes() if part.dtype is not None}
+        entries = _files(unfinished, shapes, code, max_shard_size, dtypes)
         tokenizer = _tokenizer_of_training(source.config)
         copied = _copy(source, unfinished, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
         names = [name for name in copied if name != _GENERATION]
@@ -126,7 +129,7 @@ def export_huggingface(
         sync(final.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    size = sum(map(math.prod, shapes.values())) * WIDTH[code]
+    size = sum(math.prod(entry.shape) * WIDTH[entry.dtype] for entry in entries.values())
     return Exported(final, family, size, len({entry.path for entry in entries.values()}), names)
 
 
@@ -193,7 +196,7 @@ def _parts(
             target.put(piece.array[low - piece.row : high - piece.row], dtype)
             continue
         offset = piece.offset + (low - piece.row) * width
-        if mapping.is_copied and entry.dtype == dtype and tuple(columns) == entry.shape[1:]:
+        if mapping.is_copied and entry.dtype == dtype and tuple(columns) == entry.columns:
             yield offset, FileRange((high - low) * width, files, entry.path, entry.offset_of(low + shift))
             continue
         step = max(1, BLOCK // width)
@@ -229,21 +232,26 @@ class _Target:
         rows, columns = values.shape[0], slice(self.column, self.column + math.prod(values.shape[1:]))
         values = converted(values, dtype, self.entry.dtype, -self.mapping.added)
         if self.mapping.transposed:
-            self.entry.whole(writable=True).T[self.row : self.row + rows, columns] = values
-        elif values.shape[1:] == self.entry.shape[1:]:
+            self.entry.whole(writable=True).T[self.row : self.row + rows, columns] = values.reshape(rows, -1)
+        elif values.shape[1:] == self.entry.columns:
             bits = memoryview(np.ascontiguousarray(values)).cast("B")
             write_all(self.files[self.entry.path], self.entry.offset_of(self.row), bits)
         else:
             self.entry.rows(self.row, rows, writable=True)[:, columns] = values
 
 
-def _files(folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, max_size: int) -> dict[str, Entry]:
-    """Make the safetensors files, and the index where there are several."""
-    width = WIDTH[code]
+def _files(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    code: str,
+    max_size: int,
+    dtypes: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Entry]:
+    """Make the safetensors files, and the index where there are several; `dtypes`: of what has not that of `code`."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = total = 0
     for name, shape in shapes.items():
-        size = math.prod(shape) * width
+        size = math.prod(shape) * WIDTH[dtypes.get(name, code)]
         if groups[-1] and filled + size > max_size:
             groups.append({})
             filled = 0
@@ -254,7 +262,7 @@ def _files(folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, max_s
     names = [SINGLE] if len(groups) == 1 else names
     entries = {}
     for name, group in zip(names, groups, strict=True):
-        entries |= hf_safetensors.create(folder / name, group, code)
+        entries |= hf_safetensors.create(folder / name, group, code, dtypes)
     if len(groups) > 1:
         weight_map = {name: entry.path.name for name, entry in sorted(entries.items())}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

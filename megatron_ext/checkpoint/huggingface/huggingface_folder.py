@@ -16,6 +16,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import state_dict_mapping
 from megatron_ext.families.hf_config import read_hf_config
+from megatron_ext.families.protocol import EXPERT_BIAS
 from megatron_ext.families.state_dict_mapping import copies
 from megatron_ext.untrusted.text import load_json, read_file
 from megatron_ext.untrusted.untrusted_folder import file_inside
@@ -89,8 +90,11 @@ class HFFolder:
             )
 
     def dtype(self) -> str:
-        """Return the dtype of the weights; where they differ, one that holds all of them."""
-        dtypes = {entry.dtype for entry in self.entries.values() if entry.dtype in WIDTH}
+        """Return the dtype of the weights; where they differ, one that holds all of them. Biases of experts are fp32
+        next to weights of 16 bits."""
+        apart = tuple(self.family.names.get(EXPERT_BIAS, ()))
+        weights = (entry.dtype for name, entry in self.entries.items() if not (apart and name.endswith(apart)))
+        dtypes = {dtype for dtype in weights if dtype in WIDTH}
         return "F32" if dtypes == {"F16", "BF16"} else max(dtypes, key=WIDTH.__getitem__, default="F16")
 
     def _differ(self, one: str, other: str) -> bool:

@@ -116,9 +116,9 @@ def stacked(config: Config, name: str) -> Stacked:
 
 def _weights(config: Config, folder: HFFolder) -> Iterator["_Item"]:
     """Yield the chunks of all weights, in the order in which they are written."""
-    dtype = folder.dtype()
     for mapping in state_dict_mapping(config, folder.family):
         key, indices, sizes = stacked(config, mapping.parameter.name)
+        dtype = mapping.dtype or folder.dtype()
         rows, *rest = mapping.parameter.shape
         size = (*sizes, rows, *rest)
         row_bytes = WIDTH[dtype] * math.prod(rest)
@@ -127,7 +127,7 @@ def _weights(config: Config, folder: HFFolder) -> Iterator["_Item"]:
             part = range(start, min(start + per_chunk, rows))
             offsets = (*indices, start, *(0 for _ in rest))
             sizes = (*(1 for _ in indices), len(part), *rest)
-            yield _Item(key, offsets, sizes, size, len(part) * row_bytes, mapping, part)
+            yield _Item(key, offsets, sizes, size, len(part) * row_bytes, mapping, part, dtype)
 
 
 @dataclass(frozen=True)
@@ -139,35 +139,36 @@ class _Item:
     length: int
     mapping: ParameterMapping
     rows: range
+    dtype: str
 
 
 def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> tuple[bytes, checkpoint_manifest.Files]:
     """Write the file of all weights and objects; returns the checkpoint's metadata, and the file's own entry."""
-    dtype, parts, position = folder.dtype(), list[FilePart](), 0
+    parts, position = list[FilePart](), 0
     objects: dict[str, Chunk] = {}
     for key, value in _objects(config):
         content, _ = archive(pickle.dumps([value], protocol=2), None)
         objects[key] = Chunk((), (), path.name, position, len(content))
         parts.append(Literal(len(content), content))
         position += len(content)
-    chunks: dict[tuple[str, tuple[int, ...]], list[Chunk]] = {}
+    chunks: dict[tuple[str, tuple[int, ...], str], list[Chunk]] = {}
     for item in _weights(config, folder):
-        head, tail = archive(tensor_pickle(item.sizes, dtype), item.length)
+        head, tail = archive(tensor_pickle(item.sizes, item.dtype), item.length)
         parts += [
             Literal(len(head), head),
-            *_elements(folder, item.mapping, item.rows, dtype, files),
+            *_elements(folder, item.mapping, item.rows, item.dtype, files),
             Literal(len(tail), tail),
         ]
         length = len(head) + item.length + len(tail)
         chunk = Chunk(item.offsets, item.sizes, path.name, position, length)
-        chunks.setdefault((item.key, item.tensor_size), []).append(chunk)
+        chunks.setdefault((item.key, item.tensor_size, item.dtype), []).append(chunk)
         position += length
     try:
         size, checksum = gather(path, parts)
     except EOFError as error:
         raise DataError(f"{error}. Download or write it again.") from error
     assert size == position
-    tensors = {key: Tensor(dtype, size, tuple(of_tensor)) for (key, size), of_tensor in chunks.items()}
+    tensors = {key: Tensor(dtype, size, tuple(of_tensor)) for (key, size, dtype), of_tensor in chunks.items()}
     return torch_dist.write(tensors, objects), {path.name: {"bytes": size, "crc32": f"{checksum:08x}"}}
 
 
@@ -206,7 +207,8 @@ def _convert(entry: Entry, mapping: ParameterMapping, rows: range, dtype: str, t
 
 def _objects(config: Config) -> Iterator[tuple[str, Any]]:
     for state in states(config):
-        assert state.kind == "extra", f"{state.name}: an import has parameters alone"
+        if state.kind == "buffer":
+            continue  # which lies with the weights
         key, indices, sizes = stacked(config, state.name)
         yield f"{key}/shard_{indices[0] if indices else 0}_{sizes[0] if sizes else 1}", None
     yield (

@@ -11,7 +11,7 @@ from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.native.snapshot import Saveable
 from megatron_ext.errors import DataError
 from megatron_ext.families import ParameterMapping, state_dict_mapping
-from megatron_ext.model.names import by_expert, global_named_parameters
+from megatron_ext.model.names import biases_of_experts, by_expert, global_named_parameters
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
 from megatron_ext.parts import slices
@@ -39,6 +39,8 @@ def load_huggingface(run: Saveable, path: str | Path) -> str | None:
             if shard is not None:
                 dtype = getattr(torch, run.config.training.params_dtype)
                 shard.local.copy_(whole[shard.first : shard.stop].to(dtype))
+        for name, bias in biases_of_experts(run.chunks):
+            read_shard(folder, mappings[name], bias, 0, 1)
     run.sharding.reload_masters(run.optimizer)
     return folder.left_out
 
@@ -62,7 +64,7 @@ def read_rows(folder: HFFolder, mapping: ParameterMapping, rows: range, columns:
         covered += high - low
         entry, first = folder.entries[span.tensor], span.tensor_start + low - span.start
         wanted = target[low - rows.start : high - rows.start]
-        whole_rows = mapping.is_copied and wanted.shape[1:] == entry.shape[1:]
+        whole_rows = mapping.is_copied and wanted.shape[1:] == entry.columns
         if whole_rows and wanted.is_contiguous() and wanted.device.type == "cpu" and wanted.dtype == _dtype(entry):
             _read_in_place(entry, first, wanted)
             continue
@@ -70,7 +72,7 @@ def read_rows(folder: HFFolder, mapping: ParameterMapping, rows: range, columns:
         part = torch.from_numpy(view).view(_dtype(entry))
         if mapping.transposed:
             part = part.t()[first : first + high - low]
-        part = part[:, columns] if part.dim() > 1 else part
+        part = part[:, columns] if wanted.dim() > 1 else part.reshape(wanted.shape)
         wanted.copy_(
             part if mapping.added == 0.0 else part.to(torch.promote_types(part.dtype, torch.float32)) + mapping.added
         )

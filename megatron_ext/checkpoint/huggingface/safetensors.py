@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.dtypes import SAFETENSORS_WIDTHS
@@ -42,21 +43,27 @@ class Entry:
     """Offset of its first byte in the file."""
 
     @property
+    def columns(self) -> tuple[int, ...]:
+        """The last dimension, (columns,), or none of a vector. What lies before it are rows: a stack of matrices is
+        one below the other."""
+        return self.shape[1:][-1:]
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of one index of the first dimension."""
-        return math.prod(self.shape[1:]) * SAFETENSORS_WIDTHS[self.dtype]
+        """Bytes of one row."""
+        return math.prod(self.columns) * SAFETENSORS_WIDTHS[self.dtype]
 
     def offset_of(self, row: int) -> int:
         """Return the offset of a row in the file."""
         return self.offset + row * self.row_bytes
 
     def rows(self, start: int, count: int, *, writable: bool = False) -> "npt.NDArray":
-        """Return a view of `count` rows (all other dimensions whole) in the file; bfloat16 are uint16."""
+        """Return a view of `count` rows in the file; bfloat16 are uint16."""
         import numpy as np
 
         from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 
-        mode, shape = "r+" if writable else "c", (count, *self.shape[1:])
+        mode, shape = "r+" if writable else "c", (count, *self.columns)
         return np.memmap(self.path, dtype=ARRAYS[self.dtype], mode=mode, offset=self.offset_of(start), shape=shape)
 
     def number(self) -> float:
@@ -75,7 +82,7 @@ class Entry:
 
     def whole(self, *, writable: bool = False) -> "npt.NDArray":
         """Return a view of all of it."""
-        return self.rows(0, self.shape[0], writable=writable)
+        return self.rows(0, math.prod(self.shape[:-1] if self.columns else self.shape), writable=writable)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -118,17 +125,23 @@ def read_header(path: Path) -> dict[str, Entry]:
     }
 
 
-def create(path: Path, tensors: Mapping[str, Sequence[int]], dtype: str) -> dict[str, Entry]:
-    """Make a file for tensors of these shapes, all of one dtype. Their bytes are zero until they are written.
+def create(
+    path: Path, tensors: Mapping[str, Sequence[int]], dtype: str, others: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Entry]:
+    """Make a file for tensors of these shapes. Their bytes are zero until they are written.
 
+    Args:
+        dtype: that of all but `others`, name -> dtype.
     Raises:
         OSError: there is no space for the whole file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for name, shape in tensors.items():
-        end = position + math.prod(shape) * SAFETENSORS_WIDTHS[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+    dtypes = {name: others.get(name, dtype) for name in tensors}
+    # Wide elements first: a reader that maps the file can have no element that begins in the middle of its width.
+    for name in sorted(tensors, key=lambda name: -SAFETENSORS_WIDTHS[dtypes[name]]):
+        end = position + math.prod(tensors[name]) * SAFETENSORS_WIDTHS[dtypes[name]]
+        header[name] = {"dtype": dtypes[name], "shape": list(tensors[name]), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -141,7 +154,7 @@ def create(path: Path, tensors: Mapping[str, Sequence[int]], dtype: str) -> dict
         file.truncate(8 + len(text) + position)
     start = 8 + len(text)
     return {
-        name: Entry(path, dtype, tuple(shape), start + header[name]["data_offsets"][0])
+        name: Entry(path, dtypes[name], tuple(shape), start + header[name]["data_offsets"][0])
         for name, shape in tensors.items()
     }
 

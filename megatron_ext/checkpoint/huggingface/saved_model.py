@@ -23,7 +23,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import family_of, state_dict_mapping
-from megatron_ext.parts.catalogue import parameters
+from megatron_ext.parts.catalogue import parameters, states
 from megatron_ext.untrusted.untrusted_folder import check_folder, file_inside
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class SavedModel:
             raise DataError(f"{self.path} does not match its {CONFIG}: {'; '.join(problems)}")
 
     def _require_our_layers(self) -> None:
-        known = {stacked(self.config, parameter.name).key for parameter in parameters(self.config)}
+        known = {stacked(self.config, one.name).key for one in (*parameters(self.config), *states(self.config))}
         saved = (name for name in self.tensors if name.startswith("decoder.layers."))
         own = sorted(name for name in saved if name not in known and not name.endswith("_extra_state"))
         if own:

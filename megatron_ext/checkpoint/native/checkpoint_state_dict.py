@@ -192,6 +192,10 @@ def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, A
     for key, chunk in _chunks(run).items():
         if not contents.rows:
             chunk.load_state_dict(loaded[key])
+        else:
+            for name, buffer in chunk.named_buffers():
+                if name in loaded[key]:
+                    buffer.copy_(loaded[key][name])
     # Rows are the optimizer's own: where it is loaded, they come with it, and not rounded to 16 bits.
     with_optimizer = parts.optimizer and _dtype(run) != torch.float32
     for name, shard in contents.rows.items():

@@ -38,12 +38,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "of a mixture of experts, this part is not in this version; leave it out, docs/parallelism.md has the others",
         """
-        --expert-tensor-parallel-num-weight-shards N, --moe-shared-expert-gate,
-        --moe-shared-expert-glu-interleave-size N, --moe-enable-routing-replay, --moe-router-num-groups N =1,
-        --moe-router-group-topk N =1, --moe-router-topk-scaling-factor N =1.0, --moe-router-enable-expert-bias,
-        --moe-router-bias-update-rate N =0.001, --moe-router-quantile-balancing-ema N =0.0,
-        --moe-router-force-load-balancing, --moe-router-force-biased N, --moe-single-grouped-weight,
-        --moe-single-grouped-bias, --moe-input-jitter-eps N, --moe-expert-capacity-factor N,
+        --expert-tensor-parallel-num-weight-shards N, --moe-shared-expert-glu-interleave-size N,
+        --moe-enable-routing-replay, --moe-router-quantile-balancing-ema N =0.0, --moe-router-force-biased N,
+        --moe-single-grouped-weight, --moe-single-grouped-bias, --moe-expert-capacity-factor N,
         --moe-pad-expert-input-to-capacity, --moe-pad-experts-for-cuda-graph-inference,
         --moe-token-drop-policy N =probs, --moe-apply-probs-on-input, --moe-latent-size N,
         --moe-mlp-glu-interleave-size N, --moe-expert-rank-capacity-factor N,

@@ -81,6 +81,7 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if name in values:
                 yield name, "without --multi-latent-attention there are no latents"
     yield from _of_positions(values)
+    yield from _of_scores(values)
     for name in ("save_interval", "exit_interval", "exit_duration_in_mins"):
         if values.get(name) == 0 and not (name == "save_interval" and values.get("save") is None):
             yield name, "0 is no interval, and nothing happens by it"
@@ -136,6 +137,12 @@ _SAID_BY: dict[str, tuple[str, ...]] = {
     "curve": ("use_checkpoint_opt_param_scheduler",),
 }
 """What a resume does with a field -> the fields by which another file gives its value."""
+
+
+def _of_scores(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    scores = values.get("moe_router_score_function", "softmax")
+    if scores != "softmax" and "moe_router_pre_softmax" in values:
+        yield "moe_router_pre_softmax", f"--moe-router-score-function {scores} is no softmax"
 
 
 def _may_be_read(name: str, values: Mapping[str, Any]) -> bool:

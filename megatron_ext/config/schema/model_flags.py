@@ -467,10 +467,39 @@ class ModelConfig:
     )
     moe_router_score_function: str = option(
         "softmax",
-        "What turns the router's logits into weights.",
+        "What turns the router's logits into scores; but for softmax, those of a token's experts are divided by their "
+        "sum.",
         resume="function",
-        choices=("softmax", "sigmoid"),
+        choices=("softmax", "sigmoid", "sqrtsoftplus"),
         read_with=_EXPERTS,
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        "Choose experts by scores with a bias added, which weighs nothing and after each step moves towards experts "
+        "that had fewer tokens of the global batch than the mean.",
+        resume="shape",
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3,
+        "How far a step moves the bias of an expert.",
+        resume="free",
+        at_least=0,
+        read_with=ReadWith("moe_router_enable_expert_bias", "without --moe-router-enable-expert-bias there is no bias"),
+    )
+    moe_router_num_groups: int | None = option(
+        None, "Groups of neighbouring experts, of which a token goes to a few.", resume="function", at_least=1
+    )
+    moe_router_group_topk: int | None = option(
+        None, "Groups from which the experts of a token are chosen.", resume="function", at_least=1
+    )
+    moe_router_group_scores: int | None = option(
+        None,
+        "Best scores in a group whose sum is the group's; default --moe-router-topk / --moe-router-group-topk.",
+        resume="function",
+        at_least=1,
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        None, "Multiply the weights of a token's experts.", resume="function", positive=True
     )
     moe_router_pre_softmax: bool = option(
         False,
@@ -487,14 +516,23 @@ class ModelConfig:
     )
     moe_router_load_balancing_type: tuple[str, ...] | None = option(
         None,
-        "What spreads tokens over experts: the auxiliary loss of each microbatch (the default), of each sample or of "
+        "What spreads tokens over experts: auxiliary losses of each microbatch (the default), of each sample or of "
         "the global batch so far, Sinkhorn's assignment of each microbatch, or nothing.",
         resume="free",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
         read_with=_EXPERTS,
     )
     moe_aux_loss_coeff: tuple[float, ...] | None = option(
-        None, "Weight of the load-balancing loss in the total loss; default 0.", resume="free"
+        None, "Weight of the load-balancing loss, or of each of several, in the total loss; default 0.", resume="free"
+    )
+    moe_input_jitter_eps: float | None = option(
+        None,
+        "Multiply what a router reads in training by random numbers between 1 - eps and 1 + eps.",
+        resume="free",
+        positive=True,
+    )
+    moe_router_force_load_balancing: bool = option(
+        False, "For benchmarks: experts are chosen at random, so that all have the same load.", resume="free"
     )
     moe_z_loss_coeff: float | None = option(
         None, "Weight of the router's z-loss, which keeps its logits small, in the total loss.", resume="free"
@@ -504,6 +542,9 @@ class ModelConfig:
         "Width of the shared experts together, which compute every token beside the routed ones; default none.",
         resume="shape",
         at_least=1,
+    )
+    moe_shared_expert_gate: bool = option(
+        False, "Multiply the output of the shared experts by a sigmoid gate of each token.", resume="shape"
     )
     moe_grouped_gemm: bool = option(
         False,
@@ -569,15 +610,20 @@ class ModelConfig:
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
-    def load_balancing_coefficient(self) -> float:
-        """Weight of the load-balancing loss; 0 without one."""
-        weights = self.moe_aux_loss_coeff or (0.0,)
-        return weights[0] if self.load_balancing.endswith("aux_loss") else 0.0
+    def load_balancing(self) -> tuple[str, ...]:
+        """What spreads tokens over experts; where nothing is said, the auxiliary loss of each microbatch."""
+        return self.moe_router_load_balancing_type or ("aux_loss",)
 
     @property
-    def load_balancing(self) -> str:
-        """What spreads tokens over experts; where nothing is said, the auxiliary loss of each microbatch."""
-        return (self.moe_router_load_balancing_type or ("aux_loss",))[0]
+    def load_balancing_losses(self) -> dict[str, float]:
+        """The load-balancing losses, each with its weight; empty without one."""
+        weights = zip(self.load_balancing, self.moe_aux_loss_coeff or (), strict=False)
+        return {kind: weight for kind, weight in weights if kind.endswith("aux_loss") and weight}
+
+    @property
+    def is_sinkhorn(self) -> bool:
+        """Whether experts are chosen by Sinkhorn's assignment."""
+        return "sinkhorn" in self.load_balancing
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -9,11 +9,14 @@ Shapes: T (token, expert) pairs on this rank, sorted by expert; E local experts;
 expert's width; I and O inputs and outputs of a matrix.
 """
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -33,17 +36,15 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.triton import kernel_choice
-from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT
+from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Experts
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import glu
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
-LOAD_BALANCING, Z_LOSS = "load_balancing_loss", "z_loss"
-"""megatron-core's names of the two auxiliary losses, and Megatron-LM's tags."""
-
-_OF_SAMPLES = "seq_load_balancing_loss"
-"""megatron-core's name of the first, where it is that of each sample."""
+_OF_GLOBAL_BATCH, _Z_LOSS = "global_load_balancing_loss", "z_loss"
+AUXILIARY_LOSSES = ("load_balancing_loss", "seq_load_balancing_loss", _OF_GLOBAL_BATCH, _Z_LOSS)
+"""megatron-core's names of the auxiliary losses, and Megatron-LM's tags."""
 
 
 def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
@@ -200,13 +201,28 @@ class GroupedExperts(MegatronModule):
 
 
 class Router(TopKRouter):
-    """A router of megatron-core's whose logits need no GPU, and whose balance does not depend on the layout."""
+    """A router of megatron-core's whose logits need no GPU, and whose balance does not depend on the layout.
+
+    Args:
+        group_scores: best scores of a group of experts that are added up; None: megatron-core's number.
+    """
 
     def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, is_mtp_layer: bool = False
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        *,
+        group_scores: int | None = None,
     ) -> None:
         assert pg_collection is not None
         super().__init__(config, pg_collection, is_mtp_layer)
+        if self.local_tokens_per_expert is not None:
+            self.local_tokens_per_expert = self.local_tokens_per_expert.long()  # exact, and not rounded with the model
+        biased_softmax = self.enable_expert_bias and self.score_function == "softmax"
+        if biased_softmax or group_scores is not None:
+            # megatron-core asks a replay of earlier choices which experts to take: the one place where it asks.
+            self.router_replay: Any = _Choice(self, group_scores)
         self.dp_group = pg_collection.dp
         # megatron-core's own counts would be rounded to bf16 with the model.
         self.global_tokens_per_expert: Any = None
@@ -217,6 +233,21 @@ class Router(TopKRouter):
         """Forget the load of a global batch. megatron-core calls it at the end of a step."""
         self._tokens_before_E: torch.Tensor | int = 0
         self._microbatches_before = 0
+
+    def _apply(self, *args: Any, **options: Any) -> "Router":
+        """Change the dtype or the device of the weights, as `torch.nn.Module`, but leave the bias of experts in fp32.
+        megatron-core's next forward pass would do so, after a checkpoint was read into 16 bits."""
+        super()._apply(*args, **options)
+        self._maintain_float32_expert_bias()
+        return self
+
+    def apply_input_jitter(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the input times random numbers in training, with those that dropout draws on each rank for tokens of
+        its own. megatron-core's jitters in evaluation and generation, too."""
+        if self.config.moe_input_jitter_eps is None or not self.training:
+            return input
+        with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
+            return super().apply_input_jitter(input)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return the logits, [..., experts]. input: [..., H]."""
@@ -254,7 +285,7 @@ class Router(TopKRouter):
             coefficient,
         )
         return self.attach_and_log_load_balancing_loss(
-            probs, coefficient, loss, LOAD_BALANCING, self.tp_cp_group, valid_token_count=own_tokens
+            probs, coefficient, loss, _OF_GLOBAL_BATCH, self.tp_cp_group, valid_token_count=own_tokens
         )
 
     def _load_so_far(self, tokens_E: torch.Tensor) -> torch.Tensor:
@@ -298,26 +329,64 @@ class Router(TopKRouter):
         return sinkhorn(everyones).chunk(group.size())[group.rank()]
 
 
-def mixture_of_experts() -> Any:
+class _Choice:
+    """Chooses experts where megatron-core has no such choice: by softmax's scores with a bias, as ERNIE 4.5, or from
+    groups that count another number of scores, as DeepSeek-V2 (Liu et al. 2024, arXiv:2405.04434, section 2.2.2)."""
+
+    layer_number: int | None = None  # set by the router
+
+    def __init__(self, router: Router, group_scores: int | None) -> None:
+        self.router, self.group_scores = router, group_scores
+
+    def get_replay_topk(
+        self,
+        scores_TE: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of each token's experts and their indices, both [T, topk].
+
+        Args:
+            scores_TE: of T tokens here; logits where softmax comes after the choice.
+            compute_topk: megatron-core's choice, with the same arguments.
+        """
+        router, judged_TE = self.router, scores_TE
+        if router.expert_bias is not None and router.score_function == "softmax":
+            if not router.config.moe_router_pre_softmax:
+                judged_TE = judged_TE.softmax(dim=-1, dtype=torch.float32)
+            judged_TE = judged_TE + router.expert_bias
+        if self.group_scores is not None and group_topk and num_groups:
+            groups_TGE = judged_TE.unflatten(1, (num_groups, -1))
+            best = groups_TGE.topk(self.group_scores, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
+            others = torch.ones_like(groups_TGE[..., 0], dtype=torch.bool).scatter(1, best, False)
+            judged_TE = groups_TGE.masked_fill(others.unsqueeze(-1), -math.inf).flatten(1)
+            num_groups = group_topk = None
+        experts = compute_topk(judged_TE, topk, num_groups, group_topk)[1]
+        return scores_TE.gather(1, experts), experts
+
+
+def mixture_of_experts(described: Experts) -> Any:
     """Return what builds the mixture that takes the place of a layer's MLP."""
     shared = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     submodules = MoESubmodules(
         experts=GroupedExperts,  # pyright: ignore[reportArgumentType]
         shared_experts=partial(SharedExpertMLP, submodules=shared),
-        router=Router,
+        router=partial(Router, group_scores=described.group_scores),
     )
     return partial(MoELayer, submodules=submodules)
 
 
-def take_auxiliary_losses(groups: ProcessGroupCollection) -> tuple[float, float]:
-    """Return this rank's part of the load-balancing loss and of the z-loss, over its layers and microbatches since the
-    last call: added up over all ranks, the sums over layers and microbatches of the means over the data-parallel ranks.
+def take_auxiliary_losses(groups: ProcessGroupCollection) -> list[float]:
+    """Return this rank's part of each of `AUXILIARY_LOSSES`, over its layers and microbatches since the last call:
+    added up over all ranks, the sums over layers and microbatches of the means over the data-parallel ranks.
 
-    Neither includes its coefficient.
+    None includes its coefficient.
     """
     metrics = get_moe_metrics_tracker().metrics
-    sums = {name: float(entry.values.sum()) for name, entry in metrics.items()}
+    sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in AUXILIARY_LOSSES]
     get_moe_metrics_tracker().clear()
-    balance = sums.get(LOAD_BALANCING, 0.0) + sums.get(_OF_SAMPLES, 0.0)
-    # The first is a part of the sum over a microbatch's tokens, the second a mean over this rank's tokens.
-    return balance / groups.dp.size(), sums.get(Z_LOSS, 0.0) / groups.tp_dp_cp.size()
+    # The others are parts of sums over a microbatch's tokens, the last is a mean over this rank's tokens.
+    *balance, z = sums
+    return [*(loss / groups.dp.size() for loss in balance), z / groups.tp_dp_cp.size()]

@@ -38,6 +38,15 @@ class Experts(Part):
     shared: Mlp | None
     """What computes every token next to them: the shared experts together."""
 
+    shared_gate: bool = False
+    """Whether a sigmoid gate of each token multiplies what the shared experts give."""
+
+    has_bias: bool = False
+    """Whether experts are chosen by scores with a bias of each, which is state and not trained by gradients."""
+
+    group_scores: int | None = None
+    """Best scores of a group of experts that are added up, where that is another number than megatron-core's."""
+
     @property
     def blocks(self) -> int:
         """The shared experts' input is gathered; that of routed ones goes its own way."""
@@ -50,10 +59,15 @@ class Experts(Part):
         for expert in range(self.count) if place.experts is None else place.experts:
             yield from self.mlp.parameters(place.inside(f"experts.{expert}"), expert)
         if self.shared is not None:
+            if self.shared_gate:
+                width = place.model.hidden_size
+                yield place.inside("shared_experts").matrix("gate_weight", 1, width, sequence_parallel=True)
             yield from self.shared.parameters(place.inside("shared_experts"))
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with the linear layers of shared experts."""
+        """Yield the bias of experts, and what is saved with the linear layers of shared experts."""
+        if self.has_bias:
+            yield State(f"{place.name}.router.expert_bias", "buffer", (self.count,))
         if self.shared is not None:
             yield from self.shared.state(place.inside("shared_experts"))
 
@@ -139,4 +153,7 @@ def experts_of(model: ModelConfig, count: int) -> Experts:
         top_k=model.moe_router_topk,
         mlp=mlp_of(model, model.expert_ffn_hidden_size),
         shared=None if shared is None else mlp_of(model, shared),
+        shared_gate=shared is not None and model.moe_shared_expert_gate,
+        has_bias=model.moe_router_enable_expert_bias,
+        group_scores=model.moe_router_group_scores,
     )

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ext.errors import NumericError
-from megatron_ext.model.names import global_named_parameters
+from megatron_ext.model.names import biases_of_experts, global_named_parameters
 from megatron_ext.parallel.rows import local_part
 from megatron_ext.parts.catalogue import WORD_EMBEDDINGS
 from megatron_ext.train.run import Run
 from megatron_ext.train.trainer import Callback, Trainer
 
-NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+NamedParameters = Sequence[tuple[str, torch.Tensor]]
 
 
 def check_data_parallel_replicas(run: Run, iteration: int, last_good: int) -> None:
@@ -39,7 +39,7 @@ def check_data_parallel_replicas(run: Run, iteration: int, last_good: int) -> No
     Raises:
         NumericError: replicas differ, on every rank; it names the ranks in the minority and the parameters.
     """
-    parameters = list(global_named_parameters(run.chunks))
+    parameters = _all(run)
     dense = [(name, parameter) for name, parameter in parameters if not _is_expert(parameter)]
     experts = [(name, parameter) for name, parameter in parameters if _is_expert(parameter)]
     what = "data-parallel replicas"
@@ -52,7 +52,7 @@ def check_model_parallel_copies(run: Run, iteration: int, last_good: int) -> Non
 
     The function is collective; arguments and errors are those of `check_data_parallel_replicas`.
     """
-    parameters = list(global_named_parameters(run.chunks))
+    parameters = _all(run)
     copies = [named for named in parameters if not getattr(named[1], "tensor_model_parallel", False)]
     dense = [(name, parameter) for name, parameter in copies if not _is_expert(parameter)]
     experts = [(name, parameter) for name, parameter in copies if _is_expert(parameter)]
@@ -65,7 +65,12 @@ def check_model_parallel_copies(run: Run, iteration: int, last_good: int) -> Non
     _raise_together(run, differing, iteration, last_good)
 
 
-def _is_expert(parameter: torch.nn.Parameter) -> bool:
+def _all(run: Run) -> list[tuple[str, torch.Tensor]]:
+    """Return the weights, and the biases of experts, which are no weights and belong to all ranks of a stage."""
+    return [*global_named_parameters(run.chunks), *biases_of_experts(run.chunks)]
+
+
+def _is_expert(parameter: torch.Tensor) -> bool:
     """Return megatron-core's mark of a parameter whose gradient is not reduced over the whole data-parallel group."""
     return not getattr(parameter, "allreduce", True)
 

@@ -186,6 +186,8 @@ class Reporting(Callback):
             num_zeros=None if result.num_zeros is None else int(result.num_zeros),
             params_norm=norm,
             load_balancing_loss=None if auxiliary is None else auxiliary.load_balancing,
+            seq_load_balancing_loss=None if auxiliary is None else auxiliary.of_samples,
+            global_load_balancing_loss=None if auxiliary is None else auxiliary.of_global_batch,
             z_loss=None if auxiliary is None else auxiliary.z,
             mtp_losses=result.mtp_losses,
             world_size=run.world_size,

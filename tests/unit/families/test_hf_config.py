@@ -39,10 +39,13 @@ _PLAIN = {
     for name in _SMALL
     if name not in ("intermediate_size", "num_key_value_heads", "head_dim", "sliding_window")
 }
+_MIXTURE = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 12, "n_shared_experts": 2},
+    **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
+}
 _LATENTS = {
     **{name: value for name, value in _SMALL.items() if name != "head_dim"},
     **{"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6},
-    **{"first_k_dense_replace": 2, "n_routed_experts": 4},
 }
 BASES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(FAMILIES, _SMALL),
@@ -56,8 +59,20 @@ BASES: dict[str, dict[str, Any]] = {
     "ministral": {**_SMALL, "sliding_window": 7},  # without one, transformers' model cannot be run
     "olmoe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
     "qwen3_moe": {**_SMALL, **_OF_EXPERTS, **_SWITCHED, "num_hidden_layers": 3, "num_experts": 4},
-    "deepseek_v2": {**_LATENTS, "q_lora_rank": None},
-    "deepseek_v3": {**_LATENTS, "q_lora_rank": 6, "num_nextn_predict_layers": 1},
+    "deepseek_v3": {**_LATENTS, **_MIXTURE, "q_lora_rank": 6, "num_nextn_predict_layers": 1},
+    "deepseek_v2": {**_LATENTS, **_MIXTURE, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "glm4_moe": {**_SMALL, **_MIXTURE, "num_nextn_predict_layers": 1},
+    "dots1": {**_SMALL, **_MIXTURE, "norm_topk_prob": True, "max_window_layers": 1, "sliding_window": 7},
+    "qwen2_moe": {
+        **{**_SMALL, **_OF_EXPERTS, **_SWITCHED, "num_hidden_layers": 3, "num_experts": 4},
+        "shared_expert_intermediate_size": 16,
+    },
+    "ernie4_5_moe": {
+        **{**_SMALL, "num_hidden_layers": 3, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12},
+    },
+    "minimax_m2": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1, "bos_token_id": 2},
+    "granitemoe": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3},
+    "flex_olmo": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1},
     "gemma2": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
     "apertus": {**_SMALL, "rope_theta": 12e6},
     "gemma3_text": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "rope_local_base_freq": 300.0},
@@ -81,15 +96,14 @@ _OTHER = {
 }
 """Values of keys that no rule makes of the usual one."""
 
-_OF_NO_EXPERTS = {
-    *("n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "topk_group"),
-    *("moe_intermediate_size", "routed_scaling_factor", "first_k_dense_replace"),
-}
 _OF_OTHER_SETTINGS = {
+    "qwen2_moe": {"max_window_layers"},
     "qwen3_moe": {"max_window_layers"},
     "phi3": {"original_max_position_embeddings"},
-    "deepseek_v2": {*_OF_NO_EXPERTS, "topk_method", "head_dim"},
-    "deepseek_v3": {*_OF_NO_EXPERTS, "num_mtp_layers"},
+    "deepseek_v2": {"head_dim"},
+    "deepseek_v3": {"num_mtp_layers"},
+    "glm4_moe": {"num_mtp_layers"},
+    "ernie4_5_moe": {"moe_norm_min"},
     "mpt": {"learned_pos_emb", "init_device", "norm_type"},
     "bloom": {"slow_but_exact"},
     "falcon": {"multi_query"},
@@ -264,3 +278,27 @@ def test_keys_of_published_files_are_known(family: str, content: dict[str, Any],
     """SmolLM2, Falcon 3, Vicuna, Qwen2.5, Qwen3-Coder, GPT-2 and its smaller copies have them."""
     base = {"model_type": family, **BASES[family]} | ({"use_sliding_window": False} if "qwen" in family else {})
     assert _read(tmp_path, {**base, **content}) == _read(tmp_path, base)
+
+
+def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
+    base = BASES["deepseek_v3"]
+    assert _read(tmp_path, {"model_type": "kimi_k2", **base}) == _read(tmp_path, {"model_type": "deepseek_v3", **base})
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "problem"),
+    [
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is false, only true is supported"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is noaux_tc; supported are"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list has other layers than 1"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8, only 0 is supported"),
+        ("ernie4_5_moe", {"moe_layer_start_index": 9}, "leave no experts"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is true, only false is supported"),
+    ],
+)
+def test_a_mixture_that_is_not_here_is_refused(
+    family: str, change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    found = _read(tmp_path, {"model_type": family, **BASES[family], **change})
+    assert isinstance(found, list)
+    assert problem in " ".join(found)

@@ -211,12 +211,16 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
 @pytest.mark.parametrize(
     ("flags", "has"),
     [
-        ("--moe-aux-loss-coeff 0.1", (True, False)),
-        ("--moe-aux-loss-coeff 0 --moe-z-loss-coeff 0.1", (False, True)),
-        ("--moe-router-load-balancing-type none --moe-z-loss-coeff 1e-3", (False, True)),
+        ("--moe-aux-loss-coeff 0.1", (True, False, False, False)),
+        ("--moe-aux-loss-coeff 0 --moe-z-loss-coeff 0.1", (False, False, False, True)),
+        ("--moe-router-load-balancing-type none --moe-z-loss-coeff 1e-3", (False, False, False, True)),
+        (
+            "--moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2",
+            (False, True, True, False),
+        ),
     ],
 )
-def test_auxiliary_losses_are_means_over_layers_and_microbatches(flags: str, has: tuple[bool, bool]) -> None:
+def test_auxiliary_losses_are_means_over_layers_and_microbatches(flags: str, has: tuple[bool, ...]) -> None:
     """The loss of a balanced router is 1, whatever its layers and microbatches. Steps that overflow tell them,
     too."""
     of: list[Any] = []
@@ -227,9 +231,10 @@ def test_auxiliary_losses_are_means_over_layers_and_microbatches(flags: str, has
             of.append(result.auxiliary_losses)
             assert result.updated == (not more)
     for found in of:
-        assert (found.load_balancing is not None, found.z is not None) == has
-        if found.load_balancing is not None:
-            assert found.load_balancing == pytest.approx(1.0, abs=0.1)
+        balance = [found.load_balancing, found.of_samples, found.of_global_batch]
+        assert tuple(loss is not None for loss in (*balance, found.z)) == has
+        for loss in balance:
+            assert loss is None or loss == pytest.approx(1.0, abs=0.1)
         if found.z is not None:
             assert found.z == pytest.approx(math.log(4) ** 2, rel=0.2)
 

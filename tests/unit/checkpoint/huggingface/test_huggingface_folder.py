@@ -12,10 +12,12 @@ from megatron_ext.checkpoint.huggingface import huggingface_folder as hf_folder
 from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.checkpoint.huggingface.safetensors import Entry, create
 from megatron_ext.errors import DataError
+from megatron_ext.families import FAMILIES
 
 
 def _folder(**dtypes: str) -> Any:
     made: Any = object.__new__(HFFolder)
+    made.family = FAMILIES["llama"]
     made.entries = {name: Entry(Path("x"), code, (2,), 0) for name, code in dtypes.items()}
     return made
 

@@ -275,7 +275,10 @@ def test_what_has_no_bearing_is_taken_with_one_warning(line: str, words: str):
         ("--use-fused-rmsnorm", {}),
         ("--use-fused-rmsnorm 1", {}),  # on Gaudi it takes a number
         ("--context-parallel-algo ulysses_cp_algo", {"cp_comm_type": ("a2a",)}),
-        ("--moe-router-num-groups 1 --moe-router-group-topk 1 --first-k-dense-replace 0", {}),
+        (
+            "--moe-router-num-groups 1 --moe-router-group-topk 1 --first-k-dense-replace 0",
+            {"moe_router_num_groups": 1, "moe_router_group_topk": 1},
+        ),
         ("--moe-layer-freq -1", {"moe_layer_freq": "-1"}),
         ("--optimizer fusedadamw --wandb-name x", {"optimizer": "adam", "wandb_exp_name": "x"}),
         ("--exit-interval 0 --exit-duration-in-mins 0 --save x --save-interval 0", {"save": "x"}),
@@ -291,7 +294,7 @@ def test_what_forks_write_is_taken(line: str, values: dict[str, Any]):
     [
         ("--hccl-op-mode", "--hccl-op-mode needs a value"),
         ("--first-k-dense-replace 1", "--first-k-dense-replace 1 is not supported: of a mixture of experts"),
-        ("--moe-router-num-groups 8", "--moe-router-num-groups 8 is not supported"),
+        ("--moe-latent-size 8", "--moe-latent-size 8 is not supported"),
         ("--dataset LLama-SFT", "--dataset LLama-SFT is not supported: --data-path reads .bin and .idx files"),
         ("--fix-router", "--fix-router is unknown: it is MindSpeed's, for measuring speed"),
         ("--exit-interval -1", "--exit-interval -1 is below 1"),

@@ -84,6 +84,7 @@ OUR_OWN = {
     "--attention-logit-softcapping",
     "--final-logit-softcapping",
     "--embed-layernorm",
+    "--moe-router-group-scores",
     # Fields of its configuration of latent attention that its command line cannot set.
     "--original-max-position-embeddings",
     "--beta-fast",
@@ -107,7 +108,6 @@ FEWER_CHOICES = {
     "--exp-avg-dtype": "16 bits with the range of fp32 need no scale of their own",
     "--exp-avg-sq-dtype": "16 bits with the range of fp32 need no scale of their own",
     "--moe-token-dispatcher-type": "flex is taken as alltoall",
-    "--moe-router-score-function": "the square root of the softplus is not in this version",
     "--moe-router-load-balancing-type": "what is averaged over a step, or over steps, depends on the layout",
     "--non-persistent-ckpt-type": "snapshots that all machines share are checkpoints; in memory is the folder's matter",
     "--ckpt-format": "torch_dist is the one that reshards",
@@ -182,9 +182,6 @@ def test_a_value_that_passes_silently_is_megatrons_default_or_asks_for_nothing()
         "--recompute-modules": "core_attn",  # what selective recomputation covers
         "--rope-type": "rope",
         "--dataloader-type": "single",
-        "--moe-router-topk-scaling-factor": "1.0",
-        "--moe-router-num-groups": "1",  # all experts are in it
-        "--moe-router-group-topk": "1",
         "--dist-ckpt-format": "torch_dist",
         "--exit-signal": "SIGTERM",
         "--megatron-fsdp-main-grads-dtype": "fp32",  # what gradients are summed and kept in

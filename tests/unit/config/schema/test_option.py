@@ -23,7 +23,9 @@ EVERY_PART = (
     f"{BASE} --disable-bias-linear --group-query-attention --num-query-groups 4 --num-experts 4 "
     "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-router-dtype fp32 --window-size 3,0 "
     "--window-attn-skip-freq 2 --attention-dropout 0 --moe-layer-freq 2 --softmax-scale 0.3 "
-    "--attention-logit-softcapping 2 --final-logit-softcapping 3 --qkv-clip 4"
+    "--attention-logit-softcapping 2 --final-logit-softcapping 3 --qkv-clip 4 --moe-shared-expert-gate "
+    "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-scores 1 "
+    "--moe-router-topk-scaling-factor 2.5"
 )
 ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2 --mtp-num-layers 1"
 """The same with what learned positions do not have."""
@@ -37,6 +39,9 @@ FREE_IN_THE_MODEL = {
     "moe_aux_loss_coeff": "a term of the loss, not of the output",
     "moe_z_loss_coeff": "a term of the loss, not of the output",
     "mtp_loss_scaling_factor": "a term of the loss, not of the output",
+    "moe_router_bias_update_rate": "how the bias goes on",
+    "moe_input_jitter_eps": "regularization",
+    "moe_router_force_load_balancing": "for benchmarks",
     "moe_grouped_gemm": "the same products, computed together",
     "init_method_std": "the weights have begun",
     "embedding_init_method_std": "the weights have begun",

@@ -65,8 +65,8 @@ def test_weights_of_experts_are_rounded_with_what_they_multiply() -> None:
     assert math.isfinite(float(seen[0].sum()))
 
 
-def test_both_kinds_of_load_balancing_are_told_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of microbatches and that of samples, summed over the layers; the first is equal on data-parallel ranks, the
+def test_kinds_of_auxiliary_losses_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of microbatches, samples and global batches, summed over the layers, are equal on data-parallel ranks, the
     z-loss a mean over this rank's tokens."""
     metrics = {
         "load_balancing_loss": SimpleNamespace(values=torch.tensor([1.0, 2.0])),
@@ -76,8 +76,8 @@ def test_both_kinds_of_load_balancing_are_told_and_forgotten(monkeypatch: pytest
     }
     monkeypatch.setattr(moe, "get_moe_metrics_tracker", lambda: SimpleNamespace(metrics=metrics, clear=metrics.clear))
     groups: Any = SimpleNamespace(dp=SimpleNamespace(size=lambda: 3), tp_dp_cp=SimpleNamespace(size=lambda: 12))
-    assert moe.take_auxiliary_losses(groups) == (5.0, 3.0)
-    assert moe.take_auxiliary_losses(groups) == (0.0, 0.0)
+    assert moe.take_auxiliary_losses(groups) == [1.0, 4.0, 0.0, 3.0]
+    assert moe.take_auxiliary_losses(groups) == [0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -1,0 +1,45 @@
+"""FlexOlmo: OLMo-2 with experts in every layer."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families import shared
+from megatron_ext.families.protocol import Family
+from megatron_ext.families.reading import Reading
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    values = shared.decoder_values(reading, biases="attention")
+    experts, width = reading.integer("num_experts"), reading.integer("intermediate_size")
+    normalized = reading.boolean("norm_topk_prob", False)
+    return {**values, **shared.expert_values(reading, experts, width, normalized=normalized)}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    model = config.model
+    return {
+        **{**shared.decoder_json(config, biases="attention"), **shared.expert_json(config)},
+        **shared.NO_PADDING,
+        "intermediate_size": model.expert_ffn_hidden_size,
+        "num_experts": model.num_experts,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+    }
+
+
+FLEX_OLMO = Family(
+    "flex_olmo",
+    "FlexOlmoForCausalLM",
+    {
+        **shared.expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        **shared.NAMES_WITH_NORMS_AFTER,
+    },
+    {
+        **{**shared.DECODER_FLAGS, "norm_position": "after", "qk_layernorm": True, "qk_layernorm_over": "projection"},
+        "disable_bias_linear": True,
+    },
+    _read,
+    _write,
+    {"num_experts": 7, "num_experts_per_tok": 5, "rope_theta": 500000.0, "max_position_embeddings": 4096},
+    aliases={"num_experts": "num_local_experts"},
+    dependent_flags=shared.biases_of_attention,
+)

@@ -1,0 +1,58 @@
+"""MiniMax-M2: norms of queries and keys over all heads, a share of channels that is rotated, and experts chosen by a
+sigmoid with a bias."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families import shared
+from megatron_ext.families.mixtures import BIASED_SIGMOID
+from megatron_ext.families.protocol import EXPERT_BIAS, Family
+from megatron_ext.families.reading import Reading
+
+_ONE_FORM = {"router_jitter_noise": 0.0, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"}
+_OF_FURTHER_TOKENS = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers")  # left out, as in transformers
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    values = shared.decoder_values(reading, partial=True)
+    rotated = reading.get("rotary_dim")
+    if rotated is not None:  # of files before transformers 5, next to which nothing else says it
+        values["rotary_percent"] = reading.integer("rotary_dim") / values["kv_channels"]
+    shared.refuse_others(reading, {**_ONE_FORM, "use_routing_bias": True, "shared_intermediate_size": 0})
+    kinds = reading.get("attn_type_list", [1])
+    if not isinstance(kinds, list) or {*map(str, kinds)} != {"1"}:
+        reading.problems.append("attn_type_list has other layers than 1: attention over all positions alone is known")
+    reading.understand(*_OF_FURTHER_TOKENS)
+    experts, width = reading.integer("num_local_experts"), reading.integer("intermediate_size")
+    return {**values, **shared.expert_values(reading, experts, width, normalized=True)}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    model = config.model
+    return {
+        **{**shared.decoder_json(config), **shared.expert_json(config)},
+        "partial_rotary_factor": model.rotary_percent,
+        "num_local_experts": model.num_experts,
+        "intermediate_size": model.expert_ffn_hidden_size,
+    }
+
+
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    {
+        **shared.expert_names("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        EXPERT_BIAS: ("block_sparse_moe.e_score_correction_bias",),
+    },
+    {
+        **{**shared.DECODER_FLAGS, "qk_layernorm": True, "qk_layernorm_over": "projection"},
+        **{"disable_bias_linear": True, "moe_router_pre_softmax": False, **BIASED_SIGMOID},
+    },
+    _read,
+    _write,
+    {
+        **{"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5000000.0, "max_position_embeddings": 196608},
+        **{"num_local_experts": 256, "num_experts_per_tok": 8},
+    },
+    aliases={"num_local_experts": "num_experts"},
+)

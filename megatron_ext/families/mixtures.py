@@ -1,0 +1,164 @@
+"""Holds what families with experts have in common: DeepSeek's mixture (experts chosen from groups, weights that are
+scaled, shared experts of a multiple of an expert's width, first layers without experts), and Qwen's layers."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.config.derived.layer_patterns import read_pattern
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.families.protocol import EXPERT_BIAS, usual_values
+from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import (
+    DECODER_NAMES,
+    expert_json,
+    expert_names,
+    expert_values,
+    layer_numbers,
+    pattern,
+)
+from megatron_ext.parts.stack import layers
+
+_SHARED_EXPERTS = {
+    "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "mlp.shared_experts.linear_fc2": ("mlp.shared_experts.down_proj",),
+}
+MIXTURE_NAMES: dict[str, tuple[str, ...]] = {
+    **DECODER_NAMES,
+    **expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    **_SHARED_EXPERTS,
+    EXPERT_BIAS: ("mlp.gate.e_score_correction_bias",),
+}
+"""Names of a decoder whose layers have an MLP or experts with shared ones, and a bias by which they are chosen."""
+
+BIASED_SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+"""How experts are chosen without a loss: DeepSeek-V3, section 2.1.2 (Liu et al. 2024, arXiv:2412.19437)."""
+
+_KEYS = (
+    *("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"),
+    *("norm_topk_prob", "routed_scaling_factor"),
+)
+_FLAGS = (
+    *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores", "moe_router_topk_scaling_factor"),
+    "moe_shared_expert_intermediate_size",
+)
+_OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "topk_method", "scoring_func", "moe_layer_freq")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The mixture of one family."""
+
+    flags: Mapping[str, Any]
+    """Values of our flags that say how experts are chosen."""
+
+    group_scores: int
+    """Best scores of a group that are added up to choose groups."""
+
+    normalized: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+
+    def values(self, reading: Reading) -> dict[str, Any]:
+        """Return the values of our flags, all usual ones where no layer has experts."""
+        reading.understand(*_OF_TRAINING)
+        # Modules after the model, which predict further tokens: as transformers, which leaves out their weights.
+        reading.get("num_nextn_predict_layers")
+        first = reading.integer("first_k_dense_replace", 0, least=0)
+        if first >= reading.integer("num_hidden_layers"):
+            for key in _KEYS:
+                reading.get(key)
+            return {name: usual_values()[name] for name in (*_FLAGS, *self.flags)}
+        experts, width = reading.integer("n_routed_experts"), reading.integer("moe_intermediate_size")
+        values = {**expert_values(reading, experts, width, normalized=self.normalized), **self.flags}
+        groups, chosen = reading.integer("n_group", 1), reading.integer("topk_group", 1)
+        scale, shared = reading.number("routed_scaling_factor", 1.0), reading.integer("n_shared_experts", 0, least=0)
+        values |= {
+            "moe_shared_expert_intermediate_size": shared * width or None,
+            "moe_router_num_groups": groups if groups > 1 else None,
+            "moe_router_group_topk": chosen if groups > 1 else None,
+            "moe_router_group_scores": self._scores(values["moe_router_topk"], chosen if groups > 1 else None),
+            "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
+        }
+        words = "only true is supported" if self.normalized else "which transformers does not read; leave it out"
+        reading.refuse_unless("norm_topk_prob", self.normalized, self.normalized, words)
+        mixtures = [number >= first for number in layer_numbers(reading)]
+        return {**values, "moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
+
+    def dependent_flags(self, model: ModelConfig) -> dict[str, Any]:
+        """Return what follows from other values of a model with experts (`Family.dependent_flags`)."""
+        if model.num_experts is None:
+            return {}
+        return {
+            **self.flags,
+            **consecutive_mixtures(model, to_the_end=True),
+            "moe_router_group_scores": self._scores(model.moe_router_topk, model.moe_router_group_topk),
+            "moe_router_pre_softmax": not self.normalized,
+        }
+
+    def json(self, config: Config) -> dict[str, Any]:
+        """Return the content of `config.json`."""
+        model = config.model
+        has = [layer.experts is not None for layer in layers(config)]
+        first = {"first_k_dense_replace": has.index(True) if True in has else len(has)}
+        if model.num_experts is None:
+            return first
+        return {
+            **first,
+            "n_routed_experts": model.num_experts,
+            "n_shared_experts": shared_experts(model),
+            "moe_intermediate_size": model.expert_ffn_hidden_size,
+            "num_experts_per_tok": model.moe_router_topk,
+            "norm_topk_prob": self.normalized,
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            "n_group": model.moe_router_num_groups or 1,
+            "topk_group": model.moe_router_group_topk or 1,
+        }
+
+    def _scores(self, topk: int, groups: int | None) -> int | None:
+        """Return `group_scores` as a flag, where megatron-core takes another number."""
+        return None if groups is None or topk // groups == self.group_scores else self.group_scores
+
+
+def consecutive_mixtures(model: ModelConfig, *, to_the_end: bool) -> dict[str, Any]:
+    """Return that the layers with experts, perhaps the last ones, follow each other, and that shared experts are as
+    wide as some of the others together (`Family.dependent_flags`)."""
+    mixtures, width = model.moe_layer_freq, shared_experts(model) * model.expert_ffn_hidden_size
+    if mixtures is not None:
+        has = read_pattern(mixtures, model.num_layers, "the first")
+        last = len(has) if to_the_end else len(has) - has[::-1].index(True)
+        mixtures = pattern([has.index(True) <= number < last for number in range(len(has))])
+    return {"moe_layer_freq": mixtures, "moe_shared_expert_intermediate_size": width or None}
+
+
+def shared_experts(model: ModelConfig) -> int:
+    """Return the number of shared experts of the width of the others."""
+    return (model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn_hidden_size
+
+
+def sparse_values(reading: Reading) -> dict[str, Any]:
+    """Return the values of our flags of Qwen's experts in some of the layers."""
+    step, dense = reading.integer("decoder_sparse_step", 1), reading.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        reading.problems.append(f"mlp_only_layers is {json.dumps(dense)}, and no list of layers")
+        dense = []
+    mixtures = [(number + 1) % step == 0 and number not in dense for number in layer_numbers(reading)]
+    if not any(mixtures):
+        reading.problems.append(f"decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")
+    experts, width = reading.integer("num_experts"), reading.integer("moe_intermediate_size")
+    values = expert_values(reading, experts, width, normalized=reading.boolean("norm_topk_prob", False))
+    return {**values, "moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
+
+
+def sparse_json(config: Config) -> dict[str, Any]:
+    """Return the same keys."""
+    model = config.model
+    return {
+        **expert_json(config),
+        "num_experts": model.num_experts,
+        "moe_intermediate_size": model.expert_ffn_hidden_size,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer.number for layer in layers(config) if layer.experts is None],
+    }
