@@ -170,7 +170,9 @@ def test_the_catalogue_of_a_layer() -> None:
             ),
             Parameter(f"{at}.self_attention.linear_proj.bias", (48,), 2, "zeros", **sp),
             Parameter(f"{at}.self_attention.linear_proj.weight", (48, 60), 2, *small, tp_dim=1),
-            Parameter(f"{at}.self_attention.linear_qkv.weight", (100, 48), 2, *normal, tp_dim=0),
+            Parameter(
+                f"{at}.self_attention.linear_qkv.weight", (100, 48), 2, *normal, tp_dim=0, sections=(30, 10, 10)
+            ),
             Parameter(f"{at}.self_attention.linear_qkv.bias", (100,), 2, "zeros", tp_dim=0),
             Parameter(f"{at}.mlp.linear_fc1.weight", (80, 48), 2, *normal, tp_dim=0, tp_stride=2),
             Parameter(f"{at}.mlp.linear_fc1.bias", (80,), 2, "zeros", tp_dim=0, tp_stride=2),
