@@ -1,8 +1,7 @@
 """Reads the variables by which a launcher tells a process which rank it is.
 
-torchrun's are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; accelerate's launcher sets the same, and DeepSpeed's
-all but the last. Without them, those of mpirun and srun are taken: a process of theirs that took itself for the only
-one would train alone, next to others that do the same.
+torchrun's are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; DeepSpeed's has LOCAL_SIZE for the last. Without them,
+those of mpirun and srun are taken: a process of theirs that took itself for the only one would train alone.
 """
 
 import os

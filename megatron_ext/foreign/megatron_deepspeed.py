@@ -2,9 +2,8 @@
 
     typed = read(["--deepspeed", "--deepspeed_config", "ds_config.json", "--zero-stage", "1", ...])
 
-Meanings are those of Megatron-DeepSpeed's source. There DeepSpeed is given Megatron's own optimizer and schedule, and
-does not use those of its JSON file; clipping, loss scale and ZeRO's stage are the file's, whatever the flags say. What
-only has another name stands in `config/compat/old_spellings.py`, as in scripts of other forks.
+Meanings are those of Megatron-DeepSpeed's source. There DeepSpeed is given Megatron's own optimizer and schedule;
+clipping, loss scale and ZeRO's stage are those of its file. What only has another name is in `old_spellings.py`.
 """
 
 import base64
@@ -19,6 +18,7 @@ from typing import Any
 from megatron_ext.config.parse import arguments
 from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.schema.data_flags import FOLDER_TOKENIZERS
+from megatron_ext.environment import world_size
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign import translate
 from megatron_ext.foreign.script import Script
@@ -27,11 +27,7 @@ from megatron_ext.untrusted.text import load_json
 
 
 def read(argv: Sequence[str]) -> Typed:
-    """Return what `config.parse.arguments.read` returns, with the words of other programs' scripts in their meaning.
-
-    Raises:
-        StorageError: this process may not read a file that gives further values.
-    """
+    """Return what `config.parse.arguments.read` returns, with the words of such scripts in their meaning."""
     script = Script(argv)
     if any(flag in script for flag in _MARKS):
         _experts(script)
@@ -62,35 +58,31 @@ _ENGINES = {
 _LOGS = ("--log-interval", "--timing-log-level", "--tensorboard-dir", "--wandb-project", "--wandb-entity")
 """Flags that the file gives only where the script does not."""
 
-_OF_MEGATRON = {
-    "optimizer": "DeepSpeed is given Megatron's optimizer, --optimizer and its flags",
-    "scheduler": "DeepSpeed is given Megatron's schedule, --lr-decay-style and its flags",
-}
 _LENGTHS = "a run has one sequence length; train with a shorter --seq-length first, then --load its checkpoint"
 _TRAINS_OTHERWISE = {
     "curriculum_learning": _LENGTHS,
     "data_efficiency": _LENGTHS,
     "compression_training": "weights are not compressed while they train; leave it out",
-    "quantize_training": "weights are not quantized while they train; leave it out, or use --fp8-format",
-    "progressive_layer_drop": "every layer computes in every step; leave it out",
-    "elasticity": "use --elastic",
 }
-"""Sections of the file that change what is trained, and what to do instead."""
+"""Sections of the file that change what is trained where they are enabled, and what to do instead."""
 
-_IDLE = ("aio", "autotuning", "checkpoint", "comms_logger", "csv_monitor", "flops_profiler", "nebula")
-"""Sections of the file that are about speed, files and measurements alone."""
+_IDLE = ("optimizer", "scheduler", "aio", "autotuning", "checkpoint", "comms_logger", "csv_monitor", "flops_profiler")
+"""Sections of the file that change nothing: the first two, since DeepSpeed is given Megatron's own."""
 
 
 def _engine(script: Script) -> None:
     """Take what chooses DeepSpeed as the engine, and give what that comes to."""
-    chosen, named, stage = (
-        script.take("--deepspeed"),
-        script.take("--deepspeed-config"),
-        script.take_number("--zero-stage"),
-    )
+    chosen, named = script.take("--deepspeed"), script.take("--deepspeed-config")
+    stage = script.take_number("--zero-stage")
     content: dict[str, Any] = {} if stage is None else {"zero_optimization.stage": stage}
     if chosen is not None:
-        script.warnings.append(f"--deepspeed changes nothing here: megatron-core is always the engine{_started()}")
+        script.warnings.append("--deepspeed changes nothing here: megatron-core is always the engine")
+    here, machines = map(os.environ.get, ("LOCAL_SIZE", "CROSS_SIZE"))
+    if here and machines:
+        script.warnings.append(
+            "deepspeed starts no rank again; on each machine, torchrun "
+            f"--nproc-per-node {here} --nnodes {machines} --node-rank RANK --master-addr ADDRESS --max-restarts 3 does"
+        )
     try:
         if named is not None and chosen is not None:
             content = _effective(script, _content(" ".join(named)), stage)
@@ -101,25 +93,11 @@ def _engine(script: Script) -> None:
         script.problems += error.problems
 
 
-def _started() -> str:
-    """Return which torchrun starts the same ranks, where DeepSpeed's launcher has started this one."""
-    here, machines, machine = map(os.environ.get, ("LOCAL_SIZE", "CROSS_SIZE", "CROSS_RANK"))
-    if here is None or machines is None or "TORCHELASTIC_RUN_ID" in os.environ:
-        return ""
-    return (
-        f"; to have failed ranks started again, use torchrun --nproc-per-node {here} --nnodes {machines} --node-rank "
-        f"{machine} --master-addr {os.environ.get('MASTER_ADDR')} --max-restarts 3 in the place of deepspeed"
-    )
-
-
 def _content(named: str) -> dict[str, Any]:
     """Return each value of the file, or of what is given itself in base64, as DeepSpeed allows, by its dotted key."""
-    content = None
-    if os.path.exists(named):
-        content = translate.read(named)
-    else:
-        with contextlib.suppress(ValueError):
-            content = load_json(base64.urlsafe_b64decode(named))
+    content = translate.read(named) if os.path.exists(named) else None
+    with contextlib.suppress(ValueError):
+        content = content or load_json(base64.urlsafe_b64decode(named))
     if not isinstance(content, dict):
         raise ConfigurationError(f"{_CONFIG} {named[:200]} does not exist; give a JSON file, or its text in base64")
     return {name: value for name, value in translate.leaves(content) if value != {}}
@@ -129,13 +107,12 @@ def _effective(script: Script, content: dict[str, Any], stage: int | None) -> di
     """Return what DeepSpeed uses of its file, with its defaults; "auto" is what the script says."""
     auto = {name for name, value in content.items() if value == "auto"}
     content = {name: value for name, value in content.items() if name not in auto}
-    for name in {key.split(".")[0] for key in content} & {*_TRAINS_OTHERWISE, *_OF_MEGATRON, *_IDLE}:
+    for name in (*_TRAINS_OTHERWISE, *_IDLE):
         section = {key: content.pop(key) for key in [*content] if key.split(".")[0] == name}
-        enabled = any(value is True for key, value in section.items() if key.endswith("enabled"))
-        if name in _TRAINS_OTHERWISE and enabled:
+        if name in _IDLE[:2] and section:
+            script.warnings.append(f"{name} of {_CONFIG} changes nothing, there too: Megatron's own is used")
+        elif name not in _IDLE and any(value is True for key, value in section.items() if key.endswith("enabled")):
             script.problems.append(f"{name} of {_CONFIG} is not supported: {_TRAINS_OTHERWISE[name]}")
-        elif name in _OF_MEGATRON:
-            script.warnings.append(f"{name} of {_CONFIG} changes nothing, there too: {_OF_MEGATRON[name]}")
     _precision(script, content, auto)
     for flag, (key, default) in _ENGINES.items():
         if "--fp16" not in script and key.startswith("fp16"):
@@ -143,9 +120,8 @@ def _effective(script: Script, content: dict[str, Any], stage: int | None) -> di
         elif key not in auto:
             own = content.setdefault(key, default)
             given = " ".join(script.take(flag) or (["1.0"] if flag == "--clip-grad" else []))
-            if given and given not in (str(own), f"{own}.0"):
-                none = ": no gradient is clipped" if flag == "--clip-grad" and not own else ""
-                script.warnings.append(f"{flag} {given} changes nothing, there too: {key} of {_CONFIG} is {own}{none}")
+            if given and given.removesuffix(".0") != str(own).removesuffix(".0"):
+                script.warnings.append(f"{flag} {given} changes nothing, there too: {key} of {_CONFIG} is {own}")
     key = "zero_optimization.stage"
     own = content.setdefault(key, (stage or 0) if key in auto else 0)
     if stage not in (None, own):
@@ -174,10 +150,12 @@ def _batch(script: Script, content: dict[str, Any]) -> None:
         elif own is not None:
             script.give((flag, str(own)))
     steps, micro, batch = content.pop("gradient_accumulation_steps", None), *map(script.number, sizes)
-    if steps is not None and (batch is None or (isinstance(steps, int) and batch % (steps * (micro or 1)))):
+    ways = (f"--{way}-parallel-size" for way in ("tensor-model", "pipeline-model", "context", "ds-sequence"))
+    ranks = (script.number("--world-size") or world_size()) // math.prod(script.number(way) or 1 for way in ways)
+    if steps is not None and ranks and batch != (product := steps * (micro or 1) * ranks):
         script.problems.append(
-            f"gradient_accumulation_steps {steps} of {_CONFIG} with --micro-batch-size {micro} and --global-batch-size "
-            f"{batch}: give the --global-batch-size, which is their product times the data-parallel ranks"
+            f"--global-batch-size {batch} is not gradient_accumulation_steps {steps} of {_CONFIG} x --micro-batch-size "
+            f"{micro} x {ranks} data-parallel ranks; use --global-batch-size {product}, or leave the key out"
         )
 
 
@@ -225,13 +203,13 @@ def _other_words(script: Script) -> None:
         script.give(("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", folder))
 
 
-_OF_EXPERTS = ("--topk", "--expert-interval", "--mlp-type", "--create-moe-param-group", "--disable-moe-token-dropping")
-_OF_EXPERTS += ("--moe-expert-parallel-size", "--moe-loss-coeff", "--disable-moe-top2-2nd-expert-sampling")
+_OF_EXPERTS = ("--topk", "--expert-interval", "--mlp-type", "--moe-expert-parallel-size", "--moe-loss-coeff")
+_OF_EXPERTS += ("--disable-moe-token-dropping", "--create-moe-param-group", "--disable-moe-top2-2nd-expert-sampling")
 _MARKS = (*_OF_EXPERTS, "--deepspeed", "--no-pipeline-parallel", "--deepspeed-activation-checkpointing")
 """Flags that only Megatron-DeepSpeed has, by which --num-experts is known to be meant as there."""
 
-_OF_EXPERTS += ("--moe-train-capacity-factor", "--moe-eval-capacity-factor", "--moe-min-capacity")
-_OF_EXPERTS += ("--enable-expert-tensor-parallelism", "--use-tutel")
+_OF_EXPERTS += ("--moe-train-capacity-factor", "--moe-eval-capacity-factor", "--moe-min-capacity", "--use-tutel")
+_OF_EXPERTS += ("--enable-expert-tensor-parallelism",)
 
 
 def _experts(script: Script) -> None:
@@ -241,32 +219,30 @@ def _experts(script: Script) -> None:
     the weights of a token's experts are divided by their sum.
     """
     given = {flag: script.take(flag) for flag in _OF_EXPERTS}
-    numbers = script.values("--num-experts") or ["1"]
+    numbers = script.take("--num-experts") or ["1"]
     if set(numbers) == {"1"}:
-        script.take("--num-experts")
         return
-    topk, interval, mlp, _, unlimited, ranks, loss = ((given[flag] or [None])[0] for flag in _OF_EXPERTS[:7])
-    every, layers = int(interval or 2) if (interval or "2").isdecimal() else 0, script.number("--num-layers") or 0
+    own = enumerate(("1", "2", "standard", "1", "0.1"))
+    topk, interval, mlp, ranks, loss = ((given[_OF_EXPERTS[place]] or [default])[0] for place, default in own)
+    layers, every = script.number("--num-layers") or 0, int(interval) if interval.isdecimal() else 0
     refused = {
-        f"--num-experts {' '.join(numbers)}: all layers have the same number here; give one": len(set(numbers)) > 1,
-        "--num-experts without --disable-moe-token-dropping: Megatron-DeepSpeed leaves out tokens above an expert's "
-        "--moe-train-capacity-factor (default 1.0), and here none is left out; add that switch": unlimited is None,
-        "--topk 2: there the second expert is drawn, and the loss counts the first alone; use --topk 1 or 3": topk
-        == "2",
-        f"--mlp-type {mlp}: no layer adds an MLP to its experts; use standard": mlp not in (None, "standard"),
-        f"--expert-interval {interval}: none of --num-layers {layers} would have experts; use 1": not 0
-        < every
-        <= layers,
+        f"--num-experts {' '.join(numbers)}: layers have one number of experts here; give it": len(set(numbers)) > 1,
+        "--num-experts without --disable-moe-token-dropping leaves tokens out, as is not done here; add that switch": (
+            given["--disable-moe-token-dropping"] is None
+        ),
+        "--topk 2 draws the second expert, and counts the first alone in the loss; use 1 or 3": topk == "2",
+        f"--mlp-type {mlp}: no layer adds an MLP to its experts here; use standard": mlp != "standard",
+        f"--expert-interval {interval}: none of {layers} layers has experts; use 1": not 1 <= every <= layers,
     }
     script.problems += [text for text, is_so in refused.items() if is_so]
     script.give(
         ("--num-experts", numbers[0]),
-        ("--expert-model-parallel-size", ranks or "1"),
-        ("--moe-router-topk", topk or "1"),
+        ("--expert-model-parallel-size", ranks),
+        ("--moe-router-topk", topk),
         ("--moe-router-dtype", "fp32"),
         ("--moe-router-load-balancing-type", "aux_loss"),
-        ("--moe-aux-loss-coeff", loss or "0.1"),
-        *([("--moe-router-pre-softmax",)] if topk in (None, "1") else []),
+        ("--moe-aux-loss-coeff", loss),
+        *([("--moe-router-pre-softmax",)] if topk == "1" else []),
         *([("--moe-layer-freq", f"([0]*{every - 1}+[1])*{layers // every}+[0]*{layers % every}")] if every > 1 else []),
     )
 
@@ -279,8 +255,7 @@ def _tokens(script: Script) -> None:
     if not named:
         return
     total, decay, warmup = map(script.take_number, flags)
-    length = script.number("--seq-length") or 0
-    grows = "--rampup-batch-size" in script
+    length, grows = script.number("--seq-length") or 0, "--rampup-batch-size" in script
     batch = 0 if grows else script.number("--global-batch-size") or 0
     steps = ("--train-iters", "--lr-decay-iters", "--lr-warmup-iters")
     in_samples = {flag: number * batch for flag in steps if (number := script.take_number(flag))}
@@ -295,13 +270,13 @@ def _tokens(script: Script) -> None:
         script.problems.append("--lr-warmup-tokens without --lr-decay-tokens: the decay begins at no step; give both")
     ends = [in_samples.get("--train-iters"), script.number("--train-samples")]
     ends += [] if total is None else [math.ceil(total / (length * (batch or 1))) * (batch or 1)]
-    decay = in_samples.get("--lr-decay-iters") if decay is None else decay // length
-    warmup = in_samples.get("--lr-warmup-iters") if warmup is None else warmup // length
-    end = min((samples for samples in ends if samples), default=None)
-    taken = {"--train-samples": end, "--lr-decay-samples": decay, "--lr-warmup-samples": warmup}
-    words = [(flag, str(samples)) for flag, samples in taken.items() if samples is not None]
-    script.give(*words)
+    taken = {
+        "--train-samples": min((samples for samples in ends if samples), default=None),
+        "--lr-decay-samples": in_samples.get("--lr-decay-iters") if decay is None else decay // length,
+        "--lr-warmup-samples": in_samples.get("--lr-warmup-iters") if warmup is None else warmup // length,
+    }
+    words = [f"{flag} {samples}" for flag, samples in taken.items() if samples is not None]
+    script.give(*(word.split() for word in words))
     script.warnings.append(
-        f"{', '.join(named)} are counted in samples: {' '.join(word for pair in words for word in pair)}; in tokens, "
-        "Megatron-DeepSpeed's schedule is one step behind"
+        f"{', '.join(named)}: {' '.join(words)}; in tokens, Megatron-DeepSpeed's schedule is one step behind"
     )

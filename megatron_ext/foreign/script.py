@@ -1,12 +1,4 @@
-"""Holds the command line of another program's script while its words become ours, flag by flag.
-
-    script = Script(["--train-tokens", "4096", "--seq-length", "64"])
-    script.take("--train-tokens")              # ["4096"], and gone
-    script.give(("--train-samples", "64"))
-    script.words()                             # ["--seq-length", "64", "--train-samples", "64"]
-
-A flag is named with hyphens, and its last mention counts, as in argparse.
-"""
+"""Holds the command line of another program's script while its words become ours, flag by flag."""
 
 from collections.abc import Sequence
 
@@ -14,25 +6,23 @@ from megatron_ext.config.parse.arguments import flag_groups
 
 
 class Script:
-    """The flags of a script, and what is to be said of those that were taken out."""
+    """The flags of a script, named with hyphens, and what is to be said of those taken out; the last mention counts."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.problems: list[str] = []
         self.warnings: list[str] = []
-        self.unread: set[str] = set()
-        """Fields of which nothing more is to be said, since what was to give them is a problem."""
-        groups = flag_groups(argv, self.problems)
-        self._groups = [(flag.replace("_", "-"), flag, inline, words) for flag, inline, words in groups]
+        self.unread: set[str] = set()  # fields that a problem was to give
+        self._groups: list[tuple[str, list[str], list[str]]] = []  # flag, its values, and the words as typed
+        for flag, inline, words in flag_groups(argv, self.problems):
+            typed = [*([flag] if inline is None else [f"{flag}={inline}"]), *words]
+            self._groups.append((flag.replace("_", "-"), words if inline is None else [inline, *words], typed))
 
     def __contains__(self, flag: str) -> bool:
         return self.values(flag) is not None
 
     def values(self, flag: str) -> list[str] | None:
         """Return the words that belong to a flag; None without it."""
-        found = [
-            [*([] if inline is None else [inline]), *words] for name, _, inline, words in self._groups if name == flag
-        ]
-        return found[-1] if found else None
+        return next((values for name, values, _ in reversed(self._groups) if name == flag), None)
 
     def number(self, flag: str) -> int | None:
         """Return the integer that belongs to a flag; None without one, of which the parser speaks."""
@@ -58,11 +48,8 @@ class Script:
         """Add flags in the place of those that are there, each with its values behind it."""
         for flag, *values in flags:
             self.take(flag)
-            self._groups.append((flag, flag, None, values))
+            self._groups.append((flag, values, [flag, *values]))
 
     def words(self) -> list[str]:
         """Return the command line that is left."""
-        words = []
-        for _, flag, inline, values in self._groups:
-            words += [flag if inline is None else f"{flag}={inline}", *values]
-        return words
+        return [word for _, _, typed in self._groups for word in typed]

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from megatron_ext.foreign.script import Script
 from megatron_ext.untrusted.text import read_file
 
-_MOST_BYTES = 2**24
-_GROUP = re.compile(r"\s*([^\s:,]+)\s*:\s+(.+)", re.DOTALL)
+_GROUP = re.compile(r"\s*[^\s:,]+\s*:\s+(.+)", re.DOTALL)
 _WHOLE = re.compile(r"0*(\.0*)?:1(\.0*)?")
 
 
@@ -21,32 +20,22 @@ def read_weighted_splits(script: Script) -> None:
         try:
             if path is not None:
                 flag = f"{flag}-path"
-                groups = shlex.split(read_file(" ".join(path), _MOST_BYTES).decode())
+                groups = shlex.split(read_file(" ".join(path), 2**24).decode())
             if groups is not None:
-                script.give(*_flags(part, groups))
+                script.give([f"--{part}-data-path", *_prefixes(groups)])
         except (OSError, ValueError) as error:
             file = f" {' '.join(path)}" if path else ""
             script.problems.append(f"{flag}{file}: {getattr(error, 'strerror', None) or error}")
             script.unread |= {"data_path", "train_data_path"}
 
 
-def _flags(part: str, groups: Sequence[str]) -> list[list[str]]:
-    sources = dict(_source(group) for group in groups)
-    if len(sources) == 1:
-        return [[f"--{part}-data-path", *next(iter(sources.values()))]]
-    if part != "valid" or any(len(words) > 2 for words in sources.values()):
-        raise ValueError(f"{len(groups)} groups of data; give one, or for validation several of one prefix each")
-    prefixes = [prefix for _, prefix in sources.values()]
-    return [["--valid-data-path", *prefixes], ["--multiple-validation-sets"], ["--validation-set-names", *sources]]
-
-
-def _source(group: str) -> tuple[str, list[str]]:
-    """Return the name of a group, and its weights and prefixes in turn."""
-    found = _GROUP.fullmatch(group)
-    items = [item.split() for item in found[2].split(",")] if found else []
-    if found is None or any(len(item) != 3 for item in items):
-        raise ValueError(f'{group[:100]!r} is not "NAME: WEIGHT BEGIN:END PREFIX, ..."; write it so')
-    parts = [f"{share} of {prefix}" for _, share, prefix in items if not _WHOLE.fullmatch(share)]
-    if parts:
-        raise ValueError(f"{parts[0]} is not the whole, 0:1; use --data-path with --split, which divides every prefix")
-    return found[1], [word for weight, _, prefix in items for word in (weight, prefix)]
+def _prefixes(groups: Sequence[str]) -> list[str]:
+    """Return weights and prefixes in turn. Raises ValueError where the words are others, or mean what is not here."""
+    found = _GROUP.fullmatch(groups[0]) if len(groups) == 1 else None
+    items = [item.split() for item in found[1].split(",")] if found else []
+    if not items or any(len(item) != 3 for item in items):
+        raise ValueError(f'{len(groups)} words, but expected one, "NAME: WEIGHT BEGIN:END PREFIX, ..."; give one group')
+    for _, share, prefix in items:
+        if not _WHOLE.fullmatch(share):
+            raise ValueError(f"{prefix} has {share}, not the whole, 0:1; use --data-path with --split, alike for each")
+    return [word for weight, _, prefix in items for word in (weight, prefix)]

@@ -38,7 +38,6 @@ EARLIER_FLAGS: dict[str, tuple[str, str | None]] = {
     "--use-alibi-position-embeddings": ("position_embedding_type", "alibi"),
     "--rotary-position-embeddings-theta": ("rotary_base", None),
     "--moe-intermediate-size": ("moe_ffn_hidden_size", None),
-    "--moe-expert-parallel-size": ("expert_model_parallel_size", None),
     "--ds-sequence-parallel-size": ("context_parallel_size", None),
     "--num-key-value-heads": ("num_query_groups", None),
     "--num-attention-heads-kv": ("num_query_groups", None),
@@ -319,12 +318,6 @@ REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
         "a run has one sequence length; train with a shorter --seq-length first, then --load its checkpoint",
         """
         --curriculum-learning, --data-efficiency-curriculum-learning, --random-ltd
-        """,
-    ),
-    (
-        "distillation is not in this version; leave it out",
-        """
-        --kd, --mos
         """,
     ),
     (

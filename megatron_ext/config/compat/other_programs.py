@@ -2,8 +2,7 @@
 the equivalent, and the tool that translates their configuration files. Those of Megatron-DeepSpeed are taken
 (`foreign/megatron_deepspeed.py`)."""
 
-_IMPORT = "python tools/import_config.py --from {} FILE prints the flags of ours that its configuration file means"
-_ACCELERATE = _IMPORT.format("accelerate")
+_ACCELERATE = "python tools/import_config.py --from accelerate FILE prints the flags that its file means"
 _BLOOMS = "it is BLOOM's Megatron-DeepSpeed's"
 _PAI = "it is Pai-Megatron-Patch's"
 _EPFL = "it is epfLLM's Megatron-LLM's"
@@ -60,13 +59,11 @@ FLAGS: dict[str, str] = {
     "--tokenizer-file": (
         f"{_BIGCODES}: use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model, the folder of tokenizer.json"
     ),
-    "--hostfile": (
-        "it is DeepSpeed's launcher's: give torchrun --nnodes, --node-rank and --rdzv-endpoint on each machine, or use "
-        "Slurm, and leave it out; python tools/import_config.py translates the configuration file that goes with it"
+    **dict.fromkeys(
+        ("--hostfile", "--num-gpus", "--num-nodes", "--include", "--exclude"),
+        "it is the deepspeed launcher's: start torchrun --nproc-per-node GPUS --nnodes MACHINES --node-rank RANK "
+        "--master-addr ADDRESS pretrain_gpt.py with the other flags on each machine, or use Slurm",
     ),
-    "--num-gpus": "it is DeepSpeed's launcher's: use torchrun --nproc-per-node",
-    "--num-nodes": "it is DeepSpeed's launcher's: use torchrun --nnodes",
-    "--include": "it is DeepSpeed's launcher's: choose devices with CUDA_VISIBLE_DEVICES",
     "--config-file": f"it is Accelerate's: start with torchrun and leave it out; {_ACCELERATE}",
     "--num-processes": "it is Accelerate's: use torchrun --nproc-per-node",
     "--num-machines": "it is Accelerate's: use torchrun --nnodes",
