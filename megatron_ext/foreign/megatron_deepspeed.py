@@ -20,7 +20,6 @@ from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.schema.data_flags import FOLDER_TOKENIZERS
 from megatron_ext.environment import world_size
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.foreign import translate
 from megatron_ext.foreign.script import Script
 from megatron_ext.foreign.weighted_split_paths import read_weighted_splits
 from megatron_ext.untrusted.text import load_json
@@ -88,13 +87,16 @@ def _engine(script: Script) -> None:
             content = _effective(script, _content(" ".join(named)), stage)
         elif named is not None:
             script.warnings.append(f"{_CONFIG} changes nothing, there too: without --deepspeed nobody reads it")
-        _give(script, content)
+        if content:
+            _give(script, content)
     except ConfigurationError as error:
         script.problems += error.problems
 
 
 def _content(named: str) -> dict[str, Any]:
     """Return each value of the file, or of what is given itself in base64, as DeepSpeed allows, by its dotted key."""
+    from megatron_ext.foreign import translate  # imports YAML, for which scripts without DeepSpeed do not wait
+
     content = translate.read(named) if os.path.exists(named) else None
     with contextlib.suppress(ValueError):
         content = content or load_json(base64.urlsafe_b64decode(named))
@@ -152,7 +154,10 @@ def _batch(script: Script, content: dict[str, Any]) -> None:
     steps, micro, batch = content.pop("gradient_accumulation_steps", None), *map(script.number, sizes)
     ways = (f"--{way}-parallel-size" for way in ("tensor-model", "pipeline-model", "context", "ds-sequence"))
     ranks = (script.number("--world-size") or world_size()) // math.prod(script.number(way) or 1 for way in ways)
-    if steps is not None and ranks and batch != (product := steps * (micro or 1) * ranks):
+    product = None if steps is None or micro is None else steps * micro * ranks
+    if product and batch is None:
+        script.give(("--global-batch-size", str(product)))
+    elif product and batch != product:
         script.problems.append(
             f"--global-batch-size {batch} is not gradient_accumulation_steps {steps} of {_CONFIG} x --micro-batch-size "
             f"{micro} x {ranks} data-parallel ranks; use --global-batch-size {product}, or leave the key out"
@@ -161,9 +166,11 @@ def _batch(script: Script, content: dict[str, Any]) -> None:
 
 def _give(script: Script, content: dict[str, Any]) -> None:
     """Give the flags that keys of DeepSpeed's file mean, and say what becomes of the others."""
-    found = translate.translate("deepspeed", content)
-    for key in found.keys if content else ():
-        if key.became == "unknown":
+    from megatron_ext.foreign.translate import translate
+
+    found = translate("deepspeed", content)
+    for key in found.keys:
+        if key.became == "unknown" or (key.became == "none" and key.name == "zero_optimization.stage"):
             text = f"{key.name} {key.value!r} of {_CONFIG} is unknown: {key.reason}; leave it out"
             (script.warnings if "--allow-unknown-flags" in script else script.problems).append(text)
         elif key.became == "none":
@@ -173,12 +180,14 @@ def _give(script: Script, content: dict[str, Any]) -> None:
             script.give((flag, *shlex.split(value)))
 
 
-_BOTH_ENDS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 _WORDS: dict[str, dict[str, Sequence[str]]] = {
     "--cpu-optimizer": {"": ["--optimizer-cpu-offload"]},
     "--cpu-torch-adam": {"": ["--optimizer-cpu-offload"]},
     "--glu-activation": {"swiglu": ["--swiglu"], "geglu": ["--geglu"]},
-    "--pp-partition-method": {"type:transformer": [], "type:transformer|embedding": _BOTH_ENDS},
+    "--pp-partition-method": {
+        "type:transformer": [],
+        "type:transformer|embedding": [f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")],
+    },
 }
 """Flags, and which switches of ours each of their values stands for."""
 
@@ -213,11 +222,8 @@ _OF_EXPERTS += ("--enable-expert-tensor-parallelism",)
 
 
 def _experts(script: Script) -> None:
-    """Take --num-experts as Megatron-DeepSpeed means it: 1 is a model without experts, and every second layer has them.
-
-    Its gate is in fp32 and chooses by the softmax over all experts, which with --topk 1 is the expert's weight; else
-    the weights of a token's experts are divided by their sum.
-    """
+    """Take --num-experts as meant there: 1 is a model without experts; every second layer has them; the gate's softmax
+    is over all experts in fp32, and with --topk 1 the expert's weight, else divided by the sum over a token's."""
     given = {flag: script.take(flag) for flag in _OF_EXPERTS}
     numbers = script.take("--num-experts") or ["1"]
     if set(numbers) == {"1"}:
@@ -227,9 +233,7 @@ def _experts(script: Script) -> None:
     layers, every = script.number("--num-layers") or 0, int(interval) if interval.isdecimal() else 0
     refused = {
         f"--num-experts {' '.join(numbers)}: layers have one number of experts here; give it": len(set(numbers)) > 1,
-        "--num-experts without --disable-moe-token-dropping leaves tokens out, as is not done here; add that switch": (
-            given["--disable-moe-token-dropping"] is None
-        ),
+        "--num-experts leaves tokens out there; add --disable-moe-token-dropping": given[_OF_EXPERTS[5]] is None,
         "--topk 2 draws the second expert, and counts the first alone in the loss; use 1 or 3": topk == "2",
         f"--mlp-type {mlp}: no layer adds an MLP to its experts here; use standard": mlp != "standard",
         f"--expert-interval {interval}: none of {layers} layers has experts; use 1": not 1 <= every <= layers,
@@ -248,8 +252,7 @@ def _experts(script: Script) -> None:
 
 
 def _tokens(script: Script) -> None:
-    """Take lengths in tokens as samples of --seq-length tokens: training ends with the step that reaches the first of
-    its lengths, and a schedule in tokens counts in the place of one in steps or samples."""
+    """Take tokens as samples: the first length that is reached ends the run, and a schedule in tokens goes first."""
     flags = ("--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens")
     named = [flag for flag in flags if flag in script]
     if not named:

@@ -1,5 +1,4 @@
-"""Reads the data of BigScience's scripts, `--train-weighted-split-paths "NAME: WEIGHT BEGIN:END PREFIX, ..."`, and the
-files that hold such words, `--train-weighted-split-paths-path FILE`."""
+"""Reads the data of BigScience's scripts: `--train-weighted-split-paths "NAME: WEIGHT BEGIN:END PREFIX, ..."`."""
 
 import re
 import shlex

@@ -227,7 +227,7 @@ EARLIER: tuple[tuple[str, str], ...] = (
         "checkpoints are written by the ranks that hold their parts, and always checked",
         """
         --save-distrib-optimizer-method N, --load-distrib-optimizer-method N, --verify-checkpoint,
-        --verify-checkpoint-model-type N, --universal-checkpoint
+        --verify-checkpoint-model-type N
         """,
     ),
     (
@@ -284,7 +284,8 @@ EARLIER: tuple[tuple[str, str], ...] = (
     (
         "checkpoints are read by the ranks that need their parts, as --ckpt-fully-parallel-load says",
         """
-        --ckpt-fully-parallel-load-per-rank-objects, --ckpt-pg-tensors-cache-path N, --ckpt-pg-tensors-cache-create
+        --ckpt-fully-parallel-load-per-rank-objects, --ckpt-pg-tensors-cache-path N, --ckpt-pg-tensors-cache-create,
+        --universal-checkpoint
         """,
     ),
     (

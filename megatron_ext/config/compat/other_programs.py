@@ -1,6 +1,5 @@
 """Says what to do with flags of other programs, which scripts of Accelerate, ModelOpt and forks put next to Megatron's:
-the equivalent, and the tool that translates their configuration files. Those of Megatron-DeepSpeed are taken
-(`foreign/megatron_deepspeed.py`)."""
+the equivalent, and the tool that translates their configuration files. `foreign/` takes Megatron-DeepSpeed's."""
 
 _ACCELERATE = "python tools/import_config.py --from accelerate FILE prints the flags that its file means"
 _BLOOMS = "it is BLOOM's Megatron-DeepSpeed's"

@@ -197,8 +197,7 @@ def _judge_unknown(reading: _Reading, unknown: list[tuple[str, str]]) -> None:
 
 
 def flag_groups(argv: Sequence[str], problems: list[str]) -> list[tuple[str, str | None, list[str]]]:
-    """Group argv into (flag, value after `=` or None, words up to the next flag), and add a problem for each word that
-    stands before the first flag."""
+    """Group argv into (flag, value after `=` or None, words up to the next flag)."""
     groups: list[tuple[str, str | None, list[str]]] = []
     for word in argv:
         if word.startswith("-") and not _NUMBER.match(word):
