@@ -77,7 +77,7 @@ def _engine(script: Script) -> None:
     if chosen is not None:
         script.warnings.append("--deepspeed changes nothing here: megatron-core is always the engine")
     here, machines = map(os.environ.get, ("LOCAL_SIZE", "CROSS_SIZE"))
-    if here and machines:
+    if here and machines and script.take("--local-rank"):
         script.warnings.append(
             "deepspeed starts no rank again; on each machine, torchrun "
             f"--nproc-per-node {here} --nnodes {machines} --node-rank RANK --master-addr ADDRESS --max-restarts 3 does"
