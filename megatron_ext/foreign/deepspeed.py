@@ -55,6 +55,11 @@ TABLE: Table = {
     "bf16.immediate_grad_update": Default("gradients are added where they are computed"),
     "bf16.check_grad_overflow": Default("a NaN or an infinity ends the run"),
     "zero_optimization.stage": ZERO_STAGE,
+    "zero_optimization.cpu_offload": switch("--optimizer-cpu-offload"),
+    **dict.fromkeys(
+        (f"zero_optimization.{key}" for key in ("elastic_checkpoint", "ignore_unused_parameters")),
+        Default("checkpoints load into any layout, and weights without a gradient are no error"),
+    ),
     "zero_optimization.offload_optimizer.device": Cases(
         _ON_DEVICE, NoCounterpart("offloading to disk is not supported; --optimizer-cpu-offload keeps it in memory")
     ),

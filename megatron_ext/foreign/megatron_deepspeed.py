@@ -54,9 +54,6 @@ _ENGINES = {
 }
 """Flags of what DeepSpeed does itself, by the keys of its file alone, with the defaults that these have."""
 
-_LOGS = ("--log-interval", "--timing-log-level", "--tensorboard-dir", "--wandb-project", "--wandb-entity")
-"""Flags that the file gives only where the script does not."""
-
 _LENGTHS = "a run has one sequence length; train with a shorter --seq-length first, then --load its checkpoint"
 _TRAINS_OTHERWISE = {
     "curriculum_learning": _LENGTHS,
@@ -65,7 +62,7 @@ _TRAINS_OTHERWISE = {
 }
 """Sections of the file that change what is trained where they are enabled, and what to do instead."""
 
-_IDLE = ("optimizer", "scheduler", "aio", "autotuning", "checkpoint", "comms_logger", "csv_monitor", "flops_profiler")
+_IDLE = ("optimizer", "scheduler", "aio", "autotuning", "checkpoint", "comms_logger", "flops_profiler", "pipeline")
 """Sections of the file that change nothing: the first two, since DeepSpeed is given Megatron's own."""
 
 
@@ -102,7 +99,7 @@ def _content(named: str) -> dict[str, Any]:
         content = content or load_json(base64.urlsafe_b64decode(named))
     if not isinstance(content, dict):
         raise ConfigurationError(f"{_CONFIG} {named[:200]} does not exist; give a JSON file, or its text in base64")
-    return {name: value for name, value in translate.leaves(content) if value != {}}
+    return {name.replace("bfloat16", "bf16"): value for name, value in translate.leaves(content) if value != {}}
 
 
 def _effective(script: Script, content: dict[str, Any], stage: int | None) -> dict[str, Any]:
@@ -176,7 +173,7 @@ def _give(script: Script, content: dict[str, Any]) -> None:
         elif key.became == "none":
             script.warnings.append(f"{key.name} {key.value} of {_CONFIG} changes nothing here: {key.reason}")
     for flag, value in found.command.items():
-        if flag not in script or flag not in _LOGS:
+        if flag not in script:
             script.give((flag, *shlex.split(value)))
 
 

@@ -8,7 +8,6 @@ from megatron_ext.foreign.script import Script
 from megatron_ext.untrusted.text import read_file
 
 _GROUP = re.compile(r"\s*[^\s:,]+\s*:\s+(.+)", re.DOTALL)
-_WHOLE = re.compile(r"0*(\.0*)?:1(\.0*)?")
 
 
 def read_weighted_splits(script: Script) -> None:
@@ -23,8 +22,7 @@ def read_weighted_splits(script: Script) -> None:
             if groups is not None:
                 script.give([f"--{part}-data-path", *_prefixes(groups)])
         except (OSError, ValueError) as error:
-            file = f" {' '.join(path)}" if path else ""
-            script.problems.append(f"{flag}{file}: {getattr(error, 'strerror', None) or error}")
+            script.problems.append(f"{' '.join([flag, *(path or ())])}: {getattr(error, 'strerror', None) or error}")
             script.unread |= {"data_path", "train_data_path"}
 
 
@@ -35,6 +33,6 @@ def _prefixes(groups: Sequence[str]) -> list[str]:
     if not items or any(len(item) != 3 for item in items):
         raise ValueError(f'{len(groups)} words, but expected one, "NAME: WEIGHT BEGIN:END PREFIX, ..."; give one group')
     for _, share, prefix in items:
-        if not _WHOLE.fullmatch(share):
+        if not re.fullmatch(r"0*(\.0*)?:1(\.0*)?", share):
             raise ValueError(f"{prefix} has {share}, not the whole, 0:1; use --data-path with --split, alike for each")
     return [word for weight, _, prefix in items for word in (weight, prefix)]

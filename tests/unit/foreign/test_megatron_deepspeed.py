@@ -145,6 +145,15 @@ def test_experts_are_in_the_last_of_every_few_layers() -> None:
         ),
         ({"gradient_clipping": 1, "fp16": {"enabled": False, "loss_scale": 8}}, "", ""),
         ({"gradient_clipping": 1, "bf16": {"enabled": True}, "fp16": {"enabled": False}}, "", "--bf16"),
+        ({"gradient_clipping": 1, "bfloat16": {"enabled": True}, "pipeline": {"stages": 2}}, "--bf16", "--bf16"),
+        (
+            {
+                "gradient_clipping": 1,
+                "zero_optimization": {"stage": 1, "cpu_offload": True, "elastic_checkpoint": True},
+            },
+            "",
+            "--use-distributed-optimizer --optimizer-cpu-offload",
+        ),
         ({"gradient_clipping": 1, "bf16": {"enabled": "auto"}}, "--bf16", "--bf16"),
         (
             {
@@ -193,6 +202,11 @@ def test_sizes_that_the_script_leaves_out_are_the_files() -> None:
             "",
             "--global-batch-size 4 is not gradient_accumulation_steps 3 of --deepspeed_config x --micro-batch-size 2 "
             "x 1 data-parallel ranks; use --global-batch-size 6",
+        ),
+        (
+            {"gradient_accumulation_steps": 2},
+            "--world-size 2 --dry-run",
+            "x --micro-batch-size 2 x 2 data-parallel ranks; use --global-batch-size 8",
         ),
         ({"zero_optimization": {"stage": 4}}, "", "zero_optimization.stage 4 of --deepspeed_config is unknown"),
         ({"zero_optimisation": {"stage": 1}}, "", "zero_optimisation.stage 1 of --deepspeed_config is unknown"),
