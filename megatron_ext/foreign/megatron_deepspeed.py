@@ -180,13 +180,17 @@ def _give(script: Script, content: dict[str, Any]) -> None:
 _WORDS: dict[str, dict[str, Sequence[str]]] = {
     "--cpu-optimizer": {"": ["--optimizer-cpu-offload"]},
     "--cpu-torch-adam": {"": ["--optimizer-cpu-offload"]},
+    "--no-tie-embed-logits": {"": ["--untie-embeddings-and-output-weights"]},
+    "--use-rms-norm": {"": ["--normalization=RMSNorm"]},
     "--glu-activation": {"swiglu": ["--swiglu"], "geglu": ["--geglu"]},
+    "--activation-func-type": {"swiglu": ["--swiglu"], "gelu": []},
+    "--attention-head-type": {"multihead": [], "multiquery": ["--group-query-attention", "--num-query-groups=1"]},
     "--pp-partition-method": {
         "type:transformer": [],
         "type:transformer|embedding": [f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")],
     },
 }
-"""Flags, and which switches of ours each of their values stands for."""
+"""Flags, and which of ours each of their values stands for."""
 
 
 def _other_words(script: Script) -> None:
@@ -209,13 +213,13 @@ def _other_words(script: Script) -> None:
         script.give(("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", folder))
 
 
-_OF_EXPERTS = ("--topk", "--expert-interval", "--mlp-type", "--moe-expert-parallel-size", "--moe-loss-coeff")
-_OF_EXPERTS += ("--disable-moe-token-dropping", "--create-moe-param-group", "--disable-moe-top2-2nd-expert-sampling")
+_OF_EXPERTS: tuple[str, ...] = ("--topk", "--expert-interval", "--mlp-type", "--moe-expert-parallel-size")
+_OF_EXPERTS += ("--moe-loss-coeff", "--disable-moe-token-dropping", "--create-moe-param-group")
 _MARKS = (*_OF_EXPERTS, "--deepspeed", "--no-pipeline-parallel", "--deepspeed-activation-checkpointing")
 """Flags that only Megatron-DeepSpeed has, by which --num-experts is known to be meant as there."""
 
 _OF_EXPERTS += ("--moe-train-capacity-factor", "--moe-eval-capacity-factor", "--moe-min-capacity", "--use-tutel")
-_OF_EXPERTS += ("--enable-expert-tensor-parallelism",)
+_OF_EXPERTS += ("--enable-expert-tensor-parallelism", "--disable-moe-top2-2nd-expert-sampling")
 
 
 def _experts(script: Script) -> None:

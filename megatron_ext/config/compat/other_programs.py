@@ -4,7 +4,6 @@ the equivalent, and the tool that translates their configuration files. `foreign
 _ACCELERATE = "python tools/import_config.py --from accelerate FILE prints the flags that its file means"
 _BLOOMS = "it is BLOOM's Megatron-DeepSpeed's"
 _PAI = "it is Pai-Megatron-Patch's"
-_EPFL = "it is epfLLM's Megatron-LLM's"
 _MINDSPEED = "it is MindSpeed's"
 _BIGCODES = "it is BigCode's Megatron-LM's"
 _MEGABLOCKS = "it is MegaBlocks'"
@@ -27,9 +26,6 @@ FLAGS: dict[str, str] = {
     "--reset-progress": f"{_BLOOMS}: use --finetune",
     "--eval-only": f"{_BLOOMS}: use --skip-train, or tasks/main.py",
     "--patch-tokenizer-type": f"{_PAI}: use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
-    "--use-rms-norm": f"{_EPFL}: use --normalization RMSNorm",
-    "--no-tie-embed-logits": f"{_EPFL}: use --untie-embeddings-and-output-weights",
-    "--activation-func-type": "it is Megatron-DeepSpeed's on Gaudi: use --swiglu",
     "--layernorm-type": "it is Megatron-DeepSpeed's on Gaudi: use --normalization",
     "--norm-topk-prob": (
         "it is MindSpeed's: leave it out; without --moe-router-pre-softmax the weights of a token's experts add up to 1"
@@ -52,8 +48,8 @@ FLAGS: dict[str, str] = {
     ),
     "--use-z-loss": "it is LLM-jp's: a loss on the size of the logits is not in this version; leave it out",
     **dict.fromkeys(("--rank", "--dist-url"), _MPI),
-    "--attention-head-type": (
-        f"{_BIGCODES}: for multiquery use --group-query-attention with --num-query-groups 1; leave multihead out"
+    **dict.fromkeys(
+        ("--kd", "--mos"), "it is Megatron-DeepSpeed's distillation, which is not in this version: leave it out"
     ),
     "--tokenizer-file": (
         f"{_BIGCODES}: use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model, the folder of tokenizer.json"

@@ -72,6 +72,12 @@ def _problems(line: str, **options: Any) -> list[str]:
         (f"{_LENGTH} --pad-vocab-size-to 512", f"{_LENGTH} --padded-vocab-size 512"),
         (f"{_LENGTH} --intermediate-size 96 --rope-theta 500", f"{_LENGTH} --ffn-hidden-size 96 --rotary-base 500"),
         (f"{_LENGTH} --cpu-optimizer", f"{_LENGTH} --optimizer-cpu-offload"),
+        (f"{_LENGTH} --use-rms-norm --activation-func-type gelu", f"{_LENGTH} --normalization RMSNorm"),
+        (f"{_LENGTH} --no-tie-embed-logits", f"{_LENGTH} --untie-embeddings-and-output-weights"),
+        (
+            f"{_LENGTH} --attention-head-type multiquery",
+            f"{_LENGTH} --group-query-attention --num-query-groups 1",
+        ),
         (f"{_LENGTH} --pp-partition-method type:transformer", _LENGTH),
         (
             f"{_LENGTH} --num-experts 1 --moe-expert-parallel-size 4 --moe-loss-coeff 0.01 --topk 2 "
