@@ -1,7 +1,7 @@
 """Reads the variables by which a launcher tells a process which rank it is.
 
-torchrun's are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Without them, those of mpirun and srun are taken: a
-process of theirs that took itself for the only one would train alone, next to others that do the same.
+torchrun's are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; DeepSpeed's has LOCAL_SIZE for the last. Without them,
+those of mpirun and srun are taken: a process of theirs that took itself for the only one would train alone.
 """
 
 import os
@@ -33,6 +33,8 @@ def take_ranks_of_mpi(environment: MutableMapping[str, str] = os.environ) -> Non
     A job script of Slurm that starts no step is one process: only srun sets SLURM_STEP_NUM_TASKS.
     """
     if "RANK" in environment:
+        if environment.get("LOCAL_SIZE"):  # DeepSpeed's launcher's name of it
+            environment.setdefault("LOCAL_WORLD_SIZE", environment["LOCAL_SIZE"])
         return
     for names in _MPI:
         rank, size, local, here = (environment.get(name, "") for name in names)

@@ -84,7 +84,9 @@ def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, An
 
 def _is_needed(argv: Sequence[str]) -> bool:
     """Return whether this rank trains; with --elastic, False where it was a spare, and the run is over."""
-    typed = read(argv)
+    from megatron_ext.foreign import megatron_deepspeed
+
+    typed = megatron_deepspeed.read(argv)
     launched = environment.world_size()
     if not typed.values.get("elastic") or typed.problems or typed.dry_run or "TORCHELASTIC_RUN_ID" not in os.environ:
         return True

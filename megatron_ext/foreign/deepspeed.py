@@ -50,8 +50,16 @@ TABLE: Table = {
     "fp16.min_loss_scale": Flags("--min-loss-scale {}"),
     "fp16.auto_cast": only_off("weights and activations are in half precision throughout; the loss is in fp32"),
     "fp16.consecutive_hysteresis": only_off("a good step does not restore the hysteresis"),
+    "fp16.fp16_master_weights_and_grads": only_off("master weights are in fp32"),
     "bf16.enabled": switch("--bf16"),
+    "bf16.immediate_grad_update": Default("gradients are added where they are computed"),
+    "bf16.check_grad_overflow": Default("a NaN or an infinity ends the run"),
     "zero_optimization.stage": ZERO_STAGE,
+    "zero_optimization.cpu_offload": switch("--optimizer-cpu-offload"),
+    **dict.fromkeys(
+        (f"zero_optimization.{key}" for key in ("elastic_checkpoint", "ignore_unused_parameters")),
+        Default("checkpoints load into any layout, and weights without a gradient are no error"),
+    ),
     "zero_optimization.offload_optimizer.device": Cases(
         _ON_DEVICE, NoCounterpart("offloading to disk is not supported; --optimizer-cpu-offload keeps it in memory")
     ),

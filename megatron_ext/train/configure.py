@@ -16,7 +16,7 @@ from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
-from megatron_ext.config.parse.arguments import Typed, read
+from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.parse.blend import missing_paths
 from megatron_ext.config.parse.eval_tasks import look_at_eval_tasks
 from megatron_ext.config.parse.options import flag_of, names_by_resume, options_by_name
@@ -29,6 +29,7 @@ from megatron_ext.data.skipped import skipped_samples
 from megatron_ext.device.graph_support import uncapturing_torch
 from megatron_ext.device.hardware_queues import shows_gpu
 from megatron_ext.errors import ConfigurationError, DataError, listed
+from megatron_ext.foreign.megatron_deepspeed import read
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT
 from megatron_ext.parts.stack import layers

@@ -1,6 +1,7 @@
 """Replays recorded launches of Megatron-LM: the words of a command line, and what becomes of them here, without the
 machines that they are for."""
 
+import base64
 import json
 import math
 import re
@@ -13,8 +14,8 @@ from typing import Any
 
 from megatron_ext.config.compat.megatron_options import find
 from megatron_ext.config.compat.other_programs import advice
-from megatron_ext.config.parse.arguments import read
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.foreign.megatron_deepspeed import read
 from megatron_ext.rules.validate import problems
 from megatron_ext.train.configure import warnings_of_flags
 
@@ -134,8 +135,16 @@ def words(arguments: dict[str, Any]) -> list[str]:
 
 
 def replay(words: list[str]) -> Outcome:
-    """Parse, resolve and validate a launch, on as many ranks as it needs, with every file, package and GPU there."""
+    """Parse, resolve and validate a launch, on as many ranks as it needs, with every file, package and GPU there.
+
+    DeepSpeed's file says what its script says: scripts write it from the same variables.
+    """
     line = [_plain(word) for word in words]
+    for place in [place for place, word in enumerate(line) if word == "--deepspeed_config"]:
+        stage = line[line.index("--zero-stage") + 1] if "--zero-stage" in line else 0
+        same: dict[str, Any] = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}
+        file = {**same, "zero_optimization": {"stage": int(stage)}}
+        line[place + 1] = base64.urlsafe_b64encode(json.dumps(file).encode()).decode()
     typed = read([*line, "--dry-run"])
     ranks = {"world_size": world_size(typed.values)}
     vocabulary = typed.values.get("vocab_size") or _VOCABULARY

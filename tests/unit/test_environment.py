@@ -123,3 +123,13 @@ def test_slurm_counts_for_each_node(node: str, here: str | None) -> None:
     found = values | {"SLURM_NODEID": node}
     take_ranks_of_mpi(found)
     assert found.get("LOCAL_WORLD_SIZE") == here
+
+
+def test_deepspeeds_launcher_has_another_name_for_the_ranks_of_a_machine() -> None:
+    """Accelerate's sets torchrun's own variables."""
+    launched = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    for more, here in (({"LOCAL_SIZE": "4"}, "4"), ({"LOCAL_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "2"), ({}, None)):
+        found = launched | more
+        take_ranks_of_mpi(found)
+        assert found.get("LOCAL_WORLD_SIZE") == here
+        check_launch(found)

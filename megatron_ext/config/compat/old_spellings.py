@@ -41,6 +41,12 @@ EARLIER_FLAGS: dict[str, tuple[str, str | None]] = {
     "--use-alibi-position-embeddings": ("position_embedding_type", "alibi"),
     "--rotary-position-embeddings-theta": ("rotary_base", None),
     "--moe-intermediate-size": ("moe_ffn_hidden_size", None),
+    "--ds-sequence-parallel-size": ("context_parallel_size", None),
+    "--num-key-value-heads": ("num_query_groups", None),
+    "--num-attention-heads-kv": ("num_query_groups", None),
+    "--pad-vocab-size-to": ("padded_vocab_size", None),
+    "--intermediate-size": ("ffn_hidden_size", None),
+    "--rope-theta": ("rotary_base", None),
     "--wandb-name": ("wandb_exp_name", None),
     "--wandb-project-name": ("wandb_project", None),
     "--wandb-entity-name": ("wandb_entity", None),
@@ -51,6 +57,9 @@ _WHOLE_LAYERS = {"recompute_method": "uniform", "recompute_num_layers": 1}
 IMPLIED: dict[str, dict[str, Any]] = {
     "--checkpoint-activations": _WHOLE_LAYERS,
     "--activations-checkpoint-method": {"recompute_granularity": "full", **_WHOLE_LAYERS},
+    "--ds-sequence-parallel-size": {"cp_comm_type": ("a2a",)},
+    "--num-key-value-heads": {"group_query_attention": True},
+    "--num-attention-heads-kv": {"group_query_attention": True},
 }
 """Old spelling -> what it stands for besides, by field, where no flag says otherwise."""
 
@@ -113,7 +122,9 @@ EARLIER: tuple[tuple[str, str], ...] = (
         "megatron-core's own data parallelism is always used, with its buffers of gradients",
         """
         --DDP-impl N =local, --no-contiguous-buffers-in-local-ddp, --use-contiguous-buffers-in-local-ddp,
-        --use-contiguous-buffers-in-ddp, --use-contiguous-parameters-in-local-ddp
+        --use-contiguous-buffers-in-ddp, --use-contiguous-parameters-in-local-ddp, --zero-reduce-scatter,
+        --zero-contiguous-gradients, --zero-contigious-gradients, --zero-allgather-bucket-size N,
+        --zero-reduce-bucket-size N, --force-ds-sequence-parallel, --ds-fused-adam, --use-pin-memory
         """,
     ),
     (
@@ -146,7 +157,7 @@ EARLIER: tuple[tuple[str, str], ...] = (
     (
         "the launcher's variables say which rank a process is, torchrun's, mpirun's or srun's",
         """
-        --use-mpi
+        --use-mpi, --deepspeed-mpi
         """,
     ),
     (
@@ -171,7 +182,8 @@ EARLIER: tuple[tuple[str, str], ...] = (
     (
         "what is kept for recomputation stays on the device, as --recompute-granularity says",
         """
-        --distribute-checkpointed-activations, --partition-activations, --contigious-checkpointing,
+        --distribute-checkpointed-activations, --deepspeed-activation-checkpointing, --partition-activations,
+        --contigious-checkpointing,
         --checkpoint-in-cpu, --synchronize-each-layer, --profile-backward, --swap-attention,
         --recompute-activation-function, --recompute-activation-function-num-layers N, --recompute-norm,
         --recompute-norm-num-layers N, --recompute-in-advance, --enable-recompute-layers-per-pp-rank,
@@ -275,7 +287,8 @@ EARLIER: tuple[tuple[str, str], ...] = (
     (
         "checkpoints are read by the ranks that need their parts, as --ckpt-fully-parallel-load says",
         """
-        --ckpt-fully-parallel-load-per-rank-objects, --ckpt-pg-tensors-cache-path N, --ckpt-pg-tensors-cache-create
+        --ckpt-fully-parallel-load-per-rank-objects, --ckpt-pg-tensors-cache-path N, --ckpt-pg-tensors-cache-create,
+        --universal-checkpoint
         """,
     ),
     (
@@ -303,6 +316,12 @@ REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
         """
         --first-k-dense-replace N =0;-1, --moe-min-capacity N, --moe-train-capacity-factor N,
         --moe-eval-capacity-factor N, --moe-capacity-factor N
+        """,
+    ),
+    (
+        "a run has one sequence length; train with a shorter --seq-length first, then --load its checkpoint",
+        """
+        --curriculum-learning, --data-efficiency-curriculum-learning, --random-ltd
         """,
     ),
     (

@@ -145,7 +145,7 @@ def read(argv: Sequence[str]) -> Typed:
         StorageError: this process may not read a file that gives further values.
     """
     command_line = _Reading()
-    for flag, inline, words in _flags(argv, command_line.problems):
+    for flag, inline, words in flag_groups(argv, command_line.problems):
         _read_flag(command_line, flag, inline, words)
     from megatron_ext.config.parse import data_lists
 
@@ -196,7 +196,7 @@ def _judge_unknown(reading: _Reading, unknown: list[tuple[str, str]]) -> None:
         reading.problems += [problem for _, problem in unknown]
 
 
-def _flags(argv: Sequence[str], problems: list[str]) -> list[tuple[str, str | None, list[str]]]:
+def flag_groups(argv: Sequence[str], problems: list[str]) -> list[tuple[str, str | None, list[str]]]:
     """Group argv into (flag, value after `=` or None, words up to the next flag)."""
     groups: list[tuple[str, str | None, list[str]]] = []
     for word in argv:

@@ -27,12 +27,14 @@ TOKENIZER_TYPES = (
 
 
 _FROM_ITS_FOLDER = "use HuggingFaceTokenizer with --tokenizer-model naming the model's folder, which has tokenizer.json"
+FOLDER_TOKENIZERS = ("Llama3Tokenizer", "LLama3Tokenizer", "QwenTokenizer", "Qwen2Tokenizer", "Qwen3Tokenizer")
+FOLDER_TOKENIZERS += ("DeepSeekV2Tokenizer", "DeepSeekV3Tokenizer", "HFTokenizer", "TokenizerFromFile")
+"""Tokenizers of forks that are HuggingFaceTokenizer where --tokenizer-model names their folder."""
+
 _OTHER_TOKENIZERS = {
     "MultimodalTokenizer": "images are not in this version",
-    **dict.fromkeys(
-        ("Llama3Tokenizer", "LLama3Tokenizer", "Qwen2Tokenizer", "Qwen3Tokenizer"),
-        _FROM_ITS_FOLDER,
-    ),
+    "TokenizerFromFileWithFIM": f"{_FROM_ITS_FOLDER}, and --fim-data",
+    **dict.fromkeys(FOLDER_TOKENIZERS, _FROM_ITS_FOLDER),
 }
 """Tokenizers of Megatron and of its forks that are not built, and what to use instead."""
 

@@ -116,10 +116,8 @@ def test_an_old_spelling_is_taken_silently_as_the_new_one(line: str, values: dic
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--deepspeed", "tools/import_config.py --from deepspeed FILE"),
-        ("--deepspeed_config", "tools/import_config.py --from deepspeed FILE"),
-        ("--hostfile", "torchrun --nnodes"),
-        ("--zero-stage", "--data-parallel-sharding-strategy optim_grads (stage 2)"),
+        ("--hostfile", "start torchrun --nproc-per-node GPUS --nnodes MACHINES"),
+        ("--num_gpus", "start torchrun --nproc-per-node GPUS --nnodes MACHINES"),
         ("--config_file", "tools/import_config.py --from accelerate FILE"),
     ],
 )
@@ -168,7 +166,7 @@ def test_what_is_not_recomputed_by_itself_is_left_out(given: str, left: dict[str
 
 
 def test_the_equivalents_of_other_programs_flags_are_flags():
-    foreign = {"--nnodes", "--node-rank", "--rdzv-endpoint", "--nproc-per-node", "--from"}  # torchrun's and a tool's
+    foreign = {"--nnodes", "--node-rank", "--master-addr", "--nproc-per-node", "--from"}  # torchrun's and a tool's
     for flag, text in other_programs.FLAGS.items():
         assert flag not in options_by_flag()
         assert find(flag) is None

@@ -377,5 +377,5 @@ def test_what_asks_for_nothing_passes_silently(neutral: str | None, values: list
 
 def test_words() -> None:
     assert [listed(values) for values in ((), (1,), (1, 2), (1, 2, 4))] == ["", "1", "1 or 2", "1, 2 or 4"]
-    assert advice("--deepspeed_config") == advice("--deepspeed-config") is not None
+    assert advice("--config_file") == advice("--config-file") is not None
     assert advice("--seed") is None
