@@ -80,6 +80,11 @@ PARTS = {
     "in parallel, two norms": f"{_NO_DROPOUT} --parallel-residual two-norms --lm-head-bias",
     "latents in parallel": f"{_LLAMA} {_LATENT} --parallel-residual one-norm",
     "windows": f"{_LLAMA} --window-size 12,0 --window-attn-skip-freq 2",
+    "rotation by layer, stretched": (
+        f"{_LLAMA} --window-size 12,0 --window-attn-skip-freq 2 --rotary-base-local 100 --rope-type yarn "
+        "--rotary-scaling-factor 4 --original-max-position-embeddings 16"
+    ),
+    "temperature": f"{_LLAMA} --no-rope-freq 2 --attention-temperature-scale 0.5 --attention-temperature-step 5",
     "latents": f"{_LLAMA} {_LATENT}",
     "sinks, bounds, output gates and clips": (
         f"{_LLAMA} --softmax-type learnable --attention-logit-softcapping 2 --final-logit-softcapping 5 --qkv-clip 0.5 "
