@@ -132,3 +132,11 @@ def test_depths_of_multi_token_prediction_are_shared_by_layouts(tied: bool, tmp_
     back = saved_by(first, flags, folder, tmp_path / "back")
     assert_same_tensors(back, saved)
     assert back.losses == saved.losses
+
+
+def test_what_tensor_parallel_ranks_share_of_an_activation_is_saved_once(tmp_path: Path) -> None:
+    """xIELU's two numbers of a layer are on every tensor-parallel rank, and once in a checkpoint."""
+    flags = [*(flag for flag in FLAGS if flag != "--swiglu"), "--xielu"]
+    saved = saved_by((2, "--tensor-model-parallel-size 2 --sequence-parallel"), flags, None, tmp_path / "saved")
+    assert saved.tensors.keys() >= {f"decoder.layers.0.mlp.xielu.{name}" for name in ("alpha_p", "alpha_n")}
+    assert_same_tensors(saved_by((1, ""), flags, saved.folder, tmp_path / "alone"), saved)
