@@ -383,10 +383,10 @@ def _huggingface(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[st
     folder = values.get("load_hf")
     if folder is None:
         return {}, ()
-    from megatron_ext.families.hf_config import read_hf_config  # with every family
+    from megatron_ext.checkpoint.huggingface.huggingface_folder import read_model  # with every family
 
     try:
-        return read_hf_config(folder)[1], ()
+        return read_model(folder)[1], ()
     except ConfigurationError as error:
         return {}, tuple(f"--load-hf {problem}" for problem in error.problems)
 

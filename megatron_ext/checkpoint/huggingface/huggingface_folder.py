@@ -7,16 +7,18 @@
 Nothing in the folder is executed, and no file outside of it is opened, whatever its index says. This needs no torch.
 """
 
+import contextlib
 import math
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.checkpoint.huggingface.safetensors import Entry, read_header
 from megatron_ext.config.schema import Config
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import ConfigurationError, DataError, TrainingError
 from megatron_ext.families import state_dict_mapping
 from megatron_ext.families.hf_config import read_hf_config
-from megatron_ext.families.protocol import EXPERT_BIAS
+from megatron_ext.families.protocol import EXPERT_BIAS, Family
 from megatron_ext.families.state_dict_mapping import copies
 from megatron_ext.untrusted.text import load_json, read_file
 from megatron_ext.untrusted.untrusted_folder import file_inside
@@ -24,6 +26,20 @@ from megatron_ext.untrusted.untrusted_folder import file_inside
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _LARGEST_INDEX = 1 << 26  # bytes; 200,000 tensors have some 20 million
+
+
+def read_model(folder: str | Path) -> tuple[Family, dict[str, Any]]:
+    """Return what `read_hf_config` does, without depths of multi-token prediction where the files hold none.
+
+    transformers writes `num_nextn_predict_layers` 1 into every file of some families, and leaves their weights out.
+    """
+    family, values = read_hf_config(folder)
+    if values.get("mtp_num_layers"):
+        first = family.layers.format(values["num_layers"])
+        with contextlib.suppress(TrainingError):  # which loading names
+            if not any(name.startswith(first) for name in _entries(Path(folder))):
+                return family, {**values, "mtp_num_layers": None}
+    return family, values
 
 
 class HFFolder:
@@ -36,7 +52,7 @@ class HFFolder:
 
     def __init__(self, folder: str | Path):
         self.path = Path(folder)
-        self.family, self.values = read_hf_config(folder)
+        self.family, self.values = read_model(folder)
         self.entries = _entries(self.path)
         prefix = self.family.headless_prefix
         if prefix and f"{self.family.names[_TABLE][0].removeprefix(prefix)}.weight" in self.entries:
