@@ -169,7 +169,7 @@ def test_the_catalogue_of_a_layer() -> None:
             ),
             Parameter(f"{at}.self_attention.linear_proj.bias", (48,), 2, "zeros", **sp),
             Parameter(f"{at}.self_attention.linear_proj.weight", (48, 60), 2, *small, tp_dim=1),
-            Parameter(f"{at}.self_attention.linear_qkv.weight", (100, 48), 2, *normal, tp_dim=0),
+            Parameter(f"{at}.self_attention.linear_qkv.weight", (100, 48), 2, *normal, tp_dim=0, sections=(30, 10, 10)),
             Parameter(f"{at}.self_attention.linear_qkv.bias", (100,), 2, "zeros", tp_dim=0),
             Parameter(f"{at}.mlp.linear_fc1.weight", (80, 48), 2, *normal, tp_dim=0, tp_stride=2),
             Parameter(f"{at}.mlp.linear_fc1.bias", (80,), 2, "zeros", tp_dim=0, tp_stride=2),
@@ -180,7 +180,8 @@ def test_the_catalogue_of_a_layer() -> None:
     )
     found = [one for one in parameters(distinct_config({**MIXTURE, "norm_position": "after"})) if one.stage == 2]
     by_name = {one.name.removeprefix(f"{at}."): one for one in found}
-    assert by_name["mlp.router.weight"] == Parameter(f"{at}.mlp.router.weight", (6, 48), 2, *normal, **sp)
+    router = Parameter(f"{at}.mlp.router.weight", (6, 48), 2, *normal, **sp, by_element=True)
+    assert by_name["mlp.router.weight"] == router
     assert by_name["mlp.experts.0.linear_fc1.weight"] == Parameter(
         f"{at}.mlp.experts.0.linear_fc1.weight", (48, 48), 2, *normal, tp_dim=0, tp_stride=2, expert=0
     )
