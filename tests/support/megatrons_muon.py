@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from emerging_optimizers.orthogonalized_optimizers import Muon
+from emerging_optimizers.orthogonalized_optimizers import Muon  # pyright: ignore[reportMissingImports]
 
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 

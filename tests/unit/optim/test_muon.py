@@ -170,7 +170,7 @@ CHANGED = {
 }
 
 
-GROUP = {"lr": 0.1, "weight_decay": 0.1}
+GROUP: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
 
 
 def of_two_kinds() -> list[torch.Tensor]:
