@@ -15,7 +15,7 @@ from megatron_ext.families.shared import (
     typed_windows,
 )
 
-_LOCAL_BASE = "rope_local_base_freq"
+_LOCAL_BASE, _PATTERN = "rope_local_base_freq", "sliding_window_pattern"
 _DEFAULTS = {  # which published files of models of text and images leave out
     **{"rope_theta": 1e6, "max_position_embeddings": 131072, "num_attention_heads": 8, "head_dim": 256},
     **{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
@@ -23,8 +23,8 @@ _DEFAULTS = {  # which published files of models of text and images leave out
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    every = reading.integer("sliding_window_pattern", 6)
-    reading.understand("cache_implementation", "_sliding_window_pattern")  # of generation; and the same once more
+    every = reading.integer(_PATTERN, 6)
+    reading.understand("cache_implementation", f"_{_PATTERN}")  # of generation; and the same once more
     usual = [(number + 1) % every != 0 for number in layer_numbers(reading)]
     windows = layer_window_values(reading, typed_windows(reading, usual))
     reading, local = rotary_by_layer(reading, 10000.0, _LOCAL_BASE)

@@ -103,7 +103,8 @@ def test_every_field_is_divided_alike(size: int) -> None:
     numbers = torch.arange(len(SAMPLES) * LENGTH).view(len(SAMPLES), LENGTH)
     documents = documents_of(SAMPLES, EOD, 1, size)
     fields = {"tokens": 0, "position_ids": 1000, "labels": 2000, "loss_mask": 3000}
-    whole = Batch(**{name: numbers + shift for name, shift in fields.items()}, documents=documents)
+    shifted: dict[str, Any] = {name: numbers + shift for name, shift in fields.items()}
+    whole = Batch(**shifted, documents=documents)
     length = LENGTH // (2 * size)
     places = [*range(length, 2 * length), *range(LENGTH - 2 * length, LENGTH - length)]
     found = divide(whole, StageView(cp_rank=1, cp_size=size))

@@ -97,7 +97,11 @@ def test_attention_is_divided_over_context_parallel_ranks(size: int) -> None:
 
 
 def test_a_run_and_every_global_batch_begin_with_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TopKRouter, "__init__", lambda router, *_: torch.nn.Module.__init__(router))
+    def without_bias(router: Any, *_: Any) -> None:
+        torch.nn.Module.__init__(router)
+        router.local_tokens_per_expert = None
+
+    monkeypatch.setattr(TopKRouter, "__init__", without_bias)
     groups: Any = SimpleNamespace(dp="dp")
     router: Any = Router(Any, groups)  # pyright: ignore[reportArgumentType]
     assert (router._tokens_before_E, router._microbatches_before, router.dp_group) == (0, 0, "dp")

@@ -116,7 +116,7 @@ def test_the_models_settings() -> None:
     same = (*experts.keys() - {"num_experts"}, "hidden_dropout", "attention_dropout", "init_method_std", *training)
     same = (*same, *layout.keys() - {"world_size", "num_virtual_stages_per_pipeline_rank", "cp_comm_type"})
     same = tuple(name for name in same if name != "microbatch_group_size_per_virtual_pipeline_stage")
-    given = {**model, **experts, **training, **layout, "moe_aux_loss_coeff": 0.125}
+    given = {**model, **experts, **training, **layout, "moe_aux_loss_coeff": [0.125]}
     assert {name: getattr(found, name) for name in same} == {name: given[name] for name in same}
     assert (found.num_moe_experts, found.layernorm_epsilon, found.cp_comm_type) == (8, 3e-4, "a2a")
     assert (found.microbatch_group_size_per_vp_stage, found.virtual_pipeline_model_parallel_size) == (4, 2)

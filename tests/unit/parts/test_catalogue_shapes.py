@@ -153,7 +153,7 @@ def test_slices_of_layers_are_one_object_and_share_their_kinds() -> None:
 
 def test_the_catalogue_of_a_layer() -> None:
     """Every field of every parameter, of a model with biases and one with experts."""
-    sp = {"sequence_parallel": True}
+    sp: dict[str, Any] = {"sequence_parallel": True}
     normal: tuple[Literal["normal"], float] = ("normal", 0.03)
     small: tuple[Literal["normal"], float] = ("normal", 0.03 / 8**0.5)
     found = [parameter for parameter in parameters(distinct_config({"swiglu": True})) if parameter.stage == 2]

@@ -20,7 +20,7 @@ def test_tied_embeddings_are_in_no_unit_of_their_own(tied: bool) -> None:
     """They are needed at both ends of a forward pass. Inner modules come first, the model last."""
     config = small_config({"num_layers": 2, **LLAMA, "untie_embeddings_and_output_weights": not tied})
     [model], _ = build_small_model(config)
-    *parts, last = fsdp2._units(model, tied=tied)
+    *parts, last = fsdp2._units(model, shared=tied)
     kinds = (TransformerLayer, LanguageModelEmbedding)
     assert [sum(isinstance(part, kind) for part in parts) for kind in kinds] == [2, 0 if tied else 1]
     assert len(parts) == (2 if tied else 3)

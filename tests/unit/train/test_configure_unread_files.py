@@ -30,8 +30,8 @@ def _problems(flags: str) -> list[str]:
     ("changes", "reason"),
     [
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            'rope_scaling: rope_type is "yarn"; only default, linear and',
+            {"rope_scaling": {"type": "ntk", "factor": 4.0}},
+            'rope_scaling: rope_type is "ntk"; only default, linear, ',
         ),
         ({"model_type": "bert"}, 'model_type "bert" is not supported'),
         ({"logit_scale": 2.0}, "logit_scale is 2.0, a key that is not known for llama"),
