@@ -99,7 +99,7 @@ def test_attention_is_divided_over_context_parallel_ranks(size: int) -> None:
 def test_a_run_and_every_global_batch_begin_with_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_bias(router: Any, *_: Any) -> None:
         torch.nn.Module.__init__(router)
-        router.local_tokens_per_expert = None
+        router.local_tokens_per_expert, router.enable_expert_bias = None, False
 
     monkeypatch.setattr(TopKRouter, "__init__", without_bias)
     groups: Any = SimpleNamespace(dp="dp")

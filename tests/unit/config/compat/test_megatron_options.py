@@ -171,15 +171,9 @@ def test_choices_are_megatrons_but_for_the_ones_listed():
     }
     assert different == set(FEWER_CHOICES)
     for flag in FEWER_CHOICES:
-<<<<<<< HEAD
         extra = set(options_by_flag()[flag].choices or ()) - set(wheel_options()[flag].choices or ())
         any_there = wheel_options()[flag].choices is None  # of a text, ours are those that are known
         assert any_there or extra <= {"ByteTokenizer", "rowwise", "alibi", "longrope", "dynamic", "highest"}
-=======
-        theirs = wheel_options()[flag].choices or options_by_flag()[flag].choices or ()
-        extra = set(options_by_flag()[flag].choices or ()) - set(theirs)
-        assert extra <= {"ByteTokenizer", "rowwise", "alibi", "highest"}
->>>>>>> muon
 
 
 def test_a_value_that_passes_silently_is_megatrons_default_or_asks_for_nothing():
