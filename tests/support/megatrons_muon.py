@@ -1,11 +1,14 @@
 """Muon of the package that Megatron-LM takes it from, as an optimizer of a user's own, which needs whole matrices."""
 
 import dataclasses
+import importlib
 from typing import Any
 
-from emerging_optimizers.orthogonalized_optimizers import Muon  # pyright: ignore[reportMissingImports]
-
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
+
+
+# It may be missing, or untyped.
+Muon: Any = importlib.import_module("emerging_optimizers.orthogonalized_optimizers").Muon
 
 
 class Reference(Muon):
