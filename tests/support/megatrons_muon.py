@@ -6,7 +6,6 @@ from typing import Any
 
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 
-
 # It may be missing, or untyped.
 Muon: Any = importlib.import_module("emerging_optimizers.orthogonalized_optimizers").Muon
 
