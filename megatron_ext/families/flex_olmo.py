@@ -4,26 +4,17 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
+from megatron_ext.families.mixtures import whole_json, whole_values
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = shared.decoder_values(reading, biases="attention")
-    experts, width = reading.integer("num_experts"), reading.integer("intermediate_size")
-    normalized = reading.boolean("norm_topk_prob", False)
-    return {**values, **shared.expert_values(reading, experts, width, normalized=normalized)}
+    return {**shared.decoder_values(reading, biases="attention"), **whole_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model = config.model
-    return {
-        **{**shared.decoder_json(config, biases="attention"), **shared.expert_json(config)},
-        **shared.NO_PADDING,
-        "intermediate_size": model.expert_ffn_hidden_size,
-        "num_experts": model.num_experts,
-        "norm_topk_prob": not model.moe_router_pre_softmax,
-    }
+    return {**shared.decoder_json(config, biases="attention"), **shared.NO_PADDING, **whole_json(config)}
 
 
 FLEX_OLMO = Family(

@@ -6,14 +6,8 @@ from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.gemma2 import GEMMA2
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    layer_numbers,
-    layer_window_values,
-    local_base,
-    rotary_by_layer,
-    scaled_without_windows,
-    typed_windows,
-)
+from megatron_ext.families.rotary import local_base, rotary_by_layer, scaled_without_windows
+from megatron_ext.families.shared import layer_numbers, layer_window_values, typed_windows
 
 _LOCAL_BASE, _PATTERN = "rope_local_base_freq", "sliding_window_pattern"
 _DEFAULTS = {  # which published files of models of text and images leave out

@@ -11,9 +11,29 @@ from megatron_ext.families.shared import (
     biases_of_attention,
     decoder_json,
     decoder_values,
-    granite_json,
-    granite_values,
 )
+
+
+def granite_values(reading: Reading) -> dict[str, float]:
+    """Return the factors of Granite's embeddings, of what layers add, of products of queries and keys, and of
+    logits."""
+    return {
+        "embedding_multiplier": reading.number("embedding_multiplier", 1.0),
+        "residual_multiplier": reading.number("residual_multiplier", 1.0),
+        "logits_multiplier": 1.0 / max(reading.number("logits_scaling", 1.0), 1e-300),
+        "softmax_scale": reading.number("attention_multiplier", 1.0),
+    }
+
+
+def granite_json(config: Config) -> dict[str, float]:
+    """Return the keys of `granite_values`."""
+    model = config.model
+    return {
+        "embedding_multiplier": model.embedding_multiplier,
+        "residual_multiplier": model.residual_multiplier,
+        "logits_scaling": float(f"{1.0 / model.logits_multiplier:.15g}"),  # without the rounding of two inverses
+        "attention_multiplier": model.softmax_scale or model.kv_channels**-0.5,
+    }
 
 
 def _read(reading: Reading) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
+from megatron_ext.families.granite import granite_json, granite_values
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 
@@ -15,7 +16,7 @@ _OF_EXPERTS = {
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = {**shared.decoder_values(reading, biases="attention"), **shared.granite_values(reading)}
+    values = {**shared.decoder_values(reading, biases="attention"), **granite_values(reading)}
     experts, width = reading.integer("num_local_experts"), reading.integer("intermediate_size")
     return {**values, **shared.expert_values(reading, experts, width, normalized=True)}
 
@@ -23,7 +24,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 def _write(config: Config) -> dict[str, Any]:
     return {
         **shared.decoder_json(config, biases="attention"),
-        **{**shared.granite_json(config), **shared.expert_json(config)},
+        **{**granite_json(config), **shared.expert_json(config)},
         "num_local_experts": config.model.num_experts,
         "intermediate_size": config.model.expert_ffn_hidden_size,
     }

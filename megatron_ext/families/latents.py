@@ -4,7 +4,8 @@ from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_FLAGS, decoder_json, decoder_values, scaling_json
+from megatron_ext.families.rotary import scaling_json
+from megatron_ext.families.shared import DECODER_FLAGS, decoder_json, decoder_values
 
 _EPSILON = 1e-6
 """Epsilon of the norms of latents, whatever `rms_norm_eps` says of the others."""

@@ -137,6 +137,23 @@ def shared_experts(model: ModelConfig) -> int:
     return (model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn_hidden_size
 
 
+def whole_values(reading: Reading) -> dict[str, Any]:
+    """Return the values of our flags of OLMoE's experts, which are in every layer."""
+    experts, width = reading.integer("num_experts"), reading.integer("intermediate_size")
+    return expert_values(reading, experts, width, normalized=reading.boolean("norm_topk_prob", False))
+
+
+def whole_json(config: Config) -> dict[str, Any]:
+    """Return the same keys."""
+    model = config.model
+    return {
+        **expert_json(config),
+        "intermediate_size": model.expert_ffn_hidden_size,
+        "num_experts": model.num_experts,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+    }
+
+
 def sparse_values(reading: Reading) -> dict[str, Any]:
     """Return the values of our flags of Qwen's experts in some of the layers."""
     step, dense = reading.integer("decoder_sparse_step", 1), reading.get("mlp_only_layers", [])

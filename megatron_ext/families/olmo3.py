@@ -7,6 +7,7 @@ from megatron_ext.families import shared
 from megatron_ext.families.olmo2 import OLMO2
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
+from megatron_ext.families.rotary import local_base, rotary_by_layer, scaled_without_windows
 
 
 def _read(reading: Reading) -> dict[str, Any]:
@@ -14,8 +15,8 @@ def _read(reading: Reading) -> dict[str, Any]:
     shared.refuse_others(reading, {"rope_theta": 500000.0})
     usual = [(number + 1) % 4 != 0 for number in shared.layer_numbers(reading)]
     windows = shared.layer_window_values(reading, shared.typed_windows(reading, usual))
-    reading, local = shared.rotary_by_layer(reading, 500000.0)
-    return shared.local_base({**shared.decoder_values(reading, biases="attention"), **windows, **local})
+    reading, local = rotary_by_layer(reading, 500000.0)
+    return local_base({**shared.decoder_values(reading, biases="attention"), **windows, **local})
 
 
 def _write(config: Config) -> dict[str, Any]:
@@ -34,5 +35,5 @@ OLMO3 = Family(
     _read,
     _write,
     {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
-    dependent_flags=lambda model: {**shared.biases_of_attention(model), **shared.scaled_without_windows(model)},
+    dependent_flags=lambda model: {**shared.biases_of_attention(model), **scaled_without_windows(model)},
 )

@@ -168,3 +168,9 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
         "task_specific_params",
     ),
 }
+
+
+def refuse_others(reading: Reading, usual: Mapping[str, Any]) -> None:
+    """Refuse what only some files have, and what our model has in one form alone: key -> its one value."""
+    for key, value in usual.items():
+        reading.refuse_unless(key, value, value, f"only {json.dumps(value)} is supported")
