@@ -37,12 +37,14 @@ def groups_of_experts_hold_the_experts_of_a_token(config: Config, facts: Facts) 
     """Require groups of one size, of which those of a token have enough experts."""
     model, experts, topk = config.model, config.model.num_experts, config.model.moe_router_topk
     groups, chosen, scores = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_group_scores
+    if experts is None:
+        return  # one problem, which `expert_flags_need_experts` names
     if (groups is None) != (chosen is None):
         given, missing = ("--moe-router-num-groups", "--moe-router-group-topk")[:: -1 if groups is None else 1]
         yield f"{given} without {missing}: a token takes its experts from some of the groups; add {missing} 1"
     if groups is None and scores is not None:
         yield f"--moe-router-group-scores {scores} without --moe-router-num-groups: there are no groups; leave it out"
-    if experts is None or groups is None or chosen is None or not positive(experts, groups, chosen, topk):
+    if groups is None or chosen is None or not positive(experts, groups, chosen, topk):
         return
     of_group = experts // groups
     if experts % groups:
@@ -94,6 +96,8 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
         ("--moe-router-enable-expert-bias", model.moe_router_enable_expert_bias),
         ("--moe-router-num-groups", model.moe_router_num_groups not in (None, 1)),
+        ("--moe-router-group-topk", model.moe_router_group_topk not in (None, 1)),
+        ("--moe-router-group-scores", model.moe_router_group_scores is not None),
         ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor not in (None, 1.0)),
         ("--moe-input-jitter-eps", model.moe_input_jitter_eps is not None),
         ("--moe-router-force-load-balancing", model.moe_router_force_load_balancing),

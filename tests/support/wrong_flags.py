@@ -416,6 +416,9 @@ EXAMPLES = {
 _AHEAD = "--mtp-num-layers 2 --position-embedding-type rope"
 _PP2 = "--world-size 2 --pipeline-model-parallel-size 2"
 WRONG = [
+    ("--moe-router-num-groups 3", "without --num-experts"),
+    ("--moe-router-group-scores 2", "without --num-experts"),
+    ("--moe-router-group-topk 2", "without --num-experts"),
     ("--validation-set-names a b", "add that switch"),
     (
         "--mock-data=false --tokenizer-type ByteTokenizer --train-data-path a --valid-data-path b c "
