@@ -296,7 +296,37 @@ def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]
             yield f"{flag} belongs to --optimizer-cpu-offload; add that, or leave it out"
 
 
+def products_can_be_bounded(config: Config, facts: Facts) -> Iterator[str]:
+    """Require weights for --qk-clip that make the products of queries and keys, and nothing else, and attention that
+    measures these."""
+    model, asked = config.model, config.optimizer
+    measuring = {"--qk-clip": asked.qk_clip, "--log-max-attention-logit": config.logging.log_max_attention_logit}
+    for flag in (flag for flag, on in measuring.items() if on and model.transformer_impl == "transformer_engine"):
+        yield f"{flag} with --transformer-impl transformer_engine is not measured; use --transformer-impl local"
+    if not asked.qk_clip:
+        return
+    tensor, groups = config.layout.tensor_model_parallel_size, model.num_key_value_heads
+    grouped = not model.multi_latent_attention
+    if grouped and model.has_qkv_bias:
+        flag = "--add-qkv-bias: leave it out" if model.add_qkv_bias else "biases: use --disable-bias-linear"
+        yield f"--qk-clip rescales weights, whose products with others would stay where queries have {flag}"
+    for flag in ("--qk-layernorm",) * (grouped and model.qk_layernorm) + ("--qk-l2-norm",) * model.qk_l2_norm:
+        yield f"--qk-clip with {flag}: no weight before the norm changes what it returns; leave --qk-clip out"
+    if grouped and groups is not None and tensor > groups:
+        yield (
+            f"--qk-clip with --tensor-model-parallel-size {tensor} and --num-query-groups {groups}: ranks share a group "
+            f"of heads, which reach other products on each; use --tensor-model-parallel-size {groups} or less"
+        )
+    for flag, on in (
+        ("--optimizer-cpu-offload", asked.optimizer_cpu_offload),
+        ("--torch-fsdp2-cpu-offload", config.layout.torch_fsdp2_cpu_offload),
+    ):
+        if on:
+            yield f"--qk-clip with {flag}: weights are rescaled on the device; leave {flag} out"
+
+
 RULES = (
+    products_can_be_bounded,
     one_length,
     global_batch_divides,
     rampup_is_well_formed,

@@ -80,6 +80,8 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
         fields.append(f"num zeros: {metrics.num_zeros}")
     if metrics.params_norm is not None:
         fields.append(f"params norm: {metrics.params_norm:.3f}")
+    if metrics.max_attention_logit is not None:
+        fields.append(f"max attention logit: {metrics.max_attention_logit:.3f}")
     fields += [
         f"number of skipped iterations: {metrics.skipped_iterations:3d}",
         f"number of nan iterations: {metrics.nan_iterations:3d}",

@@ -46,6 +46,7 @@ class StepMetrics:
     reserved_bytes: int
     num_zeros: int | None = None  # with --log-num-zeros-in-grad
     params_norm: float | None = None  # with --log-params-norm
+    max_attention_logit: float | None = None  # of this step's queries and keys, with --log-max-attention-logit
     load_balancing_loss: float | None = None  # of a mixture of experts, as the next three: means over layers
     seq_load_balancing_loss: float | None = None  # that of each sample
     global_load_balancing_loss: float | None = None  # that with the load of the global batch so far

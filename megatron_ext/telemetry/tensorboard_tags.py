@@ -39,6 +39,7 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         "grad-norm": metrics.grad_norm,
         "num-zeros": metrics.num_zeros,
         "params-norm": metrics.params_norm,
+        "max_attention_logit": metrics.max_attention_logit,
         "load_balancing_loss": metrics.load_balancing_loss,
         "seq_load_balancing_loss": metrics.seq_load_balancing_loss,
         "global_load_balancing_loss": metrics.global_load_balancing_loss,

@@ -29,6 +29,7 @@ from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.own_layers import mark_own_parameters
 from megatron_ext.optim.loss_scale import share_loss_scale
+from megatron_ext.optim.qk_clip import LargestScores, QKClip
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.parts.attention.choice import allowed_kernels
 from megatron_ext.parts.attention.timing import use
@@ -75,6 +76,12 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         compile_layers(chunks)
     wrapped = sharding.shard(chunks, core, groups, device)
     optimizer = sharding.optimizer(wrapped, groups, device)
+    largest_scores = qk_clip = None
+    if config.optimizer.qk_clip or config.logging.log_max_attention_logit:
+        largest_scores = LargestScores(wrapped, groups.dp_cp)
+    if config.optimizer.qk_clip and largest_scores is not None:
+        with sharding.weights_in_place(wrapped):
+            qk_clip = QKClip(core, largest_scores.attentions, sharding.parts(optimizer))
     ranges = open_range(config)
     timers = Timers(config.logging.timing_log_level, device.synchronize, ranges)
     if config.logging.timing_log_level > 0 or ranges is not None:
@@ -104,6 +111,8 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         loaders=loaders,
         data_record=record_of_run(config, loaders.samples, resume),
         state=TrainState(),
+        largest_scores=largest_scores,
+        qk_clip=qk_clip,
         captured_passes=captured_passes(config, device, schedule, wrapped, watch),
     )
 

@@ -40,6 +40,7 @@ def can_read_late(run: Run) -> bool:
         or training.loss_scale is not None
         or run.config.logging.log_num_zeros_in_grad
         or run.config.model.num_experts is not None
+        or run.largest_scores is not None
         or run.sharding.host_memory_flags
     )
     return not needs_them and all(is_maskable(one, run.config.optimizer) for one in _torch_optimizers(run))

@@ -20,6 +20,7 @@ from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.skipped import SkippedSamples
 from megatron_ext.device.device_protocol import Device
+from megatron_ext.optim.qk_clip import LargestScores, QKClip
 from megatron_ext.resilience.progress import Progress
 from megatron_ext.sharding.protocol import Sharding
 from megatron_ext.telemetry.schedule_recorder import ScheduleRecorder
@@ -146,6 +147,10 @@ class Run:
     """Where this rank is; the watch reads it."""
     recorder: ScheduleRecorder | None = None
     """Recorder of the passes of this step; None in all steps but those of --record-schedule."""
+    largest_scores: LargestScores | None = None
+    """The largest products of queries and keys in a step; None where nothing reads them."""
+    qk_clip: QKClip | None = None
+    """What bounds them; None without --qk-clip."""
     captured_passes: CapturedPasses | None = None
     """What replays the passes of a step; None where they run as they are."""
 

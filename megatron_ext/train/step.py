@@ -74,6 +74,9 @@ class StepResult:
     mtp_losses: tuple[float, ...] = ()
     """Mean loss of each depth of multi-token prediction over its tokens, in nats."""
 
+    max_attention_logit: float | None = None
+    """Largest product of a query and a key, with the scale of the scores; None where it is not measured."""
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -117,6 +120,7 @@ def train_step(
     gradients = compute_gradients(run, samples)
     microbatches = len(gradients.of_microbatches)
     auxiliary = _auxiliary_losses(run, microbatches) if run.config.model.num_experts is not None else None
+    largest = [] if run.largest_scores is None else run.largest_scores.take()
     before_update()
     run.progress.phase = UPDATE
     overflow = run.optimizer.prepare_grads()
@@ -134,9 +138,12 @@ def train_step(
     if clip > 0.0:
         run.sharding.clip(run.optimizer, clip, grad_norm)
     num_zeros = run.optimizer.count_zeros() if run.config.logging.log_num_zeros_in_grad else None
+    if run.qk_clip is not None:
+        run.qk_clip.before_update(largest)
     run.optimizer.step_with_ready_grads()
     run.sharding.finish_update(run.optimizer)
-    return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary, ahead)
+    product = None if run.largest_scores is None else run.largest_scores.of_all_ranks(largest)
+    return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary, ahead, product)
 
 
 def compute_gradients(run: Run, samples: range) -> Gradients:

@@ -292,7 +292,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     (
         "it is not measured, and not in the log",
         """
-        --log-max-attention-logit, --log-energy, --run-workload-inspector-server, --moe-per-layer-logging,
+        --log-energy, --run-workload-inspector-server, --moe-per-layer-logging,
         --config-logger-dir N, --dump-param-to-param-group-map N
         """,
     ),

@@ -181,12 +181,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "queries and keys are not rescaled; use --qk-layernorm, which bounds the same logits",
-        """
-        --qk-clip, --qk-clip-alpha N =0.5, --qk-clip-threshold N =100
-        """,
-    ),
-    (
         "weight decay leaves out norms and biases, and every weight is trained; leave it out",
         """
         --apply-wd-to-qk-layernorm, --no-weight-decay-cond-type N, --freeze-all-layers

@@ -97,6 +97,12 @@ def _of_passes_that_differ(config: Config) -> Iterator[str]:
     ):
         if rate > 0.0:
             yield f"{flag} {rate:g} (replays would need generators of their own kind: use {flag} 0)"
+    for flag, on in (
+        ("--qk-clip", config.optimizer.qk_clip),
+        ("--log-max-attention-logit", config.logging.log_max_attention_logit),
+    ):
+        if on:
+            yield f"{flag} (each step begins to measure anew: leave it out)"
     if model.mtp_num_layers:
         flag = f"--mtp-num-layers {model.mtp_num_layers}"
         yield f"{flag} (each global batch has a scale of its own for the losses of the depths: leave it out)"

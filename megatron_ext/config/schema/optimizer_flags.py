@@ -16,6 +16,8 @@ _DECAY_ENDS = ReadWith(
 )
 _WSD = ReadWith("lr_decay_style", "only --lr-decay-style WSD reads it", only=("WSD",))
 
+_CLIPS_PRODUCTS = ReadWith("qk_clip", "without --qk-clip no product of queries and keys is bounded")
+
 _BY_TENSOR = {"fp8": "it would need a scale for each tensor, which differs between the shards of different layouts"}
 """A value that is refused, and why."""
 
@@ -155,6 +157,17 @@ class OptimizerConfig:
         "Precision of these iterations' products on GPUs, as torch names it: high and medium are TF32.",
         choices=("highest", "high", "medium"),
         refused={"low": "torch has no such precision"},
+    )
+    qk_clip: bool = free(
+        False,
+        "After each update rescale the weights of queries and keys whose largest product exceeds --qk-clip-threshold "
+        "(MuonClip).",
+    )
+    qk_clip_alpha: float = free(
+        0.5, "The queries' share of that; the keys have the rest.", share=True, read_with=_CLIPS_PRODUCTS
+    )
+    qk_clip_threshold: float = free(
+        100.0, "Largest product of a query and a key, with the scale of the scores.", positive=True, read_with=_CLIPS_PRODUCTS
     )
     optimizer_cpu_offload: bool = free(
         False, "Keep optimizer state in host memory, and update there.", saves_memory=True

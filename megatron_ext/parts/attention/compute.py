@@ -18,7 +18,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_ext.data.packing import Documents
+from megatron_ext.data.packing import Documents, Segment
 from megatron_ext.parts.attention import context_parallel
 from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.cached import Sequences
@@ -26,6 +26,7 @@ from megatron_ext.parts.attention.describe import VANILLA, Softmax
 from megatron_ext.parts.attention.packed import attend_documents, attend_window
 from megatron_ext.parts.attention.rope import TokenAngles, heated, rotate, split_and_rotate
 from megatron_ext.parts.attention.scores import PLAIN, Scores
+from megatron_ext.parts.attention.segments import largest_scores
 from megatron_ext.parts.attention.short import attend_short, takes
 
 _ALL = slice(None)
@@ -164,6 +165,10 @@ class SDPAttention(torch.nn.Module):
         self.cp_comm_type = cp_comm_type
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout
+        self.current_max_attn_logits: torch.Tensor | None = None
+        """The largest product of a query with a key that it sees, times the scale, in the forward passes of the training
+        since this was None; fp32 [H]. It is measured where something reads it."""
+        self._measures = config.qk_clip or config.log_max_attention_logit
         # Under sequence parallelism the whole block already draws from this rank's own generator.
         self.fork_generator = not config.sequence_parallel
         if softmax == VANILLA:
@@ -224,6 +229,8 @@ class SDPAttention(torch.nn.Module):
         """Returns the context, [S, B, H * V]. With `documents`, tokens see their own document alone."""
         attend: Any = self._whole if self._is_whole(documents) else partial(self._divided, documents)
         heads = query_BHSD, key_BGSD, value_BGSV
+        if self._measures and self.training:
+            self._measure(query_BHSD, key_BGSD, documents)
         if self.training and self.dropout > 0.0 and self.fork_generator:
             # Ranks hold different heads, so that their dropout masks must differ.
             with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
@@ -231,6 +238,22 @@ class SDPAttention(torch.nn.Module):
         else:
             context_BHSV = attend(*heads)
         return context_BHSV.permute(2, 0, 1, 3).flatten(2)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _measure(self, query: torch.Tensor, key: torch.Tensor, documents: Documents | None) -> None:
+        """Take the products of these queries with the keys that they see, on whatever rank these are, into account."""
+        group, length = self.cp_group, key.size(2)
+        segments: tuple[Segment, ...] = (Segment(0, length, 0, length),)
+        if group is not None:
+            key = context_parallel.all_positions(key, key[..., :0], group)[0]
+            segments = context_parallel.segments_of_rank(group.rank(), group.size(), key.size(2))
+        if documents is not None:
+            segments = documents.segments
+            query, key = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key))
+        scale = self.softmax_scale or 1.0 / math.sqrt(query.size(-1))
+        largest, before = largest_scores(query, key, segments, scale, self.window), self.current_max_attn_logits
+        self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
 
     def _whole(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor) -> torch.Tensor:
         if takes(query_BHSD, self.dropout):

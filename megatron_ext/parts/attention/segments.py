@@ -19,6 +19,9 @@ from megatron_ext.parts.attention import scores as scored
 from megatron_ext.parts.attention.describe import WINDOW_ROWS
 from megatron_ext.parts.attention.scores import PLAIN, Places, Scores, sink_gradient, with_sink
 
+_QUERIES_AT_ONCE = 512
+"""Queries whose products with all keys are held at once, where these are only measured."""
+
 
 def attend_segments(
     query_BHQD: torch.Tensor,
@@ -77,6 +80,35 @@ def attend_segments_reference(
         return logits.softmax(-1) @ value
     sink = torch.as_tensor(scores.sink_H).to(logits).reshape(-1, 1, 1).expand(*logits.shape[:-1], 1)
     return torch.cat((logits, sink), -1).softmax(-1)[..., :-1] @ value
+
+
+@torch.no_grad()
+def largest_scores(
+    query_BHQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    segments: Sequence[Segment],
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Return the largest product of a query and a key that it sees, times `scale`, of each query head, fp32 [H].
+
+    The arguments are those of `attend_segments`. The products are made once more, some queries at a time.
+    """
+    query_BGPQD = query_BHQD.detach().unflatten(1, (key_BGKD.size(1), -1))
+    found = query_BHQD.new_full((query_BHQD.size(1),), -torch.inf, dtype=torch.float32)
+    for rows, first, blocks in _parts(segments, window, query_BHQD):
+        for start in range(rows.start, rows.stop, _QUERIES_AT_ONCE):
+            some = slice(start, min(start + _QUERIES_AT_ONCE, rows.stop))
+            own = first + torch.arange(some.start - rows.start, some.stop - rows.start, device=query_BHQD.device)
+            keys = slice(blocks[0][0].start, first + some.stop - rows.start)
+            places = torch.arange(keys.start, keys.stop, device=query_BHQD.device)
+            seen = places <= own[:, None]
+            if window is not None:
+                seen &= places > own[:, None] - window
+            products = query_BGPQD[:, :, :, some] @ key_BGKD.detach()[:, :, None, keys].mT
+            largest = products.masked_fill(~seen, -torch.inf).amax(dim=(0, -2, -1)).flatten()
+            found = torch.maximum(found, largest.float() * scale)
+    return found
 
 
 def merge(

@@ -185,6 +185,7 @@ class Reporting(Callback):
             reserved_bytes=memory.reserved,
             num_zeros=None if result.num_zeros is None else int(result.num_zeros),
             params_norm=norm,
+            max_attention_logit=result.max_attention_logit,
             load_balancing_loss=None if auxiliary is None else auxiliary.load_balancing,
             seq_load_balancing_loss=None if auxiliary is None else auxiliary.of_samples,
             global_load_balancing_loss=None if auxiliary is None else auxiliary.of_global_batch,

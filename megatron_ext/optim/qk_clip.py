@@ -1,0 +1,114 @@
+"""Rescales the weights of queries and keys whose products have become too large, after each update (QK-clip of MuonClip:
+Kimi K2, arXiv:2507.20534, section 2.1, algorithm 1).
+
+With the largest product S of a head in a step, over the global batch, and a threshold t, a head with S > t gets
+e = t / S: its queries are multiplied by e^alpha and its keys by e^(1-alpha). Heads that share keys share the smallest
+e. Of latent attention the channels of the key that are rotated belong to all heads and stay; those of the query are
+multiplied by e. It is megatron-core's rule (`clip_qk` of its attention), for weights that ranks divide in any way.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch.distributed import ProcessGroup
+
+from megatron_ext.parallel.rows import row_shard
+from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
+from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
+
+Attention = CausalSelfAttention | LatentSelfAttention
+
+
+class LargestScores:
+    """The largest product of a query and a key of every head of this rank in a step.
+
+    Args:
+        chunks: model chunks of this rank, the same layers on all ranks of `group`.
+        group: the ranks that have the same weights and other tokens.
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], group: ProcessGroup):
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        self.attentions: list[Attention] = [one for one in modules if isinstance(one, Attention)]
+        self._group = group
+
+    def take(self) -> list[torch.Tensor]:
+        """Return them for each attention, fp32 [heads], and forget them. Collective over the group."""
+        cores: list[SDPAttention] = [attention.core_attention for attention in self.attentions]  # pyright: ignore[reportAssignmentType]
+        found = [core.current_max_attn_logits for core in cores]
+        for core in cores:
+            core.current_max_attn_logits = None
+        of_each = [one for one in found if one is not None]
+        if not of_each:
+            return []
+        assert len(of_each) == len(cores), "every layer attends in every microbatch"
+        flat = torch.cat(of_each)
+        torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, self._group)
+        return list(flat.split([len(one) for one in of_each]))
+
+
+    def of_all_ranks(self, largest: Sequence[torch.Tensor]) -> float:
+        """Return the largest of all layers, heads and ranks. Collective over all ranks."""
+        found = torch.stack([one.max() for one in largest]).max() if largest else torch.tensor(-torch.inf)
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+        return float(found)
+
+
+class QKClip:
+    """Multiplies the weights of queries and keys within each update.
+
+    Args:
+        config: has the threshold and alpha.
+        attentions: those of `LargestScores`, with the model's weights in place.
+        parts: the optimizers of the run.
+    """
+
+    def __init__(self, config: TransformerConfig, attentions: Sequence[Attention], parts: Iterable[Any]):
+        self._alpha, self._threshold = config.qk_clip_alpha, config.qk_clip_threshold
+        self._attentions = attentions
+        self._factors: dict[int, torch.Tensor] = {}
+        """What the rows of each weight are multiplied by in the next update, by the weight's id()."""
+        for part in parts:
+            for optimizer in part.updater.torch_optimizers:
+                optimizer.register_step_post_hook(lambda *_, part=part: self._scale(part))
+
+    def before_update(self, largest: Sequence[torch.Tensor]) -> None:
+        """Have the next update end with the weights that these products ask for (`LargestScores.take`)."""
+        for attention, largest_H in zip(self._attentions, largest, strict=True):
+            key_heads = getattr(attention, "num_query_groups_per_partition", len(largest_H))
+            shared_G = largest_H.unflatten(0, (key_heads, -1)).amax(1)
+            factor_G = (self._threshold / shared_G.clamp(min=self._threshold)).view(-1, 1)
+            self._factors |= {id(weight): rows for weight, rows in self._rows(attention, factor_G)}
+
+    def _rows(self, attention: Attention, factor_G1: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the weights that make queries and keys, each with the factors of its rows."""
+        of_query, of_key, same = factor_G1**self._alpha, factor_G1 ** (1 - self._alpha), torch.ones_like(factor_G1)
+
+        def rows(*parts: tuple[torch.Tensor, int]) -> torch.Tensor:
+            return torch.cat([factor.expand(-1, size) for factor, size in parts], dim=1).flatten()
+
+        if isinstance(attention, CausalSelfAttention):
+            keys, weight = attention.hidden_size_per_attention_head, attention.linear_qkv.weight
+            queries = attention.num_attention_heads_per_partition // len(factor_G1) * keys
+            # Gates of the queries' heads, if there are any, and values stay.
+            rest = len(weight) // len(factor_G1) - queries - 2 * keys
+            yield weight, rows((of_query, queries), (same, rest), (of_key, keys), (same, keys))
+            return
+        described = attention.described
+        plain = described.head_size - described.position_size
+        query: Any = attention.linear_q_proj if described.query_rank is None else attention.linear_q_up_proj
+        yield query.weight, rows((of_query, plain), (factor_G1, described.position_size))
+        yield attention.linear_kv_up_proj.weight, rows((of_key, plain), (same, described.value_head_size))
+
+    @torch.no_grad()
+    def _scale(self, part: Any) -> None:
+        for weight, main in part.main_parameters():
+            if (of_rows := self._factors.pop(id(weight), None)) is None:
+                continue
+            shard = row_shard(weight)
+            own = of_rows if shard is None else of_rows[shard.first : shard.stop]
+            whole = own.to(main).view(-1, 1).expand(-1, weight.shape[1:].numel())
+            main.mul_(part.own(weight, whole.contiguous()).view_as(main))
