@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_ext import device
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.markup import table
-from megatron_ext.verify.cases import CASES, MODELS, RECIPE, Case
+from megatron_ext.verify.cases import CASES, Case
+from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.parity import (
     BF16_FACTOR,
     CURVE_TOLERANCE,

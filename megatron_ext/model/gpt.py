@@ -209,6 +209,8 @@ def _build_chunk(
             gpt.rotary_pos_emb = RotaryTable(first, transformer_config, pg_collection, others)
         else:
             gpt.rotary_pos_emb = ScaledRotaryEmbedding(first, transformer_config, pg_collection)
+        # Latent attention rotates next to learned positions, too, which are the embedding's: the engine asks by this.
+        gpt.position_embedding_type = "rope"
     _multiply_outputs(gpt, model)
     if gpt.pre_process and model.embed_layernorm:
         _normalize_embeddings(gpt, model)

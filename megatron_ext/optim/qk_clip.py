@@ -68,7 +68,8 @@ class QKClip:
 
     def __init__(self, config: TransformerConfig, attentions: Sequence[Attention], parts: Iterable[Any]):
         self._alpha, self._threshold = config.qk_clip_alpha, config.qk_clip_threshold
-        self._attentions = attentions
+        # Between steps a module may have shards in the place of what they are known by.
+        self._attentions = [(attention, list(map(id, _weights(attention)))) for attention in attentions]
         self._factors: dict[int, torch.Tensor] = {}
         """What the rows of each weight are multiplied by in the next update, by the weight's id()."""
         for part in parts:
@@ -77,31 +78,30 @@ class QKClip:
 
     def before_update(self, largest: Sequence[torch.Tensor]) -> None:
         """Have the next update end with the weights that these products ask for (`LargestScores.take`)."""
-        for attention, largest_H in zip(self._attentions, largest, strict=True):
+        for (attention, weights), largest_H in zip(self._attentions, largest, strict=True):
             key_heads = getattr(attention, "num_query_groups_per_partition", len(largest_H))
             shared_G = largest_H.unflatten(0, (key_heads, -1)).amax(1)
             factor_G = (self._threshold / shared_G.clamp(min=self._threshold)).view(-1, 1)
-            self._factors |= {id(weight): rows for weight, rows in self._rows(attention, factor_G)}
+            self._factors |= zip(weights, self._rows(attention, factor_G), strict=True)
 
-    def _rows(self, attention: Attention, factor_G1: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the weights that make queries and keys, each with the factors of its rows."""
+    def _rows(self, attention: Attention, factor_G1: torch.Tensor) -> list[torch.Tensor]:
+        """Return what the rows of each of `_weights` are multiplied by."""
         of_query, of_key, same = factor_G1**self._alpha, factor_G1 ** (1 - self._alpha), torch.ones_like(factor_G1)
 
         def rows(*parts: tuple[torch.Tensor, int]) -> torch.Tensor:
             return torch.cat([factor.expand(-1, size) for factor, size in parts], dim=1).flatten()
 
         if isinstance(attention, CausalSelfAttention):
-            keys, weight = attention.hidden_size_per_attention_head, attention.linear_qkv.weight
-            queries = attention.num_attention_heads_per_partition // len(factor_G1) * keys
-            # Gates of the queries' heads, if there are any, and values stay.
-            rest = len(weight) // len(factor_G1) - queries - 2 * keys
-            yield weight, rows((of_query, queries), (same, rest), (of_key, keys), (same, keys))
-            return
+            keys, groups = attention.hidden_size_per_attention_head, len(factor_G1)
+            queries = attention.num_attention_heads_per_partition // groups * keys
+            gates = queries if attention.config.attention_output_gate else 0
+            return [rows((of_query, queries), (same, gates), (of_key, keys), (same, keys))]
         described = attention.described
         plain = described.head_size - described.position_size
-        query: Any = attention.linear_q_proj if described.query_rank is None else attention.linear_q_up_proj
-        yield query.weight, rows((of_query, plain), (factor_G1, described.position_size))
-        yield attention.linear_kv_up_proj.weight, rows((of_key, plain), (same, described.value_head_size))
+        return [
+            rows((of_query, plain), (factor_G1, described.position_size)),
+            rows((of_key, plain), (same, described.value_head_size)),
+        ]
 
     @torch.no_grad()
     def _scale(self, part: Any) -> None:
@@ -112,3 +112,11 @@ class QKClip:
             own = of_rows if shard is None else of_rows[shard.first : shard.stop]
             whole = own.to(main).view(-1, 1).expand(-1, weight.shape[1:].numel())
             main.mul_(part.own(weight, whole.contiguous()).view_as(main))
+
+
+def _weights(attention: Attention) -> list[torch.nn.Parameter]:
+    """Return the weights that make queries and keys."""
+    if isinstance(attention, CausalSelfAttention):
+        return [attention.linear_qkv.weight]  # pyright: ignore[reportReturnType]
+    of_query: Any = attention.linear_q_proj if attention.described.query_rank is None else attention.linear_q_up_proj
+    return [of_query.weight, attention.linear_kv_up_proj.weight]

@@ -46,8 +46,14 @@ class Parameter:
 
     @property
     def decay(self) -> bool:
-        """Whether weight decay applies: it is for matrices; norms and biases have none."""
+        """Whether weight decay applies: it is for matrices; norms and biases have none, unless
+        --apply-wd-to-qk-layernorm gives it to these."""
         return len(self.shape) > 1
+
+    @property
+    def is_query_or_key_norm(self) -> bool:
+        """Whether it belongs to a norm of queries (or of their latents) or keys, by Megatron's names."""
+        return self.name.split(".")[-2:-1] in (["q_layernorm"], ["k_layernorm"])
 
     @property
     def update(self) -> Literal["matrix", "element"]:

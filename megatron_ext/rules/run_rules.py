@@ -46,6 +46,8 @@ def values_have_what_they_need(config: Config, facts: Facts) -> Iterator[str]:
     for option in _of("needs"):
         value = _value(config, option)
         for need in [need for with_needs, need in option.needs if value == with_needs]:
+            if need.unless is not None and _value(config, options_by_name()[need.unless]):
+                continue
             other = options_by_name()[need.field]
             actual = _value(config, other)
             setting = option.flag if option.is_switch else f"{option.flag} {value}"

@@ -112,7 +112,10 @@ def _of_groups(chunks: Sequence[torch.nn.Module], settings: CoreOptimizerConfig,
     """Return what the groups of some parameters have in place of what others have."""
     known, found = catalogued(chunks, config), get_standard_config_overrides(settings)
     found = {key: values for key, values in found.items() if "wd_mult" not in values}
-    chosen: list[tuple[dict[str, Any], Callable[[Parameter], bool]]] = [({"wd_mult": 0.0}, lambda one: not one.decay)]
+    of_norms = config.optimizer.apply_wd_to_qk_layernorm
+    chosen: list[tuple[dict[str, Any], Callable[[Parameter], bool]]] = [
+        ({"wd_mult": 0.0}, lambda one: not (one.decay or (of_norms and one.is_query_or_key_norm)))
+    ]
     if traits_of(config.optimizer).of_elements is not None:
         chosen += [({"update": "matrix"}, lambda one: one.update == "matrix")]
         chosen += [({"update": "element"}, lambda one: one.update == "element")]

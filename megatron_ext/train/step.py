@@ -1,5 +1,6 @@
 """Takes one optimizer step: microbatches -> pipeline schedule -> gradients -> update."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,12 +8,14 @@ from typing import Any, cast
 
 import torch
 
+from megatron_ext import environment, terminal
 from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
 from megatron_ext.data.microbatch import Batch
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.parts.experts.compute import take_auxiliary_losses
 from megatron_ext.parts.stack import stack
+from megatron_ext.resilience.error_injection import is_spoiled
 from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE
 from megatron_ext.train.bad_step import check_numbers
 from megatron_ext.train.gradient_watch import Evidence
@@ -160,7 +163,11 @@ def compute_gradients(run: Run, samples: range) -> Gradients:
     shared = SharedNumbers(run)
     evidence = run.gradient_watch.begin(shared.loss)
     losses = run_microbatches(run, microbatches, forward_only=False)
-    shared.add_loss(_sum(losses))
+    total = _sum(losses)
+    if is_spoiled(run.config, samples, environment.rank()):
+        terminal.warn(f"rank {environment.rank()} injects an error into the step of the samples from {samples.start}")
+        total[0] = math.nan
+    shared.add_loss(total)
     return Gradients(samples, losses, shared, evidence)
 
 

@@ -20,7 +20,8 @@ import numpy as np
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.tokenizer.simple import ByteTokenizer
-from megatron_ext.verify.cases import MODELS, RECIPE, Case
+from megatron_ext.verify.cases import Case
+from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.recorded_training import RunRecord, record
 
 STEPS = 20

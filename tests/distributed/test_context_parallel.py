@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.data.packing import documents_of
-from megatron_ext.verify.cases import MODELS, RECIPE
+from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.parity import write_corpus
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.dropout_masks import DROPOUT, equal_masks, masks_of_first_step

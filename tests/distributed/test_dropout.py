@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.verify.cases import MODELS, RECIPE, RECOMPUTE
+from megatron_ext.verify.compared_layouts import RECOMPUTE
+from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.parity import SEQ_LENGTH, write_corpus
 from megatron_ext.verify.ranks import run_ranks
 from megatron_ext.verify.recorded_training import RunRecord, record

@@ -14,7 +14,7 @@ import torch
 
 from megatron_ext.parts.linear import fp8
 from megatron_ext.parts.linear.scaled_products import E5M2, RECIPES
-from megatron_ext.verify.cases import MODELS, RECIPE
+from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.parity import BF16_FACTOR, FIRST_LOSS_TOLERANCE, GRADIENT_TOLERANCE, compare, write_corpus
 from megatron_ext.verify.ranks import run_ranks
 from megatron_ext.verify.recorded_training import RunRecord, record

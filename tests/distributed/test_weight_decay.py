@@ -19,6 +19,7 @@ LAYOUTS = {
     "FSDP2": "--use-torch-fsdp2",
     "FSDP2 in host memory": "--use-torch-fsdp2 --torch-fsdp2-cpu-offload",
     "ZeRO-3": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --bf16",
+    "norms of queries and keys": "--qk-layernorm --apply-wd-to-qk-layernorm --use-distributed-optimizer",
     "experts": "--num-experts 4 --disable-bias-linear --expert-model-parallel-size 2",
 }
 
@@ -49,7 +50,11 @@ def _decays(layouts: dict[str, str]) -> dict[str, tuple[dict[str, float], dict[s
                 for weight, main in part.main_parameters():
                     shape = torch.empty(weight.shape, device="meta")
                     decays |= {name: own[id(main)] for name, _ in by_expert(names[id(weight)], shape)}
-        found[layout] = decays, {parameter.name: float(parameter.decay) for parameter in parameters(config)}
+        kinds = ("q_layernorm", "k_layernorm") if "--apply-wd" in flags else ()
+        found[layout] = (
+            decays,
+            {one.name: float(one.decay or any(kind in one.name for kind in kinds)) for one in parameters(config)},
+        )
         end_layout()
     return found
 

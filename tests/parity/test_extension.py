@@ -18,7 +18,7 @@ from megatron_ext.parts.catalogue import Parameter, count, count_per_rank, param
 from megatron_ext.parts.own_parameters import with_own_parameters
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import NONE, Extensions
-from megatron_ext.verify.cases import MODELS, RECIPE
+from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.gather import assemble
 from megatron_ext.verify.parity import STEPS, compare
 from megatron_ext.verify.ranks import run_ranks

@@ -8,7 +8,8 @@ import dataclasses
 
 import pytest
 
-from megatron_ext.verify.cases import CASES, RECIPE, Case
+from megatron_ext.verify.cases import CASES, Case
+from megatron_ext.verify.compared_models import RECIPE
 from megatron_ext.verify.parity import BF16_FACTOR, STEPS, VALIDATION_SAMPLES, Experiment, bf16_distance, compare
 from tools.parity_table import fp32_row, row_or_failure
 

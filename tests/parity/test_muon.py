@@ -1,6 +1,6 @@
 """Muon in the program: the curve of Megatron's package, bitwise resumed, and resumed in other layouts.
 
-Its rows of the parity matrix are in `verify/cases.py`, its planted faults in test_planted_faults.py."""
+Its rows of the parity matrix are in `verify/compared_layouts.py`, its planted faults in test_planted_faults.py."""
 
 import shlex
 from pathlib import Path
@@ -11,7 +11,7 @@ from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import Extensions
-from megatron_ext.verify.cases import MODELS, RECIPE
+from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.parity import CURVE_TOLERANCE
 from megatron_ext.verify.ranks import run_ranks
 from megatron_ext.verify.recorded_training import record

@@ -14,7 +14,7 @@ from megatron_ext.parts.catalogue import parameters
 from megatron_ext.plan.state_bytes import optimizer_bytes, state_bytes
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import Extensions
-from megatron_ext.verify.cases import MODELS, RECIPE
+from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.parity import compare
 from megatron_ext.verify.ranks import run_ranks
 from megatron_ext.verify.recorded_training import RunRecord, record

@@ -181,9 +181,15 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "weight decay leaves out norms and biases, and every weight is trained; leave it out",
+        "use --apply-wd-to-qk-layernorm, which is its name today",
         """
-        --apply-wd-to-qk-layernorm, --no-weight-decay-cond-type N, --freeze-all-layers
+        --no-weight-decay-cond-type N
+        """,
+    ),
+    (
+        "every weight is trained; leave it out",
+        """
+        --freeze-all-layers
         """,
     ),
     (
@@ -243,9 +249,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     # What happens next to the steps: checks, measurements, evaluation, checkpoints.
     (
-        "no fault is injected into a run; leave it out",
+        "no process is killed or slowed down on purpose; use --error-injection-rate, or leave it out",
         """
-        --error-injection-rate N =0, --error-injection-type N =transient_error,
         --fault-injector-ranks N, --fault-injector-num-ranks N,
         --fault-injector-fault-types N, --fault-injector-fault-probabilities N, --fault-injector-fault-delay N,
         --fault-injector-delay-start-iteration N, --fault-injector-mtti-seconds N, --fault-injector-offset-seconds N,

@@ -8,13 +8,15 @@ _NO_BIASES = ReadWith("disable_bias_linear", "without --disable-bias-linear ever
 
 _EXPERTS = ReadWith("num_experts", "without --num-experts there are no experts")
 _ROTARY = ReadWith(
-    "position_embedding_type", "there are no rotary positions", but=("learned_absolute", "none", "alibi")
+    ("position_embedding_type", "multi_latent_attention"),
+    "there are no rotary positions",
+    but=("learned_absolute", "none", "alibi", None, False),
 )
 _SCALED = ReadWith("use_rope_scaling", "without --use-rope-scaling rotary positions are not scaled")
 
 _BY_LENGTH = ("longrope", "dynamic")
 _STRETCHED = [
-    Need("position_embedding_type", "rope", "rotary positions"),
+    Need("position_embedding_type", "rope", "rotary positions", unless="multi_latent_attention"),
     Need("use_rope_scaling", False, "one stretch of the context"),
     Need("rotary_seq_len_interpolation_factor", 1.0, "one stretch of the context"),
 ]
@@ -154,7 +156,6 @@ class ModelConfig:
         resume="shape",
         needs={
             True: [
-                Need("position_embedding_type", "rope", "rotary positions"),
                 Need("rotary_percent", 1.0, "all of --qk-pos-emb-head-dim rotated"),
                 Need("rotary_interleaved", False, "its own rotation, of neighbouring channels"),
                 Need("use_rope_scaling", False, "--rope-type yarn to stretch the frequencies"),

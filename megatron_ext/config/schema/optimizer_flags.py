@@ -109,6 +109,12 @@ class OptimizerConfig:
         resume="curve",
         choices=("constant", "linear", "cosine"),
     )
+    apply_wd_to_qk_layernorm: bool = option(
+        False,
+        "Weight decay of the norms of queries and keys, too.",
+        resume="curve",
+        read_with=ReadWith("qk_layernorm", "without --qk-layernorm there are no norms of queries and keys"),
+    )
     clip_grad: float = free(1.0, "Largest global gradient norm (L2); 0 for no clipping.", at_least=0)
     adam_beta1: float = free(0.9, "Decay of Adam's first moment.", share=True)
     adam_beta2: float = free(0.999, "Decay of Adam's second moment.", share=True)

@@ -36,6 +36,9 @@ class Need:
     words: str
     """What it means, for the message: "needs <words>, but --field is ..."."""
 
+    unless: str | None = None
+    """A switch next to which the field may be anything."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ReadWith:

@@ -12,6 +12,9 @@ _RECOMPUTES = ReadWith(
 )
 _MANUAL_GC = ReadWith("manual_gc", "without --manual-gc Python collects its garbage by itself")
 _EVALUATES = ReadWith("eval_interval", "with --eval-interval 0 nothing is evaluated")
+_CHECKED = ReadWith(
+    "no_check_for_nan_in_loss_and_grad", "with --no-check-for-nan-in-loss-and-grad nobody looks", only=(False,)
+)
 _SAMPLES = ReadWith("sample_interval", "without --sample-interval the model writes no samples")
 
 
@@ -211,6 +214,19 @@ class TrainingConfig:
     deterministic_mode: bool = free(False, "Only kernels whose result does not vary from run to run.")
     no_check_for_nan_in_loss_and_grad: bool = free(
         False, "Do not stop (exit code 70) when a loss or a gradient is NaN or infinite."
+    )
+    error_injection_rate: int = free(
+        0,
+        "For tests of resilience: of so many steps of a rank, one gives a NaN for its loss; 0: none.",
+        at_least=0,
+        read_with=_CHECKED,
+    )
+    error_injection_type: str = free(
+        "transient_error",
+        "Whether the step is computed well when the ranks are started again (transient_error), or never "
+        "(persistent_error, correct_result).",
+        choices=("transient_error", "persistent_error", "correct_result"),
+        read_with=ReadWith("error_injection_rate", "without --error-injection-rate no error is injected"),
     )
     check_for_large_grads: bool = free(
         False, "Warn of a step whose gradient norm is ten times the largest of the first 100 steps."

@@ -195,6 +195,11 @@ class LatentAttention(Attention):
                 f"--no-rope-freq {model.no_rope_freq} with --multi-latent-attention, all of whose layers rotate; leave "
                 "--no-rope-freq out"
             )
+        if model.position_embedding_type not in ("rope", "learned_absolute"):
+            yield (
+                f"--position-embedding-type {model.position_embedding_type} with --multi-latent-attention, all of "
+                "whose layers rotate; use --position-embedding-type rope"
+            )
         if self.position_size % 2:
             yield (
                 f"--qk-pos-emb-head-dim {self.position_size} is odd, but channels are rotated in pairs; use "

@@ -14,7 +14,8 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.train import configure as module
 from megatron_ext.train.configure import configure, configure_for
 from megatron_ext.train.pretrain import pretrain
-from megatron_ext.verify.cases import CASES, MODELS, RECIPE
+from megatron_ext.verify.cases import CASES
+from megatron_ext.verify.compared_models import MODELS, RECIPE
 from tests.support.small_models import small_config
 from tests.support.small_runs import MODEL
 
