@@ -1,5 +1,5 @@
-"""Rescales the weights of queries and keys whose products have become too large, after each update (QK-clip of MuonClip:
-Kimi K2, arXiv:2507.20534, section 2.1, algorithm 1).
+"""Rescales the weights of queries and keys whose products have become too large, after each update (QK-clip, of
+MuonClip: Kimi K2, arXiv:2507.20534, section 2.1, algorithm 1).
 
 With the largest product S of a head in a step, over the global batch, and a threshold t, a head with S > t gets
 e = t / S: its queries are multiplied by e^alpha and its keys by e^(1-alpha). Heads that share keys share the smallest
@@ -7,7 +7,7 @@ e. Of latent attention the channels of the key that are rotated belong to all he
 multiplied by e. It is megatron-core's rule (`clip_qk` of its attention), for weights that ranks divide in any way.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,6 @@ class LargestScores:
         flat = torch.cat(of_each)
         torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, self._group)
         return list(flat.split([len(one) for one in of_each]))
-
 
     def of_all_ranks(self, largest: Sequence[torch.Tensor]) -> float:
         """Return the largest of all layers, heads and ranks. Collective over all ranks."""

@@ -314,8 +314,8 @@ def products_can_be_bounded(config: Config, facts: Facts) -> Iterator[str]:
         yield f"--qk-clip with {flag}: no weight before the norm changes what it returns; leave --qk-clip out"
     if grouped and groups is not None and tensor > groups:
         yield (
-            f"--qk-clip with --tensor-model-parallel-size {tensor} and --num-query-groups {groups}: ranks share a group "
-            f"of heads, which reach other products on each; use --tensor-model-parallel-size {groups} or less"
+            f"--qk-clip with --tensor-model-parallel-size {tensor} and --num-query-groups {groups}: ranks share a "
+            f"group of heads, which reach other products on each; use --tensor-model-parallel-size {groups} or less"
         )
     for flag, on in (
         ("--optimizer-cpu-offload", asked.optimizer_cpu_offload),

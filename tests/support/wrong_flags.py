@@ -336,6 +336,16 @@ EXAMPLES = {
     ),
     "A flag of another optimizer": Example("--optimizer lion --adam-beta2 0.95 --muon-nesterov", "--optimizer muon"),
     "Muon in host memory": Example("--optimizer muon --optimizer-cpu-offload", "--optimizer-cpu-offload=false"),
+    "QK-clip in host memory": Example(
+        "--disable-bias-linear --qk-clip --optimizer-cpu-offload", "--optimizer-cpu-offload=false"
+    ),
+    "QK-clip of queries with biases": Example("--disable-bias-linear --qk-clip --add-qkv-bias", "--add-qkv-bias=false"),
+    "QK-clip of normed heads": Example("--disable-bias-linear --qk-clip --qk-layernorm", "--qk-clip=false"),
+    "QK-clip of heads that ranks share": Example(
+        "--disable-bias-linear --qk-clip --world-size 4 --tensor-model-parallel-size 4 --group-query-attention "
+        "--num-query-groups 2",
+        "--tensor-model-parallel-size 2",
+    ),
     "Moments in bf16 in host memory": Example(
         "--optimizer-cpu-offload --exp-avg-dtype bf16", "--optimizer-cpu-offload=false"
     ),

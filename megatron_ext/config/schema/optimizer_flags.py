@@ -173,7 +173,10 @@ class OptimizerConfig:
         0.5, "The queries' share of that; the keys have the rest.", share=True, read_with=_CLIPS_PRODUCTS
     )
     qk_clip_threshold: float = free(
-        100.0, "Largest product of a query and a key, with the scale of the scores.", positive=True, read_with=_CLIPS_PRODUCTS
+        100.0,
+        "Largest product of a query and a key, with the scale of the scores.",
+        positive=True,
+        read_with=_CLIPS_PRODUCTS,
     )
     optimizer_cpu_offload: bool = free(
         False, "Keep optimizer state in host memory, and update there.", saves_memory=True

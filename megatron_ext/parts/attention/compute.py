@@ -166,8 +166,8 @@ class SDPAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout
         self.current_max_attn_logits: torch.Tensor | None = None
-        """The largest product of a query with a key that it sees, times the scale, in the forward passes of the training
-        since this was None; fp32 [H]. It is measured where something reads it."""
+        """The largest product of a query with a key that it sees, times the scale, in the passes of the training since
+        this was None; fp32 [H]. It is measured where something reads it."""
         self._measures = config.qk_clip or config.log_max_attention_logit
         # Under sequence parallelism the whole block already draws from this rank's own generator.
         self.fork_generator = not config.sequence_parallel

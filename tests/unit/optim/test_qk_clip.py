@@ -9,12 +9,14 @@ import torch
 
 from megatron_ext.parts.attention.compute import CausalSelfAttention
 from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
-from megatron_ext.train.extensions import Extensions
+from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.trainer import Callback
 from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.recorded_training import record
 
-RUN = "--seq-length 16 --mock-data --vocab-size 250 --eval-interval 100 --eval-iters 1 --lr 0 --lr-warmup-iters 0"
+RUN = (
+    "--seq-length 16 --mock-data --vocab-size 250 --eval-interval 100 --eval-iters 1 --lr 0 --lr-warmup-iters 0 "
+    "--device cpu --num-workers 0 --exit-interval 1"
+)
 ALPHA = 0.3
 
 
@@ -48,7 +50,7 @@ def stepped(model: str, threshold: float) -> OneStep:
     """Return what one step of length 0 was seen to do."""
     seen = OneStep()
     flags = f"{RECIPE} {RUN} {MODELS[model]} --qk-clip --qk-clip-alpha {ALPHA} --qk-clip-threshold {threshold}"
-    record(shlex.split(flags), 1, 1, extensions=Extensions(callbacks=[seen]))
+    pretrain(shlex.split(flags), callbacks=[seen])
     return seen
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_ext.data.packing import Segment, documents_of
 from megatron_ext.parts.attention import blocks as kernels
 from megatron_ext.parts.attention.packed import attend_documents
-from megatron_ext.parts.attention.segments import attend_segments, attend_segments_reference, merge
+from megatron_ext.parts.attention.segments import attend_segments, attend_segments_reference, largest_scores, merge
 
 SCALE = 0.3
 SEGMENTS = (Segment(0, 5, 0, 5), Segment(5, 3, 5, 3), Segment(8, 4, 6, 10), Segment(12, 1, 3, 9))
@@ -126,3 +126,17 @@ def test_documents_are_scaled_as_they_are_told() -> None:
     whole = documents_of(torch.ones(2, 6, dtype=torch.int64), 0)
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.7)
     torch.testing.assert_close(attend_documents(query, key, value, whole, 0.7), expected)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_largest_score_is_that_of_a_key_that_is_seen(groups: int, window: int | None) -> None:
+    query, key, _ = (tensor.detach() for tensor in heads(groups, torch.float64))
+    seen = torch.zeros(13, 16, dtype=torch.bool)
+    for one in SEGMENTS:
+        whole = torch.ones(one.queries, one.keys, dtype=torch.bool).tril(one.keys - one.queries)
+        part = whole if window is None else whole.triu(one.keys - one.queries - window + 1)
+        seen[one.rows, one.first_key : one.first_key + one.keys] = part
+    products = query @ key.repeat_interleave(4 // groups, 1).mT * SCALE
+    expected = products.masked_fill(~seen, -torch.inf).amax((0, 2, 3))
+    torch.testing.assert_close(largest_scores(query, key, SEGMENTS, SCALE, window), expected.float())
