@@ -144,9 +144,9 @@ MODELS |= {
 }
 # Thresholds that some heads exceed in every step, and others not.
 MODELS |= {
-    "clipped products": f"{MODELS['untied, Muon']} --qk-clip --qk-clip-threshold 1.5 --qk-clip-alpha 0.3",
-    "clipped latents": f"{MODELS['latents, Muon'].replace('--qk-layernorm ', '')} --qk-clip --qk-clip-threshold 0.5",
-    "clipped products by Adam": f"{MODELS['packed']} --attention-output-gate --qk-clip --qk-clip-threshold 1.5",
+    "clipped products": f"{MODELS['untied, Muon']} --qk-clip --qk-clip-threshold 2.4 --qk-clip-alpha 0.3",
+    "clipped latents": f"{MODELS['latents, Muon'].replace('--qk-layernorm ', '')} --qk-clip --qk-clip-threshold 1.1",
+    "clipped products by Adam": f"{MODELS['packed']} --attention-output-gate --qk-clip --qk-clip-threshold 2.4",
 }
 MODELS |= {
     "one token ahead": f"--num-layers 4 {_LLAMA} --mtp-num-layers 1",
