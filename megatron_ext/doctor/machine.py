@@ -21,6 +21,13 @@ _SHARED_MEMORY = 1 << 30
 def ranks_have_cores(launch: Launch) -> Iterator[Finding]:
     """Check that each rank has a core."""
     cores = len(os.sched_getaffinity(0))
+    given = launch.environment.get("SLURM_CPUS_PER_TASK", "")
+    if given.isdecimal() and cores < int(given):
+        yield warning(
+            f"{cores} cores for what this task of Slurm starts, of the {given} of --cpus-per-task",
+            "srun does not take --cpus-per-task from sbatch (since Slurm 22.05), so that all ranks share few cores",
+            "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun",
+        )
     if launch.ranks > cores:
         yield warning(
             f"{launch.ranks} ranks on {cores} cores",

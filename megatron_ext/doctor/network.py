@@ -1,6 +1,7 @@
 """Checks where ranks meet: address, port, network interfaces, and the numbers that a launcher hands out."""
 
 import contextlib
+import ctypes
 import socket
 import threading
 from collections.abc import Iterator
@@ -108,12 +109,30 @@ def infiniband_is_there(launch: Launch) -> Iterator[Finding]:
             "NCCL passes over what is not there, to TCP at a tenth of the speed",
             "unset NCCL_IB_HCA",
         )
-    if devices and launch.environment.get("NCCL_IB_DISABLE") == "1" and launch.nodes > 1:
+    if not devices or launch.nodes == 1:
+        return
+    for variable, value in (("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket")):
+        if launch.environment.get(variable, "").lower() == value.lower():
+            yield warning(
+                f"{variable}={value}, but there is InfiniBand ({', '.join(devices)})",
+                "machines then talk over TCP, at a tenth of the speed",
+                f"unset {variable}",
+            )
+    if not has_verbs():
         yield warning(
-            f"NCCL_IB_DISABLE=1, but there is InfiniBand ({', '.join(devices)})",
-            "machines then talk over TCP, at a tenth of the speed",
-            "unset NCCL_IB_DISABLE",
+            f"there is InfiniBand ({', '.join(devices)}), and no library libibverbs that opens it",
+            "NCCL passes over it without a word, to TCP at a tenth of the speed",
+            "apt-get install libibverbs1 ibverbs-providers (in the image, where it is a container)",
         )
+
+
+def has_verbs() -> bool:
+    """Return whether the library is there that NCCL loads for InfiniBand."""
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def ranks_come_from_a_launcher(launch: Launch) -> Iterator[Finding]:

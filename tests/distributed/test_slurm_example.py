@@ -14,8 +14,9 @@ SCRIPT = ROOT / "examples/slurm/pretrain.sbatch"
 SCONTROL = """#!/usr/bin/env bash
 if [ "$1" = show ]; then echo localhost; echo localhost; else echo "$@" >> "$NOTES"; fi
 """
-# The second machine's task, with its number.
+# The second machine's task, with its number. Slurm gives a task one core unless it is told here.
 SRUN = """#!/usr/bin/env bash
+if [ "${SRUN_CPUS_PER_TASK:-1}" != "$SLURM_CPUS_PER_TASK" ]; then echo "one core" >&2; exit 9; fi
 while [[ $1 == --* ]]; do shift; done
 export SLURM_NODEID=1
 exec "$@"

@@ -36,7 +36,8 @@ class Machine:
         """Of open files, or of locked pages."""
         self._patch.setattr(machine.resource, "getrlimit", lambda kind: (soft, hard))
 
-    def infiniband(self, *devices: str) -> None:
+    def infiniband(self, *devices: str, verbs: bool = True) -> None:
+        self._patch.setattr(network, "has_verbs", lambda: verbs)
         for module in (network, machine):
             self._patch.setattr(module, "Path", lambda path: self._folder / "infiniband")
         for device in devices:
@@ -95,6 +96,8 @@ def test_what_a_machine_has_for_its_own_ranks(here: Machine, tmp_path: Path) -> 
     assert _levels(machine.ranks_have_cores) == [["ok"], ["warning"], ["ok"], ["warning"]]
     here.cores(3)
     assert _levels(machine.ranks_have_cores) == [["ok"]] * 4
+    tasks = [Launch({"SLURM_CPUS_PER_TASK": given}, 3) for given in ("3", "4")]
+    assert _levels(machine.ranks_have_cores, tuple(tasks)) == [["ok"], ["warning", "ok"]]
     for size, level in ((2**30, "ok"), (2**30 - 1, "warning")):
         here.shared_memory(size)
         shared = _levels(lambda launch: machine.shared_memory_is_large_enough(launch, str(tmp_path)))
@@ -166,6 +169,12 @@ def test_infiniband_between_machines(devices: tuple[str, ...], warned: list[str]
     here.infiniband(*devices)
     disabled = [Launch({"NCCL_IB_DISABLE": value}, 3, nodes) for value, nodes in (("1", 1), ("1", 2), ("0", 2))]
     assert _levels(network.infiniband_is_there, tuple(disabled)) == [[], warned, []]
+    sockets = [Launch({"NCCL_NET": value}, 3, 2) for value in ("Socket", "IB")]
+    assert _levels(network.infiniband_is_there, tuple(sockets)) == [warned, []]
+    here.infiniband(*devices, verbs=False)
+    found = list(network.infiniband_is_there(Launch({}, 3, 2)))
+    assert [one.level for one in found] == warned
+    assert ["libibverbs1" in one.fix for one in found] == [True] * len(warned)
     here.limit(resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     assert _levels(machine.pages_may_be_locked) == [[]] * 4
     here.limit(65536, 65536)

@@ -21,6 +21,8 @@ def test_the_image_is_made_of_what_is_there() -> None:
     copied = [word for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE) for word in line.split()[:-1]]
     assert {"requirements.txt", "pretrain_gpt.py", "megatron_ext", "tools", "tasks", "examples"} <= set(copied)
     assert [name for name in copied if not (ROOT / name).exists()] == []
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert sent == set(copied) - {"./"}
     version = (ROOT / ".python-version").read_text().strip()
     assert re.findall(r"^FROM (.+)$", DOCKERFILE, re.MULTILINE) == [f"python:{version}-slim"]
     for named in re.findall(r"examples/[\w/.]+\w", DOCKERFILE):
