@@ -51,8 +51,10 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
             f"use one of {', '.join(FAMILIES)}"
         )
     reading = Reading(content, family.defaults, family.aliases)
-    if reading.get("quantization_config") is not None:
-        reading.problems.append("quantization_config: quantized weights are not supported; use the unquantized model")
+    if (quantized := reading.get("quantization_config")) is not None:
+        is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+        how = f"; {_FROM_MXFP4}" if is_mxfp4 else "; use the unquantized model"
+        reading.problems.append(f"quantization_config: quantized weights are not supported{how}")
     reading.refuse_unless("is_encoder_decoder", False, False, "only false is supported")
     values = family.read(reading)
     reading.refuse_the_rest(
@@ -66,6 +68,11 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
         raise ConfigurationError([f"{path}: {problem}" for problem in problems])
     return family, {**family.fixed, **values}
 
+
+_FROM_MXFP4 = (
+    "transformers writes a folder in bf16: AutoModelForCausalLM.from_pretrained(folder, dtype='bfloat16', "
+    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(another)"
+)
 
 _OF_OTHER_PARTS = (
     *("text_config", "vision_config", "mm_tokens_per_image", "eoi_token_index", "boi_token_index", "image_token_index"),

@@ -349,6 +349,17 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "num_local_experts": 6, "num_experts_per_tok": 3},
         **{"attention_bias": True, "tie_word_embeddings": True},
     },
+    "GPT-OSS": {
+        **{"model_type": "gpt_oss", **_DECODER, "num_hidden_layers": 4, "sliding_window": 6, **_UNTIED},
+        **{"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32},
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False},
+    },
+    "GPT-OSS without biases of attention": {
+        **{"model_type": "gpt_oss", **_DECODER, "num_hidden_layers": 4, "sliding_window": 5, "attention_bias": False},
+        **{"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "num_key_value_heads": 1},
+        **{"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]},
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "swiglu_limit": 0.5},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

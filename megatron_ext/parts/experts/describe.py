@@ -6,7 +6,7 @@ a token, T a rank's part of the activations, which it routes.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
@@ -56,6 +56,8 @@ class Experts(Part):
         """Yield the router, the routed experts, and the shared ones."""
         own = {"sequence_parallel": True, "by_element": True}  # its rows are no channels
         yield place.matrix("router.weight", self.count, place.model.hidden_size, **own)
+        if self.mlp.bias:  # which begins as the weight, as megatron-core's
+            yield replace(place.matrix("router.bias", self.count, 1, sequence_parallel=True), shape=(self.count,))
         for expert in range(self.count) if place.experts is None else place.experts:
             yield from self.mlp.parameters(place.inside(f"experts.{expert}"), expert)
         if self.shared is not None:
@@ -89,6 +91,8 @@ class Experts(Part):
         # Every rank of an expert's tensor-parallel group has all of its pairs.
         pairs = self.top_k * own * share.expert_tensor
         inside = (5 if self.mlp.gated else 3) * share.width * self.mlp.width / share.expert_tensor
+        if self.mlp.bias:  # matrices that have a weight at each pair's expert
+            inside += 2 * share.width * self.count / share.experts
         held = pairs * (share.width * share.hidden + inside + _OF_A_PAIR) + own * self.count * _OF_A_LOGIT
         if self.shared is not None:
             held += self.shared.inside(share, gated=5) * share.tokens / share.tensor
@@ -128,11 +132,12 @@ class Experts(Part):
         layout = config.layout
         if self.mlp.activation == "xielu":
             yield "--num-experts with --xielu, whose numbers would be those of each expert; use --squared-relu"
-        if self.mlp.bias:
-            if config.model.disable_bias_linear:
-                yield "--num-experts with --add-mlp-bias: experts have no biases; leave --add-mlp-bias out"
-            else:
-                yield "--num-experts with biases in the linear layers: experts have none; add --disable-bias-linear"
+        if self.mlp.bias and self.shared is not None:
+            added = config.model.disable_bias_linear
+            yield (
+                f"--moe-shared-expert-intermediate-size with {'--add-mlp-bias' if added else 'biases everywhere'}: "
+                f"shared experts have none; {'leave --add-mlp-bias out' if added else 'add --disable-bias-linear'}"
+            )
         if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
             yield (
                 f"--num-experts with --tensor-model-parallel-size {layout.tensor_model_parallel_size} would route "

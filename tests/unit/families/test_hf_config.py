@@ -72,6 +72,7 @@ BASES: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1, "bos_token_id": 2},
     "granitemoe": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3},
+    "gpt_oss": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
     "flex_olmo": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1},
     "gemma2": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
     "apertus": {**_SMALL, "rope_theta": 12e6},
@@ -268,6 +269,7 @@ def test_what_a_file_says_twice_or_in_another_form_is_not_guessed(
         ("qwen2", {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False, "use_mrope": False}),
         ("qwen3_moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
         ("nemotron", {"kv_channels": 6}),
+        ("gpt_oss", {"initial_context_length": 4096, "experts_per_token": 2}),
         ("starcoder2", {"mlp_type": "default", "residual_dropout": 0.1, "embedding_dropout": 0.1}),
         ("smollm3", {"max_window_layers": 28, "pretraining_tp": 2}),
         ("gpt2", {"n_ctx": 32, "task_specific_params": {"text-generation": {"do_sample": True}}, "n_inner": None}),
@@ -294,6 +296,8 @@ def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8, only 0 is supported"),
         ("ernie4_5_moe", {"moe_layer_start_index": 9}, "leave no experts"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is true, only false is supported"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5, only 1.702 is supported"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "Mxfp4Config(dequantize=True)"),
     ],
 )
 def test_a_mixture_that_is_not_here_is_refused(
