@@ -34,7 +34,8 @@ _COUNTS = (
 )
 _NUMBERS = (
     "grad_norm learning_rate weight_decay loss_scale elapsed_ms tokens_per_second tflops_per_gpu mfu params_norm "
-    "load_balancing_loss seq_load_balancing_loss global_load_balancing_loss z_loss"
+    "load_balancing_loss seq_load_balancing_loss global_load_balancing_loss z_loss "
+    "dropped_share"
 )
 _ROW = fields(
     {"iteration": integer()},

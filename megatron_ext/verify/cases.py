@@ -59,6 +59,16 @@ MODELS = {
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
         "--moe-layer-freq [0,1,0,1]"
     ),
+    "experts with biases": (
+        f"--num-layers 4 {_LLAMA.replace('--swiglu', '--quick-geglu').replace('--disable-bias-linear ', '')} {_UNTIED} "
+        "--activation-func-clamp-value 2 --glu-linear-offset 1 --softmax-type learnable --window-size 15,0 "
+        "--window-attn-skip-freq 2 --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
+        "--moe-router-dtype fp32"
+    ),
+    "experts with a capacity": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-expert-capacity-factor 0.8 "
+        "--moe-router-pre-softmax --moe-router-dtype fp32"
+    ),
     "routing by groups": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 16 --moe-ffn-hidden-size 24 --moe-router-topk 4 "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 "
@@ -455,6 +465,26 @@ _PIECES = {
         2,
         "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
     ),
+    "EP2, experts with biases": (2, _EP2),
+    "TP2 SP PP2 VPP2 EP2, experts with biases": (
+        4,
+        f"{_TP2_SP} {_PP2_VPP2} {_EP2} {_ALLTOALL} --expert-tensor-parallel-size 1",
+    ),
+    "TP2 SP, tensor-parallel experts, experts with biases": (2, _TP2_SP),
+    "TP2 SP EP2, tensor-parallel experts, alltoall, experts with biases": (4, f"{_TP2_SP} {_EP2} {_ALLTOALL}"),
+    "CP2 EP2 all_gather, experts with biases": (2, f"{_CP2} all_gather {_EP2} {_ALLTOALL}"),
+    "EP2 ZeRO-3, experts with biases": (2, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params"),
+    "EP2, expert DP2, distributed optimizer, overlap, experts with biases": (4, f"{_EP2} {_OVERLAP} {_ALLTOALL}"),
+    "one process, recompute full uniform, experts with biases": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
+    "EP2, experts with a capacity": (2, _EP2),
+    "TP2 SP PP2 VPP2 EP2, experts with a capacity": (
+        4,
+        f"{_TP2_SP} {_PP2_VPP2} {_EP2} {_ALLTOALL} --expert-tensor-parallel-size 1",
+    ),
+    "TP4 SP, experts with a capacity": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+    "CP2 EP2, experts with a capacity": (2, f"{_CP2} p2p {_EP2} {_ALLTOALL}"),
+    "EP2 ZeRO-3, experts with a capacity": (2, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params"),
+    "one process, recompute full uniform, experts with a capacity": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
     "TP4 SP, query and key norm after rotation": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "CP2 a2a, query and key norm after rotation": (2, f"{_CP2} a2a"),
     "TP2 SP PP2 VPP2, sinks and gates": (4, f"{_TP2_SP} {_PP2_VPP2}"),

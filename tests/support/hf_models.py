@@ -360,6 +360,17 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]},
         **{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "swiglu_limit": 0.5},
     },
+    "Llama 4": {
+        **{"model_type": "llama4_text", **_DECODER, "num_hidden_layers": 4, "intermediate_size": 32, **_UNTIED},
+        **{"intermediate_size_mlp": 56, "num_local_experts": 6, "interleave_moe_layer_step": 2, "pad_token_id": None},
+        **{"no_rope_layer_interval": 3, "floor_scale": 5, "attn_scale": 0.6, "attention_chunk_size": 64},
+        "rope_scaling": _SCALING,
+    },
+    "Llama 4 with experts everywhere": {
+        **{"model_type": "llama4_text", **_DECODER, "intermediate_size": 24, "num_local_experts": 4},
+        **{"no_rope_layers": [0, 1], "attn_temperature_tuning": False, "use_qk_norm": False, "pad_token_id": None},
+        **{"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

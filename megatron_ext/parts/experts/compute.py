@@ -9,6 +9,7 @@ Shapes: T (token, expert) pairs on this rank, sorted by expert; E local experts;
 expert's width; I and O inputs and outputs of a matrix.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -36,13 +37,13 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.triton import kernel_choice
-from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Experts
+from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Capacity, Experts
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import glu
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
-_OF_GLOBAL_BATCH, _Z_LOSS = "global_load_balancing_loss", "z_loss"
+_OF_GLOBAL_BATCH, _Z_LOSS, _DROPPED = "global_load_balancing_loss", "z_loss", "dropped_tokens"
 AUXILIARY_LOSSES = ("load_balancing_loss", "seq_load_balancing_loss", _OF_GLOBAL_BATCH, _Z_LOSS)
 """megatron-core's names of the auxiliary losses, and Megatron-LM's tags."""
 
@@ -105,7 +106,7 @@ class ExpertMatrices(torch.nn.Module):
         *,
         divided: int,
         gated: bool,
-        has_bias: bool,
+        has_bias: bool = False,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
     ) -> None:
@@ -222,6 +223,9 @@ class GroupedExperts(MegatronModule):
         With tensor-parallel experts it is this rank's part of the sum, which the dispatcher takes. The second value
         is the bias that others are to add; ours are added.
         """
+        if self.config.moe_apply_probs_on_input:
+            tokens_TH = (tokens_TH * weights_T.unsqueeze(-1)).to(tokens_TH.dtype)
+            weights_T = torch.ones_like(weights_T)
         hidden_TF = self.linear_fc1(tokens_TH, tokens_per_expert)
         if self.config.bias_activation_fusion and kernel_choice.take(hidden_TF):
             from megatron_ext.device.triton.swiglu import swiglu
@@ -243,12 +247,26 @@ class GroupedExperts(MegatronModule):
         }
 
 
+def preferred(weights_TE: torch.Tensor, topk: int, capacity: Capacity) -> torch.Tensor:
+    """Return which tokens each expert takes of a microbatch that has more for it than its capacity, [T, E].
+
+    Args:
+        weights_TE: 0 for experts that a token did not choose; it chose `topk`.
+    """
+    number = math.ceil(weights_TE.size(0) * topk / weights_TE.size(1) * capacity.factor)
+    judged_TE = weights_TE.sign() if capacity.policy == "position" else weights_TE
+    # Of equal ones the first. megatron-core's top k takes any of them, by position as well.
+    tokens = judged_TE.sort(dim=0, descending=True, stable=True).indices[:number]
+    return torch.zeros_like(weights_TE, dtype=torch.bool).scatter(0, tokens, True)
+
+
 class Router(TopKRouter):
     """A router of megatron-core's whose logits need no GPU, and whose balance does not depend on the layout.
 
     Args:
         group_scores: best scores of a group of experts that are added up; None: megatron-core's number.
         has_bias: whether its logits have a trained bias, which megatron-core ties to --disable-bias-linear alone.
+        capacity: how many tokens an expert takes in training; None: all.
     """
 
     def __init__(
@@ -259,9 +277,14 @@ class Router(TopKRouter):
         *,
         group_scores: int | None = None,
         has_bias: bool = False,
+        capacity: Capacity | None = None,
     ) -> None:
         assert pg_collection is not None
         super().__init__(config, pg_collection, is_mtp_layer)
+        self.capacity = capacity
+        if capacity is not None:  # which megatron-core's router would apply to each rank; its dispatcher reads it
+            self.config = copy.copy(config)
+            self.config.moe_expert_capacity_factor = None
         self.bias = torch.nn.Parameter(self.weight.new_empty(len(self.weight))) if has_bias else None
         if self.bias is not None:
             vars(self.bias)["sequence_parallel"] = config.sequence_parallel
@@ -296,6 +319,35 @@ class Router(TopKRouter):
             return input
         with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
             return super().apply_input_jitter(input)
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts' weights and which experts are chosen, both [tokens, experts], without what is beyond an
+        expert's capacity. logits: of this rank's tokens, [..., experts]."""
+        weights_TE, chosen_TE = super().routing(logits, padding_mask)
+        if self.capacity is None or not self.training:
+            return weights_TE, chosen_TE
+        dropped_TE = chosen_TE & ~self._within_capacity(weights_TE.detach() * chosen_TE, self.capacity)
+        if torch.is_grad_enabled():  # once where activations are computed again
+            if self.local_tokens_per_expert is not None:
+                self.local_tokens_per_expert -= dropped_TE.sum(0)
+            share = dropped_TE.sum() / (self.topk * len(dropped_TE))
+            get_moe_metrics_tracker().record(_DROPPED, share, 1, 1)
+        return weights_TE * ~dropped_TE, chosen_TE & ~dropped_TE
+
+    def _within_capacity(self, weights_TE: torch.Tensor, capacity: Capacity) -> torch.Tensor:
+        """Return which of this rank's tokens are among those that each expert prefers, as many as it takes of the
+        whole microbatch, [T, E]. megatron-core has each rank leave out some of its own; here the choice is the same in
+        every layout.
+
+        Args:
+            weights_TE: 0 for experts that a token did not choose.
+        """
+        group, own_TE = self.tp_cp_group, weights_TE.float().contiguous()
+        everyones = own_TE.new_empty(group.size() * len(own_TE), own_TE.size(1))
+        torch.distributed.all_gather_into_tensor(everyones, own_TE, group=group)
+        return preferred(everyones, self.topk, capacity).chunk(group.size())[group.rank()]
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return the logits, [..., experts]. input: [..., H]."""
@@ -421,20 +473,27 @@ def mixture_of_experts(described: Experts) -> Any:
     submodules = MoESubmodules(
         experts=partial(GroupedExperts, has_bias=described.mlp.bias),  # pyright: ignore[reportArgumentType]
         shared_experts=partial(SharedExpertMLP, submodules=shared),
-        router=partial(Router, group_scores=described.group_scores, has_bias=described.mlp.bias),
+        router=partial(
+            Router,
+            group_scores=described.group_scores,
+            has_bias=described.mlp.bias,
+            capacity=described.capacity,
+        ),
     )
     return partial(MoELayer, submodules=submodules)
 
 
 def take_auxiliary_losses(groups: ProcessGroupCollection) -> list[float]:
-    """Return this rank's part of each of `AUXILIARY_LOSSES`, over its layers and microbatches since the last call:
-    added up over all ranks, the sums over layers and microbatches of the means over the data-parallel ranks.
+    """Return this rank's part of each of `AUXILIARY_LOSSES`, and of the share of tokens beyond an expert's capacity,
+    over its layers and microbatches since the last call: added up over all ranks, the sums over layers and microbatches
+    of the means over the data-parallel ranks.
 
     None includes its coefficient.
     """
-    metrics = get_moe_metrics_tracker().metrics
-    sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in AUXILIARY_LOSSES]
+    metrics, names = get_moe_metrics_tracker().metrics, (*AUXILIARY_LOSSES, _DROPPED)
+    sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in names]
     get_moe_metrics_tracker().clear()
-    # The others are parts of sums over a microbatch's tokens, the last is a mean over this rank's tokens.
-    *balance, z = sums
-    return [*(loss / groups.dp.size() for loss in balance), z / groups.tp_dp_cp.size()]
+    # The others are parts of sums over a microbatch's tokens, the last two are means over this rank's tokens.
+    *balance, z, dropped = sums
+    means = (one / groups.tp_dp_cp.size() for one in (z, dropped))
+    return [*(loss / groups.dp.size() for loss in balance), *means]

@@ -7,6 +7,7 @@ a token, T a rank's part of the activations, which it routes.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
@@ -20,6 +21,17 @@ _OF_A_PAIR, _OF_A_LOGIT = 24, 5
 GROUPED_ALIGNMENT = 8
 """What rows and columns of an expert must be multiples of for a grouped product, whose kernel reads 16 bytes of bf16 at
 once."""
+
+
+class Capacity(NamedTuple):
+    """How many tokens of a microbatch an expert takes at most in training (Lepikhin et al. 2020, arXiv:2006.16668,
+    section 2.2)."""
+
+    factor: float
+    """The same over an even load."""
+
+    policy: str
+    """Which tokens it takes then: those of the greatest weight ("probs"), or the first ("position")."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,9 @@ class Experts(Part):
 
     group_scores: int | None = None
     """Best scores of a group of experts that are added up, where that is another number than megatron-core's."""
+
+    capacity: Capacity | None = None
+    """None where an expert takes all tokens that are routed to it."""
 
     @property
     def blocks(self) -> int:
@@ -138,6 +153,11 @@ class Experts(Part):
                 f"--moe-shared-expert-intermediate-size with {'--add-mlp-bias' if added else 'biases everywhere'}: "
                 f"shared experts have none; {'leave --add-mlp-bias out' if added else 'add --disable-bias-linear'}"
             )
+        if self.capacity is not None and self.capacity.policy == "position" and layout.context_parallel_size > 1:
+            yield (
+                f"--moe-token-drop-policy position with --context-parallel-size {layout.context_parallel_size}, whose "
+                "ranks have tokens from both ends of a sample; use --moe-token-drop-policy probs"
+            )
         if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
             yield (
                 f"--num-experts with --tensor-model-parallel-size {layout.tensor_model_parallel_size} would route "
@@ -152,7 +172,7 @@ class Experts(Part):
 
 def experts_of(model: ModelConfig, count: int) -> Experts:
     """Return the model's mixture of `count` experts."""
-    shared = model.moe_shared_expert_intermediate_size
+    shared, factor = model.moe_shared_expert_intermediate_size, model.moe_expert_capacity_factor
     return Experts(
         count=count,
         top_k=model.moe_router_topk,
@@ -161,4 +181,5 @@ def experts_of(model: ModelConfig, count: int) -> Experts:
         shared_gate=shared is not None and model.moe_shared_expert_gate,
         has_bias=model.moe_router_enable_expert_bias,
         group_scores=model.moe_router_group_scores,
+        capacity=None if factor is None else Capacity(factor, model.moe_token_drop_policy),
     )

@@ -73,6 +73,10 @@ BASES: dict[str, dict[str, Any]] = {
     "minimax_m2": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1, "bos_token_id": 2},
     "granitemoe": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3},
     "gpt_oss": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    "llama4_text": {
+        **{**_SMALL, "num_local_experts": 4, "intermediate_size_mlp": 16, "no_rope_layer_interval": 2},
+        **{"floor_scale": 5, "attention_chunk_size": 32},
+    },
     "flex_olmo": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1},
     "gemma2": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
     "apertus": {**_SMALL, "rope_theta": 12e6},
