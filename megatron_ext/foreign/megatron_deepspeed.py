@@ -245,9 +245,9 @@ def _experts(script: Script) -> None:
     script.problems += [text for text, is_so in refused.items() if is_so]
     if drops and topk == "1":
         script.warnings.append(
-            f"--moe-train-capacity-factor {factor}: of the tokens beyond an expert's capacity those of the least weight "
-            "are left out, in training alone; there it is random ones, in evaluation by --moe-eval-capacity-factor, and "
-            "--moe-min-capacity stay in any case"
+            f"--moe-train-capacity-factor {factor}: what is beyond an expert's capacity are the tokens of the least "
+            "weight here, in training alone; there they are random ones, in evaluation by --moe-eval-capacity-factor, "
+            "and --moe-min-capacity stay in any case"
         )
     script.give(
         ("--num-experts", numbers[0]),

@@ -96,7 +96,7 @@ def _problems(line: str, **options: Any) -> list[str]:
             "--moe-layer-freq ([0]*3+[1])*1+[0]*2",
         ),
         (
-            f"{_LENGTH} {_EXPERTS} --num-experts 4 --moe-train-capacity-factor 1.25 --moe-eval-capacity-factor 2",
+            f"{_LENGTH} {_EXPERTS} --num-experts 4 --topk 1 --moe-train-capacity-factor 1.25 --moe-min-capacity 4",
             f"{_LENGTH} {_EXPERTS} --num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax {_GATE} "
             "--moe-aux-loss-coeff 0.1 --moe-layer-freq ([0]*1+[1])*3+[0]*0 --moe-expert-capacity-factor 1.25",
         ),
