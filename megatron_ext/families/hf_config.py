@@ -71,8 +71,8 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
 
 
 _FROM_MXFP4 = (
-    "transformers writes a folder in bf16: AutoModelForCausalLM.from_pretrained(folder, dtype='bfloat16', "
-    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(another)"
+    "transformers writes another folder in bf16: AutoModelForCausalLM.from_pretrained(folder, dtype='bfloat16', "
+    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(another, save_original_format=False)"
 )
 
 _OF_OTHER_PARTS = (
