@@ -48,7 +48,7 @@ def _read(reading: Reading) -> dict[str, Any]:
         "no_rope_freq": None if all(rotates) else shared.pattern([not one for one in rotates]),
         "qk_l2_norm": reading.boolean("use_qk_norm", True),
         "attention_temperature_scale": scale if heated else None,
-        "attention_temperature_step": reading.number("floor_scale", 8192.0),
+        "attention_temperature_step": float(reading.integer("floor_scale", 8192)),
         "attention_chunk_size": None if chunk is None else reading.integer("attention_chunk_size"),
     }
 
@@ -63,7 +63,7 @@ def _write(config: Config) -> dict[str, Any]:
         "no_rope_layers": [int(layer.attention.rotary is not None) for layer in held],
         **{"use_qk_norm": model.qk_l2_norm, "attention_chunk_size": model.attention_chunk_size},
         **{"attn_temperature_tuning": heat is not None, "attn_scale": heat or 0.1},
-        "floor_scale": model.attention_temperature_step,
+        "floor_scale": int(model.attention_temperature_step),
     }
 
 
@@ -71,6 +71,7 @@ def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
     return {
         **shared.biases_of_attention(model),
         "moe_shared_expert_intermediate_size": model.expert_ffn_hidden_size,
+        "attention_temperature_step": max(model.attention_temperature_step // 1, 1.0),
     }
 
 

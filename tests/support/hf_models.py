@@ -368,7 +368,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Llama 4 with experts everywhere": {
         **{"model_type": "llama4_text", **_DECODER, "intermediate_size": 24, "num_local_experts": 4},
-        **{"no_rope_layers": [0, 1], "attn_temperature_tuning": False, "use_qk_norm": False, "pad_token_id": None},
+        **{"no_rope_layers": [1, 1], "attn_temperature_tuning": False, "use_qk_norm": False, "pad_token_id": None},
         **{"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True},
     },
     "GPT-2": {"model_type": "gpt2", **_GPT2},

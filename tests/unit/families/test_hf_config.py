@@ -109,6 +109,7 @@ _OF_OTHER_SETTINGS = {
     "deepseek_v3": {"num_mtp_layers"},
     "glm4_moe": {"num_mtp_layers"},
     "ernie4_5_moe": {"moe_norm_min"},
+    "llama4_text": {"layer_types", "router_jitter_noise"},
     "mpt": {"learned_pos_emb", "init_device", "norm_type"},
     "bloom": {"slow_but_exact"},
     "falcon": {"multi_query"},
