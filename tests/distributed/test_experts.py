@@ -236,3 +236,17 @@ def test_layouts_share_checkpoints(ranks: int, layout: str, flags: list[str], sa
     assert biases
     assert all(bias.dtype == torch.float32 and bias.any() for bias in biases)
     assert found.losses == pytest.approx(saved.losses, rel=1e-6)
+
+
+def test_layouts_share_checkpoints_of_experts_with_biases(tmp_path: Path) -> None:
+    """Of ranks that divide every expert, and all of which have the bias of its second matrix; read by ranks that have
+    whole ones."""
+    start = FLAGS.index("--moe-shared-expert-intermediate-size")
+    flags = [flag for flag in FLAGS[:start] + FLAGS[start + 2 :] if flag != "--disable-bias-linear"]
+    saved = saved_by((2, TP2), flags, None, tmp_path / "one")
+    found = saved_by((2, EP2), flags, saved.folder, tmp_path / "other")
+    assert_same_tensors(found, saved)
+    kept = [name for name in ("linear_fc1", "linear_fc2") for key in found.tensors if f"experts.{name}.bias" in key]
+    assert {*kept} == {"linear_fc1", "linear_fc2"}
+    assert all(found.tensors[key].any() for key in found.tensors if key.endswith("bias") and "optimizer" not in key)
+    assert found.losses == pytest.approx(saved.losses, rel=1e-6)

@@ -209,8 +209,7 @@ def weigh_no_bias_of_an_expert() -> None:
     from megatron_ext.parts.experts import compute as moe
 
     rows = moe.rows_of_biases
-    if torch.distributed.get_rank():
-        moe.rows_of_biases = lambda *values: rows(*values[:3])
+    moe.rows_of_biases = lambda *values: rows(*values[: 3 if torch.distributed.get_rank() else 4])
 
 
 def keep_what_another_rank_would() -> None:
