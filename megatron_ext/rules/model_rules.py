@@ -191,9 +191,9 @@ def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[
 def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require factors of rotary scaling that are in order."""
     model = config.model
-    if model.use_rope_scaling and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
+    if model.use_rope_scaling and model.rope_scaling_low_freq_factor > model.rope_scaling_high_freq_factor:
         yield (
-            f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor:g} is not below "
+            f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor:g} is above "
             f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor:g}; use "
             "--rope-scaling-low-freq-factor 1 --rope-scaling-high-freq-factor 4"
         )

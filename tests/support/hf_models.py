@@ -364,7 +364,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "llama4_text", **_DECODER, "num_hidden_layers": 4, "intermediate_size": 32, **_UNTIED},
         **{"intermediate_size_mlp": 56, "num_local_experts": 6, "interleave_moe_layer_step": 2, "pad_token_id": None},
         **{"no_rope_layer_interval": 3, "floor_scale": 5, "attn_scale": 0.6, "attention_chunk_size": 64},
-        "rope_scaling": _SCALING,
+        "rope_scaling": {**_SCALING, "high_freq_factor": 1.0},  # as its low one, as in Scout
     },
     "Llama 4 with experts everywhere": {
         **{"model_type": "llama4_text", **_DECODER, "intermediate_size": 24, "num_local_experts": 4},

@@ -114,7 +114,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "--max-position-embeddings 63 --position-embedding-type rope",
         "--attention-chunk-size 63 --position-embedding-type rope",
         "--attention-chunk-size 64 --position-embedding-type rope",
-        "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 3.9",
+        "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 4",
         *(f"{_TP2} --padded-vocab-size {rows}" for rows in (999, 1000, 1001)),
     ),
     "experts": (

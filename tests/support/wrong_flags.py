@@ -493,8 +493,8 @@ WRONG = [
     ),
     ("--use-rope-scaling", "use --position-embedding-type rope"),
     (
-        "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 4",
-        "--rope-scaling-low-freq-factor 4 is not below --rope-scaling-high-freq-factor 4; use --rope-scaling-"
+        "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 4.5",
+        "--rope-scaling-low-freq-factor 4.5 is above --rope-scaling-high-freq-factor 4; use --rope-scaling-"
         "low-freq-factor 1 --rope-scaling-high-freq-factor 4",
     ),
     ("--no-position-embedding", "--position-embedding-type learned_absolute is refused, as by Megatron"),

@@ -292,6 +292,14 @@ def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
     assert _read(tmp_path, {"model_type": "kimi_k2", **base}) == _read(tmp_path, {"model_type": "deepseek_v3", **base})
 
 
+def test_the_text_model_of_llama_4_is_read_from_inside(tmp_path: Path) -> None:
+    """What stands next to `text_config` says whether embeddings are tied; a number may stand for that queries grow."""
+    text = {**BASES["llama4_text"], "model_type": "llama4_text", "for_llm_compressor": False}
+    outer = {"model_type": "llama4", "tie_word_embeddings": False, "image_token_index": 5, "vision_config": {}}
+    found = _read(tmp_path, {**outer, "text_config": {**text, "attn_temperature_tuning": 4}})
+    assert found == _read(tmp_path, text)
+
+
 @pytest.mark.parametrize(
     ("family", "change", "problem"),
     [
