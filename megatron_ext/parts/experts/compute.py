@@ -344,10 +344,9 @@ class Router(TopKRouter):
         Args:
             weights_TE: 0 for experts that a token did not choose.
         """
-        group, own_TE = self.tp_cp_group, weights_TE.float().contiguous()
-        everyones = own_TE.new_empty(group.size() * len(own_TE), own_TE.size(1))
-        torch.distributed.all_gather_into_tensor(everyones, own_TE, group=group)
-        return preferred(everyones, self.topk, capacity).chunk(group.size())[group.rank()]
+        group = self.tp_cp_group
+        kept = preferred(_of_microbatch(weights_TE, group), self.topk, capacity)
+        return kept.chunk(group.size())[group.rank()]
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return the logits, [..., experts]. input: [..., H]."""
@@ -421,12 +420,18 @@ class Router(TopKRouter):
 
     def _balanced(self, logits: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of the assignment of all tokens of the microbatch, fp32."""
-        group, own = self.tp_cp_group, logits.float().contiguous()
-        if group.size() == 1:
-            return sinkhorn(own)
-        everyones = own.new_empty(group.size() * len(own), own.size(1))
-        torch.distributed.all_gather_into_tensor(everyones, own, group=group)
-        return sinkhorn(everyones).chunk(group.size())[group.rank()]
+        group = self.tp_cp_group
+        return sinkhorn(_of_microbatch(logits, group)).chunk(group.size())[group.rank()]
+
+
+def _of_microbatch(rows: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """Return the rows of all tokens of the microbatch, fp32, of which each rank of the group has its own."""
+    own = rows.float().contiguous()
+    if group.size() == 1:
+        return own
+    everyones = own.new_empty(group.size() * len(own), own.size(1))
+    torch.distributed.all_gather_into_tensor(everyones, own, group=group)
+    return everyones
 
 
 class _Choice:

@@ -77,7 +77,7 @@ def test_weights_of_experts_are_rounded_with_what_they_multiply() -> None:
     torch.nn.Module.__init__(experts)
     experts.config = SimpleNamespace(
         **{"gated_linear_unit": True, "activation_func": lambda gate: gate, "bias_activation_fusion": False},
-        **{"activation_func_clamp_value": None, "glu_linear_offset": 0.0},
+        **{"activation_func_clamp_value": None, "glu_linear_offset": 0.0, "moe_apply_probs_on_input": False},
     )
     seen: list[torch.Tensor] = []
     # Gate and up projection side by side; what the second matrix is given comes back.
