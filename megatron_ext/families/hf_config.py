@@ -44,15 +44,18 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     family = next((one for one in FAMILIES.values() if kind in (one.model_type, *one.other_names)), None)
     for inner in FAMILIES.values():
         if inner.inside is not None and kind == inner.inside[0]:
-            family, prefix, (content, problems) = inner, "text_config: ", _inside(content)
+            tied = bool(inner.defaults.get("tie_word_embeddings", False))
+            family, prefix, (content, problems) = inner, "text_config: ", _inside(content, tied)
     if family is None:
         raise ConfigurationError(
             f"{path}: model_type {json.dumps(content.get('model_type'))} is not supported; "
             f"use one of {', '.join(FAMILIES)}"
         )
     reading = Reading(content, family.defaults, family.aliases)
-    if reading.get("quantization_config") is not None:
-        reading.problems.append("quantization_config: quantized weights are not supported; use the unquantized model")
+    if (quantized := reading.get("quantization_config")) is not None:
+        is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+        how = f"; {_FROM_MXFP4}" if is_mxfp4 else "; use the unquantized model"
+        reading.problems.append(f"quantization_config: quantized weights are not supported{how}")
     reading.refuse_unless("is_encoder_decoder", False, False, "only false is supported")
     values = family.read(reading)
     reading.refuse_the_rest(
@@ -67,20 +70,25 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     return family, {**family.fixed, **values}
 
 
+_FROM_MXFP4 = (
+    "transformers writes another folder in bf16: AutoModelForCausalLM.from_pretrained(folder, dtype='bfloat16', "
+    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(another, save_original_format=False)"
+)
+
 _OF_OTHER_PARTS = (
     *("text_config", "vision_config", "mm_tokens_per_image", "eoi_token_index", "boi_token_index", "image_token_index"),
     *("eoi_token_id", "boi_token_id", "image_token_id"),
 )
 
 
-def _inside(content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _inside(content: dict[str, Any], usually_tied: bool) -> tuple[dict[str, Any], list[str]]:
     """Return what the `config.json` of a model of text and images says of its text model, and what is wrong with the
-    rest."""
+    rest; `usually_tied`: `tie_word_embeddings` where nothing is said."""
     outer, text = Reading(content, {}), content.get("text_config")
     outer.understand(*_OF_OTHER_PARTS)
     if not isinstance(text, dict):
         return {}, [f"text_config is {json.dumps(text)[:60]}, and not an object"]
-    tied = text.get("tie_word_embeddings", True)
+    tied = text.get("tie_word_embeddings", usually_tied)
     outer.refuse_unless("tie_word_embeddings", tied, tied, f"but by text_config it is {json.dumps(tied)}")
     known = frozenset(key for keys in WITHOUT_BEARING.values() for key in keys)
     outer.refuse_the_rest("a key that is not known next to text_config", but=known)

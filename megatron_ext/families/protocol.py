@@ -99,6 +99,9 @@ class Family:
     transposed: frozenset[str] = frozenset()
     """Modules of ours whose weight lies transposed there, and whole names of vectors that are a matrix of one row."""
 
+    alternating: frozenset[str] = frozenset()
+    """Those of the transposed modules whose rows, gate and up projection, take turns there."""
+
     added: Mapping[str, float] = field(default_factory=dict)
     """Modules of ours -> what their weight has more than theirs: 1.0 for a norm whose file holds what it differs from
     1."""

@@ -274,6 +274,18 @@ def layer_window_values(reading: Reading, has_window: Sequence[bool]) -> dict[st
     return {**values, "window_attn_skip_freq": None if values["window_size"] is None else skips}
 
 
+def rotating_layers(reading: Reading) -> list[bool]:
+    """Return which layers rotate queries and keys, by `no_rope_layers` or by its interval."""
+    every = reading.integer("no_rope_layer_interval", 4)
+    rotates = [(number + 1) % every != 0 for number in layer_numbers(reading)]
+    named = reading.get("no_rope_layers") or None  # 1 in layers that rotate
+    if isinstance(named, list) and len(named) == len(rotates) and {*map(str, named)} <= {"0", "1"}:
+        return [one == 1 for one in named]
+    if named is not None:
+        reading.problems.append(f"no_rope_layers is {json.dumps(named)[:80]}; it needs {len(rotates)} times 0 or 1")
+    return rotates
+
+
 def pattern(layers_with_it: Sequence[bool]) -> str:
     """Return a pattern over the layers, as flags take it."""
     return f"[{','.join(str(int(one)) for one in layers_with_it)}]"

@@ -1,6 +1,5 @@
 """SmolLM3: Llama, some of whose layers rotate nothing, with windows there or nowhere."""
 
-import json
 from typing import Any
 
 from megatron_ext.config.schema import Config
@@ -11,15 +10,8 @@ from megatron_ext.parts.stack import layers
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    every = reading.integer("no_rope_layer_interval", 4)
-    rotates = [(number + 1) % every != 0 for number in shared.layer_numbers(reading)]
     reading.understand("max_window_layers")  # in published files; transformers does not read it
-    named = reading.get("no_rope_layers")  # 1 in layers that rotate
-    if isinstance(named, list) and len(named) == len(rotates) and {*map(str, named)} <= {"0", "1"}:
-        rotates = [one == 1 for one in named]
-    elif named is not None:
-        reading.problems.append(f"no_rope_layers is {json.dumps(named)[:80]}; it needs {len(rotates)} times 0 or 1")
-    fixed = [not one for one in rotates]
+    fixed = [not one for one in shared.rotating_layers(reading)]
     windows = shared.layer_window_values(reading, shared.typed_windows(reading, fixed, switch="use_sliding_window"))
     values = {**shared.decoder_values(reading, biases="all"), **windows}
     return {**values, "no_rope_freq": shared.pattern(fixed) if any(fixed) else None}

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
@@ -10,6 +11,9 @@ from megatron_ext.families.shared import NEXT_TOKEN_COPIES, QKV
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.catalogue import Parameter, parameters, states
 from megatron_ext.parts.stack import Layer, layers
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _LAYER = re.compile(r"(?:decoder\.layers\.\d+|mtp\.layers\.\d+(?:\.transformer_layer)?)\.")
 _EXPERT = "mlp.experts."
@@ -24,6 +28,8 @@ class RowRange:
     tensor_start: int
     start: int
     count: int
+    step: int = 1
+    """Which rows of the tensor they are: every one, or every second, in a transposed tensor alone."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,24 @@ class ParameterMapping:
         for span in self.ranges:
             rows[span.tensor] = rows.get(span.tensor, 0) + span.count
         columns = self.parameter.shape[1:]
-        across = columns or (1,)
+        across = columns if self.stacked else columns or (1,)
         stack = (self.stacked,) if self.stacked else ()
         return {
-            name: (*across, count) if self.transposed else (*stack, count, *columns) for name, count in rows.items()
+            name: (*stack, *across, count) if self.transposed else (*stack, count, *columns)
+            for name, count in rows.items()
         }
+
+    def transposed_rows(self, tensor: "npt.NDArray", span: RowRange, start: int, count: int) -> "npt.NDArray":
+        """Return the place of rows of this parameter, [count, columns], in the transposed tensor of one of its ranges.
+
+        Args:
+            tensor: the whole tensor as a matrix; of several matrices, one lies below the other.
+            start: index of the first of the rows in the parameter.
+        """
+        columns = (*self.parameter.shape, 1)[1]
+        above = (self.parameter.expert or 0) * columns if self.stacked else 0
+        first = span.tensor_start + (start - span.start) * span.step
+        return tensor[above : above + columns].T[first : first + count * span.step : span.step]
 
 
 def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]:
@@ -104,18 +123,20 @@ def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family)
     stacked = 0
     if held is not None and held.experts is not None and parameter.expert is not None and "{}" not in names[0]:
         stacked = held.experts.count
+    is_weight = kind == "weight"
+    added = family.added.get(module, 0.0) if is_weight else 0.0
+    transposed = (module if is_weight else f"{module}.{kind}") in family.transposed
     tensors = [f"{prefix}{name.format(parameter.expert)}" for name in names]
     rows = parameter.true_rows or parameter.shape[0]
     if module == QKV and not family.qkv_by_groups:
         assert held is not None
         ranges = tuple(_grouped(tensors, held.attention))
+    elif module in family.alternating:
+        ranges = tuple(RowRange(tensors[0], half, half * rows // 2, rows // 2, 2) for half in range(2))
     else:
         count = rows // len(tensors)
-        first = (parameter.expert or 0) * count if stacked else 0
+        first = (parameter.expert or 0) * count if stacked and not transposed else 0
         ranges = tuple(RowRange(tensor, first, index * count, count) for index, tensor in enumerate(tensors))
-    is_weight = kind == "weight"
-    added = family.added.get(module, 0.0) if is_weight else 0.0
-    transposed = (module if is_weight else f"{module}.{kind}") in family.transposed
     return ParameterMapping(parameter, ranges, transposed=transposed, added=added, stacked=stacked)
 
 

@@ -224,7 +224,8 @@ _OF_EXPERTS += ("--enable-expert-tensor-parallelism", "--disable-moe-top2-2nd-ex
 
 def _experts(script: Script) -> None:
     """Take --num-experts as meant there: 1 is a model without experts; every second layer has them; the gate's softmax
-    is over all experts in fp32, and with --topk 1 the expert's weight, else divided by the sum over a token's."""
+    is over all experts in fp32, and with --topk 1 the expert's weight, else divided by the sum over a token's; experts
+    have a capacity."""
     given = {flag: script.take(flag) for flag in _OF_EXPERTS}
     numbers = script.take("--num-experts") or ["1"]
     if set(numbers) == {"1"}:
@@ -232,14 +233,22 @@ def _experts(script: Script) -> None:
     own = enumerate(("1", "2", "standard", "1", "0.1"))
     topk, interval, mlp, ranks, loss = ((given[_OF_EXPERTS[place]] or [default])[0] for place, default in own)
     layers, every = script.number("--num-layers") or 0, int(interval) if interval.isdecimal() else 0
+    drops, factor = given[_OF_EXPERTS[5]] is None, (given["--moe-train-capacity-factor"] or ["1.0"])[0]
     refused = {
         f"--num-experts {' '.join(numbers)}: layers have one number of experts here; give it": len(set(numbers)) > 1,
-        "--num-experts leaves tokens out there; add --disable-moe-token-dropping": given[_OF_EXPERTS[5]] is None,
+        f"--topk {topk} divides a token's weights by the sum of those within the capacity of their experts there; add "
+        "--disable-moe-token-dropping": drops and topk != "1",
         "--topk 2 draws the second expert, and counts the first alone in the loss; use 1 or 3": topk == "2",
         f"--mlp-type {mlp}: no layer adds an MLP to its experts here; use standard": mlp != "standard",
         f"--expert-interval {interval}: none of {layers} layers has experts; use 1": not 1 <= every <= layers,
     }
     script.problems += [text for text, is_so in refused.items() if is_so]
+    if drops and topk == "1":
+        script.warnings.append(
+            f"--moe-train-capacity-factor {factor}: what is beyond an expert's capacity are the tokens of the least "
+            "weight here, in training alone; there they are random ones, in evaluation by --moe-eval-capacity-factor, "
+            "and --moe-min-capacity stay in any case"
+        )
     script.give(
         ("--num-experts", numbers[0]),
         ("--expert-model-parallel-size", ranks),
@@ -248,6 +257,7 @@ def _experts(script: Script) -> None:
         ("--moe-router-load-balancing-type", "aux_loss"),
         ("--moe-aux-loss-coeff", loss),
         *([("--moe-router-pre-softmax",)] if topk == "1" else []),
+        *([("--moe-expert-capacity-factor", factor)] if drops else []),
         *([("--moe-layer-freq", f"([0]*{every - 1}+[1])*{layers // every}+[0]*{layers % every}")] if every > 1 else []),
     )
 

@@ -56,7 +56,7 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         # It adds gradients of what is named q_layernorm over the ranks, which see whole latents each.
         qk_layernorm=model.qk_layernorm and not model.multi_latent_attention,
         qk_l2_norm=model.qk_l2_norm,
-        add_bias_linear=not model.disable_bias_linear,
+        add_bias_linear=not model.disable_bias_linear and model.num_experts is None,
         add_qkv_bias=model.add_qkv_bias,
         gated_linear_unit=model.gated_linear_unit,
         activation_func=_ACTIVATIONS[first.activation],
@@ -120,6 +120,8 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
     )
     # With a layout it makes this 1 where nothing is interleaved, but takes None alone for that elsewhere.
     translated.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    # It refuses biases of experts that ranks divide, which ours have.
+    translated.add_bias_linear = not model.disable_bias_linear
     # It refuses a bias of softmax's scores, which ERNIE 4.5 has, and our router adds.
     translated.moe_router_enable_expert_bias = model.num_experts is not None and model.moe_router_enable_expert_bias
     return translated
@@ -158,7 +160,9 @@ def _mixture(config: Config) -> dict[str, Any]:
         "moe_router_load_balancing_type": list(losses) or ("sinkhorn" if model.is_sinkhorn else "none"),
         "moe_aux_loss_coeff": list(losses.values()) or 0.0,
         "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_apply_probs_on_input": model.moe_apply_probs_on_input,
         "moe_input_jitter_eps": model.moe_input_jitter_eps,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
         "moe_router_force_load_balancing": model.moe_router_force_load_balancing,
         "moe_shared_expert_gate": model.moe_shared_expert_gate,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,

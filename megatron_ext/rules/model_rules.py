@@ -129,6 +129,16 @@ def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def sequences_are_one_chunk(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse sequences of more than one chunk of attention."""
+    chunk, length = config.model.attention_chunk_size, config.model.seq_length
+    if positive(chunk, length) and length > (chunk or length):
+        yield (
+            f"--attention-chunk-size {chunk} is below --seq-length {length}, and attention within chunks is not "
+            f"computed here; use --seq-length {chunk}"
+        )
+
+
 def windows_are_well_formed(config: Config, facts: Facts) -> Iterator[str]:
     """Require a window, and a pattern of the layers that have it, which can be read."""
     model = config.model
@@ -181,9 +191,9 @@ def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[
 def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require factors of rotary scaling that are in order."""
     model = config.model
-    if model.use_rope_scaling and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
+    if model.use_rope_scaling and model.rope_scaling_low_freq_factor > model.rope_scaling_high_freq_factor:
         yield (
-            f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor:g} is not below "
+            f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor:g} is above "
             f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor:g}; use "
             "--rope-scaling-low-freq-factor 1 --rope-scaling-high-freq-factor 4"
         )
@@ -284,6 +294,7 @@ RULES = (
     one_activation,
     branches_are_multiplied_as_they_are,
     positions_cover_the_sequence,
+    sequences_are_one_chunk,
     windows_are_well_formed,
     layers_without_rotation_are_named,
     rope_scaling_has_a_range,

@@ -73,6 +73,7 @@ def what_sinkhorn_chooses_is_asked_of_it_alone(config: Config, facts: Facts) -> 
         "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
         "--moe-router-num-groups": model.moe_router_num_groups not in (None, 1),
         "--moe-router-topk-scaling-factor": model.moe_router_topk_scaling_factor not in (None, 1.0),
+        "--moe-expert-capacity-factor": model.moe_expert_capacity_factor is not None,
     }
     if flags := [flag for flag, there in switches.items() if there]:
         yield (
@@ -100,6 +101,7 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         ("--moe-router-group-scores", model.moe_router_group_scores is not None),
         ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor not in (None, 1.0)),
         ("--moe-input-jitter-eps", model.moe_input_jitter_eps is not None),
+        ("--moe-expert-capacity-factor", model.moe_expert_capacity_factor is not None),
         ("--moe-router-force-load-balancing", model.moe_router_force_load_balancing),
     ]
     flags = [flag for flag, there in switches if there]

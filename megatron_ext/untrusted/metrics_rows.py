@@ -35,7 +35,7 @@ _COUNTS = (
 _NUMBERS = (
     "grad_norm learning_rate weight_decay loss_scale elapsed_ms tokens_per_second tflops_per_gpu mfu params_norm "
     "load_balancing_loss seq_load_balancing_loss global_load_balancing_loss z_loss "
-    "max_attention_logit"
+    "max_attention_logit dropped_share"
 )
 _ROW = fields(
     {"iteration": integer()},

@@ -51,6 +51,16 @@ MODELS = {
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
         "--moe-layer-freq [0,1,0,1]"
     ),
+    "experts with biases": (
+        f"--num-layers 4 {_LLAMA.replace('--swiglu', '--quick-geglu').replace('--disable-bias-linear ', '')} {_UNTIED} "
+        "--activation-func-clamp-value 2 --glu-linear-offset 1 --softmax-type learnable --window-size 15,0 "
+        "--window-attn-skip-freq 2 --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
+        "--moe-router-dtype fp32"
+    ),
+    "experts with a capacity": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-expert-capacity-factor 0.8 "
+        "--moe-router-pre-softmax --moe-router-dtype fp32"
+    ),
     "routing by groups": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 16 --moe-ffn-hidden-size 24 --moe-router-topk 4 "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 "

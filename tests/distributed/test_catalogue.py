@@ -87,7 +87,7 @@ MODELS["GPT-2 with a norm of embeddings"] = {"embed_layernorm": True}
 _AHEAD = {"two tokens ahead": {**LLAMA, "mtp_num_layers": 2}, "one token ahead, tied": {**LLAMA, "mtp_num_layers": 1}}
 _AHEAD["one token ahead, tied"]["untie_embeddings_and_output_weights"] = False
 MODELS |= _AHEAD
-EXPERTS = "experts"
+OF_EXPERTS = EXPERTS, BIASED_EXPERTS = "experts", "experts with biases"
 ALL_MODELS = {
     **MODELS,
     EXPERTS: {
@@ -97,10 +97,13 @@ ALL_MODELS = {
         "moe_shared_expert_intermediate_size": 32,
         "mtp_num_layers": 1,
     },
+    BIASED_EXPERTS: {"disable_bias_linear": False, "num_experts": 4, "moe_ffn_hidden_size": 24, "quick_geglu": True},
 }
 FEW, MANY = 2, 4
 """Layers of one chunk a stage, and of two."""
-CASES = [(layout, model) for model in MODELS for layout in LAYOUTS] + [(layout, EXPERTS) for layout in EXPERT_LAYOUTS]
+CASES = [(layout, model) for model in MODELS for layout in LAYOUTS] + [
+    (layout, model) for model in OF_EXPERTS for layout in EXPERT_LAYOUTS
+]
 CASES = [(layout, model) for layout, model in CASES if not (model in _AHEAD and layout.endswith("|L"))]  # refused
 
 
@@ -163,14 +166,14 @@ def _shard(whole: torch.Tensor, tp_dim: int | None, stride: int, tp_rank: int, t
 @pytest.fixture(scope="module")
 def whole_model() -> dict[tuple[str, int], dict[str, torch.Tensor]]:
     """By name and number of layers."""
-    cases = [(name, layers) for name in ALL_MODELS for layers in (FEW, MANY) if (name, layers) != (EXPERTS, MANY)]
+    cases = [(name, layers) for name in ALL_MODELS for layers in (FEW, MANY) if layers == FEW or name not in OF_EXPERTS]
     configs = [small_config({**ALL_MODELS[name], "num_layers": layers}) for name, layers in cases]
     [models] = run_ranks(1, in_turn, _values, configs)
     return dict(zip(cases, models, strict=True))
 
 
 def _config(layout: str, model: str) -> Config:
-    sizes = dict((EXPERT_LAYOUTS if model == EXPERTS else LAYOUTS)[layout])
+    sizes = dict((EXPERT_LAYOUTS if model in OF_EXPERTS else LAYOUTS)[layout])
     tp, pp = sizes.get("tensor_model_parallel_size", 1), sizes.get("pipeline_model_parallel_size", 1)
     world_size = tp * pp * sizes.pop("data_parallel_size", 1)
     layers = MANY if "num_virtual_stages_per_pipeline_rank" in sizes else FEW

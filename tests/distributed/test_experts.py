@@ -236,3 +236,41 @@ def test_layouts_share_checkpoints(ranks: int, layout: str, flags: list[str], sa
     assert biases
     assert all(bias.dtype == torch.float32 and bias.any() for bias in biases)
     assert found.losses == pytest.approx(saved.losses, rel=1e-6)
+
+
+def test_layouts_share_checkpoints_of_experts_with_biases(tmp_path: Path) -> None:
+    """Of ranks that divide every expert, and all of which have the bias of its second matrix; read by ranks that have
+    whole ones."""
+    start = FLAGS.index("--moe-shared-expert-intermediate-size")
+    flags = [flag for flag in FLAGS[:start] + FLAGS[start + 2 :] if flag != "--disable-bias-linear"]
+    saved = saved_by((2, TP2), flags, None, tmp_path / "one")
+    found = saved_by((2, EP2), flags, saved.folder, tmp_path / "other")
+    assert_same_tensors(found, saved)
+    kept = [name for name in ("linear_fc1", "linear_fc2") for key in found.tensors if f"experts.{name}.bias" in key]
+    assert {*kept} == {"linear_fc1", "linear_fc2"}
+    assert all(found.tensors[key].any() for key in found.tensors if key.endswith("bias") and "optimizer" not in key)
+    assert found.losses == pytest.approx(saved.losses, rel=1e-6)
+
+
+def _dropped(flags: list[str]) -> float | None:
+    from megatron_ext import device
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+
+    auxiliary = Trainer(build_run(configure(flags).config, device.install("cpu")), []).step().auxiliary_losses
+    return None if auxiliary is None else auxiliary.dropped
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_the_share_of_dropped_tokens_is_that_of_one_process(policy: str) -> None:
+    """Of 16 tokens with 2 of 4 experts each an expert takes 4 at most: at least half of all is left out."""
+    flags = [*FLAGS, "--moe-expert-capacity-factor", "0.5", "--moe-token-drop-policy", policy]
+    layouts = [(4, f"{EP2} --pipeline-model-parallel-size 2"), (2, TP2), (2, "--context-parallel-size 2")]
+    [alone] = run_ranks(1, _dropped, flags)
+    assert alone is not None
+    assert 0.5 <= alone < 0.7
+    for world_size, words in layouts if policy == "probs" else layouts[:2]:
+        everyones = run_ranks(world_size, _dropped, [*flags, *words.split()])
+        assert everyones == [pytest.approx(alone, rel=1e-6)] * world_size, words
+    assert run_ranks(1, _dropped, FLAGS) == [None]

@@ -47,7 +47,16 @@ VERIFIED = ("Llama 3.1", "Qwen2", "GPT-2")
 # Of families and shapes, those whose tensors are cut in a way of their own. The others: see --all.
 CUT_IN_THEIR_OWN_WAY = {
     *("Llama 2", "Llama with biases", "Qwen2", "OLMo-2", "Mixtral", "Qwen3-MoE", "Qwen3-MoE with dense layers"),
-    *("Phi-3", "Nemotron", "DeepSeek-V3, dense", "DeepSeek-V3", "Qwen2-MoE", "Granite with experts", "GPT-2"),
+    *(
+        "Phi-3",
+        "Nemotron",
+        "DeepSeek-V3, dense",
+        "DeepSeek-V3",
+        "Qwen2-MoE",
+        "Granite with experts",
+        "GPT-OSS",
+        "GPT-2",
+    ),
 }
 
 
@@ -123,10 +132,13 @@ def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_pa
             continue
         ours = torch.from_numpy(found[mapping.parameter.name])
         for span in mapping.ranges:
-            theirs = expected[span.tensor].T if mapping.transposed else expected[span.tensor]
-            theirs = theirs.flatten(0, 1) if mapping.stacked else theirs
-            rows = theirs[span.tensor_start : span.tensor_start + span.count]
-            part = ours[span.start : span.start + span.count]
+            theirs, part = expected[span.tensor], ours[span.start : span.start + span.count]
+            if mapping.transposed:
+                matrix = theirs.reshape(-1, theirs.shape[-1]).numpy()
+                rows = torch.from_numpy(mapping.transposed_rows(matrix, span, span.start, span.count)).view_as(part)
+            else:
+                theirs = theirs.flatten(0, 1) if mapping.stacked else theirs
+                rows = theirs[span.tensor_start : span.tensor_start + span.count]
             assert (part - rows).norm() <= TOLERANCE * theirs.norm(), mapping.parameter.name
 
 
@@ -175,7 +187,7 @@ def test_query_groups(name: str, heads: int, tp: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Mixtral", "Qwen3-MoE", "Qwen3-MoE with dense layers", "DeepSeek-V3", "Granite with experts"]
+    "name", ["Mixtral", "Qwen3-MoE", "Qwen3-MoE with dense layers", "DeepSeek-V3", "Granite with experts", "GPT-OSS"]
 )
 def test_experts_on_two_ranks(name: str, imported: dict[str, str], models: dict[str, Any]) -> None:
     folder, expected = models[name]

@@ -94,6 +94,10 @@ PARTS = {
     "tokens ahead": f"{_LLAMA} --mtp-num-layers 2",
     "tokens ahead, norms after": f"{_NO_DROPOUT} --norm-position both --mtp-num-layers 1",
     "experts": f"{_LLAMA} --num-experts 4",
+    "experts with biases and a capacity": (
+        f"{_NO_DROPOUT} --quick-geglu --activation-func-clamp-value 2 --glu-linear-offset 1 --num-experts 4 "
+        "--moe-expert-capacity-factor 0.8 --moe-router-pre-softmax"
+    ),
     "shared experts": f"{_LLAMA} --num-experts 4 --moe-shared-expert-intermediate-size 32",
 }
 _SELECTIVE = "--recompute-granularity selective --recompute-modules"

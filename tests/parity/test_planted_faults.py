@@ -140,6 +140,14 @@ def test_gradient_scale_of_fsdp2(first_steps: Experiment) -> None:
     assert all(abs(distance - 0.5) < 1e-3 for distance in found.gradients.values())
 
 
+@pytest.mark.slow
+def test_bias_of_experts_added_by_every_rank_that_divides_them(all_steps: Experiment) -> None:
+    name = "TP2 SP, tensor-parallel experts, experts with biases"
+    found = differences(all_steps, name, planted.add_the_bias_of_experts_on_every_rank)
+    assert not wrong_gradients(found)  # of the first step, before any bias is another number than 0
+    assert found.loss > CURVE_TOLERANCE
+
+
 # Slow: what a rank leaves out of a piece is found by the same comparison as the faults above.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -147,6 +155,8 @@ def test_gradient_scale_of_fsdp2(first_steps: Experiment) -> None:
     [
         ("EP2, routing by groups", planted.choose_groups_by_another_rank),
         ("EP2, routing by groups", planted.scale_weights_of_experts_twice),
+        ("EP2, experts with biases", planted.weigh_no_bias_of_an_expert),
+        ("EP2, experts with a capacity", planted.keep_what_another_rank_would),
         ("TP2 SP PP2 VPP2, GeGLU and multipliers", planted.multiply_nothing_on_the_last_stage),
         ("TP2 SP PP2 VPP2, interleaved half rotation, none in layer 2", planted.rotate_every_layer),
         ("TP4 SP, query and key norm after rotation", planted.leave_rotated_heads_as_they_are),

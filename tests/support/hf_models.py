@@ -349,6 +349,28 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "num_local_experts": 6, "num_experts_per_tok": 3},
         **{"attention_bias": True, "tie_word_embeddings": True},
     },
+    "GPT-OSS": {
+        **{"model_type": "gpt_oss", **_DECODER, "num_hidden_layers": 4, "sliding_window": 6, **_UNTIED},
+        **{"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32},
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False},
+    },
+    "GPT-OSS without biases of attention": {
+        **{"model_type": "gpt_oss", **_DECODER, "num_hidden_layers": 4, "sliding_window": 5, "attention_bias": False},
+        **{"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "num_key_value_heads": 1},
+        **{"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]},
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "swiglu_limit": 0.5},
+    },
+    "Llama 4": {
+        **{"model_type": "llama4_text", **_DECODER, "num_hidden_layers": 4, "intermediate_size": 32, **_UNTIED},
+        **{"intermediate_size_mlp": 56, "num_local_experts": 6, "interleave_moe_layer_step": 2, "pad_token_id": None},
+        **{"no_rope_layer_interval": 3, "floor_scale": 5, "attn_scale": 0.6, "attention_chunk_size": 64},
+        "rope_scaling": {**_SCALING, "high_freq_factor": 1.0},  # as its low one, as in Scout
+    },
+    "Llama 4 with experts everywhere": {
+        **{"model_type": "llama4_text", **_DECODER, "intermediate_size": 24, "num_local_experts": 4},
+        **{"no_rope_layers": [1, 1], "attn_temperature_tuning": False, "use_qk_norm": False, "pad_token_id": None},
+        **{"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

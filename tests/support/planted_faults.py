@@ -190,6 +190,36 @@ def double_the_gradient_of_one_expert() -> None:
     moe.ExpertMatrices.__init__ = build_with_fault
 
 
+def add_the_bias_of_experts_on_every_rank() -> None:
+    """Ranks that divide an expert each add its bias to their part of the sum."""
+    from megatron_ext.parts.experts import compute as moe
+
+    build = moe.ExpertMatrices.__init__
+
+    def build_with_fault(self: Any, *sizes: Any, **settings: Any) -> None:
+        build(self, *sizes, **settings)
+        if self.bias is not None and self.divided == 1:
+            self.divided = 0
+
+    moe.ExpertMatrices.__init__ = build_with_fault
+
+
+def weigh_no_bias_of_an_expert() -> None:
+    """Every rank but the first adds the bias of an expert whatever the token's weight."""
+    from megatron_ext.parts.experts import compute as moe
+
+    rows = moe.rows_of_biases
+    moe.rows_of_biases = lambda *values: rows(*values[: 3 if torch.distributed.get_rank() else 4])
+
+
+def keep_what_another_rank_would() -> None:
+    """Each rank but the first has the capacity of its experts taken by the tokens of the rank before it."""
+    from megatron_ext.parts.experts import compute as moe
+
+    within = moe.preferred
+    moe.preferred = lambda weights, *rest: within(weights, *rest).roll(torch.distributed.get_rank(), 0)
+
+
 def give_each_rank_two_neighbouring_chunks() -> None:
     """Ranks read chunks 2r and 2r + 1, while attention and positions think of r and 2 x size - 1 - r."""
     from megatron_ext.data import microbatch

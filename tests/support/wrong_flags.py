@@ -151,7 +151,21 @@ EXAMPLES = {
     "Experts with tensor parallelism, without sequence parallelism": Example(
         f"--world-size 2 {_EXPERTS} --num-experts 8 --tensor-model-parallel-size 2", "--sequence-parallel"
     ),
-    "Experts with biases": Example("--num-experts 8", "--disable-bias-linear"),
+    "Shared experts with biases": Example(
+        "--num-experts 8 --moe-shared-expert-intermediate-size 64", "--disable-bias-linear"
+    ),
+    "Sequences of several chunks": Example(
+        "--attention-chunk-size 32 --position-embedding-type rope", "--seq-length 32"
+    ),
+    "The first tokens of ranks that have others": Example(
+        f"--world-size 2 --context-parallel-size 2 {_EXPERTS} --num-experts 8 --moe-expert-capacity-factor 1 "
+        "--moe-token-drop-policy position",
+        "--moe-token-drop-policy probs",
+    ),
+    "Weights of several experts at their input": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-apply-probs-on-input --moe-router-score-function sigmoid",
+        "--moe-router-topk 1",
+    ),
     "More experts for each token than there are": Example(
         f"{_EXPERTS} --num-experts 2 --moe-router-topk 4", "--moe-router-topk 2"
     ),
@@ -467,7 +481,10 @@ WRONG = [
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [1,0]", "--moe-layer-freq [1,0] is neither a number of layers nor"),
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [0]*8", "gives no layer its --num-experts"),
     ("--moe-layer-freq [0]+[1]*7", "--moe-layer-freq without --num-experts"),
-    (f"{_EXPERTS} --num-experts 8 --add-mlp-bias", "experts have no biases; leave --add-mlp-bias out"),
+    (
+        f"{_EXPERTS} --num-experts 8 --moe-shared-expert-intermediate-size 64 --add-mlp-bias",
+        "shared experts have none; leave --add-mlp-bias out",
+    ),
     ("--residual-multiplier 0.5 --norm-position after", "use --residual-multiplier 1"),
     ("--parallel-residual one-norm --norm-position both", "but --norm-position is both; use --norm-position before"),
     ("--parallel-residual two-norms --residual-multiplier 0.5", "use --residual-multiplier 1.0"),
@@ -486,8 +503,8 @@ WRONG = [
     ),
     ("--use-rope-scaling", "use --position-embedding-type rope"),
     (
-        "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 4",
-        "--rope-scaling-low-freq-factor 4 is not below --rope-scaling-high-freq-factor 4; use --rope-scaling-"
+        "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 4.5",
+        "--rope-scaling-low-freq-factor 4.5 is above --rope-scaling-high-freq-factor 4; use --rope-scaling-"
         "low-freq-factor 1 --rope-scaling-high-freq-factor 4",
     ),
     ("--no-position-embedding", "--position-embedding-type learned_absolute is refused, as by Megatron"),

@@ -36,7 +36,7 @@ from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENI
 from megatron_ext.config.schema import Config
 from megatron_ext.durable import sync
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.families import Family, ParameterMapping, family_of, state_dict_mapping
+from megatron_ext.families import Family, ParameterMapping, RowRange, family_of, state_dict_mapping
 from megatron_ext.families.hf_config import hf_config
 from megatron_ext.families.state_dict_mapping import copies
 from megatron_ext.markup import code, table
@@ -192,7 +192,7 @@ def _parts(
         if low >= high:
             continue
         if piece.array is not None:
-            target = _Target(entry, mapping, low + shift, piece.column, files)
+            target = _Target(entry, mapping, span, low, piece.column, files)
             target.put(piece.array[low - piece.row : high - piece.row], dtype)
             continue
         offset = piece.offset + (low - piece.row) * width
@@ -201,7 +201,7 @@ def _parts(
             continue
         step = max(1, BLOCK // width)
         for start in range(low, high, step):
-            target = _Target(entry, mapping, start + shift, piece.column, files)
+            target = _Target(entry, mapping, span, start, piece.column, files)
             shape = (min(step, high - start), *columns)
             part = ComputedBytes(shape[0] * width, partial(target.put_bytes, shape=shape, dtype=dtype))
             yield offset + (start - low) * width, part
@@ -213,7 +213,10 @@ class _Target:
 
     entry: Entry
     mapping: ParameterMapping
+    span: RowRange
     row: int
+    """Index of the first row in the parameter."""
+
     column: int
     files: Files
 
@@ -231,13 +234,15 @@ class _Target:
 
         rows, columns = values.shape[0], slice(self.column, self.column + math.prod(values.shape[1:]))
         values = converted(values, dtype, self.entry.dtype, -self.mapping.added)
+        row = self.span.tensor_start + self.row - self.span.start
         if self.mapping.transposed:
-            self.entry.whole(writable=True).T[self.row : self.row + rows, columns] = values.reshape(rows, -1)
+            whole = self.entry.whole(writable=True)
+            self.mapping.transposed_rows(whole, self.span, self.row, rows)[:, columns] = values.reshape(rows, -1)
         elif values.shape[1:] == self.entry.columns:
             bits = memoryview(np.ascontiguousarray(values)).cast("B")
-            write_all(self.files[self.entry.path], self.entry.offset_of(self.row), bits)
+            write_all(self.files[self.entry.path], self.entry.offset_of(row), bits)
         else:
-            self.entry.rows(self.row, rows, writable=True)[:, columns] = values
+            self.entry.rows(row, rows, writable=True)[:, columns] = values
 
 
 def _files(

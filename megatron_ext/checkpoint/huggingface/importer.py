@@ -30,7 +30,7 @@ from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.families import ParameterMapping, state_dict_mapping
+from megatron_ext.families import ParameterMapping, RowRange, state_dict_mapping
 from megatron_ext.parts.catalogue import states
 from megatron_ext.parts.stack import stack
 from megatron_ext.terminal import say
@@ -187,20 +187,25 @@ def _elements(folder: HFFolder, mapping: ParameterMapping, rows: range, dtype: s
             yield FileRange((high - low) * width, files, entry.path, entry.offset_of(first))
             continue
         step = max(1, BLOCK // width)
-        for start in range(first, first + high - low, step):
-            part = range(start, min(start + step, first + high - low))
-            yield ComputedBytes(len(part) * width, functools.partial(_convert, entry, mapping, part, dtype))
+        for start in range(low, high, step):
+            part = range(start, min(start + step, high))
+            yield ComputedBytes(len(part) * width, functools.partial(_convert, entry, mapping, span, part, dtype))
     if covered < rows.stop:
         yield Zeros((rows.stop - covered) * width)
 
 
-def _convert(entry: Entry, mapping: ParameterMapping, rows: range, dtype: str, target: memoryview) -> None:
+def _convert(
+    entry: Entry, mapping: ParameterMapping, span: RowRange, rows: range, dtype: str, target: memoryview
+) -> None:
     """Fill `target` with rows of a parameter that lie there in another dtype, transposed or with other values."""
     import numpy as np
 
     from megatron_ext.checkpoint.huggingface.arrays import ARRAYS, converted
 
-    part = entry.whole().T[rows.start : rows.stop] if mapping.transposed else entry.rows(rows.start, len(rows))
+    if mapping.transposed:
+        part = mapping.transposed_rows(entry.whole(), span, rows.start, len(rows))
+    else:
+        part = entry.rows(span.tensor_start + rows.start - span.start, len(rows))
     values = np.frombuffer(target, ARRAYS[dtype]).reshape(part.shape)
     values[...] = converted(part, entry.dtype, dtype, mapping.added)
 

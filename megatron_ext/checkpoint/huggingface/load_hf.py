@@ -68,10 +68,11 @@ def read_rows(folder: HFFolder, mapping: ParameterMapping, rows: range, columns:
         if whole_rows and wanted.is_contiguous() and wanted.device.type == "cpu" and wanted.dtype == _dtype(entry):
             _read_in_place(entry, first, wanted)
             continue
-        view = entry.whole() if mapping.transposed else entry.rows(first, high - low)
-        part = torch.from_numpy(view).view(_dtype(entry))
         if mapping.transposed:
-            part = part.t()[first : first + high - low]
+            view = mapping.transposed_rows(entry.whole(), span, low, high - low)
+        else:
+            view = entry.rows(first, high - low)
+        part = torch.from_numpy(view).view(_dtype(entry))
         part = part[:, columns] if wanted.dim() > 1 else part.reshape(wanted.shape)
         wanted.copy_(
             part if mapping.added == 0.0 else part.to(torch.promote_types(part.dtype, torch.float32)) + mapping.added

@@ -213,6 +213,12 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "experts compute the tokens that --moe-expert-capacity-factor leaves them, and no padding, to the same result",
+        """
+        --moe-pad-expert-input-to-capacity
+        """,
+    ),
+    (
         "what the experts keep for the backward pass stays on the device; --recompute-granularity saves memory",
         """
         --moe-layer-recompute, --moe-paged-stash, --moe-paged-stash-page-size N =64,

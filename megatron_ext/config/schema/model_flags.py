@@ -363,6 +363,13 @@ class ModelConfig:
     attention_temperature_step: float = option(
         8192.0, "Positions in which that factor stays as it is.", resume="function", positive=True
     )
+    attention_chunk_size: int | None = option(
+        None,
+        "Length of the chunks within which layers that rotate see each other in a longer sequence, as Llama 4 has it; "
+        "such sequences are refused. Default none.",
+        resume="function",
+        at_least=1,
+    )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
     )
@@ -508,6 +515,13 @@ class ModelConfig:
         resume="function",
         read_with=_EXPERTS,
     )
+    moe_apply_probs_on_input: bool = option(
+        False,
+        "Multiply the input of a token's one expert by its weight, not what is inside it.",
+        resume="function",
+        needs={True: [Need("moe_router_topk", 1, "one expert for each token")]},
+        read_with=_EXPERTS,
+    )
     moe_router_dtype: str | None = option(
         None,
         "Precision of the router's logits; default that of the weights.",
@@ -525,6 +539,22 @@ class ModelConfig:
     )
     moe_aux_loss_coeff: tuple[float, ...] | None = option(
         None, "Weight of the load-balancing loss, or of each of several, in the total loss; default 0.", resume="free"
+    )
+    moe_expert_capacity_factor: float | None = option(
+        None,
+        "Most tokens of a microbatch that an expert takes in training, over those of an even load; the others pass it "
+        "by. Default no limit.",
+        resume="free",
+        positive=True,
+    )
+    moe_token_drop_policy: str = option(
+        "probs",
+        "Which tokens an expert takes by --moe-expert-capacity-factor: those of the greatest weight, or the first.",
+        resume="free",
+        choices=("probs", "position"),
+        read_with=ReadWith(
+            "moe_expert_capacity_factor", "without --moe-expert-capacity-factor an expert takes all of its tokens"
+        ),
     )
     moe_input_jitter_eps: float | None = option(
         None,

@@ -293,7 +293,7 @@ def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: Scali
     original, slow, fast = scaling.original_positions, scaling.slow, scaling.fast
     if scaling.kind == "llama3":
         turns = original * inverse_frequencies / (2.0 * math.pi)
-        unscaled = ((turns - slow) / (fast - slow)).clamp(0.0, 1.0)
+        unscaled = ((turns - slow) / max(fast - slow, 1e-9)).clamp(0.0, 1.0)
         return unscaled * inverse_frequencies + (1.0 - unscaled) * inverse_frequencies / factor
     pairs = len(inverse_frequencies)
     low, high = (pairs * math.log(original / (turns * 2.0 * math.pi)) / math.log(base) for turns in (fast, slow))

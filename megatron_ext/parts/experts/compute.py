@@ -9,6 +9,7 @@ Shapes: T (token, expert) pairs on this rank, sorted by expert; E local experts;
 expert's width; I and O inputs and outputs of a matrix.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -36,13 +37,13 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.triton import kernel_choice
-from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Experts
+from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Capacity, Experts
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import glu
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
-_OF_GLOBAL_BATCH, _Z_LOSS = "global_load_balancing_loss", "z_loss"
+_OF_GLOBAL_BATCH, _Z_LOSS, _DROPPED = "global_load_balancing_loss", "z_loss", "dropped_tokens"
 AUXILIARY_LOSSES = ("load_balancing_loss", "seq_load_balancing_loss", _OF_GLOBAL_BATCH, _Z_LOSS)
 """megatron-core's names of the auxiliary losses, and Megatron-LM's tags."""
 
@@ -65,6 +66,22 @@ def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_ex
     return torch.cat([linear(x, weight) if len(x) else F.linear(x, weight) for x, weight in parts])
 
 
+def rows_of_biases(
+    bias_EO: torch.Tensor, tokens_per_expert: torch.Tensor, rows: int, weights_T: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the bias of each row's expert, [T, O], times the row's weight; T is `rows`.
+
+    It is a product with a matrix that has a weight at each row's expert, so that a GPU adds up the gradients of a bias
+    in fp32, in one order, and no host waits for the number of an expert's rows.
+    """
+    experts = torch.arange(len(bias_EO), device=bias_EO.device)
+    experts_T = experts.repeat_interleave(tokens_per_expert.to(bias_EO.device), output_size=rows)
+    chosen_TE = F.one_hot(experts_T, len(bias_EO)).to(bias_EO.dtype)
+    if weights_T is not None:
+        chosen_TE = chosen_TE * weights_T.unsqueeze(-1).to(bias_EO.dtype)
+    return chosen_TE @ bias_EO
+
+
 def can_group(x_TI: torch.Tensor, weight_EOI: torch.Tensor) -> bool:
     """Return whether `grouped_linear` takes these operands."""
     aligned = all(size % GROUPED_ALIGNMENT == 0 for size in weight_EOI.shape[1:])
@@ -72,7 +89,8 @@ def can_group(x_TI: torch.Tensor, weight_EOI: torch.Tensor) -> bool:
 
 
 class ExpertMatrices(torch.nn.Module):
-    """One matrix of every local expert, stacked in one parameter [E, O, I], of which O or I is divided over the ranks.
+    """One matrix of every local expert, stacked in one parameter [E, O, I], of which O or I is divided over the ranks,
+    perhaps with biases [E, O].
 
     Args:
         rows, columns: numbers of rows and columns of one expert's matrix on this rank.
@@ -88,6 +106,7 @@ class ExpertMatrices(torch.nn.Module):
         *,
         divided: int,
         gated: bool,
+        has_bias: bool = False,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
     ) -> None:
@@ -97,26 +116,51 @@ class ExpertMatrices(torch.nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight = torch.empty(len(experts), rows, columns, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
-        set_tensor_model_parallel_attributes(self.weight, True, divided + 1, 2 if gated else 1)
+        stride = 2 if gated else 1
+        set_tensor_model_parallel_attributes(self.weight, True, divided + 1, stride)
+        self.bias = torch.nn.Parameter(weight.new_empty(weight.shape[:2])) if has_bias else None
+        if self.bias is not None and divided == 0:
+            set_tensor_model_parallel_attributes(self.bias, True, 1, stride)
         # Which ranks hold the same experts, and so whose gradients are added: as megatron-core's own layers say it.
         own_groups = groups.ep.size() > 1 or groups.expt_tp.size() != groups.tp.size()
-        marked: Any = self.weight
-        marked.allreduce = not own_groups
+        for marked in self.parameters():
+            vars(marked)["allreduce"] = not own_groups
 
-    def forward(self, x_TI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """Return the products, [T, O]. x_TI: sorted by expert."""
+    def forward(
+        self, x_TI: torch.Tensor, tokens_per_expert: torch.Tensor, weights_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the products with their biases, [T, O], of which ranks that divide I have parts of a sum.
+
+        Args:
+            x_TI: rows sorted by expert.
+            weights_T: what multiplies the bias of each row.
+        """
         grouped = self.group_products and can_group(x_TI, self.weight)
-        return (grouped_linear if grouped else linear_by_expert)(x_TI, self.weight, tokens_per_expert)
+        product_TO = (grouped_linear if grouped else linear_by_expert)(x_TI, self.weight, tokens_per_expert)
+        if self.bias is None:
+            return product_TO
+        bias_EO = self.bias
+        if self.divided == 1 and self.groups.expt_tp.rank() > 0:
+            # The first rank's part of the sum has the bias. The others, whose gradient is the same, add zero.
+            bias_EO = bias_EO - bias_EO.detach()
+        return product_TO + rows_of_biases(bias_EO, tokens_per_expert, len(product_TO), weights_T)
 
     def sharded(self, name: str, key: str, offsets: tuple[Any, ...]) -> dict[str, ShardedTensorFactory]:
-        """Return the parameter as single matrices of a tensor [..., all experts, all rows, all columns], whose names
-        and pieces are those of megatron-core's own experts.
+        """Return the parameters as those of single experts: parts of tensors [..., all experts, all rows, all columns]
+        and [..., all experts, all rows], whose names and pieces are those of megatron-core's own experts.
 
         Args:
             offsets: offsets of the axes before, as megatron-core gives them: (axis, this part's index, number of
                 parts).
         """
+        return {
+            f"{name}.{kind}": self._sharded(parameter, f"{key}.{kind}", offsets)
+            for kind, parameter in self.named_parameters()
+        }
+
+    def _sharded(self, parameter: torch.Tensor, key: str, offsets: tuple[Any, ...]) -> ShardedTensorFactory:
         prepended = len(offsets) + 1
+        is_divided = parameter.dim() > self.divided + 1
         axis = prepended + self.divided
         all_experts = len(self.experts) * self.groups.ep.size()
         tp_rank, tp_size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
@@ -130,7 +174,7 @@ class ExpertMatrices(torch.nn.Module):
                     part,
                     *offsets,
                     (prepended - 1, expert, all_experts),
-                    (axis, place, len(places) * tp_size),
+                    *([(axis, place, len(places) * tp_size)] if is_divided else []),
                     replica_id=replica_id,
                     prepend_axis_num=prepended,
                 )
@@ -139,14 +183,18 @@ class ExpertMatrices(torch.nn.Module):
             ]
 
         def stack(parts: Any) -> torch.Tensor:
-            return torch.cat(parts).view(self.weight.shape)
+            return torch.cat(parts).view(parameter.shape)
 
-        replica = (0, 0, self.groups.expt_dp.rank())
-        return {name: ShardedTensorFactory(key, self.weight, matrices, stack, replica)}
+        replica = (0, 0 if is_divided else tp_rank, self.groups.expt_dp.rank())
+        return ShardedTensorFactory(key, parameter, matrices, stack, replica)
 
 
 class GroupedExperts(MegatronModule):
-    """The routed experts of this rank, MLPs of one shape without biases, built by megatron-core's MoELayer."""
+    """The routed experts of this rank, MLPs of one shape, built by megatron-core's MoELayer.
+
+    Args:
+        has_bias: whether both matrices of an expert have a bias.
+    """
 
     def __init__(
         self,
@@ -154,16 +202,16 @@ class GroupedExperts(MegatronModule):
         config: TransformerConfig,
         *,
         pg_collection: ProcessGroupCollection,
+        has_bias: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(config=config)
-        assert not config.add_bias_linear, "experts have no biases"
         assert config.moe_ffn_hidden_size is not None
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         first = pg_collection.ep.rank() * num_local_experts
         self.local_experts = experts = range(first, first + num_local_experts)
         gated = config.gated_linear_unit
-        build = partial(ExpertMatrices, experts, config=config, groups=pg_collection)
+        build = partial(ExpertMatrices, experts, has_bias=has_bias, config=config, groups=pg_collection)
         self.linear_fc1 = build(2 * width if gated else width, config.hidden_size, divided=0, gated=gated)
         self.linear_fc2 = build(config.hidden_size, width, divided=1, gated=False)
 
@@ -173,17 +221,20 @@ class GroupedExperts(MegatronModule):
         """Return every row through its expert, times the router's weight: [T, H].
 
         With tensor-parallel experts it is this rank's part of the sum, which the dispatcher takes. The second value
-        is the bias that megatron-core's experts may have.
+        is the bias that others are to add; ours are added.
         """
+        if self.config.moe_apply_probs_on_input:
+            tokens_TH = (tokens_TH * weights_T.unsqueeze(-1)).to(tokens_TH.dtype)
+            weights_T = torch.ones_like(weights_T)
         hidden_TF = self.linear_fc1(tokens_TH, tokens_per_expert)
         if self.config.bias_activation_fusion and kernel_choice.take(hidden_TF):
             from megatron_ext.device.triton.swiglu import swiglu
 
-            return self.linear_fc2(swiglu(hidden_TF, weights_T), tokens_per_expert), None
+            return self.linear_fc2(swiglu(hidden_TF, weights_T), tokens_per_expert, weights_T), None
         gated = self.config.gated_linear_unit
         hidden_TF = glu(hidden_TF, self.config) if gated else self.config.activation_func(hidden_TF)
         hidden_TF = (hidden_TF * weights_T.unsqueeze(-1)).to(tokens_TH.dtype)
-        return self.linear_fc2(hidden_TF, tokens_per_expert), None
+        return self.linear_fc2(hidden_TF, tokens_per_expert, weights_T), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -191,13 +242,22 @@ class GroupedExperts(MegatronModule):
         """Return the state dict with the keys of megatron-core's experts: those of all ranks are one tensor, [layers,
         experts, ...]."""
         return {
-            **self.linear_fc1.sharded(
-                f"{prefix}linear_fc1.weight", f"{prefix}experts.linear_fc1.weight", sharded_offsets
-            ),
-            **self.linear_fc2.sharded(
-                f"{prefix}linear_fc2.weight", f"{prefix}experts.linear_fc2.weight", sharded_offsets
-            ),
+            **self.linear_fc1.sharded(f"{prefix}linear_fc1", f"{prefix}experts.linear_fc1", sharded_offsets),
+            **self.linear_fc2.sharded(f"{prefix}linear_fc2", f"{prefix}experts.linear_fc2", sharded_offsets),
         }
+
+
+def preferred(weights_TE: torch.Tensor, topk: int, capacity: Capacity) -> torch.Tensor:
+    """Return which tokens each expert takes of a microbatch that has more for it than its capacity, [T, E].
+
+    Args:
+        weights_TE: 0 for experts that a token did not choose; it chose `topk`.
+    """
+    number = math.ceil(weights_TE.size(0) * topk / weights_TE.size(1) * capacity.factor)
+    judged_TE = weights_TE.sign() if capacity.policy == "position" else weights_TE
+    # Of equal ones the first. megatron-core's top k takes any of them, by position as well.
+    tokens = judged_TE.sort(dim=0, descending=True, stable=True).indices[:number]
+    return torch.zeros_like(weights_TE, dtype=torch.bool).scatter(0, tokens, True)
 
 
 class Router(TopKRouter):
@@ -205,6 +265,8 @@ class Router(TopKRouter):
 
     Args:
         group_scores: best scores of a group of experts that are added up; None: megatron-core's number.
+        has_bias: whether its logits have a trained bias, which megatron-core ties to --disable-bias-linear alone.
+        capacity: how many tokens an expert takes in training; None: all.
     """
 
     def __init__(
@@ -214,9 +276,18 @@ class Router(TopKRouter):
         is_mtp_layer: bool = False,
         *,
         group_scores: int | None = None,
+        has_bias: bool = False,
+        capacity: Capacity | None = None,
     ) -> None:
         assert pg_collection is not None
         super().__init__(config, pg_collection, is_mtp_layer)
+        self.capacity = capacity
+        if capacity is not None:  # which megatron-core's router would apply to each rank; its dispatcher reads it
+            self.config = copy.copy(config)
+            self.config.moe_expert_capacity_factor = None
+        self.bias = torch.nn.Parameter(self.weight.new_empty(len(self.weight))) if has_bias else None
+        if self.bias is not None:
+            vars(self.bias)["sequence_parallel"] = config.sequence_parallel
         if self.local_tokens_per_expert is not None:
             self.local_tokens_per_expert = self.local_tokens_per_expert.long()  # exact, and not rounded with the model
         biased_softmax = self.enable_expert_bias and self.score_function == "softmax"
@@ -248,6 +319,34 @@ class Router(TopKRouter):
             return input
         with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
             return super().apply_input_jitter(input)
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts' weights and which experts are chosen, both [tokens, experts], without what is beyond an
+        expert's capacity. logits: of this rank's tokens, [..., experts]."""
+        weights_TE, chosen_TE = super().routing(logits, padding_mask)
+        if self.capacity is None or not self.training:
+            return weights_TE, chosen_TE
+        dropped_TE = chosen_TE & ~self._within_capacity(weights_TE.detach() * chosen_TE, self.capacity)
+        if torch.is_grad_enabled():  # once where activations are computed again
+            if self.local_tokens_per_expert is not None:
+                self.local_tokens_per_expert -= dropped_TE.sum(0)
+            share = dropped_TE.sum() / (self.topk * len(dropped_TE))
+            get_moe_metrics_tracker().record(_DROPPED, share, 1, 1)
+        return weights_TE * ~dropped_TE, chosen_TE & ~dropped_TE
+
+    def _within_capacity(self, weights_TE: torch.Tensor, capacity: Capacity) -> torch.Tensor:
+        """Return which of this rank's tokens are among those that each expert prefers, as many as it takes of the
+        whole microbatch, [T, E]. megatron-core has each rank leave out some of its own; here the choice is the same in
+        every layout.
+
+        Args:
+            weights_TE: 0 for experts that a token did not choose.
+        """
+        group = self.tp_cp_group
+        kept = preferred(_of_microbatch(weights_TE, group), self.topk, capacity)
+        return kept.chunk(group.size())[group.rank()]
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return the logits, [..., experts]. input: [..., H]."""
@@ -321,12 +420,18 @@ class Router(TopKRouter):
 
     def _balanced(self, logits: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of the assignment of all tokens of the microbatch, fp32."""
-        group, own = self.tp_cp_group, logits.float().contiguous()
-        if group.size() == 1:
-            return sinkhorn(own)
-        everyones = own.new_empty(group.size() * len(own), own.size(1))
-        torch.distributed.all_gather_into_tensor(everyones, own, group=group)
-        return sinkhorn(everyones).chunk(group.size())[group.rank()]
+        group = self.tp_cp_group
+        return sinkhorn(_of_microbatch(logits, group)).chunk(group.size())[group.rank()]
+
+
+def _of_microbatch(rows: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """Return the rows of all tokens of the microbatch, fp32, of which each rank of the group has its own."""
+    own = rows.float().contiguous()
+    if group.size() == 1:
+        return own
+    everyones = own.new_empty(group.size() * len(own), own.size(1))
+    torch.distributed.all_gather_into_tensor(everyones, own, group=group)
+    return everyones
 
 
 class _Choice:
@@ -371,22 +476,29 @@ def mixture_of_experts(described: Experts) -> Any:
     """Return what builds the mixture that takes the place of a layer's MLP."""
     shared = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     submodules = MoESubmodules(
-        experts=GroupedExperts,  # pyright: ignore[reportArgumentType]
+        experts=partial(GroupedExperts, has_bias=described.mlp.bias),  # pyright: ignore[reportArgumentType]
         shared_experts=partial(SharedExpertMLP, submodules=shared),
-        router=partial(Router, group_scores=described.group_scores),
+        router=partial(
+            Router,
+            group_scores=described.group_scores,
+            has_bias=described.mlp.bias,
+            capacity=described.capacity,
+        ),
     )
     return partial(MoELayer, submodules=submodules)
 
 
 def take_auxiliary_losses(groups: ProcessGroupCollection) -> list[float]:
-    """Return this rank's part of each of `AUXILIARY_LOSSES`, over its layers and microbatches since the last call:
-    added up over all ranks, the sums over layers and microbatches of the means over the data-parallel ranks.
+    """Return this rank's part of each of `AUXILIARY_LOSSES`, and of the share of tokens beyond an expert's capacity,
+    over its layers and microbatches since the last call: added up over all ranks, the sums over layers and microbatches
+    of the means over the data-parallel ranks.
 
     None includes its coefficient.
     """
-    metrics = get_moe_metrics_tracker().metrics
-    sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in AUXILIARY_LOSSES]
+    metrics, names = get_moe_metrics_tracker().metrics, (*AUXILIARY_LOSSES, _DROPPED)
+    sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in names]
     get_moe_metrics_tracker().clear()
-    # The others are parts of sums over a microbatch's tokens, the last is a mean over this rank's tokens.
-    *balance, z = sums
-    return [*(loss / groups.dp.size() for loss in balance), z / groups.tp_dp_cp.size()]
+    # The others are parts of sums over a microbatch's tokens, the last two are means over this rank's tokens.
+    *balance, z, dropped = sums
+    means = (one / groups.tp_dp_cp.size() for one in (z, dropped))
+    return [*(loss / groups.dp.size() for loss in balance), *means]

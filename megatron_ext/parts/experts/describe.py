@@ -6,7 +6,8 @@ a token, T a rank's part of the activations, which it routes.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
@@ -20,6 +21,17 @@ _OF_A_PAIR, _OF_A_LOGIT = 24, 5
 GROUPED_ALIGNMENT = 8
 """What rows and columns of an expert must be multiples of for a grouped product, whose kernel reads 16 bytes of bf16 at
 once."""
+
+
+class Capacity(NamedTuple):
+    """How many tokens of a microbatch an expert takes at most in training (Lepikhin et al. 2020, arXiv:2006.16668,
+    section 2.2)."""
+
+    factor: float
+    """The same over an even load."""
+
+    policy: str
+    """Which tokens it takes then: those of the greatest weight ("probs"), or the first ("position")."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,9 @@ class Experts(Part):
     group_scores: int | None = None
     """Best scores of a group of experts that are added up, where that is another number than megatron-core's."""
 
+    capacity: Capacity | None = None
+    """None where an expert takes all tokens that are routed to it."""
+
     @property
     def blocks(self) -> int:
         """The shared experts' input is gathered; that of routed ones goes its own way."""
@@ -56,6 +71,8 @@ class Experts(Part):
         """Yield the router, the routed experts, and the shared ones."""
         own = {"sequence_parallel": True, "by_element": True}  # its rows are no channels
         yield place.matrix("router.weight", self.count, place.model.hidden_size, **own)
+        if self.mlp.bias:  # which begins as the weight, as megatron-core's
+            yield replace(place.matrix("router.bias", self.count, 1, sequence_parallel=True), shape=(self.count,))
         for expert in range(self.count) if place.experts is None else place.experts:
             yield from self.mlp.parameters(place.inside(f"experts.{expert}"), expert)
         if self.shared is not None:
@@ -89,6 +106,8 @@ class Experts(Part):
         # Every rank of an expert's tensor-parallel group has all of its pairs.
         pairs = self.top_k * own * share.expert_tensor
         inside = (5 if self.mlp.gated else 3) * share.width * self.mlp.width / share.expert_tensor
+        if self.mlp.bias:  # matrices that have a weight at each pair's expert
+            inside += 2 * share.width * self.count / share.experts
         held = pairs * (share.width * share.hidden + inside + _OF_A_PAIR) + own * self.count * _OF_A_LOGIT
         if self.shared is not None:
             held += self.shared.inside(share, gated=5) * share.tokens / share.tensor
@@ -128,11 +147,17 @@ class Experts(Part):
         layout = config.layout
         if self.mlp.activation == "xielu":
             yield "--num-experts with --xielu, whose numbers would be those of each expert; use --squared-relu"
-        if self.mlp.bias:
-            if config.model.disable_bias_linear:
-                yield "--num-experts with --add-mlp-bias: experts have no biases; leave --add-mlp-bias out"
-            else:
-                yield "--num-experts with biases in the linear layers: experts have none; add --disable-bias-linear"
+        if self.mlp.bias and self.shared is not None:
+            added = config.model.disable_bias_linear
+            yield (
+                f"--moe-shared-expert-intermediate-size with {'--add-mlp-bias' if added else 'biases everywhere'}: "
+                f"shared experts have none; {'leave --add-mlp-bias out' if added else 'add --disable-bias-linear'}"
+            )
+        if self.capacity is not None and self.capacity.policy == "position" and layout.context_parallel_size > 1:
+            yield (
+                f"--moe-token-drop-policy position with --context-parallel-size {layout.context_parallel_size}, whose "
+                "ranks have tokens from both ends of a sample; use --moe-token-drop-policy probs"
+            )
         if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
             yield (
                 f"--num-experts with --tensor-model-parallel-size {layout.tensor_model_parallel_size} would route "
@@ -147,7 +172,7 @@ class Experts(Part):
 
 def experts_of(model: ModelConfig, count: int) -> Experts:
     """Return the model's mixture of `count` experts."""
-    shared = model.moe_shared_expert_intermediate_size
+    shared, factor = model.moe_shared_expert_intermediate_size, model.moe_expert_capacity_factor
     return Experts(
         count=count,
         top_k=model.moe_router_topk,
@@ -156,4 +181,5 @@ def experts_of(model: ModelConfig, count: int) -> Experts:
         shared_gate=shared is not None and model.moe_shared_expert_gate,
         has_bias=model.moe_router_enable_expert_bias,
         group_scores=model.moe_router_group_scores,
+        capacity=None if factor is None else Capacity(factor, model.moe_token_drop_policy),
     )

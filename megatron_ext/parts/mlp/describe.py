@@ -44,10 +44,10 @@ class Mlp(Part):
         model, (wide, stride) = place.model, (2 * self.width, 2) if self.gated else (self.width, 1)
         yield place.matrix("linear_fc1.weight", wide, model.hidden_size, tp_dim=0, tp_stride=stride, expert=expert)
         if self.bias:
-            yield place.vector("linear_fc1.bias", wide, tp_dim=0, tp_stride=stride)
+            yield place.vector("linear_fc1.bias", wide, tp_dim=0, tp_stride=stride, expert=expert)
         yield place.matrix("linear_fc2.weight", model.hidden_size, self.width, adds=True, tp_dim=1, expert=expert)
         if self.bias:
-            yield place.vector("linear_fc2.bias", model.hidden_size, sequence_parallel=True)
+            yield place.vector("linear_fc2.bias", model.hidden_size, sequence_parallel=expert is None, expert=expert)
         for name, value in XIELU_BEGINNINGS.items() if self.activation == "xielu" else ():
             yield Parameter(f"{place.name}.xielu.{name}", (1,), place.stage, "constant", value)
 

@@ -72,6 +72,11 @@ BASES: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1, "bos_token_id": 2},
     "granitemoe": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3},
+    "gpt_oss": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    "llama4_text": {
+        **{**_SMALL, "num_local_experts": 4, "intermediate_size_mlp": 16, "no_rope_layer_interval": 2},
+        **{"floor_scale": 5, "attention_chunk_size": 32},
+    },
     "flex_olmo": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1},
     "gemma2": {**_SMALL, "sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
     "apertus": {**_SMALL, "rope_theta": 12e6},
@@ -104,6 +109,7 @@ _OF_OTHER_SETTINGS = {
     "deepseek_v3": {"num_mtp_layers"},
     "glm4_moe": {"num_mtp_layers"},
     "ernie4_5_moe": {"moe_norm_min"},
+    "llama4_text": {"layer_types", "router_jitter_noise"},
     "mpt": {"learned_pos_emb", "init_device", "norm_type"},
     "bloom": {"slow_but_exact"},
     "falcon": {"multi_query"},
@@ -268,6 +274,7 @@ def test_what_a_file_says_twice_or_in_another_form_is_not_guessed(
         ("qwen2", {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False, "use_mrope": False}),
         ("qwen3_moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
         ("nemotron", {"kv_channels": 6}),
+        ("gpt_oss", {"initial_context_length": 4096, "experts_per_token": 2}),
         ("starcoder2", {"mlp_type": "default", "residual_dropout": 0.1, "embedding_dropout": 0.1}),
         ("smollm3", {"max_window_layers": 28, "pretraining_tp": 2}),
         ("gpt2", {"n_ctx": 32, "task_specific_params": {"text-generation": {"do_sample": True}}, "n_inner": None}),
@@ -285,6 +292,14 @@ def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
     assert _read(tmp_path, {"model_type": "kimi_k2", **base}) == _read(tmp_path, {"model_type": "deepseek_v3", **base})
 
 
+def test_the_text_model_of_llama_4_is_read_from_inside(tmp_path: Path) -> None:
+    """What stands next to `text_config` says whether embeddings are tied; a number may stand for that queries grow."""
+    text = {**BASES["llama4_text"], "model_type": "llama4_text", "for_llm_compressor": False}
+    outer = {"model_type": "llama4", "tie_word_embeddings": False, "image_token_index": 5, "vision_config": {}}
+    found = _read(tmp_path, {**outer, "text_config": {**text, "attn_temperature_tuning": 4}})
+    assert found == _read(tmp_path, text)
+
+
 @pytest.mark.parametrize(
     ("family", "change", "problem"),
     [
@@ -294,6 +309,8 @@ def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8, only 0 is supported"),
         ("ernie4_5_moe", {"moe_layer_start_index": 9}, "leave no experts"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is true, only false is supported"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5, only 1.702 is supported"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "Mxfp4Config(dequantize=True)"),
     ],
 )
 def test_a_mixture_that_is_not_here_is_refused(

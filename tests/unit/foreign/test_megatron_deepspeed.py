@@ -95,6 +95,11 @@ def _problems(line: str, **options: Any) -> list[str]:
             f"{_LENGTH} {_EXPERTS} --num-experts 4 --moe-router-topk 3 {_GATE} --moe-aux-loss-coeff 0.02 "
             "--moe-layer-freq ([0]*3+[1])*1+[0]*2",
         ),
+        (
+            f"{_LENGTH} {_EXPERTS} --num-experts 4 --topk 1 --moe-train-capacity-factor 1.25 --moe-min-capacity 4",
+            f"{_LENGTH} {_EXPERTS} --num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax {_GATE} "
+            "--moe-aux-loss-coeff 0.1 --moe-layer-freq ([0]*1+[1])*3+[0]*0 --moe-expert-capacity-factor 1.25",
+        ),
         # 16 tokens and 4 samples a step: 100 tokens are reached in the second.
         ("--train-tokens 100", "--train-samples 8"),
         ("--train-tokens 128 --train-iters 9", "--train-samples 8"),
@@ -251,7 +256,7 @@ def test_what_contradicts_or_is_not_known_is_named(file: dict[str, Any], script:
         *(
             (f"{_LENGTH} {_EXPERTS} --num-experts 4 {more}", said)
             for more, said in (
-                ("--moe-loss-coeff 0.1", "add --disable-moe-token-dropping"),
+                ("--topk 3 --moe-loss-coeff 0.1", "add --disable-moe-token-dropping"),
                 ("--disable-moe-token-dropping --topk 2", "--topk 2 draws the second expert"),
                 ("--disable-moe-token-dropping --mlp-type residual", "--mlp-type residual: no layer adds an MLP"),
                 ("--disable-moe-token-dropping --expert-interval 9", "--expert-interval 9: none of 6 layers"),

@@ -74,6 +74,7 @@ OUR_OWN = {
     "--longrope-long-factor",
     "--attention-temperature-scale",
     "--attention-temperature-step",
+    "--attention-chunk-size",
     "--add-output-bias",
     "--add-mlp-bias",
     "--embedding-multiplier",

@@ -35,7 +35,10 @@ def test_experts_of_tensor_parallel_ranks_are_whole_in_a_checkpoint(gated: bool,
                     for name, (rank, size) in groups.items()
                 }
             )
-            factory = experts.sharded("weight", "experts.weight", ())["weight"]
+            experts.bias = None if divided == 0 else torch.nn.Parameter(torch.zeros(2, rows))
+            factories = experts.sharded("matrix", "experts", ())
+            assert divided == 0 or factories["matrix.bias"].replica_id == (0, rank, 3), "all ranks have the whole of it"
+            factory = factories["matrix.weight"]
             assert factory.replica_id == (0, 0, 3)
             pieces = factory.build()
             for piece in pieces:

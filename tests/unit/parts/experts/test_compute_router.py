@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_utils import sinkhorn
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, sinkhorn
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_ext.parts.experts import compute as moe
-from megatron_ext.parts.experts.compute import GroupedExperts, Router
+from megatron_ext.parts.experts.compute import GroupedExperts, Router, preferred, rows_of_biases
+from megatron_ext.parts.experts.describe import Capacity
 
 
 def _router(topk: int, training: bool) -> Any:
@@ -44,18 +45,44 @@ def test_the_assignment_is_balanced_in_fp32() -> None:
     assert torch.equal(_router(1, True)._balanced(logits), sinkhorn(logits.float()))
 
 
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.7, 9.0])
+def test_tokens_within_the_capacity_are_those_of_the_engine(factor: float) -> None:
+    logits = 2.0 * torch.randn(96, 6, generator=torch.Generator().manual_seed(5)) + torch.arange(6)
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, logits.topk(2).indices, True)
+    weights = logits.softmax(-1) * chosen
+    kept = preferred(weights, 2, Capacity(factor, "probs")) & chosen
+    of_engine = apply_router_token_dropping(weights, chosen, router_topk=2, capacity_factor=factor)
+    assert torch.equal(weights * kept, of_engine[0])
+    assert torch.equal(kept, of_engine[1])
+    first = preferred(weights, 2, Capacity(factor, "position")) & chosen
+    assert torch.equal(first, chosen & (chosen.cumsum(0) <= math.ceil(96 * 2 / 6 * factor)))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 2], [0, 5, 0]])
+def test_each_row_has_the_bias_of_its_expert_times_its_weight(counts: list[int]) -> None:
+    bias, weights = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), torch.rand(5, dtype=torch.float64)
+    whose = torch.arange(3).repeat_interleave(torch.tensor(counts))
+    weights.requires_grad_()
+    rows, expected = rows_of_biases(bias, torch.tensor(counts), 5, weights), bias[whose] * weights.unsqueeze(1)
+    torch.testing.assert_close(rows, expected)
+    upstream = torch.randn_like(rows)
+    gradients = (torch.autograd.grad(one, (bias, weights), upstream) for one in (rows, expected))
+    torch.testing.assert_close(*gradients)
+    assert torch.equal(rows_of_biases(bias, torch.tensor(counts), 5), bias[whose])
+
+
 def test_weights_of_experts_are_rounded_with_what_they_multiply() -> None:
     """Once: a weight that is rounded before has 2^-8 more of an error."""
     experts: Any = GroupedExperts.__new__(GroupedExperts)
     torch.nn.Module.__init__(experts)
     experts.config = SimpleNamespace(
         **{"gated_linear_unit": True, "activation_func": lambda gate: gate, "bias_activation_fusion": False},
-        **{"activation_func_clamp_value": None, "glu_linear_offset": 0.0},
+        **{"activation_func_clamp_value": None, "glu_linear_offset": 0.0, "moe_apply_probs_on_input": False},
     )
     seen: list[torch.Tensor] = []
     # Gate and up projection side by side; what the second matrix is given comes back.
     experts.linear_fc1 = lambda tokens, counts: torch.cat((tokens, torch.full_like(tokens, 1.5)), dim=-1)
-    experts.linear_fc2 = lambda hidden, counts: seen.append(hidden) or hidden
+    experts.linear_fc2 = lambda hidden, counts, weights: seen.append(hidden) or hidden
     tokens = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights = torch.rand(50, generator=torch.Generator().manual_seed(1))
     experts(tokens, torch.tensor([50]), weights)
@@ -67,17 +94,18 @@ def test_weights_of_experts_are_rounded_with_what_they_multiply() -> None:
 
 def test_kinds_of_auxiliary_losses_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of microbatches, samples and global batches, summed over the layers, are equal on data-parallel ranks, the
-    z-loss a mean over this rank's tokens."""
+    z-loss and the share of dropped tokens means over this rank's tokens."""
     metrics = {
         "load_balancing_loss": SimpleNamespace(values=torch.tensor([1.0, 2.0])),
         "seq_load_balancing_loss": SimpleNamespace(values=torch.tensor([4.0, 8.0])),
         "z_loss": SimpleNamespace(values=torch.tensor([16.0, 20.0])),
+        "dropped_tokens": SimpleNamespace(values=torch.tensor([24.0])),
         "another": SimpleNamespace(values=torch.tensor([99.0])),
     }
     monkeypatch.setattr(moe, "get_moe_metrics_tracker", lambda: SimpleNamespace(metrics=metrics, clear=metrics.clear))
     groups: Any = SimpleNamespace(dp=SimpleNamespace(size=lambda: 3), tp_dp_cp=SimpleNamespace(size=lambda: 12))
-    assert moe.take_auxiliary_losses(groups) == [1.0, 4.0, 0.0, 3.0]
-    assert moe.take_auxiliary_losses(groups) == [0.0, 0.0, 0.0, 0.0]
+    assert moe.take_auxiliary_losses(groups) == [1.0, 4.0, 0.0, 3.0, 2.0]
+    assert moe.take_auxiliary_losses(groups) == [0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("gated", [False, True])
