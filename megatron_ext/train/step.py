@@ -1,6 +1,6 @@
 """Takes one optimizer step: microbatches -> pipeline schedule -> gradients -> update."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -10,6 +10,7 @@ import torch
 from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
 from megatron_ext.data.microbatch import Batch
 from megatron_ext.model.loss import summed_loss, token_loss
+from megatron_ext.model.names import biases_of_experts
 from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.parts.experts.compute import take_auxiliary_losses
 from megatron_ext.parts.stack import stack
@@ -91,6 +92,9 @@ class Gradients:
     evidence: Evidence
     """What the watch has seen."""
 
+    biases: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """Biases by which experts are chosen, and what the update makes of each."""
+
 
 def train_step(
     run: Run,
@@ -136,6 +140,8 @@ def train_step(
     num_zeros = run.optimizer.count_zeros() if run.config.logging.log_num_zeros_in_grad else None
     run.optimizer.step_with_ready_grads()
     run.sharding.finish_update(run.optimizer)
+    for bias, moved in gradients.biases:
+        bias.copy_(moved)
     return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary, ahead)
 
 
@@ -152,9 +158,13 @@ def compute_gradients(run: Run, samples: range) -> Gradients:
     run.progress.begin_batch(FORWARD_BACKWARD)
     shared = SharedNumbers(run)
     evidence = run.gradient_watch.begin(shared.loss)
+    biases = [(bias, bias.clone()) for _, bias in biases_of_experts(run.chunks)]
     losses = run_microbatches(run, microbatches, forward_only=False)
+    moved = [(bias, bias.clone()) for bias, _ in biases]
+    for bias, before in biases:  # megatron-core moves them with the last gradient, also before a step that is skipped
+        bias.copy_(before)
     shared.add_loss(_sum(losses))
-    return Gradients(samples, losses, shared, evidence)
+    return Gradients(samples, losses, shared, evidence, moved)
 
 
 def _loss_scale(run: Run) -> float:

@@ -37,6 +37,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Experts
+from megatron_ext.parts.experts.load import RouterLoad
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import glu
 
@@ -228,6 +229,7 @@ class Router(TopKRouter):
         self.global_tokens_per_expert: Any = None
         self.ga_steps: Any = None
         self.reset_global_aux_loss_tracker()
+        self.load = RouterLoad()
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Forget the load of a global batch. megatron-core calls it at the end of a step."""
@@ -248,6 +250,16 @@ class Router(TopKRouter):
             return input
         with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
             return super().apply_input_jitter(input)
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts' weights and which experts are chosen, both [tokens, experts], and count them in training;
+        a forward pass whose activations are computed again counts once."""
+        weights, chosen = super().routing(logits, padding_mask)
+        if self.training and torch.is_grad_enabled():
+            self.load.add(logits, chosen)
+        return weights, chosen
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return the logits, [..., experts]. input: [..., H]."""
