@@ -185,6 +185,13 @@ class ModelConfig:
         at_least=1,
     )
     v_head_dim: int = option(128, "Channels of a value head there.", resume="shape", at_least=1)
+    latent_norm_epsilon: float | None = option(
+        None,
+        "Epsilon of the norms of what queries, keys and values are made of there; default --norm-epsilon.",
+        resume="function",
+        positive=True,
+        read_with=ReadWith("multi_latent_attention", "without --multi-latent-attention there are no such norms"),
+    )
     rope_type: str | None = option(
         None,
         "How rotary frequencies are stretched: not at all, by YaRN, by factors of pairs of channels (longrope), or "
