@@ -44,7 +44,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --moe-pad-expert-input-to-capacity, --moe-pad-experts-for-cuda-graph-inference,
         --moe-token-drop-policy N =probs, --moe-apply-probs-on-input, --moe-latent-size N,
         --moe-mlp-glu-interleave-size N, --moe-expert-rank-capacity-factor N,
-        --moe-use-upcycling, --moe-upcycling-granularity N =1, --moe-routing-trace-path N,
+        --moe-routing-trace-path N,
         --moe-routing-trace-max-training-iters N, --moe-routing-trace-capture-logits,
         --moe-routing-trace-capture-hidden-states, --moe-routing-trace-dump-weights,
         --save-tokens-per-expert-interval N
