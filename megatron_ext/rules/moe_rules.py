@@ -101,6 +101,7 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor not in (None, 1.0)),
         ("--moe-input-jitter-eps", model.moe_input_jitter_eps is not None),
         ("--moe-router-force-load-balancing", model.moe_router_force_load_balancing),
+        ("--moe-latent-size", model.moe_latent_size is not None),
         ("--moe-use-upcycling", config.checkpoint.moe_use_upcycling),
     ]
     flags = [flag for flag, there in switches if there]
@@ -134,6 +135,11 @@ def experts_come_from_an_mlp(config: Config, facts: Facts) -> Iterator[str]:
         yield (
             f"--moe-use-upcycling with --moe-layer-freq {model.moe_layer_freq}: every layer gets experts; leave "
             "--moe-layer-freq out"
+        )
+    if model.moe_latent_size is not None:
+        yield (
+            f"--moe-use-upcycling with --moe-latent-size {model.moe_latent_size}: a dense model has no projections for "
+            "it; leave --moe-latent-size out"
         )
     width, whole = model.expert_ffn_hidden_size, model.ffn_hidden_size
     if width * granularity != whole and whole % granularity == 0:

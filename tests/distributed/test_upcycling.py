@@ -19,6 +19,7 @@ UPCYCLE = "--moe-use-upcycling --num-experts 4"
 SIGMOID = f"{UPCYCLE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 PIECES = "--moe-use-upcycling --num-experts 8 --moe-upcycling-granularity 2 --moe-ffn-hidden-size 24"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+ZERO_3 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
 ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 
 
@@ -51,10 +52,9 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, flo
         ("--swiglu", f"{SIGMOID} --expert-model-parallel-size 2", 2),
         ("--swiglu", f"{UPCYCLE} {TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 {ALL_TO_ALL}", 2),
         ("--swiglu", f"{UPCYCLE} {TP2} --pipeline-model-parallel-size 2 --use-distributed-optimizer", 4),
-        ("--swiglu", f"{UPCYCLE} --use-torch-fsdp2", 2),
+        ("--swiglu", f"{UPCYCLE} {ZERO_3}", 2),
         ("--squared-relu", PIECES, 1),
         ("--squared-relu", f"{PIECES} {TP2} --expert-model-parallel-size 2", 4),
-        ("--squared-relu", f"{PIECES} --use-torch-fsdp2", 2),
     ],
 )
 def test_the_first_step_is_that_of_the_dense_model(
@@ -72,7 +72,7 @@ def test_every_layout_goes_on_as_one_process(dense: dict[str, tuple[Path, float]
     folder, _ = dense["--swiglu"]
     flags = f"--swiglu {PIECES} --load {folder}"
     _, alone = _run(flags, tmp_path)
-    for layout in ("--expert-model-parallel-size 2 --use-distributed-optimizer", "--use-torch-fsdp2"):
+    for layout in ("--expert-model-parallel-size 2 --use-distributed-optimizer", ZERO_3):
         ended, losses = _run(f"{flags} {layout}", tmp_path, 2)
         assert ended.code == 0, ended.errors
         assert losses == pytest.approx(alone, rel=1e-5), layout

@@ -42,7 +42,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --moe-enable-routing-replay, --moe-router-quantile-balancing-ema N =0.0, --moe-router-force-biased N,
         --moe-single-grouped-weight, --moe-single-grouped-bias, --moe-expert-capacity-factor N,
         --moe-pad-expert-input-to-capacity, --moe-pad-experts-for-cuda-graph-inference,
-        --moe-token-drop-policy N =probs, --moe-apply-probs-on-input, --moe-latent-size N,
+        --moe-token-drop-policy N =probs, --moe-apply-probs-on-input,
         --moe-mlp-glu-interleave-size N, --moe-expert-rank-capacity-factor N,
         --moe-routing-trace-path N,
         --moe-routing-trace-max-training-iters N, --moe-routing-trace-capture-logits,

@@ -469,6 +469,13 @@ class ModelConfig:
     moe_ffn_hidden_size: int | None = option(
         None, "Width inside each expert; default the width of the MLP that they replace.", resume="shape", at_least=1
     )
+    moe_latent_size: int | None = option(
+        None,
+        "Width of what routed experts read and give, between a projection of all of them down and one up; default "
+        "--hidden-size.",
+        resume="shape",
+        at_least=1,
+    )
     moe_router_topk: int = option(
         2, "Experts that compute each token.", resume="function", at_least=1, read_with=_EXPERTS
     )

@@ -38,6 +38,7 @@ from megatron_ext.device.kernels import linear
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Experts
 from megatron_ext.parts.experts.load import RouterLoad
+from megatron_ext.parts.latent_attention.compute import WholeLinear
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import glu
 
@@ -147,7 +148,11 @@ class ExpertMatrices(torch.nn.Module):
 
 
 class GroupedExperts(MegatronModule):
-    """The routed experts of this rank, MLPs of one shape without biases, built by megatron-core's MoELayer."""
+    """The routed experts of this rank, MLPs of one shape without biases, built by megatron-core's MoELayer.
+
+    Args:
+        latent: channels of what they read and give; None: the hidden size.
+    """
 
     def __init__(
         self,
@@ -156,6 +161,7 @@ class GroupedExperts(MegatronModule):
         *,
         pg_collection: ProcessGroupCollection,
         name: str | None = None,
+        latent: int | None = None,
     ) -> None:
         super().__init__(config=config)
         assert not config.add_bias_linear, "experts have no biases"
@@ -165,8 +171,9 @@ class GroupedExperts(MegatronModule):
         self.local_experts = experts = range(first, first + num_local_experts)
         gated = config.gated_linear_unit
         build = partial(ExpertMatrices, experts, config=config, groups=pg_collection)
-        self.linear_fc1 = build(2 * width if gated else width, config.hidden_size, divided=0, gated=gated)
-        self.linear_fc2 = build(config.hidden_size, width, divided=1, gated=False)
+        hidden = latent or config.hidden_size
+        self.linear_fc1 = build(2 * width if gated else width, hidden, divided=0, gated=gated)
+        self.linear_fc2 = build(hidden, width, divided=1, gated=False)
 
     def forward(
         self, tokens_TH: torch.Tensor, tokens_per_expert: torch.Tensor, weights_T: torch.Tensor
@@ -379,15 +386,37 @@ class _Choice:
         return scores_TE.gather(1, experts), experts
 
 
+class LatentMixture(MoELayer):
+    """A mixture whose routed experts work in a smaller width. megatron-core's needs Transformer Engine for it."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, latent: int, **settings: Any) -> None:
+        super().__init__(config, *arguments, **settings)
+        self.fc1_latent_proj = WholeLinear(config, config.hidden_size, latent)
+        self.fc2_latent_proj = WholeLinear(config, latent, config.hidden_size)
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project what the experts read down, and send it on its way."""
+        return super().preprocess(self.fc1_latent_proj(hidden_states), probs, routing_map)
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """Project what the experts gave up, and add what the shared ones did."""
+        output = self.fc2_latent_proj(self.token_dispatcher.combine_postprocess(output))
+        return output if shared_expert_output is None else output + shared_expert_output
+
+
 def mixture_of_experts(described: Experts) -> Any:
     """Return what builds the mixture that takes the place of a layer's MLP."""
     shared = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     submodules = MoESubmodules(
-        experts=GroupedExperts,  # pyright: ignore[reportArgumentType]
+        experts=partial(GroupedExperts, latent=described.latent),  # pyright: ignore[reportArgumentType]
         shared_experts=partial(SharedExpertMLP, submodules=shared),
         router=partial(Router, group_scores=described.group_scores),
     )
-    return partial(MoELayer, submodules=submodules)
+    if described.latent is None:
+        return partial(MoELayer, submodules=submodules)
+    return partial(LatentMixture, submodules=submodules, latent=described.latent)
 
 
 def take_auxiliary_losses(groups: ProcessGroupCollection) -> list[float]:
