@@ -130,6 +130,10 @@ MODEL = (
         (),
         (f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward",),
     ),
+    *(
+        Seam(f"{_CORE}.transformer.moe.moe_layer.MoELayer.{name}", "set: its own needs Transformer Engine")
+        for name in ("fc1_latent_proj", "fc2_latent_proj")
+    ),
     Seam(
         f"{_CORE}.transformer.moe.moe_layer.MoELayer.preprocess",
         "overridden to project what experts read down, which needs Transformer Engine there",

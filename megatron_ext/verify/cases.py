@@ -72,6 +72,10 @@ MODELS = {
         "--moe-router-group-topk 2 --moe-router-group-scores 2 --moe-router-load-balancing-type aux_loss "
         "global_aux_loss --moe-aux-loss-coeff 0.1 0.2"
     ),
+    "experts in a latent width": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-latent-size 24 "
+        "--moe-shared-expert-intermediate-size 40 --moe-aux-loss-coeff 0.1 --moe-layer-freq [0,1,1,1]"
+    ),
     "query and key norm after rotation": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --qk-layernorm-place after"
     ),
@@ -564,6 +568,7 @@ def _cases() -> list[Case]:
         name, slow = f"{layout}, experts", layout not in _QUICK_EXPERTS
         cases.append(Case(name, "experts", world_size, tuple(flags.split()), slow=slow, slow_in_bf16=True))
     routed = [("routing by groups", one) for one in _ROUTING] + [("routing with two losses", one) for one in _TWICE]
+    routed += [("experts in a latent width", one) for one in _TWICE if one != "EP4"]
     for model, layout in routed:
         (world_size, flags), slow = _ROUTING[layout], layout not in _QUICK_ROUTING
         cases.append(Case(f"{layout}, {model}", model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))

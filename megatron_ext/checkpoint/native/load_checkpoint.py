@@ -85,7 +85,7 @@ def _read(run: Saveable, checkpoint: SavedCheckpoint) -> None:
     megatrons = megatron_lm.wrote(common)
     translated = _as_ours(run, path, common) if megatrons else common
     parts = _wanted(run, checkpoint, translated)
-    is_dense = run.config.checkpoint.moe_use_upcycling and is_of_a_dense_model(run, _metadata(path))
+    is_dense = run.config.checkpoint.moe_use_upcycling and is_of_a_dense_model(_metadata(path))
     if is_dense:
         repeat_routers(run)
     to_load = checkpoint_state_dict.to_load(run, parts)

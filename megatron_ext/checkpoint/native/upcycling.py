@@ -48,11 +48,11 @@ class Upcycling:
 
     def finish(self, loaded: dict[str, Any]) -> None:
         """Scale what was read, and add the routers as they are."""
-        model, granularity = self._run.config.model, self._run.config.checkpoint.moe_upcycling_granularity
-        experts, topk = model.num_experts or 1, model.moe_router_topk
+        granularity, mixture = self._run.config.checkpoint.moe_upcycling_granularity, _mixture(self._run)
         # What the experts of a token give is this many times less than the MLP's.
-        less = experts * granularity / topk if model.moe_router_pre_softmax else granularity
-        degree = 3 if model.gated_linear_unit or model.squared_relu else 2  # of what an MLP gives, in its weights
+        pre_softmax = self._run.config.model.moe_router_pre_softmax
+        less = mixture.count * granularity / mixture.top_k if pre_softmax else granularity
+        degree = 3 if mixture.mlp.gated or mixture.mlp.activation == "squared_relu" else 2  # of its output, in weights
         scale = less ** (1 / degree)
         for chunk, tensors in loaded.items():
             for name in tensors if scale != 1.0 and chunk.startswith("model") else ():
@@ -78,7 +78,7 @@ class Upcycling:
         *place, expert, row, column = part.global_offset
         piece = expert % granularity
         if "linear_fc1" in part.key:
-            sections = 2 if self._run.config.model.gated_linear_unit else 1
+            sections = 2 if _mixture(self._run).mlp.gated else 1
             each = rows // sections  # of one expert's gate, or of its up projection
             row = row // each * each * granularity + piece * each + row % each
             rows *= granularity
@@ -113,11 +113,13 @@ def repeat_routers(run: Saveable) -> None:
             (weight if rows is None else rows.local).copy_(whole if rows is None else whole[rows.first : rows.stop])
 
 
-def is_of_a_dense_model(run: Saveable, metadata: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoint has no router of the run's experts."""
-    return not any(_ROUTER in name for name in metadata) and any(
-        isinstance(layer.mlp, Experts) for layer in layers(run.config)
-    )
+def is_of_a_dense_model(metadata: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has no router of experts."""
+    return not any(_ROUTER in name for name in metadata)
+
+
+def _mixture(run: Saveable) -> Experts:
+    return next(layer.experts for layer in layers(run.config) if layer.experts is not None)
 
 
 def _mapped(value: Any, function: Any) -> Any:
