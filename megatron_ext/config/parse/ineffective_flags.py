@@ -50,7 +50,8 @@ _PARTS_OF_EXPERTS = ("moe_act", "shared_experts", "mla_up_proj")
 def _drop_parts_of_experts(left: dict[str, Any]) -> list[str]:
     """Drop what is not recomputed by itself from the typed values, and return the warning, if there is one."""
     parts = left.get("recompute_modules") or ()
-    dropped = [part for part in parts if part in _PARTS_OF_EXPERTS]
+    whole = ("moe",) if left.get("recompute_granularity") == "full" else ()
+    dropped = [part for part in parts if part in (*_PARTS_OF_EXPERTS, *whole)]
     if not dropped:
         return []
     left["recompute_modules"] = tuple(part for part in parts if part not in dropped)
