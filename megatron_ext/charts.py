@@ -222,3 +222,34 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
         ends = {min(good, key=lambda point: point[1]), max(good, key=lambda point: point[1])} if good else inside[:1]
         kept += sorted(ends)
     return kept
+
+
+def load_colour(ratio: float) -> tuple[int, int, int]:
+    """Return the colour, red, green and blue up to 255, of a load that is `ratio` times an even one: white is even,
+    orange 8 times and more, blue an eighth and less, black none."""
+    if ratio <= 0:
+        return 0, 0, 0
+    share = max(-1.0, min(1.0, math.log2(ratio) / 3))
+    ends = (0xBD, 0x4F, 0x0A) if share > 0 else (0x1F, 0x66, 0xB5)
+    red, green, blue = (round(255 + abs(share) * (end - 255)) for end in ends)
+    return red, green, blue
+
+
+def load_picture(name: str, rows: Sequence[tuple[str, Sequence[int]]], along: str) -> Markup:
+    """Return a picture with a line of cells for each row, coloured by how many times the row's mean a cell has.
+
+    Args:
+        rows: name and counts of each.
+        along: what a cell is, in the singular.
+    """
+    height, most = 14.0, max(len(counts) for _, counts in rows)
+    marks: list[Content] = []
+    for number, (row, counts) in enumerate(rows):
+        marks.append(label(_LEFT - 8, (number + 1) * height - 3, row, "end"))
+        width, mean = (_WIDTH - _LEFT - _RIGHT) / max(most, 1), sum(counts) / max(len(counts), 1) or 1.0
+        for index, count in enumerate(counts):
+            title = element("title", f"{row}, {along} {index}: {count:,}, {count / mean:.2f} of an even load")
+            place = {"x": f"{_LEFT + index * width:.1f}", "y": f"{number * height:.0f}", "width": f"{width:.2f}"}
+            fill = "#{:02x}{:02x}{:02x}".format(*load_colour(count / mean))
+            marks += [element("rect", title, **place, height=height - 1, fill=fill), "\n"]
+    return svg(_WIDTH, height * len(rows) + 1, name, *marks)

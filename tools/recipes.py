@@ -155,6 +155,14 @@ _TINY_IF_GIVEN = {
     "num_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
     "lr_warmup_iters": 1,
     "lr_wsd_decay_iters": 2,
     "initial_loss_scale": 65536,
@@ -179,7 +187,10 @@ def reduce(values: Mapping[str, Any], most_ranks: int) -> tuple[dict[str, Any], 
     sizes, ranks = _sizes(values, most_ranks)
     kept = {name: value for name, value in values.items() if name not in _OF_LONG_RUNS}
     given = {name: value for name, value in _TINY_IF_GIVEN.items() if name in values}
-    tiny = {**kept, **_TINY, **given, **sizes, "num_layers": _layers(values, sizes), "global_batch_size": 8}
+    layers = _layers(values, sizes)
+    tiny = {**kept, **_TINY, **given, **sizes, "num_layers": layers, "global_batch_size": 8}
+    if "moe_layer_freq" in values:
+        tiny["moe_layer_freq"] = f"[0]+[1]*{layers - 1}"
     if sizes["tensor_model_parallel_size"] == 1:
         tiny.pop("sequence_parallel", None)
     if sizes["pipeline_model_parallel_size"] == 1:
@@ -193,6 +204,7 @@ _PIPELINE = (
     "num_virtual_stages_per_pipeline_rank",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
+    "decoder_last_pipeline_num_layers",
 )
 
 

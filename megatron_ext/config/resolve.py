@@ -229,6 +229,9 @@ def _resolve_training(values: dict[str, Any]) -> None:
     scale(values)
     if values.get("recompute_activations"):
         _fill(values, "recompute_granularity", "selective")
+    if values.get("moe_layer_recompute") and values.get("recompute_granularity") != "full":
+        _fill(values, "recompute_granularity", "selective")
+        values["recompute_modules"] = tuple(dict.fromkeys((*(values.get("recompute_modules") or ()), "moe")))
     if not any(values.get(flag) for flag in FSDP):
         _fill(values, "check_weight_hash_across_dp_replicas_interval", STEPS_BETWEEN_REPLICA_CHECKS)
     if values.get("bf16") and values.get("main_grads_dtype") == "bf16":

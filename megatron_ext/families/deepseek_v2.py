@@ -41,6 +41,6 @@ DEEPSEEK_V2 = Family(
         "moe_intermediate_size": 1407,
     },
     {"n_routed_experts": "num_experts"},
-    dependent_flags=lambda model: {**latents.what_yarn_can_say(model), **_MIXTURE.dependent_flags(model)},
+    dependent_flags=lambda model: {**latents.what_latents_can_say(model), **_MIXTURE.dependent_flags(model)},
     may_be_dense=True,
 )

@@ -9,9 +9,9 @@ from megatron_ext.families.latents import (
     LATENT_NAMES,
     latent_json,
     latent_values,
-    what_yarn_can_say,
+    what_latents_can_say,
 )
-from megatron_ext.families.mixtures import BIASED_SIGMOID, MIXTURE_NAMES, Mixture
+from megatron_ext.families.mixtures import BIASED_SIGMOID, MIXTURE_NAMES, Mixture, ahead_json, ahead_values
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import NEXT_TOKEN_NAMES
@@ -20,14 +20,11 @@ _MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    depths = reading.integer("num_nextn_predict_layers", 0, least=0) or None
-    return {**latent_values(reading), **_MIXTURE.values(reading), "mtp_num_layers": depths}
+    return {**latent_values(reading), **_MIXTURE.values(reading), **ahead_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    depths = config.model.mtp_num_layers
-    ahead = {"num_nextn_predict_layers": depths} if depths else {}
-    return {**latent_json(config), **_MIXTURE.json(config), **ahead}
+    return {**latent_json(config), **_MIXTURE.json(config), **ahead_json(config)}
 
 
 DEEPSEEK_V3 = Family(
@@ -43,7 +40,7 @@ DEEPSEEK_V3 = Family(
         **{"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
     },
     {"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"},
-    dependent_flags=lambda model: {**what_yarn_can_say(model), **_MIXTURE.dependent_flags(model)},
+    dependent_flags=lambda model: {**what_latents_can_say(model), **_MIXTURE.dependent_flags(model)},
     is_common=True,
     may_be_dense=True,
     other_names=("kimi_k2",),  # whose files name the same class

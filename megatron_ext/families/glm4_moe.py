@@ -3,10 +3,10 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.families.mixtures import BIASED_SIGMOID, MIXTURE_NAMES, Mixture
+from megatron_ext.families.mixtures import BIASED_SIGMOID, MIXTURE_NAMES, Mixture, ahead_json, ahead_values
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_FLAGS, decoder_json, decoder_values
+from megatron_ext.families.shared import DECODER_FLAGS, NEXT_TOKEN_NAMES, decoder_json, decoder_values
 
 _MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
 
@@ -15,6 +15,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     return {
         **decoder_values(reading, partial=True),
         **_MIXTURE.values(reading),
+        **ahead_values(reading),
         "add_qkv_bias": reading.boolean("attention_bias", False),
         "qk_layernorm": reading.boolean("use_qk_norm", False),
     }
@@ -25,6 +26,7 @@ def _write(config: Config) -> dict[str, Any]:
     return {
         **decoder_json(config),
         **_MIXTURE.json(config),
+        **ahead_json(config),
         "partial_rotary_factor": model.rotary_percent,
         "attention_bias": model.has_qkv_bias,
         "use_qk_norm": model.qk_layernorm,
@@ -34,7 +36,7 @@ def _write(config: Config) -> dict[str, Any]:
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
-    MIXTURE_NAMES,
+    {**MIXTURE_NAMES, **NEXT_TOKEN_NAMES},
     {**DECODER_FLAGS, "disable_bias_linear": True},
     _read,
     _write,

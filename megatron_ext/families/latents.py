@@ -23,7 +23,7 @@ _NAMES = {
 LATENT_NAMES = {f"self_attention.{ours}": (f"self_attn.{theirs}",) for ours, theirs in _NAMES.items()}
 LATENT_FLAGS: dict[str, Any] = {
     **DECODER_FLAGS,
-    **{"multi_latent_attention": True, "qk_layernorm": True, "disable_bias_linear": True, "norm_epsilon": _EPSILON},
+    **{"multi_latent_attention": True, "qk_layernorm": True, "disable_bias_linear": True},
 }
 LATENT_DEFAULTS: dict[str, Any] = {
     **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
@@ -38,7 +38,8 @@ _SIZES = {
 
 def latent_values(reading: Reading) -> dict[str, Any]:
     """Return the values of our flags of a decoder with latents."""
-    values = decoder_values(reading, epsilon=None, scalings=("yarn",))
+    values = decoder_values(reading, scalings=("yarn",))
+    values["latent_norm_epsilon"] = _epsilon_of_latents(values["norm_epsilon"])
     values["rope_type"] = values["rope_type"] or "rope"
     values |= {ours: reading.integer(theirs) for theirs, ours in _SIZES.items()}
     ranked = reading.get("q_lora_rank") is not None
@@ -49,7 +50,6 @@ def latent_values(reading: Reading) -> dict[str, Any]:
         reading.refuse_unless(key, size, size, f"but by qk_nope_head_dim and qk_rope_head_dim it is {size}")
     heads = values["num_attention_heads"]
     reading.refuse_unless("num_key_value_heads", heads, heads, f"but each of num_attention_heads {heads} has keys")
-    reading.refuse_unless("rms_norm_eps", _EPSILON, _EPSILON, f"but norms of latents have {_EPSILON:g}, and others too")
     for key, usual in {"rope_interleave": True, "attention_bias": False, "mlp_bias": False}.items():
         reading.refuse_unless(key, usual, usual, f"only {str(usual).lower()} is supported")
     return values
@@ -64,12 +64,18 @@ def latent_json(config: Config) -> dict[str, Any]:
         "q_lora_rank": model.q_lora_rank,
         "head_dim": model.qk_pos_emb_head_dim,
         "qk_head_dim": model.qk_head_dim + model.qk_pos_emb_head_dim,
-        "rms_norm_eps": _EPSILON,
         "attention_bias": False,
     }
 
 
-def what_yarn_can_say(model: ModelConfig) -> dict[str, Any]:
-    """Return the two mscales, of which transformers reads both or none (`Family.dependent_flags`)."""
+def what_latents_can_say(model: ModelConfig) -> dict[str, Any]:
+    """Return the epsilon of the norms of latents, and the two mscales of YaRN, of which transformers reads both or none
+    (`Family.dependent_flags`)."""
     read = scaling_json(model) is None or (model.mscale and model.mscale_all_dim)
-    return {} if read else {"mscale": 1.0, "mscale_all_dim": 0.0}
+    mscales = {} if read else {"mscale": 1.0, "mscale_all_dim": 0.0}
+    return {**mscales, "latent_norm_epsilon": _epsilon_of_latents(model.norm_epsilon)}
+
+
+def _epsilon_of_latents(others: float) -> float | None:
+    """Return it as a flag: None where it is that of the other norms."""
+    return None if others == _EPSILON else _EPSILON

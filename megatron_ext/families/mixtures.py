@@ -60,12 +60,17 @@ class Mixture:
     normalized: bool
     """Whether the weights of a token's experts are divided by their sum."""
 
-    def values(self, reading: Reading) -> dict[str, Any]:
-        """Return the values of our flags, all usual ones where no layer has experts."""
+    def values(self, reading: Reading, first: int | None = None) -> dict[str, Any]:
+        """Return the values of our flags, all usual ones where no layer has experts.
+
+        Args:
+            first: the first layer with experts, where `first_k_dense_replace` does not say it.
+        """
         reading.understand(*_OF_TRAINING)
         # Modules after the model, which predict further tokens: as transformers, which leaves out their weights.
         reading.get("num_nextn_predict_layers")
-        first = reading.integer("first_k_dense_replace", 0, least=0)
+        if first is None:
+            first = reading.integer("first_k_dense_replace", 0, least=0)
         if first >= reading.integer("num_hidden_layers"):
             for key in _KEYS:
                 reading.get(key)
@@ -119,6 +124,17 @@ class Mixture:
     def _scores(self, topk: int, groups: int | None) -> int | None:
         """Return `group_scores` as a flag, where megatron-core takes another number."""
         return None if groups is None or topk // groups == self.group_scores else self.group_scores
+
+
+def ahead_values(reading: Reading) -> dict[str, Any]:
+    """Return the value of the flag of depths of multi-token prediction, whose weights transformers leaves out."""
+    return {"mtp_num_layers": reading.integer("num_nextn_predict_layers", 0, least=0) or None}
+
+
+def ahead_json(config: Config) -> dict[str, Any]:
+    """Return the same key, where there are depths."""
+    depths = config.model.mtp_num_layers
+    return {"num_nextn_predict_layers": depths} if depths else {}
 
 
 def consecutive_mixtures(model: ModelConfig, *, to_the_end: bool) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _normalized(config: Config) -> ModelConfig:
     without += ("moe_",) if model.num_experts is None else ()
     usual = {name: value for name, value in usual_values().items() if name.startswith(without)}
     model = dataclasses.replace(model, **usual)
-    window, fixed, mixed = model.window_size, model.no_rope_freq, stack(config)
+    window, fixed, mixed = model.window_size, model.no_rope_freq, stack(config)[: model.num_layers]
     biases = model.has_qkv_bias, model.has_output_bias, model.has_mlp_bias
     everywhere = all(biases) or not model.disable_bias_linear
     return dataclasses.replace(

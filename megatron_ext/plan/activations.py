@@ -182,8 +182,9 @@ class Activations:
         parts = self.layer(layer).parts
         # Of a norm after attention or MLP nobody keeps the output.
         norms = parts["norms"] * layer.norms_before / (layer.norms_before + layer.norms_after)
-        sizes = {"core_attn": parts.get("core", 0.0), "layernorm": norms, "mlp": parts.get("mlp", 0.0)}
-        return sum(sizes[part] for part in self.config.training.recompute_modules or ("core_attn",))
+        sizes = {"core_attn": parts.get("core", 0.0), "layernorm": norms}
+        sizes["mlp" if layer.experts is None else "moe"] = parts.get("mlp", 0.0)
+        return sum(sizes.get(part, 0.0) for part in self.config.training.recompute_modules or ("core_attn",))
 
     def _loss(self) -> tuple[float, float]:
         """Return the bytes held until the backward pass, and what comes on top around the loss."""

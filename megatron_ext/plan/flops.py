@@ -57,7 +57,8 @@ def repeated(config: Config, stack: Stack) -> dict[str, Stack]:
     parts: tuple[str, ...] = ()
     if training.recompute_granularity == "selective":
         parts = training.recompute_modules or ("core_attn",)
-    return {"core": stack if "core_attn" in parts else none, "mixer": none, "mlp": stack if "mlp" in parts else none}
+    expanded = Stack(tuple(one for one in stack if ("mlp" if one.experts is None else "moe") in parts))
+    return {"core": stack if "core_attn" in parts else none, "mixer": none, "mlp": expanded}
 
 
 def forward_flops(config: Config, shapes: Shapes, stage: int, chunk: int, *, again: bool = False) -> float:

@@ -103,6 +103,8 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         ("--moe-input-jitter-eps", model.moe_input_jitter_eps is not None),
         ("--moe-expert-capacity-factor", model.moe_expert_capacity_factor is not None),
         ("--moe-router-force-load-balancing", model.moe_router_force_load_balancing),
+        ("--moe-latent-size", model.moe_latent_size is not None),
+        ("--moe-use-upcycling", config.checkpoint.moe_use_upcycling),
     ]
     flags = [flag for flag, there in switches if there]
     if flags:
@@ -113,6 +115,51 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
             f"{', '.join(flags)} without --num-experts: there are no experts; add {experts}{biases}, or leave "
             f"{'it' if len(flags) == 1 else 'them'} out"
         )
+
+
+def experts_come_from_an_mlp(config: Config, facts: Facts) -> Iterator[str]:
+    """Require for --moe-use-upcycling experts that are nothing but pieces of the dense model's MLPs."""
+    model, flags, experts = config.model, config.checkpoint, config.model.num_experts
+    granularity = flags.moe_upcycling_granularity
+    if not flags.moe_use_upcycling or experts is None or not positive(granularity, model.ffn_hidden_size):
+        return
+    if flags.load_hf is not None:
+        yield (
+            f"--moe-use-upcycling with --load-hf {flags.load_hf}: experts come from a checkpoint; convert the folder "
+            "by python tools/convert_checkpoint.py from-hf, and give what that writes as --load"
+        )
+    if model.moe_shared_expert_intermediate_size is not None:
+        yield (
+            "--moe-use-upcycling with --moe-shared-expert-intermediate-size "
+            f"{model.moe_shared_expert_intermediate_size}: a dense model has no shared experts; leave that out"
+        )
+    if model.moe_layer_freq not in (None, "1", "-1"):
+        yield (
+            f"--moe-use-upcycling with --moe-layer-freq {model.moe_layer_freq}: every layer gets experts; leave "
+            "--moe-layer-freq out"
+        )
+    if model.moe_latent_size is not None:
+        yield (
+            f"--moe-use-upcycling with --moe-latent-size {model.moe_latent_size}: a dense model has no projections for "
+            "it; leave --moe-latent-size out"
+        )
+    width, whole = model.expert_ffn_hidden_size, model.ffn_hidden_size
+    if width * granularity != whole and whole % granularity == 0:
+        yield (
+            f"--moe-ffn-hidden-size {width} x --moe-upcycling-granularity {granularity} is not --ffn-hidden-size "
+            f"{whole} of the dense model; use --moe-ffn-hidden-size {whole // granularity}"
+        )
+    elif width * granularity != whole:
+        yield (
+            f"--moe-upcycling-granularity {granularity} does not divide --ffn-hidden-size {whole} of the dense model; "
+            f"use --moe-upcycling-granularity {listed(divisors(whole)[:4])}"
+        )
+    for flag, number in (("--num-experts", experts), ("--moe-router-topk", model.moe_router_topk)):
+        if number % granularity:
+            yield (
+                f"{flag} {number} is not divisible by --moe-upcycling-granularity {granularity}, the experts of one "
+                f"MLP; use {flag} {listed(nearest_multiples(number, granularity))}"
+            )
 
 
 def a_gate_has_shared_experts(config: Config, facts: Facts) -> Iterator[str]:
@@ -238,6 +285,7 @@ RULES = (
     what_sinkhorn_chooses_is_asked_of_it_alone,
     layers_with_experts_are_named,
     expert_flags_need_experts,
+    experts_come_from_an_mlp,
     a_gate_has_shared_experts,
     experts_divide_over_ranks,
     a_token_has_enough_experts,

@@ -256,9 +256,11 @@ def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[st
     if facts.saved is None:
         return
     model = vars(config.model) | {"vocab_size": config.data.vocab_size}
+    # What only experts have is new where they come from an MLP.
+    new = "moe_" if config.checkpoint.moe_use_upcycling and facts.saved.get("num_experts") is None else None
     for name in model_names(facts.saved, finetune=config.checkpoint.finetune):
         was = facts.saved.get(name, options_by_name()[name].default)
-        if model[name] == was:
+        if model[name] == was or (new is not None and name.startswith(new)):
             continue
         flag = flag_of(name)
         if isinstance(was, bool):

@@ -14,7 +14,7 @@ from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
 
 _MOST_PHASES = 10_000  # of a batch ramp-up: each is counted by itself
 
-RECOMPUTED_PARTS = ("core_attn", "mlp", "layernorm")
+RECOMPUTED_PARTS = ("core_attn", "mlp", "moe", "layernorm")
 
 
 def one_length(config: Config, facts: Facts) -> Iterator[str]:

@@ -130,6 +130,26 @@ MODEL = (
         (),
         (f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward",),
     ),
+    *(
+        Seam(f"{_CORE}.transformer.moe.moe_layer.MoELayer.{name}", "set: its own needs Transformer Engine")
+        for name in ("fc1_latent_proj", "fc2_latent_proj")
+    ),
+    Seam(
+        f"{_CORE}.transformer.moe.moe_layer.MoELayer.preprocess",
+        "overridden to project what experts read down, which needs Transformer Engine there",
+        ("hidden_states", "probs", "routing_map"),
+    ),
+    Seam(
+        f"{_CORE}.transformer.moe.moe_layer.MoELayer.postprocess",
+        "overridden to project what experts gave up, after the dispatcher has added it",
+        ("output", "shared_expert_output"),
+    ),
+    Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter.routing",
+        "overridden to count which experts are chosen, after what exceeds a capacity was dropped",
+        ("logits", "padding_mask"),
+        (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
+    ),
     Seam(
         f"{_CORE}.transformer.moe.router.Router.gating",
         "overridden: the engine's moves the router's weight to a GPU",

@@ -1,6 +1,7 @@
 """Holds what one logged step and one evaluation tell. Every sink (log line, metrics file, TensorBoard) reads these."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,48 @@ MEASURED_FIELDS = frozenset(
         "slowest_rank",
     }
 )
+
+
+MOST_COUNTS_OF_A_ROW = 16_384
+"""Most tokens of experts that a row holds, some 80 kB: 61 layers of 256 experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLoad:
+    """The load of one layer's experts in a step, over the global batch."""
+
+    layer: int
+    """Its index; depths of multi-token prediction follow the last layer."""
+
+    tokens: tuple[int, ...]
+    """Tokens of each expert."""
+
+    dropped: float
+    """Share of the choices of an expert for a token that were dropped."""
+
+    router_z: float
+    """Mean squared logsumexp of the router's logits."""
+
+    bias: tuple[float, float] | None
+    """The least and the greatest bias by which experts are chosen; None without biases."""
+
+    @property
+    def max_over_mean(self) -> float:
+        """Tokens of the busiest expert over those of an even load; 1 is even."""
+        return max(self.tokens) * len(self.tokens) / max(sum(self.tokens), 1)
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the experts' shares over that of an even load; 1 is even, 0 is one expert alone."""
+        total = sum(self.tokens)
+        shares = [count / total for count in self.tokens if count]
+        return -sum(share * math.log(share) for share in shares) / math.log(len(self.tokens) or 1)
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the object of the metrics file."""
+        row: dict[str, Any] = {"layer": self.layer, "max_over_mean": self.max_over_mean, "entropy": self.entropy}
+        row |= {"without_tokens": self.tokens.count(0), "dropped": self.dropped, "router_z": self.router_z}
+        return row if self.bias is None else row | {"bias": list(self.bias)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +102,7 @@ class StepMetrics:
     world_size: int = 1
     consumed_by_source: Mapping[str, Mapping[str, float]] | None = None  # samples, tokens, epochs, from the beginning
     mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction, in this step
+    expert_load: tuple[LayerLoad, ...] = ()  # of each layer with experts, in this step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +167,13 @@ Metrics = StepMetrics | Evaluated
 
 def as_row(metrics: Metrics) -> dict[str, Any]:
     """Return the object of the metrics file: the fields by name, the losses of several sources by the source's name,
-    and `mtp_1_loss` and on."""
+    `mtp_1_loss` and on, and `expert_load` with `expert_tokens`, layers against experts, where they are not too many."""
     row = dataclasses.asdict(metrics)
+    row.pop("expert_load", None)
+    if isinstance(metrics, StepMetrics) and metrics.expert_load:
+        row["expert_load"] = [layer.as_row() for layer in metrics.expert_load]
+        if sum(len(layer.tokens) for layer in metrics.expert_load) <= MOST_COUNTS_OF_A_ROW:
+            row["expert_tokens"] = [list(layer.tokens) for layer in metrics.expert_load]
     row |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(row.pop("mtp_losses", ()), start=1)}
     sources = row.pop("sources", ())
     if sources:

@@ -6,7 +6,7 @@ Shows several runs on one HTML page: each chart has a line for every run, in the
 
 from collections.abc import Mapping
 
-from megatron_ext.charts import Point, Series, chart, main, page, wide
+from megatron_ext.charts import Point, Series, chart, load_picture, main, page, section, wide
 from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Timeline, slow_stages
@@ -36,6 +36,7 @@ def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None) 
     if history.slowness_points:
         unit = "compute time over its peers'"
         charts.append(_chart("Slowest rank", unit, [Series(history.slowness_points)]))
+    charts += _experts(history)
     tasks = _task_curves(history)
     charts += [_chart(f"Task {name}", metric, [Series(points)]) for name, metric, points in tasks[:_MOST_TASKS]]
     if len(tasks) > _MOST_TASKS:
@@ -49,6 +50,34 @@ def _pipeline(timeline: Timeline) -> Markup:
     """Return the picture of a step with its heading, the table of its stages, and which of them are slow."""
     lines = [timeline.title, *stages_table(timeline), *slow_stages(timeline.lanes)]
     return joined(wide("Pipeline", element("pre", "\n".join(lines))), timeline_svg.as_section(timeline))
+
+
+def _experts(history: RunHistory) -> list[Markup]:
+    """Return how the load of experts went: the layer with the least even one, and every expert in the last row."""
+    rows = [row for row in history.steps if row.get("expert_load")]
+    if not rows:
+        return []
+    curves = []
+    for name, unit, key, worst in _OF_EXPERTS:
+        points = [(row["iteration"], worst(layer[key] for layer in row["expert_load"])) for row in rows]
+        curves.append(_chart(name, unit, [Series(points)]))
+    counted = [row for row in rows if len(row.get("expert_tokens", ())) == len(row["expert_load"])]
+    if counted:
+        last = counted[-1]
+        names = [f"layer {layer['layer']}" for layer in last["expert_load"]]
+        lines = list(zip(names, last["expert_tokens"], strict=True))
+        picture = load_picture("tokens of experts by layer", lines, "expert")
+        heading = f"Tokens of each expert in iteration {last['iteration']}: white is even, orange more, blue fewer"
+        curves.append(section(heading, picture))
+    return curves
+
+
+_OF_EXPERTS = (
+    ("Busiest expert", "over an even load, in the worst layer", "max_over_mean", max),
+    ("Evenness of experts", "entropy over the greatest, in the worst layer", "entropy", min),
+    ("Experts without a token", "in the worst layer", "without_tokens", max),
+    ("Router z", "mean squared logsumexp of its logits, in the highest layer", "router_z", max),
+)
 
 
 def _task_curves(history: RunHistory) -> list[tuple[str, str, list[Point]]]:

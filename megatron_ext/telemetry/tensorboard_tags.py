@@ -1,10 +1,17 @@
 """Holds Megatron-LM's tags for a step and for an evaluation; TensorBoard and Weights & Biases show the same ones."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ext.telemetry.log_line import perplexity
-from megatron_ext.telemetry.metrics import Metrics, SampleMetrics, TaskMetrics, TestMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import (
+    LayerLoad,
+    Metrics,
+    SampleMetrics,
+    TaskMetrics,
+    TestMetrics,
+    ValidationMetrics,
+)
 
 # Shown against samples too, as `<tag> vs samples`. The rest is about the machine and shown against iterations only.
 _AGAINST_SAMPLES = frozenset(
@@ -52,6 +59,7 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         "mem-max-allocated-bytes": metrics.peak_memory_bytes,
         "mem-reserved-bytes": metrics.reserved_bytes,
         **_of_the_slowest_rank(metrics.slowest_rank),
+        **_of_experts(metrics.expert_load),
         **{f"{name}-share": share for name, share in (metrics.time_shares or {}).items()},
     }
     return {tag: value for tag, value in values.items() if value is not None}
@@ -61,6 +69,18 @@ def _of_the_slowest_rank(slowest: Mapping[str, Any] | None) -> dict[str, float]:
     if slowest is None:
         return {}
     return {"slowest-rank": slowest["rank"], "slowest-rank-ratio": slowest["ratio"], "slow-ranks": len(slowest["slow"])}
+
+
+def _of_experts(loads: Sequence[LayerLoad]) -> dict[str, float]:
+    """Return the load of each layer's experts, `expert-max-over-mean/layer 3` and the like."""
+    values: dict[str, float] = {}
+    for load in loads:
+        of_layer = {**load.as_row()}
+        least, greatest = of_layer.pop("bias", (None, None))
+        of_layer |= {} if least is None else {"bias-least": least, "bias-greatest": greatest}
+        number = of_layer.pop("layer")
+        values |= {f"expert-{name.replace('_', '-')}/layer {number}": value for name, value in of_layer.items()}
+    return values
 
 
 def scalars_against_samples(metrics: Metrics) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Takes one optimizer step: microbatches -> pipeline schedule -> gradients -> update."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -12,6 +12,7 @@ from megatron_ext import environment, terminal
 from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
 from megatron_ext.data.microbatch import Batch
 from megatron_ext.model.loss import summed_loss, token_loss
+from megatron_ext.model.names import biases_of_experts
 from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.parts.experts.compute import take_auxiliary_losses
 from megatron_ext.parts.stack import stack
@@ -100,6 +101,9 @@ class Gradients:
     evidence: Evidence
     """What the watch has seen."""
 
+    biases: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """Biases by which experts are chosen, and what the update makes of each."""
+
 
 def train_step(
     run: Run,
@@ -148,6 +152,8 @@ def train_step(
         run.qk_clip.before_update(largest)
     run.optimizer.step_with_ready_grads()
     run.sharding.finish_update(run.optimizer)
+    for bias, moved in gradients.biases:
+        bias.copy_(moved)
     product = None if run.largest_scores is None else run.largest_scores.of_all_ranks(largest)
     return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary, ahead, product)
 
@@ -165,13 +171,17 @@ def compute_gradients(run: Run, samples: range) -> Gradients:
     run.progress.begin_batch(FORWARD_BACKWARD)
     shared = SharedNumbers(run)
     evidence = run.gradient_watch.begin(shared.loss)
+    biases = [(bias, bias.clone()) for _, bias in biases_of_experts(run.chunks)]
     losses = run_microbatches(run, microbatches, forward_only=False)
+    moved = [(bias, bias.clone()) for bias, _ in biases]
+    for bias, before in biases:  # megatron-core moves them with the last gradient, also before a step that is skipped
+        bias.copy_(before)
     total = _sum(losses)
     if is_spoiled(run.config, samples, environment.rank()):
         terminal.warn(f"rank {environment.rank()} injects an error into the step of the samples from {samples.start}")
         total[0] = math.nan
     shared.add_loss(total)
-    return Gradients(samples, losses, shared, evidence)
+    return Gradients(samples, losses, shared, evidence, moved)
 
 
 def _loss_scale(run: Run) -> float:

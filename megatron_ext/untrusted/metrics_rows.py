@@ -24,6 +24,7 @@ MOST_BYTES = 1 << 30
 _MOST_OF_A_LINE = 1 << 22
 _NAMED = 10  # lines that are named, each in a warning
 _MOST_RANKS = 1 << 20
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 65_536
 
 HAS_ITERATION = fields({"iteration": integer()})
 """Takes every row of a file that is cut at the iteration of a checkpoint."""
@@ -37,6 +38,7 @@ _NUMBERS = (
     "load_balancing_loss seq_load_balancing_loss global_load_balancing_loss z_loss "
     "max_attention_logit dropped_share"
 )
+_OF_EXPERTS = "max_over_mean entropy dropped router_z"
 _ROW = fields(
     {"iteration": integer()},
     {
@@ -48,6 +50,14 @@ _ROW = fields(
         "slowest_rank": or_null(
             fields({"rank": integer(), "ratio": number, "slow": items(integer(), most=_MOST_RANKS)})
         ),
+        "expert_load": items(
+            fields(
+                {"layer": integer(), **dict.fromkeys(_OF_EXPERTS.split(), number), "without_tokens": integer()},
+                {"bias": items(number, most=2)},
+            ),
+            most=_MOST_LAYERS,
+        ),
+        "expert_tokens": items(items(integer(), most=_MOST_EXPERTS), most=_MOST_LAYERS),
         "consumed_by_source": or_null(mapping(mapping(number), most=100_000)),
         "tasks": mapping(mapping(number)),
         "samples": items(fields({"prompt": text(1 << 20), "text": text(1 << 20)}), most=1000),

@@ -74,6 +74,10 @@ MODELS = {
         "--moe-router-group-topk 2 --moe-router-group-scores 2 --moe-router-load-balancing-type aux_loss "
         "global_aux_loss --moe-aux-loss-coeff 0.1 0.2"
     ),
+    "experts in a latent width": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-latent-size 24 "
+        "--moe-shared-expert-intermediate-size 40 --moe-aux-loss-coeff 0.1 --moe-layer-freq [0,1,1,1]"
+    ),
     "query and key norm after rotation": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --qk-layernorm-place after"
     ),

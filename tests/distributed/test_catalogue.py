@@ -95,6 +95,7 @@ ALL_MODELS = {
         "num_experts": 4,
         "moe_ffn_hidden_size": 24,
         "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": 20,
         "mtp_num_layers": 1,
     },
     BIASED_EXPERTS: {"disable_bias_linear": False, "num_experts": 4, "moe_ffn_hidden_size": 24, "quick_geglu": True},

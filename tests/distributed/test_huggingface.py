@@ -414,8 +414,9 @@ def _with_depths(source: Path, folder: Path, depths: int) -> dict[str, torch.Ten
     return tensors
 
 
-def test_depths_of_multi_token_prediction_go_in_and_out(models: dict[str, Any], tmp_path: Path) -> None:
-    original, logits = models["DeepSeek-V3, dense"]
+@pytest.mark.parametrize("name", ["DeepSeek-V3, dense", "GLM-4.5", "GLM-4.7 Flash"])
+def test_depths_of_multi_token_prediction_go_in_and_out(name: str, models: dict[str, Any], tmp_path: Path) -> None:
+    original, logits = models[name]
     folder, ours, written, saved = (tmp_path / name for name in ("published", "ours", "hf", "saved"))
     tensors = _with_depths(original, folder, 2)
     assert convert(["from-hf", "--load", str(folder), "--save", str(ours)]) == 0
@@ -432,7 +433,7 @@ def test_depths_of_multi_token_prediction_go_in_and_out(models: dict[str, Any], 
     one, other = Tensors(ours / "iter_0000000"), Tensors(saved / "iter_0000000")
     names = [name for name in other.names() if not name.startswith("optimizer.")]
     assert names == one.names()
-    assert "mtp.layers.1.transformer_layer.self_attention.linear_kv_up_proj.weight" in names
+    assert "mtp.layers.1.transformer_layer.self_attention.linear_proj.weight" in names
     for name in names:
         before, after = one.read(name), other.read(name)
         rows = min(len(before), len(after))  # the vocabulary is padded to other sizes

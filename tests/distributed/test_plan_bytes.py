@@ -56,6 +56,8 @@ RUNS = {
     f"{_EXPERTS} alltoall": 0.05,  # no microbatch loads its experts evenly
     f"{_EXPERTS} allgather": 0.05,
     _DIVIDED_EXPERTS: 0.05,
+    f"{_EXPERTS} alltoall --moe-latent-size 24": 0.05,
+    f"{_EXPERTS} alltoall --recompute-granularity selective --recompute-modules moe": 0.05,
 }
 """By flags: how far what is held may be from its formula."""
 

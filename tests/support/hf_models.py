@@ -313,6 +313,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0, "pad_token_id": None},
         **{"first_k_dense_replace": 0, "tie_word_embeddings": True, "head_dim": 8},
     },
+    "GLM-4.7 Flash": {
+        **{"model_type": "glm4_moe_lite", **_LATENTS, **_EXPERTS, "q_lora_rank": 20, "rms_norm_eps": 1e-3},
+        **{"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], **_UNTIED},
+    },
     "dots.llm1": {
         **{"model_type": "dots1", **_DECODER, **_EXPERTS, "num_hidden_layers": 4, "sliding_window": 6},
         **{"max_window_layers": 2, "n_shared_experts": 2, "pad_token_id": None, **_UNTIED},

@@ -181,6 +181,20 @@ EXAMPLES = {
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "--moe-shared-expert-intermediate-size 64",
     ),
+    "Experts of an MLP of another width": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-use-upcycling --load none --ffn-hidden-size 256 --moe-ffn-hidden-size 64",
+        "--moe-ffn-hidden-size 256",
+    ),
+    "Experts of an MLP and shared ones": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-use-upcycling --load none --moe-shared-expert-intermediate-size 64 "
+        "--ffn-hidden-size 256",
+        "--moe-use-upcycling=false",
+    ),
+    "Experts of a third of an MLP": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-use-upcycling --load none --ffn-hidden-size 256 "
+        "--moe-upcycling-granularity 3 --moe-ffn-hidden-size 64",
+        "--moe-upcycling-granularity 1 --moe-ffn-hidden-size 256",
+    ),
     "Experts compiled": Example(f"{_EXPERTS} --num-experts 8 --torch-compile", "--torch-compile=false"),
     "An auxiliary loss with a negative weight": Example(
         f"{_EXPERTS} --num-experts 8 --moe-aux-loss-coeff -0.01 --moe-z-loss-coeff 0",

@@ -84,7 +84,9 @@ def copy_tokenizer(source: Path, destination: Path, wanted: Sequence[str] = HUGG
     return names
 
 
-_STACKED = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.*)")
+_STACKED = re.compile(
+    r"(?:decoder\.layers\.(\d+)|(mtp\.layers\.\d+\.transformer_layer))\.(?:mlp\.experts\.(\d+)\.)?(.*)"
+)
 
 
 class Stacked(NamedTuple):
@@ -104,10 +106,10 @@ def stacked(config: Config, name: str) -> Stacked:
     match = _STACKED.fullmatch(name)
     if match is None:
         return Stacked(name, (), ())
-    layer, expert, rest = match.groups()
-    indices, sizes, prefix = (int(layer),), (config.model.num_layers,), "decoder.layers."
-    if stack(config).has_mixed_parameters:
-        indices, sizes, prefix = (), (), f"decoder.layers.{layer}."
+    layer, ahead, expert, rest = match.groups()
+    indices, sizes, prefix = (), (), f"{ahead or f'decoder.layers.{layer}'}."
+    if layer is not None and not stack(config).has_mixed_parameters:
+        indices, sizes, prefix = (int(layer),), (config.model.num_layers,), "decoder.layers."
     if expert is None:
         return Stacked(f"{prefix}{rest}", indices, sizes)
     experts = config.model.num_experts or 0

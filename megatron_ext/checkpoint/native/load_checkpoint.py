@@ -16,6 +16,7 @@ from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, RELEASE, Sa
 from megatron_ext.checkpoint.native.resume import search_in
 from megatron_ext.checkpoint.native.safe_reading import UNREADABLE, SafeReader, no_code_from_files
 from megatron_ext.checkpoint.native.snapshot import Saveable
+from megatron_ext.checkpoint.native.upcycling import Upcycling, is_of_a_dense_model, repeat_routers
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.errors import ConfigurationError, DataError
@@ -84,17 +85,28 @@ def _read(run: Saveable, checkpoint: SavedCheckpoint) -> None:
     megatrons = megatron_lm.wrote(common)
     translated = _as_ours(run, path, common) if megatrons else common
     parts = _wanted(run, checkpoint, translated)
+    is_dense = run.config.checkpoint.moe_use_upcycling and is_of_a_dense_model(_metadata(path))
+    if is_dense:
+        repeat_routers(run)
     to_load = checkpoint_state_dict.to_load(run, parts)
+    upcycling = Upcycling(run, to_load) if is_dense else None
     without: dict[str, list[str]] = {}
     if megatrons:
-        without = megatron_lm.rename(to_load.state_dict, SafeReader(path).read_metadata().state_dict_metadata)
+        without = megatron_lm.rename(to_load.state_dict, _metadata(path))
     # Not every rank reads every tensor: no need for the engine to see that they all do.
     loaded: Any = dist_checkpointing.load(to_load.state_dict, str(path), _reading(run), validate_access_integrity=False)
     if megatrons:
         loaded |= {name: value for name, value in translated.items() if name != "optimizer"}
         for chunk, names in without.items():
             loaded[chunk] |= dict.fromkeys(names)
+    if upcycling is not None:
+        upcycling.finish(loaded)
     checkpoint_state_dict.restore(run, to_load, parts, loaded)
+
+
+def _metadata(path: Path) -> Any:
+    """Return what the checkpoint says of its tensors, by name."""
+    return SafeReader(path).read_metadata().state_dict_metadata
 
 
 def _require_own_layers(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> None:

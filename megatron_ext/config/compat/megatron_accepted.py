@@ -221,7 +221,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     (
         "what the experts keep for the backward pass stays on the device; --recompute-granularity saves memory",
         """
-        --moe-layer-recompute, --moe-paged-stash, --moe-paged-stash-page-size N =64,
+        --moe-paged-stash, --moe-paged-stash-page-size N =64,
         --moe-paged-stash-buffer-size-factor-cuda N =1.1, --moe-paged-stash-buffer-size-factor-cpu N =0.0
         """,
     ),

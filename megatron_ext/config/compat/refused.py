@@ -40,11 +40,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """
         --expert-tensor-parallel-num-weight-shards N, --moe-shared-expert-glu-interleave-size N,
         --moe-enable-routing-replay, --moe-router-quantile-balancing-ema N =0.0, --moe-router-force-biased N,
-        --moe-single-grouped-weight, --moe-single-grouped-bias,
-        --moe-pad-experts-for-cuda-graph-inference,
-        --moe-latent-size N,
+        --moe-single-grouped-weight, --moe-single-grouped-bias, --moe-pad-experts-for-cuda-graph-inference,
         --moe-mlp-glu-interleave-size N, --moe-expert-rank-capacity-factor N,
-        --moe-use-upcycling, --moe-upcycling-granularity N =1, --moe-routing-trace-path N,
+        --moe-routing-trace-path N,
         --moe-routing-trace-max-training-iters N, --moe-routing-trace-capture-logits,
         --moe-routing-trace-capture-hidden-states, --moe-routing-trace-dump-weights,
         --save-tokens-per-expert-interval N

@@ -8,7 +8,14 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 
-LATENT_FLAGS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+LATENT_FLAGS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "latent_norm_epsilon",
+)
 """Fields that say more of --multi-latent-attention."""
 
 STRETCH_FLAGS = (

@@ -43,14 +43,15 @@ _NEEDS_ANOTHER = (
 """Fields that are dropped where they are not read, for rules refuse them alone. Others stay as they were typed: a
 checkpoint may hold the same, and their values are judged in any case."""
 
-_PARTS_OF_EXPERTS = ("moe", "moe_act", "shared_experts", "mla_up_proj")
+_PARTS_OF_EXPERTS = ("moe_act", "shared_experts", "mla_up_proj")
 """Values of --recompute-modules that belong to experts and to latent attention."""
 
 
 def _drop_parts_of_experts(left: dict[str, Any]) -> list[str]:
     """Drop what is not recomputed by itself from the typed values, and return the warning, if there is one."""
     parts = left.get("recompute_modules") or ()
-    dropped = [part for part in parts if part in _PARTS_OF_EXPERTS]
+    whole = ("moe",) if left.get("recompute_granularity") == "full" else ()
+    dropped = [part for part in parts if part in (*_PARTS_OF_EXPERTS, *whole)]
     if not dropped:
         return []
     left["recompute_modules"] = tuple(part for part in parts if part not in dropped)
@@ -59,8 +60,8 @@ def _drop_parts_of_experts(left: dict[str, Any]) -> list[str]:
         if left.get("recompute_granularity") == "selective":
             del left["recompute_granularity"]
     return [
-        f"--recompute-modules {' '.join(dropped)} changes nothing here: what experts and latents keep for the backward "
-        "pass stays on the device; --recompute-granularity full saves that memory"
+        f"--recompute-modules {' '.join(dropped)} changes nothing here: parts of experts and latents are not "
+        "recomputed by themselves; --recompute-modules moe recomputes whole experts, --recompute-granularity full all"
     ]
 
 

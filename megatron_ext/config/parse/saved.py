@@ -56,6 +56,8 @@ def adopt(values: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]
     A flag of the model that was typed stays, so that a rule can name it where the checkpoint has another value.
     """
     adopted = dict(values)
+    if values.get("moe_use_upcycling") and saved.get("num_experts") is None:
+        adopted["finetune"] = True  # nothing but weights is there for experts
     if values.get("use_checkpoint_args"):
         names = model_names(saved, finetune=False)
         own = "tokenizer_type" in values or values.get("no_use_tokenizer_model_from_checkpoint_args")

@@ -69,6 +69,18 @@ class CheckpointConfig:
         "Load the weights alone and begin at iteration 0: no optimizer state, no random state, no data position.",
         read_with=_LOADS,
     )
+    moe_use_upcycling: bool = free(
+        False,
+        "Where --load holds a dense model, begin with experts that are copies of its MLPs, as --finetune; a checkpoint "
+        "with experts is resumed.",
+        read_with=_LOADS,
+    )
+    moe_upcycling_granularity: int = free(
+        1,
+        "Number of experts that hold one dense MLP together.",
+        at_least=1,
+        read_with=ReadWith("moe_use_upcycling", "without --moe-use-upcycling no expert comes from an MLP"),
+    )
     no_load_optim: bool = free(
         False,
         "Leave the optimizer state and the position on the learning-rate curve of the checkpoint aside.",

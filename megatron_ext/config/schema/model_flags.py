@@ -186,6 +186,13 @@ class ModelConfig:
         at_least=1,
     )
     v_head_dim: int = option(128, "Channels of a value head there.", resume="shape", at_least=1)
+    latent_norm_epsilon: float | None = option(
+        None,
+        "Epsilon of the norms of what queries, keys and values are made of there; default --norm-epsilon.",
+        resume="function",
+        positive=True,
+        read_with=ReadWith("multi_latent_attention", "without --multi-latent-attention there are no such norms"),
+    )
     rope_type: str | None = option(
         None,
         "How rotary frequencies are stretched: not at all, by YaRN, by factors of pairs of channels (longrope), or "
@@ -469,6 +476,13 @@ class ModelConfig:
     )
     moe_ffn_hidden_size: int | None = option(
         None, "Width inside each expert; default the width of the MLP that they replace.", resume="shape", at_least=1
+    )
+    moe_latent_size: int | None = option(
+        None,
+        "Width of what routed experts read and give, between a projection of all of them down and one up; default "
+        "--hidden-size.",
+        resume="shape",
+        at_least=1,
     )
     moe_router_topk: int = option(
         2, "Experts that compute each token.", resume="function", at_least=1, read_with=_EXPERTS

@@ -191,9 +191,16 @@ class TrainingConfig:
         saves_memory=True,
         choices=("full", "selective"),
     )
+    moe_layer_recompute: bool = free(
+        False,
+        "The same as --recompute-granularity selective with moe among --recompute-modules.",
+        saves_memory=True,
+        read_with=ReadWith("num_experts", "without --num-experts there are no experts"),
+    )
     recompute_modules: tuple[str, ...] | None = free(
         None,
-        "Parts that selective recomputation covers: core_attn (the default), mlp, layernorm.",
+        "Parts that selective recomputation covers: core_attn (the default), mlp, moe (experts with their router), "
+        "layernorm.",
         saves_memory=True,
         metavar="PART",
     )

@@ -38,6 +38,8 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Capacity, Experts
+from megatron_ext.parts.experts.load import RouterLoad
+from megatron_ext.parts.latent_attention.compute import WholeLinear
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import glu
 
@@ -194,6 +196,7 @@ class GroupedExperts(MegatronModule):
 
     Args:
         has_bias: whether both matrices of an expert have a bias.
+        latent: channels of what they read and give; None: the hidden size.
     """
 
     def __init__(
@@ -204,6 +207,7 @@ class GroupedExperts(MegatronModule):
         pg_collection: ProcessGroupCollection,
         has_bias: bool = False,
         name: str | None = None,
+        latent: int | None = None,
     ) -> None:
         super().__init__(config=config)
         assert config.moe_ffn_hidden_size is not None
@@ -212,8 +216,9 @@ class GroupedExperts(MegatronModule):
         self.local_experts = experts = range(first, first + num_local_experts)
         gated = config.gated_linear_unit
         build = partial(ExpertMatrices, experts, has_bias=has_bias, config=config, groups=pg_collection)
-        self.linear_fc1 = build(2 * width if gated else width, config.hidden_size, divided=0, gated=gated)
-        self.linear_fc2 = build(config.hidden_size, width, divided=1, gated=False)
+        hidden = latent or config.hidden_size
+        self.linear_fc1 = build(2 * width if gated else width, hidden, divided=0, gated=gated)
+        self.linear_fc2 = build(hidden, width, divided=1, gated=False)
 
     def forward(
         self, tokens_TH: torch.Tensor, tokens_per_expert: torch.Tensor, weights_T: torch.Tensor
@@ -299,6 +304,7 @@ class Router(TopKRouter):
         self.global_tokens_per_expert: Any = None
         self.ga_steps: Any = None
         self.reset_global_aux_loss_tracker()
+        self.load = RouterLoad()
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Forget the load of a global batch. megatron-core calls it at the end of a step."""
@@ -324,12 +330,16 @@ class Router(TopKRouter):
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts' weights and which experts are chosen, both [tokens, experts], without what is beyond an
-        expert's capacity. logits: of this rank's tokens, [..., experts]."""
+        expert's capacity. logits: of this rank's tokens, [..., experts]. In training the choices are counted, once
+        where activations are computed again."""
         weights_TE, chosen_TE = super().routing(logits, padding_mask)
+        counts = self.training and torch.is_grad_enabled()
+        if counts:
+            self.load.add(logits, chosen_TE)
         if self.capacity is None or not self.training:
             return weights_TE, chosen_TE
         dropped_TE = chosen_TE & ~self._within_capacity(weights_TE.detach() * chosen_TE, self.capacity)
-        if torch.is_grad_enabled():  # once where activations are computed again
+        if counts:
             if self.local_tokens_per_expert is not None:
                 self.local_tokens_per_expert -= dropped_TE.sum(0)
             share = dropped_TE.sum() / (self.topk * len(dropped_TE))
@@ -472,11 +482,31 @@ class _Choice:
         return scores_TE.gather(1, experts), experts
 
 
+class LatentMixture(MoELayer):
+    """A mixture whose routed experts work in a smaller width. megatron-core's needs Transformer Engine for it."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, latent: int, **settings: Any) -> None:
+        super().__init__(config, *arguments, **settings)
+        self.fc1_latent_proj = WholeLinear(config, config.hidden_size, latent)
+        self.fc2_latent_proj = WholeLinear(config, latent, config.hidden_size)
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project what the experts read down, and send it on its way."""
+        return super().preprocess(self.fc1_latent_proj(hidden_states), probs, routing_map)
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """Project what the experts gave up, and add what the shared ones did."""
+        output = self.fc2_latent_proj(self.token_dispatcher.combine_postprocess(output))
+        return output if shared_expert_output is None else output + shared_expert_output
+
+
 def mixture_of_experts(described: Experts) -> Any:
     """Return what builds the mixture that takes the place of a layer's MLP."""
     shared = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     submodules = MoESubmodules(
-        experts=partial(GroupedExperts, has_bias=described.mlp.bias),  # pyright: ignore[reportArgumentType]
+        experts=partial(GroupedExperts, has_bias=described.mlp.bias, latent=described.latent),  # pyright: ignore[reportArgumentType]
         shared_experts=partial(SharedExpertMLP, submodules=shared),
         router=partial(
             Router,
@@ -485,7 +515,9 @@ def mixture_of_experts(described: Experts) -> Any:
             capacity=described.capacity,
         ),
     )
-    return partial(MoELayer, submodules=submodules)
+    if described.latent is None:
+        return partial(MoELayer, submodules=submodules)
+    return partial(LatentMixture, submodules=submodules, latent=described.latent)
 
 
 def take_auxiliary_losses(groups: ProcessGroupCollection) -> list[float]:

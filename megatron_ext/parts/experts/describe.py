@@ -38,7 +38,7 @@ class Capacity(NamedTuple):
 class Experts(Part):
     """A mixture of experts, which takes the place of an MLP."""
 
-    modules = ("router", "linear_fc1", "linear_fc2")
+    modules = ("router", "fc1_latent_proj", "linear_fc1", "linear_fc2", "fc2_latent_proj")
 
     count: int
     top_k: int
@@ -61,6 +61,8 @@ class Experts(Part):
 
     capacity: Capacity | None = None
     """None where an expert takes all tokens that are routed to it."""
+    latent: int | None = None
+    """Width of what the routed experts read and give, between two projections; None: the hidden size."""
 
     @property
     def blocks(self) -> int:
@@ -71,14 +73,17 @@ class Experts(Part):
         """Yield the router, the routed experts, and the shared ones."""
         own = {"sequence_parallel": True, "by_element": True}  # its rows are no channels
         yield place.matrix("router.weight", self.count, place.model.hidden_size, **own)
+        hidden, latent = place.model.hidden_size, self.latent
         if self.mlp.bias:  # which begins as the weight, as megatron-core's
             yield replace(place.matrix("router.bias", self.count, 1, sequence_parallel=True), shape=(self.count,))
+        if latent is not None:
+            yield place.matrix("fc1_latent_proj.weight", latent, hidden, sequence_parallel=True)
+            yield place.matrix("fc2_latent_proj.weight", hidden, latent, adds=True, sequence_parallel=True)
         for expert in range(self.count) if place.experts is None else place.experts:
-            yield from self.mlp.parameters(place.inside(f"experts.{expert}"), expert)
+            yield from self.mlp.parameters(place.inside(f"experts.{expert}"), expert, latent)
         if self.shared is not None:
             if self.shared_gate:
-                width = place.model.hidden_size
-                yield place.inside("shared_experts").matrix("gate_weight", 1, width, sequence_parallel=True)
+                yield place.inside("shared_experts").matrix("gate_weight", 1, hidden, sequence_parallel=True)
             yield from self.shared.parameters(place.inside("shared_experts"))
 
     def state(self, place: Place) -> Iterator[State]:
@@ -93,9 +98,11 @@ class Experts(Part):
         even load is assumed."""
         own = share.tokens / share.tensor
         each = own * self.top_k * share.experts * share.expert_tensor / self.count
-        routed = self.mlp.products_of(share, each, share.expert_tensor)
+        routed = self.mlp.products_of(share, each, share.expert_tensor, self.latent)
+        latent = self.latent
         return [
             Product(own, self.count, share.hidden),
+            *([] if latent is None else [Product(own, latent, share.hidden), Product(own, share.hidden, latent)]),
             *([] if self.shared is None else self.shared.products(share)),
             *(product._replace(number=self.count / share.experts, routed=True) for product in routed),
         ]
@@ -108,10 +115,16 @@ class Experts(Part):
         inside = (5 if self.mlp.gated else 3) * share.width * self.mlp.width / share.expert_tensor
         if self.mlp.bias:  # matrices that have a weight at each pair's expert
             inside += 2 * share.width * self.count / share.experts
-        held = pairs * (share.width * share.hidden + inside + _OF_A_PAIR) + own * self.count * _OF_A_LOGIT
+        held = pairs * (share.width * self.read_by(share) + inside + _OF_A_PAIR) + own * self.count * _OF_A_LOGIT
+        if self.latent is not None:  # what the projection up reads
+            held += own * self.latent * share.width
         if self.shared is not None:
             held += self.shared.inside(share, gated=5) * share.tokens / share.tensor
         return {"mlp": held}
+
+    def read_by(self, share: Share) -> int:
+        """Return the channels of what the routed experts read."""
+        return self.latent or share.hidden
 
     def gradients(self, share: Share) -> float:
         """Return those of half of what it holds."""
@@ -122,7 +135,7 @@ class Experts(Part):
         ep, etp = share.experts, share.expert_tensor
         if ep * etp == 1:
             return
-        own = share.tokens * share.hidden * share.width / share.tensor
+        own = share.tokens * self.read_by(share) * share.width / share.tensor
         if share.config.layout.moe_token_dispatcher_type == "allgather":
             others, formula = ep * etp - 1, "m {layers} (E e - 1) T"
             # Besides the tokens: which experts each has, forward in bytes, and with which weights, in fp32.
@@ -182,4 +195,5 @@ def experts_of(model: ModelConfig, count: int) -> Experts:
         has_bias=model.moe_router_enable_expert_bias,
         group_scores=model.moe_router_group_scores,
         capacity=None if factor is None else Capacity(factor, model.moe_token_drop_policy),
+        latent=model.moe_latent_size,
     )

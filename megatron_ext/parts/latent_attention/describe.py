@@ -18,7 +18,7 @@ tensor-parallel ranks send (t-1)/t w T (I + P) one way and (t-1)/t w T H, of its
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.attention.describe import Attention, Rotary, scaling_of, window_of
@@ -224,7 +224,7 @@ def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAt
         rotary=Rotary(model.rotary_base, 1.0, scaling_of(model), interleaved=True),
         qk_norm="head" if model.qk_layernorm else None,
         qk_norm_after_rotation=False,
-        norm=norm,
+        norm=norm if model.latent_norm_epsilon is None else replace(norm, epsilon=model.latent_norm_epsilon),
         qkv_bias=False,
         output_bias=model.has_output_bias,
         query_rank=model.q_lora_rank,

@@ -39,15 +39,17 @@ class Mlp(Part):
         """Whether what lies between the matrices is computed again in the backward pass."""
         return self.activation in ("quick_gelu", "xielu") or self.clamp is not None or self.offset != 0.0
 
-    def parameters(self, place: Place, expert: int | None = None) -> Iterator[Parameter]:
-        """Yield both matrices, of a routed expert where it is one."""
-        model, (wide, stride) = place.model, (2 * self.width, 2) if self.gated else (self.width, 1)
-        yield place.matrix("linear_fc1.weight", wide, model.hidden_size, tp_dim=0, tp_stride=stride, expert=expert)
+    def parameters(self, place: Place, expert: int | None = None, hidden: int | None = None) -> Iterator[Parameter]:
+        """Yield both matrices, of a routed expert where it is one; `hidden`: what it reads, where that is not the
+        hidden size."""
+        hidden = hidden or place.model.hidden_size
+        wide, stride = (2 * self.width, 2) if self.gated else (self.width, 1)
+        yield place.matrix("linear_fc1.weight", wide, hidden, tp_dim=0, tp_stride=stride, expert=expert)
         if self.bias:
             yield place.vector("linear_fc1.bias", wide, tp_dim=0, tp_stride=stride, expert=expert)
-        yield place.matrix("linear_fc2.weight", model.hidden_size, self.width, adds=True, tp_dim=1, expert=expert)
+        yield place.matrix("linear_fc2.weight", hidden, self.width, adds=True, tp_dim=1, expert=expert)
         if self.bias:
-            yield place.vector("linear_fc2.bias", model.hidden_size, sequence_parallel=expert is None, expert=expert)
+            yield place.vector("linear_fc2.bias", hidden, sequence_parallel=expert is None, expert=expert)
         for name, value in XIELU_BEGINNINGS.items() if self.activation == "xielu" else ():
             yield Parameter(f"{place.name}.xielu.{name}", (1,), place.stage, "constant", value)
 
@@ -60,10 +62,10 @@ class Mlp(Part):
         """Return its two products."""
         return self.products_of(share, share.tokens, share.tensor)
 
-    def products_of(self, share: Share, rows: float, ranks: int) -> list[Product]:
+    def products_of(self, share: Share, rows: float, ranks: int, hidden: int | None = None) -> list[Product]:
         """Return the products of so many tokens, on one of the ranks that divide the width."""
-        width = self.width / ranks
-        return [Product(rows, (1 + self.gated) * width, share.hidden), Product(rows, share.hidden, width)]
+        width, hidden = self.width / ranks, hidden or share.hidden
+        return [Product(rows, (1 + self.gated) * width, hidden), Product(rows, hidden, width)]
 
     def held(self, share: Share) -> Mapping[str, float]:
         """Return the bytes of what is between the matrices."""

@@ -32,6 +32,7 @@ from megatron_ext.telemetry.metrics import Evaluated, Metrics, StepMetrics
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
 from megatron_ext.train.callbacks.communication import shares_of_all_ranks
+from megatron_ext.train.callbacks.expert_load import ExpertLoad
 from megatron_ext.train.callbacks.straggler_report import Stragglers
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
@@ -88,6 +89,7 @@ class Reporting(Callback):
         log_interval: int,
         communication: CommunicationClock | None = None,
         stragglers: Stragglers | None = None,
+        experts: ExpertLoad | None = None,
     ):
         self.step_sinks = step_sinks
         self.step_interval = step_interval
@@ -95,6 +97,7 @@ class Reporting(Callback):
         self.log_interval = log_interval
         self._communication = communication
         self._stragglers = stragglers
+        self._experts = experts
         self._counted_until = 0.0
         self._under_way = 0  # steps begun and not ended
         self._interval_seconds = 0.0
@@ -123,10 +126,11 @@ class Reporting(Callback):
         norm = parameters_norm(trainer.run) if config.logging.log_params_norm else None
         clock = self._communication
         shares = shares_of_all_ranks(clock, trainer.run) if clock is not None else None
+        load = self._experts.read(trainer) if self._experts is not None and to_log else ()
         if trainer.run.is_last_rank and (to_log or self.step_sinks):
             slowest = None if self._stragglers is None else self._stragglers.summary()
             metrics = self._metrics(trainer, result, norm)
-            metrics = dataclasses.replace(metrics, time_shares=shares, slowest_rank=slowest)
+            metrics = dataclasses.replace(metrics, time_shares=shares, slowest_rank=slowest, expert_load=load)
             tokens = result.global_batch_size * config.model.seq_length
             own = {"lm_loss": result.loss, "elapsed_ms": 1000.0 * seconds, "tokens_per_second": tokens / seconds}
             for sink in self.step_sinks if to_steps else ():

@@ -16,6 +16,7 @@ from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from megatron_ext.telemetry.trackers import CometWriter, MlflowWriter, TrackioWriter, WandbWriter
 from megatron_ext.train.callbacks.communication import Communication, Timing
 from megatron_ext.train.callbacks.evaluation import Evaluation
+from megatron_ext.train.callbacks.expert_load import ExpertLoad
 from megatron_ext.train.callbacks.garbage import GarbageCollection
 from megatron_ext.train.callbacks.large_gradients import LargeGradients
 from megatron_ext.train.callbacks.overflows import Overflows
@@ -46,10 +47,12 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     timed = logging.log_communication_share or logging.log_straggler
     clock = CommunicationClock(run.device, run.groups.pp) if timed else None
     stragglers = Stragglers(clock, run) if clock is not None and logging.log_straggler else None
+    experts = None if config.model.num_experts is None else ExpertLoad()
     callbacks: list[Callback] = [
         *([Communication(clock)] if clock is not None else []),
         *([Schedule(run)] if config.profiling.record_schedule else []),
         Status(status),
+        *([experts] if experts is not None else []),
         *([stragglers] if stragglers is not None else []),
         Profiling(StepProfiler.from_config(config, run.rank, run.device), open_range(config)),
         Reporting(
@@ -59,6 +62,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
             logging.log_interval,
             clock if logging.log_communication_share else None,
             stragglers,
+            experts,
         ),
     ]
     if is_recorded(config, run.rank):

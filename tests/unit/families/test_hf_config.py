@@ -62,6 +62,10 @@ BASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENTS, **_MIXTURE, "q_lora_rank": 6, "num_nextn_predict_layers": 1},
     "deepseek_v2": {**_LATENTS, **_MIXTURE, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "glm4_moe": {**_SMALL, **_MIXTURE, "num_nextn_predict_layers": 1},
+    "glm4_moe_lite": {
+        **{name: value for name, value in _MIXTURE.items() if name != "first_k_dense_replace"},
+        **{**_LATENTS, "q_lora_rank": 6, "num_nextn_predict_layers": 1, "mlp_layer_types": ["dense", "sparse"]},
+    },
     "dots1": {**_SMALL, **_MIXTURE, "norm_topk_prob": True, "max_window_layers": 1, "sliding_window": 7},
     "qwen2_moe": {
         **{**_SMALL, **_OF_EXPERTS, **_SWITCHED, "num_hidden_layers": 3, "num_experts": 4},

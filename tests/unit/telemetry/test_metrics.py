@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ext.telemetry.log_line import short_line, step_line
 from megatron_ext.telemetry.metrics import (
+    LayerLoad,
     Sample,
     SampleMetrics,
     SourceLoss,
@@ -19,6 +20,7 @@ from megatron_ext.telemetry.metrics import (
 )
 from megatron_ext.telemetry.metrics import TestMetrics as LossOfTest
 from megatron_ext.telemetry.tensorboard_tags import scalars, scalars_against_samples
+from megatron_ext.untrusted.metrics_rows import check_row
 
 ROW: dict[str, Any] = {
     "iteration": 11,
@@ -115,7 +117,7 @@ MAY_BE_MISSING = {
 
 def test_every_number_of_a_step_has_its_tag() -> None:
     names = [field.name for field in dataclasses.fields(StepMetrics)]
-    assert [*ROW, "mtp_losses"] == names, "the row above has all of them"
+    assert [*ROW, "mtp_losses", "expert_load"] == names, "the row above has all of them"
     assert as_row(STEP) == ROW | OF_DEPTHS
     assert scalars(STEP) == TAGS
     assert scalars_against_samples(STEP) == {f"{tag} vs samples": TAGS[tag] for tag in OF_THE_MODEL}
@@ -218,3 +220,29 @@ def test_tags_of_what_is_told_between_steps() -> None:
     samples = SampleMetrics(iteration=1, consumed_samples=2, samples=(Sample(prompt="a", text="b"),))
     assert scalars(test) == scalars(samples) == {}
     assert as_row(test) == {"iteration": 1, "consumed_samples": 2, "test_loss": 3.0}
+
+
+def test_the_load_of_experts_is_in_row_and_tags_with_each_layers_extremes() -> None:
+    even = LayerLoad(layer=1, tokens=(8, 8, 8, 8), dropped=0.0, router_z=2.0, bias=None)
+    uneven = LayerLoad(layer=2, tokens=(16, 0, 0, 16), dropped=0.25, router_z=3.0, bias=(-0.5, 0.75))
+    step = dataclasses.replace(STEP, expert_load=(even, uneven))
+    row, tags = as_row(step), scalars(step)
+    check_row(row)
+    assert row["expert_tokens"] == [[8, 8, 8, 8], [16, 0, 0, 16]]
+    first, second = row["expert_load"]
+    assert first == {
+        **{"layer": 1, "max_over_mean": 1.0, "entropy": 1.0, "without_tokens": 0, "dropped": 0.0, "router_z": 2.0}
+    }
+    assert (second["max_over_mean"], second["entropy"], second["without_tokens"]) == (2.0, 0.5, 2)
+    assert second["bias"] == [-0.5, 0.75]
+    assert tags["expert-max-over-mean/layer 2"] == 2.0
+    assert tags["expert-dropped/layer 2"] == 0.25
+    assert (tags["expert-bias-least/layer 2"], tags["expert-bias-greatest/layer 2"]) == (-0.5, 0.75)
+    assert "expert-bias-least/layer 1" not in tags
+
+
+def test_rows_of_very_many_experts_hold_no_counts() -> None:
+    wide = LayerLoad(layer=0, tokens=(1,) * 20_000, dropped=0.0, router_z=2.0, bias=None)
+    row = as_row(dataclasses.replace(STEP, expert_load=(wide,)))
+    assert "expert_tokens" not in row
+    assert row["expert_load"][0]["max_over_mean"] == 1.0

@@ -19,7 +19,7 @@ from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Lane, Pass, Timeline
 from megatron_ext.plan.timeline_svg import as_section
 from megatron_ext.telemetry.loss_curve import RunHistory, loss_chart, read_history, summary
-from megatron_ext.telemetry.metrics import ValidationMetrics
+from megatron_ext.telemetry.metrics import LayerLoad, ValidationMetrics
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.run_page import run_page, runs_page
 from tests.support.pages import HOSTILE, elements
@@ -372,3 +372,21 @@ def test_what_a_row_holds_does_not_move_the_cursor(tmp_path: Path, capsys: pytes
     assert "\\x1b[2J" in shown.err
     assert all(character.isprintable() or character == "\n" for character in shown.out + shown.err)
     assert elements((tmp_path / "runs.html").read_text())
+
+
+def test_a_page_shows_the_load_of_experts_layers_against_experts(tmp_path: Path) -> None:
+    def load(layer: int, *tokens: int) -> LayerLoad:
+        return LayerLoad(layer=layer, tokens=tokens, dropped=0.0, router_z=1.5, bias=None)
+
+    with MetricsFile(tmp_path / "metrics.jsonl", 0) as file:
+        for iteration, busiest in ((1, 16), (2, 24)):
+            loads = (load(1, 8, 8, 8, 8), load(2, busiest, 32 - busiest, 0, 0))
+            file.write(step(iteration=iteration, expert_load=loads))
+    page = run_page(read_history(tmp_path), "run")
+    picture = svgs(page)[-1]
+    cells = [(cell.attrib["fill"], "".join(cell.itertext())) for cell in picture.iter("rect")]
+    assert len(cells) == 8
+    assert cells[0] == ("#ffffff", "layer 1, expert 0: 8, 1.00 of an even load")
+    assert cells[6] == ("#000000", "layer 2, expert 2: 0, 0.00 of an even load")
+    assert cells[4][1] == "layer 2, expert 0: 24, 3.00 of an even load"
+    assert "Busiest expert" in page

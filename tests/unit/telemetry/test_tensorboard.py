@@ -1,17 +1,20 @@
 """TensorBoard's event files, read back by TensorBoard."""
 
+import io
 import os
 import resource
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_ext import durable
 from megatron_ext.errors import StorageError
-from megatron_ext.telemetry.metrics import Sample, SampleMetrics, SourceLoss, StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import LayerLoad, Sample, SampleMetrics, SourceLoss, StepMetrics, ValidationMetrics
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter, drop_after
 from tests.support.samples import step
 
@@ -196,3 +199,19 @@ def test_a_record_that_is_no_event_is_like_a_torn_one(tmp_path: Path) -> None:
         RecordWriter(opened).write(b"\xff\xff\xff\xff no event")
     write(tmp_path, [at(2, 4.25)], loaded=1)
     assert points(read(tmp_path), "lm loss") == [(1, 4.5), (2, 4.25)]
+
+
+def test_the_picture_of_experts_has_a_line_for_each_layer(tmp_path: Path) -> None:
+    loads = tuple(
+        LayerLoad(layer=layer, tokens=tokens, dropped=0.0, router_z=1.0, bias=None)
+        for layer, tokens in ((1, (8, 8, 8)), (2, (24, 0, 0)))
+    )
+    write(tmp_path, [step(iteration=3, expert_load=loads)])
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0})
+    events.Reload()
+    [image] = events.Images("tokens of experts")
+    pixels = np.asarray(Image.open(io.BytesIO(image.encoded_image_string)))
+    assert (image.step, pixels.shape) == (3, (16, 24, 3))
+    assert pixels[0, 0].tolist() == [255, 255, 255], "even"
+    assert pixels[15, 23].tolist() == [0, 0, 0], "no token"
+    assert pixels[15, 0, 0] > pixels[15, 0, 2], "more than even is orange"

@@ -27,6 +27,7 @@ SIZED = {
     *(f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")),
     *("olmo2-1b", "olmo2-7b", "olmo2-13b", "olmo2-32b", "smollm-135m", "smollm-360m", "smollm2-1.7b"),
     *("bloom-176b", "glm4-9b", "gpt-oss-20b", "gpt-oss-120b", "phi-4"),
+    *("deepseek-v2-lite", "deepseek-v3", "glm4.5-air", "kimi-k2", "minimax-m2", "olmoe-1b-7b", "qwen3-235b-a22b"),
 }
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -85,7 +86,19 @@ def test_every_published_config_is_that_of_a_recipe() -> None:
     assert {model_of(recipe) for recipe, _ in with_published_config()} == set(PUBLISHED)
 
 
-TOO_LARGE_FOR_ONE_MACHINE = {"bloom-176b", "gpt-oss-120b", "gpt3-175b", "gpt3-175b-megatron-deepspeed", "llama3.1-405b"}
+TOO_LARGE_FOR_ONE_MACHINE = {
+    "bloom-176b",
+    "gpt-oss-120b",
+    "gpt3-175b",
+    "gpt3-175b-megatron-deepspeed",
+    "llama3.1-405b",
+} | {
+    "deepseek-v3",
+    "glm4.5-air",
+    "kimi-k2",
+    "minimax-m2",
+    "qwen3-235b-a22b",
+}
 """Recipes that begin with a cluster: no machine of 8 holds these models, as docs/recipes.md says."""
 
 

@@ -292,7 +292,7 @@ def test_what_forks_write_is_taken(line: str, values: dict[str, Any]):
     [
         ("--hccl-op-mode", "--hccl-op-mode needs a value"),
         ("--first-k-dense-replace 1", "--first-k-dense-replace 1 is not supported: of a mixture of experts"),
-        ("--moe-latent-size 8", "--moe-latent-size 8 is not supported"),
+        ("--moe-expert-rank-capacity-factor 8", "--moe-expert-rank-capacity-factor 8 is not supported"),
         ("--dataset LLama-SFT", "--dataset LLama-SFT is not supported: --data-path reads .bin and .idx files"),
         ("--fix-router", "--fix-router is unknown: it is MindSpeed's, for measuring speed"),
         ("--exit-interval -1", "--exit-interval -1 is below 1"),
