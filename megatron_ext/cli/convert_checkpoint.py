@@ -1,11 +1,13 @@
-"""Convert between our checkpoints and Hugging Face folders, on one CPU process, a block of a file at a time.
+"""Convert between our checkpoints and those of others, on one CPU process, a block of a file at a time.
 
     python tools/convert_checkpoint.py to-hf --load checkpoints --save model-hf --dtype bf16
     python tools/convert_checkpoint.py from-hf --load Llama-3.2-1B --save checkpoints
+    python tools/convert_checkpoint.py from-deepspeed --load global_step95000 --save checkpoints
 
 to-hf takes the latest checkpoint of a --save folder (or the one that --load names itself), chooses the family that the
 model is shape-equal to, and at the end compares logits with transformers. from-hf writes a checkpoint of iteration 0
-that training begins from with --load; docs/huggingface.md has more.
+that training begins from with --load; docs/huggingface.md has more. from-deepspeed does the same with what
+Megatron-DeepSpeed and GPT-NeoX save, and of a universal checkpoint keeps Adam's state (docs/checkpoints.md).
 """
 
 import time
@@ -21,9 +23,9 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
-    parser = ToolParser("Convert between our checkpoints and Hugging Face folders.", __doc__)
-    parser.add_argument("direction", choices=("to-hf", "from-hf"), help="what to write")
-    parser.add_argument("--load", required=True, metavar="DIR", help="our checkpoints, or a Hugging Face folder")
+    parser = ToolParser("Convert between our checkpoints and those of others.", __doc__)
+    parser.add_argument("direction", choices=("to-hf", "from-hf", "from-deepspeed"), help="what to write")
+    parser.add_argument("--load", required=True, metavar="DIR", help="our checkpoints, or another's folder")
     parser.add_argument("--save", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights of to-hf; default the checkpoint's")
     parser.add_argument("--max-shard-size", default="5GB", help="largest file of to-hf, in bytes, KB, MB or GB")
@@ -40,10 +42,12 @@ def main(argv: list[str]) -> int:
     if options.check_samples < 1:
         raise ConfigurationError(f"--check-samples {options.check_samples} must be positive; leave it out for 64")
     started = time.perf_counter()
-    if options.direction == "from-hf":
+    if options.direction != "to-hf":
+        from megatron_ext.checkpoint.deepspeed.importer import import_deepspeed
         from megatron_ext.checkpoint.huggingface.importer import import_huggingface
 
-        path = import_huggingface(options.load, options.save)
+        read = import_huggingface if options.direction == "from-hf" else import_deepspeed
+        path = read(options.load, options.save)
         say(f"wrote {path} in {time.perf_counter() - started:.1f} s; begin with --load {options.save}")
         return 0
     size = _bytes(options.max_shard_size)

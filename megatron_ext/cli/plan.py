@@ -25,6 +25,7 @@ from megatron_ext.config.parse.arguments import Typed, parse
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families.hf_config import read_hf_config
+from megatron_ext.foreign.megatron_deepspeed import read
 from megatron_ext.gc_freeze import nothing_collected
 from megatron_ext.plan import bottlenecks, layout_evaluation
 from megatron_ext.plan import plan_report as report
@@ -58,9 +59,15 @@ def _answer(argv: list[str]) -> int:
     typed = _parsed(training)
     world_size = options.world_size or typed.values.get("world_size")
     if world_size is None:
-        parser.error("give --world-size, the number of devices")
+        parser.error("\n".join([*typed.problems, "give --world-size, the number of devices"]))
     _above_zero(options)
-    asked = _question(options, typed, world_size)
+    try:
+        asked = _question(options, typed, world_size)
+        refusals = _refusals(options, asked) if typed.problems else []
+    except ConfigurationError as error:
+        raise ConfigurationError([*typed.problems, *typed.as_typed(error.problems)]) from None
+    if typed.problems:
+        raise ConfigurationError([*typed.problems, *typed.as_typed(refusals)])
     if options.calibrate is not None:
         asked = replace(asked, machine=_calibrated(options, asked))
     return _evaluate(options, asked) if options.evaluate else _search(options, asked, typed.values)
@@ -72,10 +79,19 @@ def _parsed(training: list[str]) -> Typed:
     words = [word for each in training for word in (each.split("=", 1) if each == f"{_GRANULARITY}=none" else [each])]
     kept = [at for at, word in enumerate(words) if word != _GRANULARITY or words[at + 1 : at + 2] != ["none"]]
     if len(kept) == len(words):
-        return parse(training)
+        return read(training)
     left = [words[at] for at in kept if at - 1 in kept or at == 0]
-    typed = parse(left)
+    typed = read(left)
     return replace(typed, values={**typed.values, "recompute_granularity": None})
+
+
+def _refusals(options: argparse.Namespace, asked: Question) -> list[str]:
+    """Return what the rules say of flags that have problems of their own."""
+    if options.evaluate:
+        evaluated = layout_evaluation.evaluate(asked)
+        return evaluated if isinstance(evaluated, list) else []
+    answer = search(asked, 1)
+    return [] if answer.nearest is not None else list(answer.refusals)
 
 
 def _question(options: argparse.Namespace, typed: Typed, world_size: int) -> Question:

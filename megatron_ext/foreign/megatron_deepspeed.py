@@ -30,7 +30,9 @@ def read(argv: Sequence[str]) -> Typed:
     script = Script(argv)
     if any(flag in script for flag in _MARKS):
         _experts(script)
-    _engine(script)
+    stage, chosen = script.number("--zero-stage"), [flag for flag in _SCHEMES if flag in script]
+    of_stage = _engine(script) == stage is not None
+    spelled = {flag: f"--zero-stage {stage}" for flag in _SCHEMES if of_stage and flag in script and flag not in chosen}
     _other_words(script)
     _tokens(script)
     read_weighted_splits(script)
@@ -40,8 +42,12 @@ def read(argv: Sequence[str]) -> Typed:
         warnings=(*script.warnings, *typed.warnings),
         problems=(*script.problems, *typed.problems),
         unread=typed.unread | script.unread,
+        spellings={**typed.spellings, **spelled},
     )
 
+
+_SCHEMES = ("--use-torch-fsdp2", "--use-distributed-optimizer")
+"""Flags that a stage of ZeRO stands for."""
 
 _CONFIG = "--deepspeed_config"
 _ENGINES = {
@@ -66,8 +72,8 @@ _IDLE = ("optimizer", "scheduler", "aio", "autotuning", "checkpoint", "comms_log
 """Sections of the file that change nothing: the first two, since DeepSpeed is given Megatron's own."""
 
 
-def _engine(script: Script) -> None:
-    """Take what chooses DeepSpeed as the engine, and give what that comes to."""
+def _engine(script: Script) -> object:
+    """Take what chooses DeepSpeed as the engine, and give what that comes to; return ZeRO's stage, None without one."""
     chosen, named = script.take("--deepspeed"), script.take("--deepspeed-config")
     stage = script.take_number("--zero-stage")
     content: dict[str, Any] = {} if stage is None else {"zero_optimization.stage": stage}
@@ -88,6 +94,7 @@ def _engine(script: Script) -> None:
             _give(script, content)
     except ConfigurationError as error:
         script.problems += error.problems
+    return content.get("zero_optimization.stage")
 
 
 def _content(named: str) -> dict[str, Any]:

@@ -135,7 +135,10 @@ WAYS: dict[str, Way] = {
         lambda config: config.training.fp8_format is not None,
         "--fp8-format {0.fp8_format} multiplies in FP8",
         {
-            "experts": "which has no grouped products for experts",
+            "experts": (
+                "which would scale the tokens of an expert together, and which ranks' tokens these are follows from "
+                "the layout"
+            ),
             "latent": "which has no products for latents",
             "next tokens": "which was never compared with another layout in the depths of multi-token prediction",
         },

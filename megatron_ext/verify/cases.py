@@ -48,6 +48,7 @@ def _cases() -> list[Case]:
         cases.append(Case(name, "experts", world_size, tuple(flags.split()), slow=slow, slow_in_bf16=True))
     routed = [("routing by groups", one) for one in layouts.ROUTING]
     routed += [("routing with two losses", one) for one in layouts.TWICE]
+    routed += [("experts in a latent width", one) for one in layouts.TWICE if one != "EP4"]
     for model, layout in routed:
         (world_size, flags), slow = layouts.ROUTING[layout], layout not in layouts.QUICK_ROUTING
         cases.append(Case(f"{layout}, {model}", model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))

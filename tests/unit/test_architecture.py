@@ -271,7 +271,7 @@ READS_FIELDS_OF_LAYERS = {
     "families/hf_config.py": "compares flags with those of config.json",
     "model/config.py": "translates flags to megatron-core's configuration, which is one for all layers",
     "checkpoint/huggingface/exporter.py": "writes the flags into the model card",
-    "checkpoint/huggingface/importer.py": "sizes of the tensors that stack all layers in a checkpoint",
+    "checkpoint/native/single_process.py": "sizes of the tensors that stack all layers in a checkpoint",
     "verify/module_outputs.py": "names the modules of every layer",
 }
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
-from megatron_ext.checkpoint.huggingface.importer import stacked
 from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
 from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, checkpoint_at
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
+from megatron_ext.checkpoint.native.single_process import stacked
 from megatron_ext.checkpoint.native.torch_archive import check_archive, place_of_elements
 from megatron_ext.checkpoint.native.torch_dist import Chunk
 from megatron_ext.config.derived.optimizers import has_own_optimizer

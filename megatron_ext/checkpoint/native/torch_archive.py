@@ -14,6 +14,7 @@ import os
 import pickle
 import struct
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 from megatron_ext.checkpoint.dtypes import WIDTH
@@ -113,6 +114,11 @@ def plain(value: object) -> bytes:
     return pickle.dumps(value, protocol=2)[2:-1]
 
 
+def dtype_of_storage(kind: Global) -> str:
+    """Return the dtype of weights, by its name in safetensors, of a class of storages; that class's name for others."""
+    return next((code for code, name in _STORAGES.items() if kind == Global("torch", name)), kind.name)
+
+
 def _tuple(numbers: Sequence[int]) -> bytes:
     items = b"".join(map(plain, numbers))
     return items + (b")", b"\x85", b"\x86", b"\x87")[len(numbers)] if len(numbers) < 4 else b"(" + items + b"t"
@@ -135,7 +141,7 @@ def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int
         content = os.pread(file.fileno(), size, _content(file, offset, at))
         stored, start, sizes, strides, *_ = inert_pickle.read(content, _OF_TENSORS, stored=True).args
         _, storage, key, _, _ = stored.place
-        kind = next(code for code, name in _STORAGES.items() if storage == Global("torch", name))
+        kind = dtype_of_storage(storage)
         at, size = records[f"data/{key}"]
         in_order = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
         whole = size == math.prod(shape) * WIDTH[dtype]
@@ -146,6 +152,23 @@ def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int
     except Exception:  # whatever it is, it is no such tensor
         pass
     return None
+
+
+def find_records(path: Path) -> dict[str, tuple[int, int]]:
+    """Return where the content of each record of an archive begins, and its bytes, by the record's name.
+
+    Raises:
+        pickle.UnpicklingError: the file is no archive as `torch.save` writes them.
+        OSError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            length = path.stat().st_size
+            check_archive(file, 0, length)
+            found = _records(file, 0, length)
+            return {name: (_content(file, 0, header), size) for name, (header, size) in found.items()}
+    except struct.error:
+        raise _no_archive() from None
 
 
 def check_archive(file: BinaryIO, offset: int, length: int, most: int | None = None) -> None:

@@ -67,6 +67,24 @@ FLAGS: dict[str, str] = {
 """Flag, with hyphens -> what to do instead."""
 
 
+READ_AS_THERE: dict[str, str] = {
+    "--deepspeed": "Megatron-DeepSpeed's engine; megatron-core is always the engine here.",
+    "--deepspeed_config FILE": "DeepSpeed's file, or its text in base64; it gives clipping, ZeRO, batches, precision.",
+    "--zero-stage N": "0: plain data parallelism; 1: --use-distributed-optimizer; 2: --use-torch-fsdp2 "
+    "--torch-fsdp2-no-reshard-after-forward; 3: --use-torch-fsdp2. DeepSpeed's file wins where it has a stage.",
+    "--no-pipeline-parallel": "One pipeline stage.",
+    "--train-tokens N": "The length in tokens, in place of --train-samples.",
+    "--lr-decay-tokens N": "The same of --lr-decay-samples.",
+    "--lr-warmup-tokens N": "The same of --lr-warmup-samples.",
+    "--topk N": "--moe-router-topk.",
+    "--expert-interval N": "--moe-layer-freq: experts in every N-th layer.",
+    "--mlp-type TEXT": "standard: layers of experts have no MLP besides.",
+    "--moe-expert-parallel-size N": "--expert-model-parallel-size.",
+    "--moe-loss-coeff X": "--moe-aux-loss-coeff.",
+}
+"""Flag of Megatron-DeepSpeed's scripts, with its value -> what `foreign/megatron_deepspeed.py` takes it for."""
+
+
 def advice(flag: str) -> str | None:
     """Return what to do instead of a flag of another program; None for a flag that is not one."""
     return FLAGS.get(flag.replace("_", "-"))

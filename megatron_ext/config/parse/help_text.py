@@ -4,6 +4,7 @@ import itertools
 import textwrap
 
 from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
+from megatron_ext.config.compat.other_programs import READ_AS_THERE
 from megatron_ext.config.parse.options import Option, options
 
 _USAGE = """\
@@ -54,7 +55,8 @@ def about(word: str) -> str:
     wanted = word.lstrip("-").replace("_", "-").lower()
     matching = [option for option in options() if wanted in _searched(option)]
     others = [one for one in (megatron_options() | earlier_options()).values() if wanted in one.flag]
-    if not matching and not others:
+    theirs = {flag: text for flag, text in READ_AS_THERE.items() if wanted in flag.replace("_", "-")}
+    if not matching and not others and not theirs:
         import difflib  # as for what an unknown flag meant: nobody else waits for it
 
         names = [option.flag.removeprefix("--") for option in options()]
@@ -66,6 +68,9 @@ def about(word: str) -> str:
         lines += [*([""] if lines else []), f"{group}:"]
         for option in of_group:
             lines += _option(option)
+    if theirs:
+        lines += [*([""] if lines else []), "taken as scripts of Megatron-DeepSpeed mean it:"]
+        lines += itertools.chain(*(_entry(flag, text) for flag, text in theirs.items()))
     for title, accepted in (("taken, without effect", True), ("not supported", False)):
         entries = [_entry(one.flag, one.reason) for one in others if one.accepted is accepted]
         lines += [*([""] if lines and entries else []), *([f"{title}:"] if entries else [])]

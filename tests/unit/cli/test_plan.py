@@ -157,3 +157,20 @@ def test_by_default_a_picture_is_of_one_replica(capsys: pytest.CaptureFixture[st
 def test_numbers_below_1_are_refused(flag: str) -> None:
     with pytest.raises(ConfigurationError, match=r"are numbers from 1$"):
         draw_pipeline.main([*(["--stages", "3"] if flag != "--stages" else []), flag, "0"])
+
+
+def test_flags_of_deepspeed_are_understood_and_all_problems_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(f"--evaluate --world-size 16 --json - -- {MODEL} --bf16 --deepspeed --zero-stage")
+    numbers = []
+    for stage, flags in (("1", "--use-distributed-optimizer"), ("3", "--use-torch-fsdp2")):
+        for own in ([*words, stage], [*words[:-2], *flags.split()]):
+            plan.main(own)
+            numbers.append(json.loads(capsys.readouterr().out))
+    assert numbers[0] == numbers[1]
+    assert numbers[2] == numbers[3] != numbers[0]
+    wrong = "--bogus 3 --ffn-hidden-size x --num-attention-heads 15 --pipeline-model-parallel-size 2"
+    with pytest.raises(ConfigurationError) as caught:
+        plan.main([*words, "3", *shlex.split(wrong)])
+    said = "\n".join(caught.value.problems)
+    for text in ("unknown flag --bogus", "--ffn-hidden-size", "--num-attention-heads 15", "use --zero-stage 3 with "):
+        assert text.removeprefix("use ") in said, said

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.copying import FileRange, Files
-from megatron_ext.checkpoint.huggingface import exporter, importer, load_hf, saved_model
+from megatron_ext.checkpoint.huggingface import exporter, load_hf, saved_model
 from megatron_ext.checkpoint.huggingface.exporter import export_huggingface
 from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.checkpoint.huggingface.importer import import_huggingface
 from megatron_ext.checkpoint.huggingface.safetensors import create
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
-from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
+from megatron_ext.checkpoint.native import checkpoint_manifest, single_process, torch_dist
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import ParameterMapping, RowRange, family_of
@@ -93,7 +93,7 @@ def test_an_import_is_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
 
 
 def test_layers_of_experts_have_fewer_objects() -> None:
-    names = [name for name, _ in importer._objects(small_config({"num_experts": 4, "num_layers": 2}))]
+    names = [name for name, _ in single_process._objects(small_config({"num_experts": 4, "num_layers": 2}), {})]
     assert names == [
         *(f"decoder.layers.self_attention.{module}._extra_state/shard_{layer}_2"
           for layer in range(2) for module in ("linear_proj", "linear_qkv")),
@@ -105,7 +105,7 @@ def test_an_import_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     def fails(*_: Any) -> None:
         raise OSError("full")
 
-    monkeypatch.setattr(importer, "write_versions", fails)
+    monkeypatch.setattr(single_process, "write_versions", fails)
     with pytest.raises(OSError, match="full"):
         import_huggingface(_write(tmp_path / "source"), tmp_path / "saved")
     assert os.listdir(tmp_path / "saved") == []

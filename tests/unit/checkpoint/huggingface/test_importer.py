@@ -21,6 +21,7 @@ from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.checkpoint.huggingface.importer import import_huggingface
 from megatron_ext.checkpoint.huggingface.safetensors import create
 from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
+from megatron_ext.checkpoint.native import single_process
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.cli import convert_checkpoint
 from megatron_ext.config.resolve import Facts, resolve
@@ -76,7 +77,7 @@ def _read(folder: Path) -> dict[str, np.ndarray]:
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of some rows, which divide no tensor evenly."""
-    monkeypatch.setattr(importer, "_CHUNK_BYTES", 700)
+    monkeypatch.setattr(single_process, "_CHUNK_BYTES", 700)
     for module in (copying, importer, exporter):
         monkeypatch.setattr(module, "BLOCK", 300)
 

@@ -36,3 +36,9 @@ def test_help_with_a_word_says_what_becomes_of_megatrons_other_flags() -> None:
     assert "not supported:" not in text
     assert about("spec").rpartition("not supported:\n")[2].startswith("  --spec  ")
     assert "--rope-scaling-factor X" in about("rope-scaling")
+
+
+def test_flags_of_megatron_deepspeed_are_explained() -> None:
+    text = about("zero-stage")
+    assert text.startswith("taken as scripts of Megatron-DeepSpeed mean it:\n  --zero-stage N")
+    assert "--use-torch-fsdp2. DeepSpeed's file wins" in text

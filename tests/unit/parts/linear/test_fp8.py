@@ -351,6 +351,7 @@ def test_what_is_kept_is_the_same() -> None:
 def test_experts_are_refused_with_what_to_do() -> None:
     config = small_config({"num_experts": 4, "disable_bias_linear": True}, training={"fp8_format": "hybrid"})
     assert list(parts_are_computed(config, Facts())) == [
-        "--fp8-format hybrid multiplies in FP8, which has no grouped products for experts, but --num-experts is 4; "
+        "--fp8-format hybrid multiplies in FP8, which would scale the tokens of an expert together, and which "
+        "ranks' tokens these are follows from the layout, but --num-experts is 4; "
         "leave --fp8-format out to train them in bf16"
     ]

@@ -1,0 +1,1 @@
+"""Reads checkpoints that Megatron-DeepSpeed and GPT-NeoX wrote."""

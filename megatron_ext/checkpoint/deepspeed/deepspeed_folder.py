@@ -1,0 +1,173 @@
+"""Finds the weights of a checkpoint of Megatron-DeepSpeed or GPT-NeoX, by our names, in the files of its ranks.
+
+    folder = DeepSpeedFolder("checkpoints")
+    folder.weights["decoder.layers.0.mlp.linear_fc1.weight"]     # an Entry for each tensor-parallel rank
+
+Three forms are known, and their names in deepspeed 0.19 (runtime/pipe/module.py, runtime/engine.py,
+checkpoint/ds_to_universal.py):
+
+    layer_03-model_00-model_states.pt     with pipelines: a module of the pipeline, on one tensor-parallel rank
+    mp_rank_00_model_states.pt            the flags of the run; without pipelines, its weights, too
+    zero/<parameter>/fp32.pt              a universal checkpoint: whole parameters, with exp_avg.pt and exp_avg_sq.pt
+
+Nothing in the files is executed (`torch_file.py`).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.deepspeed import torch_file
+from megatron_ext.checkpoint.deepspeed.saved_flags import flags_of
+from megatron_ext.checkpoint.huggingface.safetensors import Entry
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.parts.catalogue import EMBEDDING_NORM, OUTPUT_LAYER, POSITION_EMBEDDINGS, WORD_EMBEDDINGS
+from megatron_ext.untrusted.untrusted_folder import file_inside, is_plain, read_inside
+
+Weights = dict[str, list[Entry]]
+"""Parameter -> its shards, in the order of the tensor-parallel ranks."""
+
+STATES = {"param": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""State of Adam's -> the file of a universal checkpoint that has it."""
+
+_LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODULES = {
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    **{f"{name}.query_key_value": "self_attention.linear_qkv" for name in ("attention", "self_attention")},
+    **{f"{name}.dense": "self_attention.linear_proj" for name in ("attention", "self_attention")},
+    **{f"mlp.{name}": "mlp.linear_fc1" for name in ("dense_h_to_4h", "linear1")},
+    **{f"mlp.{name}": "mlp.linear_fc2" for name in ("dense_4h_to_h", "linear2")},
+}
+"""Module of a layer there -> here."""
+_OTHERS = {
+    "word_embeddings.weight": WORD_EMBEDDINGS,
+    "position_embeddings.weight": POSITION_EMBEDDINGS,
+    **{f"word_embeddings.norm.{kind}": f"{EMBEDDING_NORM}.{kind}" for kind in ("weight", "bias")},
+    **{f"{name}.weight": OUTPUT_LAYER for name in ("lm_head", "final_linear", "output_layer")},
+    **{
+        f"{name}{kind}": f"decoder.final_layernorm.{kind}"
+        for name in ("", "norm.", "final_layernorm.")
+        for kind in ("weight", "bias")
+    },
+}
+_CONSTANTS = re.compile(r".*(inv_freq|masked_bias|_extra_state|attention\.bias)")
+"""What is saved next to the parameters and follows from the flags."""
+
+
+class DeepSpeedFolder:
+    """The weights and flags of a checkpoint, and the states of its optimizer where it is a universal one.
+
+    Args:
+        folder: the folder that was saved into, whose `latest` names the checkpoint, or a checkpoint in it.
+    Raises:
+        ConfigurationError: it is no such checkpoint, or its model is not computed here.
+        DataError: a file is damaged, or a tensor is unknown.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.path = _checkpoint(Path(folder))
+        names = [path.name for path in self.path.iterdir()]
+        ranks = sorted((int(match[1]), name) for name in names if (match := _RANK_FILE.fullmatch(name)))
+        if not ranks:
+            raise ConfigurationError(
+                f"{self.path} has no mp_rank_00_model_states.pt, which holds the flags of its model; of ZeRO-3 make a "
+                "universal checkpoint with deepspeed's ds_to_universal, and give its folder"
+            )
+        content = torch_file.read(file_inside(self.path, ranks[0][1]))
+        args = content.get("args") if isinstance(content, dict) else None
+        if not isinstance(args, dict):
+            raise ConfigurationError(f"{self.path / ranks[0][1]} has no args, by which its model is known")
+        self.values = flags_of(args)
+        self.iteration = _whole(content.get("iteration", content.get("global_steps")))
+        self.samples = _whole(args.get("consumed_train_samples", content.get("global_samples")))
+        self.states: dict[str, Weights] = {}
+        if (self.path / "zero").is_dir():
+            self.states = {state: self._universal(file) for state, file in STATES.items()}
+            self.weights = self.states["param"]
+        elif any(map(_LAYER_FILE.fullmatch, names)):
+            self.weights = self._of_layers(names)
+        else:
+            files = [content, *(torch_file.read(file_inside(self.path, name)) for _, name in ranks[1:])]
+            self.weights = self._by_our_names([dict(_flat(one.get("module"))) for one in files])
+
+    def _of_layers(self, names: list[str]) -> Weights:
+        found = sorted((int(match[1]), int(match[2]), name) for name in names if (match := _LAYER_FILE.fullmatch(name)))
+        by_rank: dict[int, dict[str, Entry]] = {}
+        for layer, rank, name in found:
+            for key, entry in _flat(torch_file.read(file_inside(self.path, name))):
+                by_rank.setdefault(rank, {})[f"{layer}.{key}"] = entry
+        return self._by_our_names([by_rank[rank] for rank in sorted(by_rank)])
+
+    def _universal(self, file: str) -> Weights:
+        found = {}
+        for folder in sorted((self.path / "zero").iterdir()):
+            if folder.is_dir() and (folder / f"{file}.pt").exists():
+                content = torch_file.read(file_inside(self.path, f"zero/{folder.name}/{file}.pt", nested=True))
+                found[folder.name] = content["param"] if isinstance(content, dict) else content
+        return self._by_our_names([found])
+
+    def _by_our_names(self, ranks: list[dict[str, Entry]]) -> Weights:
+        """Return the shards of each parameter under our names."""
+        layers = {
+            name.partition(".")[0] for name in ranks[0] if re.match(r"\d+\.(self_attention|attention|mlp)\.", name)
+        }
+        number = {layer: place for place, layer in enumerate(sorted(layers, key=int))}
+        found: Weights = {}
+        unknown = []
+        for name in ranks[0]:
+            ours = _our_name(name, number)
+            if ours is not None:
+                shards = [one[name] for one in ranks if isinstance(one.get(name), Entry)]
+                if len(shards) < len(ranks):
+                    raise DataError(f"{self.path}: {name} is no tensor of weights in order on every rank")
+                found.setdefault(ours, shards)  # tied embeddings are there twice
+            elif not _CONSTANTS.fullmatch(name):
+                unknown.append(name)
+        if unknown:
+            raise DataError(f"{self.path} holds {', '.join(sorted(unknown)[:5])}, which no model here has")
+        return found
+
+
+def _our_name(name: str, number: Mapping[str, int]) -> str | None:
+    """Return our name of a parameter; None for another tensor. `number`: module of a pipeline -> layer."""
+    match = re.fullmatch(r"(?:(\d+)|tied_modules\.\w+|language_model\.\w+(?:\.layers\.(\d+))?)\.(.*)", name)
+    if match is None:
+        return _OTHERS.get(name.removeprefix("language_model."))
+    module, layer, rest = match.groups()
+    layer = number.get(module) if layer is None else int(layer)
+    rest = re.sub(r"(^|\.)scale$", r"\1weight", rest)
+    if layer is None:
+        return _OTHERS.get(rest) if rest not in ("weight", "bias") or module else OUTPUT_LAYER
+    inner, _, kind = rest.rpartition(".")
+    return (
+        f"decoder.layers.{layer}.{_MODULES[inner]}.{kind}" if inner in _MODULES and kind in ("weight", "bias") else None
+    )
+
+
+def _flat(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is no dictionary, by its dotted key."""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _checkpoint(folder: Path) -> Path:
+    """Return the folder of the checkpoint that a folder names as its latest, or the folder itself."""
+    for file in ("latest_universal", "latest"):
+        if (folder / file).is_file():
+            name = read_inside(folder, file, 1000).decode(errors="replace").strip()
+            if not is_plain(name) or not (folder / name).is_dir():
+                raise DataError(f"{folder / file} names {ascii(name)[:100]}, which is no folder next to it")
+            return folder / name
+    if not folder.is_dir():
+        raise ConfigurationError(f"--load {folder} does not exist; give a folder that DeepSpeed saved into")
+    return folder
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int and value >= 0 else 0

@@ -1,0 +1,255 @@
+"""Checkpoints of DeepSpeed become ours: what DeepSpeed 0.19.8 itself wrote (tests/data/README.md), and files of the
+documented layout with the weights of transformers' models, which an import of their own folder must equal.
+"""
+
+import json
+import tarfile
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.checkpoint.deepspeed.importer import import_deepspeed
+from megatron_ext.checkpoint.huggingface.importer import import_huggingface
+from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.parallel import groups
+from megatron_ext.parts.catalogue import parameters
+from megatron_ext.train.trained_model import load_trained
+
+ARCHIVE = Path(__file__).parents[3] / "data" / "deepspeed_0.19.8.tar.xz"
+SIZES = {"vocab_size": 128, "hidden_size": 24, "num_attention_heads": 4}
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def test_weights_that_deepspeed_wrote_give_its_logits(written: Path, tmp_path: Path) -> None:
+    """Of two tensor-parallel ranks in bf16, computed in fp32 there and here."""
+    import_deepspeed(written / "global_step3", tmp_path)
+    expected = json.loads((written / "expected.json").read_text())
+    model = load_trained(["--load", str(tmp_path), "--device", "cpu"])
+    try:
+        tokens = torch.tensor(expected["tokens"])
+        with torch.no_grad():
+            logits = model.chunks[0].float()(tokens, torch.arange(tokens.size(1))[None], None)
+    finally:
+        groups.destroy()
+    assert torch.allclose(logits[..., :64], torch.tensor(expected["logits"]), rtol=0, atol=2e-6)
+
+
+def _arrays(folder: Path) -> dict[str, np.ndarray]:
+    """Every parameter of a checkpoint, put together of its pieces."""
+    saved, found = SavedModel(folder), {}
+    for parameter in parameters(saved.config):
+        whole = np.zeros(parameter.shape, np.float32)
+        for piece in saved.pieces(parameter.name):
+            values = np.fromfile(saved.path / piece.file, np.float32, int(np.prod(piece.shape)), offset=piece.offset)
+            whole[piece.row : piece.row + piece.shape[0]] = values.reshape(piece.shape)
+        found[parameter.name] = whole
+    return found
+
+
+def _bloom(state: State) -> dict[str, State]:
+    """Modules of a pipeline by their number, as BigScience's program numbers them."""
+    layers = {f"{3 + layer:02}": _of(state, f"transformer.h.{layer}.") for layer in range(2)}
+    norm = _of(state, "transformer.word_embeddings_layernorm.", "word_embeddings.norm.")
+    words = {"word_embeddings.weight": state["transformer.word_embeddings.weight"]}
+    return {"01": {**words, **norm}, **layers, "06": _of(state, "transformer.ln_f."), "07": {**words, **norm}}
+
+
+def _neox(state: State) -> dict[str, State]:
+    layers = {f"{2 + layer:02}": _of(state, f"gpt_neox.layers.{layer}.") for layer in range(2)}
+    for layer in layers.values():
+        layer["attention.rotary_emb.inv_freq"] = torch.ones(1)
+    return {
+        "00": {"word_embeddings.weight": state["gpt_neox.embed_in.weight"]},
+        **layers,
+        "05": _of(state, "gpt_neox.final_layer_norm.", "norm."),
+        "06": {"final_linear.weight": state["lm_head.weight"]},
+    }
+
+
+def _llama(state: State) -> dict[str, State]:
+    """As Megatron-DeepSpeed's GPTModelPipe: queries of a group, its key and its value, one group after another."""
+    found = {"01": {"word_embeddings.weight": state["model.embed_tokens.weight"]}}
+    for layer in range(2):
+        own = _of(state, f"model.layers.{layer}.")
+        q, k, v = (own[f"self_attn.{kind}_proj.weight"].view(2, -1, 24) for kind in "qkv")
+        found[f"{2 + layer:02}"] = {
+            **{f"{name}.weight": own[f"{name}.weight"] for name in ("input_layernorm", "post_attention_layernorm")},
+            "self_attention.query_key_value.weight": torch.cat((q, k, v), 1).flatten(0, 1),
+            "self_attention.dense.weight": own["self_attn.o_proj.weight"],
+            "mlp.dense_h_to_4h.weight": torch.cat([own[f"mlp.{kind}_proj.weight"] for kind in ("gate", "up")]),
+            "mlp.dense_4h_to_h.weight": own["mlp.down_proj.weight"],
+        }
+    return {**found, "04": {"weight": state["model.norm.weight"]}, "05": {"lm_head.weight": state["lm_head.weight"]}}
+
+
+def _of(state: State, prefix: str, other: str = "") -> State:
+    return {f"{other}{name.removeprefix(prefix)}": one for name, one in state.items() if name.startswith(prefix)}
+
+
+def _part(name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """What a tensor-parallel rank has: rows of QKV, of the MLP's first matrix (of gate and up one by one) and of
+    vocabularies, columns of what comes after them, all of the rest."""
+    if whole.dim() == 2 and ("dense.weight" in name or "4h_to_h" in name):
+        return whole.chunk(ranks, 1)[rank].clone()
+    if "h_to_4h" in name and whole.size(0) == 2 * 40:
+        return torch.cat([one.chunk(ranks)[rank] for one in whole.chunk(2)])
+    divided = ("query_key_value", "dense_h_to_4h", "word_embeddings.weight", "lm_head", "final_linear")
+    return whole.chunk(ranks)[rank].clone() if any(one in name for one in divided) else whole
+
+
+MODELS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "bloom": (
+        {"model_type": "bloom", **SIZES, "n_layer": 2, "seq_length": 32},
+        _bloom,
+        Namespace(
+            **{"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "seq_length": 32, "embed_layernorm": True},
+            **{"position_embedding_type": 3, "bias_gelu_fusion": True, "params_dtype": torch.float32},
+        ),
+    ),
+    "gpt_neox": (
+        {"model_type": "gpt_neox", **SIZES, "num_hidden_layers": 2, "intermediate_size": 96, "rotary_pct": 0.5},
+        _neox,
+        {
+            **{"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "seq_length": 32, "pos_emb": "rotary"},
+            **{"rotary_pct": 0.5, "no_weight_tying": True, "gpt_j_residual": True, "norm": "layernorm"},
+            **{"attention_config": [[["global"], 2]], "activation": "gelu"},
+        },
+    ),
+    "llama": (
+        {
+            **{"model_type": "llama", **SIZES, "num_hidden_layers": 2, "intermediate_size": 40},
+            **{"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+        },
+        _llama,
+        Namespace(
+            **{"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "swiglu": True},
+            **{"ffn_hidden_size": 40, "normalization": "rmsnorm", "layernorm_epsilon": 1e-6, "seq_length": 32},
+            **{"use_rotary_position_embeddings": True, "untie_embeddings_and_output_weights": True},
+            **{"add_bias_linear": False, "rope_theta": 10000, "num_experts": [1]},
+        ),
+    ),
+}
+
+
+def _write(folder: Path, name: str, ranks: int, flat: bool = False) -> None:
+    """Write a model of transformers' and, next to it, the files of DeepSpeed with its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config, modules, args = MODELS[name]
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder / "hf")
+    tag = folder / "saved" / "global_step7"
+    tag.mkdir(parents=True)
+    (folder / "saved" / "latest").write_text("global_step7")
+    for rank in range(ranks):
+        of_rank: dict[str, Any] = {}
+        for number, state in modules(model.state_dict()).items():
+            parts = {name: _part(name, one, rank, ranks) for name, one in state.items()}
+            if flat:
+                of_rank |= _as_one_module(number, parts)
+            else:
+                torch.save(parts, tag / f"layer_{number}-model_{rank:02}-model_states.pt")
+        content = {"module": {"language_model": of_rank} if flat else None, "args": args, "iteration": 7}
+        torch.save(content, tag / f"mp_rank_{rank:02}_model_states.pt")
+
+
+def _as_one_module(number: str, parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The names of a run without pipelines."""
+    if number == "01":
+        return {"embedding": {"word_embeddings": {"weight": parts["word_embeddings.weight"]}}}
+    if number == "05":
+        return {"output_layer.weight": parts["lm_head.weight"]}
+    return {
+        f"encoder.{'final_layernorm' if number == '04' else f'layers.{int(number) - 2}'}.{name}": one
+        for name, one in parts.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "flat"), [*((name, 2, False) for name in MODELS), ("llama", 4, True), ("bloom", 1, False)]
+)
+def test_shards_are_put_together_as_the_folder_of_transformers(
+    name: str, ranks: int, flat: bool, tmp_path: Path
+) -> None:
+    _write(tmp_path, name, ranks, flat)
+    import_huggingface(tmp_path / "hf", tmp_path / "from hf")
+    import_deepspeed(tmp_path / "saved", tmp_path / "from deepspeed")
+    ours, theirs = _arrays(tmp_path / "from deepspeed"), _arrays(tmp_path / "from hf")
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not np.array_equal(ours[name], theirs[name])] == []
+    models = [SavedModel(tmp_path / folder).config.model for folder in ("from deepspeed", "from hf")]
+    same = [(one.position_embedding_type, one.rotary_percent, one.openai_gelu, one.norm_epsilon) for one in models]
+    assert same[0] == same[1]
+
+
+def test_norms_that_differ_between_ranks_are_averaged(tmp_path: Path) -> None:
+    _write(tmp_path, "bloom", 2)
+    file = tmp_path / "saved/global_step7/layer_03-model_01-model_states.pt"
+    state = torch.load(file)
+    first = state["input_layernorm.weight"].clone()
+    state["input_layernorm.weight"] = first + 1
+    torch.save(state, file)
+    import_deepspeed(tmp_path / "saved", tmp_path / "ours")
+    assert np.allclose(_arrays(tmp_path / "ours")["decoder.layers.0.input_layernorm.weight"], first + 0.5)
+
+
+def _change(tag: Path, how: str) -> None:
+    file = tag / "layer_03-model_01-model_states.pt"
+    state = torch.load(file)
+    if how == "a tensor is missing":
+        for rank in range(2):
+            other = tag / f"layer_03-model_{rank:02}-model_states.pt"
+            state = torch.load(other)
+            del state["mlp.dense_h_to_4h.bias"]
+            torch.save(state, other)
+    elif how == "a rank is missing":
+        file.unlink()
+    elif how == "another shape":
+        torch.save({**state, "mlp.dense_h_to_4h.bias": torch.ones(5)}, file)
+    elif how == "an unknown tensor":
+        for rank in range(2):
+            other = tag / f"layer_03-model_{rank:02}-model_states.pt"
+            torch.save({**torch.load(other), "mlp.gate.weight": torch.ones(2)}, other)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("a tensor is missing", r"weights of decoder\.layers\.0\.mlp\.linear_fc1\.bias are missing"),
+        ("a rank is missing", r"3\.\S+ is no tensor of weights in order on every rank"),
+        (
+            "another shape",
+            r"mlp\.linear_fc1\.bias has shards of \[\(5,\)\]; by its flags they should have \(48,\)",
+        ),
+        ("an unknown tensor", r"holds 3\.mlp\.gate\.weight, which no model here has"),
+    ],
+)
+def test_files_that_are_not_the_model_are_refused(how: str, said: str, tmp_path: Path) -> None:
+    _write(tmp_path, "bloom", 2)
+    _change(tmp_path / "saved/global_step7", how)
+    with pytest.raises(DataError, match=said):
+        import_deepspeed(tmp_path / "saved", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists() or not any((tmp_path / "ours").iterdir())
+
+
+def test_nothing_is_written_over(written: Path, tmp_path: Path) -> None:
+    import_deepspeed(written, tmp_path)
+    with pytest.raises(ConfigurationError, match="holds checkpoints already; give a new folder"):
+        import_deepspeed(written, tmp_path)
