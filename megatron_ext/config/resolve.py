@@ -83,6 +83,8 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
     _resolve_layout(values, facts)
     _resolve_implementation(values)
     _resolve_model(values, facts)
+    if values.get("use_mup"):
+        _resolve_mup(values)
     if values.get("mtp_num_layers") == 0:
         values["mtp_num_layers"] = None
     _resolve_exchange(values)
@@ -217,6 +219,23 @@ def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
     tensor_size = values.get("tensor_model_parallel_size", 1)
     if positive(values.get("vocab_size"), divisor, tensor_size):
         _fill(values, "padded_vocab_size", padded_vocabulary(values["vocab_size"], divisor, tensor_size))
+
+
+def _resolve_mup(values: dict[str, Any]) -> None:
+    """Fill in the multipliers of the maximal update parametrization, as Megatron derives them (Yang et al. 2022,
+    arXiv:2203.03466, table 8 and appendix B.1), and of its depth form (Dey et al. 2025, arXiv:2505.01618, table 1)."""
+    hidden, head, layers = (values.get(name) for name in ("hidden_size", "kv_channels", "num_layers"))
+    _fill(values, "mup_base_hidden_size", hidden)
+    base, base_layers = values.get("mup_base_hidden_size"), values.get("mup_base_num_layers")
+    _fill(values, "embedding_multiplier", values.get("mup_embedding_mult", 1.0))
+    if positive(hidden, base):
+        given = values.get("mup_output_mult", 1.0)
+        _fill(values, "logits_multiplier", base / hidden if given == 1.0 else given)
+    if positive(head):
+        scale = math.sqrt(values.get("mup_base_head_dim") or 1.0)
+        _fill(values, "softmax_scale", scale / head ** values.get("mup_attn_scale_power", 1.0))
+    if positive(layers, base_layers):
+        _fill(values, "residual_multiplier", base_layers / layers)
 
 
 def _resolve_training(values: dict[str, Any]) -> None:

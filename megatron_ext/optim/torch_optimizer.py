@@ -68,14 +68,18 @@ def as_registered(built: torch.optim.Optimizer, settings: OptimizerConfig) -> to
     """Return what is to take the place of an optimizer that megatron-core has built and not yet used.
 
     That is itself, with the options that torch's gets, or, where the engine does not have the optimizer of the
-    settings, ours over the same groups without what belongs to the one that was built.
+    settings, ours over the same groups without what belongs to the one that was built. Its groups have their own
+    epsilon, where they have a factor of it.
     """
     traits = traits_of(settings)
     if not traits.is_the_engines:
-        return over([_without_its_own(group, built) for group in built.param_groups], settings)
-    if is_torchs(built, settings):
+        built = over([_without_its_own(group, built) for group in built.param_groups], settings)
+    elif is_torchs(built, settings):
         for group in built.param_groups:
             group |= traits.torch_options
+    for group in built.param_groups:
+        if "eps" in group:
+            group["eps"] *= group.get("eps_mult", 1.0)
     return built
 
 

@@ -107,6 +107,21 @@ class OptimizerConfig:
         resume="curve",
         choices=("constant", "linear", "cosine"),
     )
+    lr_group: tuple[str, ...] | None = option(
+        None,
+        "PATTERN=FACTOR: multiply the learning rate of the weights whose names match (*, ? and [...]); of several "
+        "that match, the last counts.",
+        resume="curve",
+        metavar="PATTERN=FACTOR...",
+        repeats=True,
+    )
+    weight_decay_group: tuple[str, ...] | None = option(
+        None,
+        "PATTERN=FACTOR: multiply the weight decay of the weights whose names match, as --lr-group does the rate.",
+        resume="curve",
+        metavar="PATTERN=FACTOR...",
+        repeats=True,
+    )
     clip_grad: float = free(1.0, "Largest global gradient norm (L2); 0 for no clipping.", at_least=0)
     adam_beta1: float = free(0.9, "Decay of Adam's first moment.", share=True)
     adam_beta2: float = free(0.999, "Decay of Adam's second moment.", share=True)
