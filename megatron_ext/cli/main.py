@@ -35,6 +35,7 @@ COMMANDS = {
     "compare": ("compare_runs", "compare the metrics of two runs, float for float"),
     "replay-step": ("replay_step", "replay a step of a run in one process, and compare it with the record"),
     "parity": ("parity", "prove that a layout trains as one process does"),
+    "coordinate-check": ("coordinate_check", "check that activations keep their size as a model gets wider"),
     "plan": ("plan", "say which layout to use for a model on some devices"),
     "draw-pipeline": ("draw_pipeline", "draw a step of a pipeline, simulated or as a run recorded it"),
     "doctor": ("doctor", "look for what breaks a launch, before it starts"),
