@@ -53,7 +53,9 @@ def losses(given: argparse.Namespace, words: Sequence[str], rate: float, seeds: 
         try:
             last = record([*words, *run, "--lr", str(rate)], 1, given.steps).losses[-10:]
             found.append(sum(last) / len(last))
-        except RankError:  # a loss that is NaN
+        except RankError as error:
+            if "NumericError" not in str(error):
+                raise
             found.append(math.nan)
     return found
 

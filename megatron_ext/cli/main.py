@@ -27,6 +27,7 @@ COMMANDS = {
     "inspect-dataset": ("inspect_dataset", "look into a .bin/.idx pair, or prove that it is whole"),
     "prepare-cache": ("prepare_cache", "build a run's index cache before it starts"),
     "convert": ("convert_checkpoint", "convert between checkpoints and Hugging Face folders"),
+    "average-checkpoints": ("average_checkpoints", "average the weights of several checkpoints of a run"),
     "inspect-checkpoint": ("inspect_checkpoint", "list, show, verify and compare checkpoints"),
     "tasks": ("tasks", "evaluate a checkpoint: perplexity, LAMBADA, multiple choice"),
     "generate": ("generate", "let a checkpoint go on from prompts"),

@@ -83,6 +83,25 @@ def as_registered(built: torch.optim.Optimizer, settings: OptimizerConfig) -> to
     return built
 
 
+def begin_state(main: torch.Tensor, group: Group, optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> None:
+    """Give what the optimizer of the settings updates the state that it lacks, as the first update begins from it.
+
+    Args:
+        group: the parameter group of `main`.
+    """
+    traits, state = traits_of(settings).updating(group.get("update")), optimizer.state[main]
+    for kept in traits.kept(settings):
+        if state.get(kept.name) is None:
+            dtype = getattr(torch, kept.dtype)
+            state[kept.name] = torch.zeros_like(main, dtype=dtype, memory_format=torch.preserve_format)
+            if kept.begins_as_weight:
+                state[kept.name].copy_(main.detach())
+    if traits.counts_updates and is_torchs(optimizer, settings) and "step" not in state:
+        # Where torch itself puts it (_init_group of torch/optim/adam.py).
+        on_device = group["fused"] or group["capturable"]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
+
+
 class Together(torch.optim.Optimizer):
     """Optimizers of torch as one of them: each updates the parameter groups whose `update` says that they are its own.
 

@@ -12,8 +12,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,18 +53,44 @@ def import_huggingface(source: str | Path, destination: str | Path) -> Path:
     folder.check(config)
     if folder.left_out is not None:
         say(folder.left_out)
+    with Files(os.O_RDONLY) as files:
+        try:
+            return write_weights(
+                destination,
+                config,
+                _weights(config, folder, files),
+                lambda partial: copy_tokenizer(folder.path, partial / TOKENIZER),
+            )
+        except EOFError as error:
+            raise DataError(f"{error}. Download or write it again.") from error
+
+
+def write_weights(
+    destination: str | Path, config: Config, weights: Iterable["SavedChunk"], complete: Callable[[Path], object]
+) -> Path:
+    """Write a checkpoint of iteration 0 that holds weights alone into the folder `destination`.
+
+    Args:
+        weights: chunks of all tensors, in the order in which they are written.
+        complete: called with the unfinished checkpoint, for what belongs to it besides weights and configuration.
+    Returns:
+        The checkpoint's own folder.
+    Raises:
+        ConfigurationError: the destination has checkpoints.
+        EOFError: a file ends before a weight that it should hold.
+        OSError: the destination cannot be written.
+    """
     if saved_iterations(destination):
         raise ConfigurationError(f"--save {destination} holds checkpoints already; give a new folder")
     partial = make_partial(destination, 0)
     try:
-        with Files(os.O_RDONLY) as files:
-            metadata, written = _write_shard(partial / "__0_0.distcp", config, folder, files)
+        metadata, written = _write_shard(partial / "__0_0.distcp", config, weights)
         (partial / ".metadata").write_bytes(metadata)
         (partial / "metadata.json").write_text(
             json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         )
         (partial / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-        copy_tokenizer(folder.path, partial / TOKENIZER)
+        complete(partial)
         write_versions(partial)
         others = [path for path in checkpoint_manifest.all_files(partial) if path.name not in written]
         checkpoint_manifest.write(partial, written | checkpoint_manifest.describe(partial, others))
@@ -114,7 +139,7 @@ def stacked(config: Config, name: str) -> Stacked:
     return Stacked(f"{prefix}mlp.experts.experts.{rest}", (*indices, int(expert)), (*sizes, experts))
 
 
-def _weights(config: Config, folder: HFFolder) -> Iterator["_Item"]:
+def _weights(config: Config, folder: HFFolder, files: Files) -> Iterator["SavedChunk"]:
     """Yield the chunks of all weights, in the order in which they are written."""
     for mapping in state_dict_mapping(config, folder.family):
         key, indices, sizes = stacked(config, mapping.parameter.name)
@@ -127,22 +152,27 @@ def _weights(config: Config, folder: HFFolder) -> Iterator["_Item"]:
             part = range(start, min(start + per_chunk, rows))
             offsets = (*indices, start, *(0 for _ in rest))
             sizes = (*(1 for _ in indices), len(part), *rest)
-            yield _Item(key, offsets, sizes, size, len(part) * row_bytes, mapping, part, dtype)
+            elements = _elements(folder, mapping, part, dtype, files)
+            yield SavedChunk(key, offsets, sizes, size, dtype, len(part) * row_bytes, elements)
 
 
-@dataclass(frozen=True)
-class _Item:
+class SavedChunk(NamedTuple):
+    """A part of a tensor of a checkpoint, as it is written."""
+
     key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     tensor_size: tuple[int, ...]
-    length: int
-    mapping: ParameterMapping
-    rows: range
     dtype: str
+    """As in safetensors."""
+
+    length: int
+    """Bytes of the elements."""
+
+    elements: Iterable[FilePart]
 
 
-def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> tuple[bytes, checkpoint_manifest.Files]:
+def _write_shard(path: Path, config: Config, weights: Iterable[SavedChunk]) -> tuple[bytes, checkpoint_manifest.Files]:
     """Write the file of all weights and objects; returns the checkpoint's metadata, and the file's own entry."""
     parts, position = list[FilePart](), 0
     objects: dict[str, Chunk] = {}
@@ -152,21 +182,14 @@ def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> 
         parts.append(Literal(len(content), content))
         position += len(content)
     chunks: dict[tuple[str, tuple[int, ...], str], list[Chunk]] = {}
-    for item in _weights(config, folder):
+    for item in weights:
         head, tail = archive(tensor_pickle(item.sizes, item.dtype), item.length)
-        parts += [
-            Literal(len(head), head),
-            *_elements(folder, item.mapping, item.rows, item.dtype, files),
-            Literal(len(tail), tail),
-        ]
+        parts += [Literal(len(head), head), *item.elements, Literal(len(tail), tail)]
         length = len(head) + item.length + len(tail)
         chunk = Chunk(item.offsets, item.sizes, path.name, position, length)
         chunks.setdefault((item.key, item.tensor_size, item.dtype), []).append(chunk)
         position += length
-    try:
-        size, checksum = gather(path, parts)
-    except EOFError as error:
-        raise DataError(f"{error}. Download or write it again.") from error
+    size, checksum = gather(path, parts)
     assert size == position
     tensors = {key: Tensor(dtype, size, tuple(of_tensor)) for (key, size, dtype), of_tensor in chunks.items()}
     return torch_dist.write(tensors, objects), {path.name: {"bytes": size, "crc32": f"{checksum:08x}"}}

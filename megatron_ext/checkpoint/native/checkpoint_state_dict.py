@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron_ext.checkpoint.native import optimizer_state
 from megatron_ext.checkpoint.native.optimizer_state import joined, pieces
 from megatron_ext.checkpoint.native.snapshot import Copy, Saveable
+from megatron_ext.config.derived.optimizers import AVERAGE
 from megatron_ext.model.names import unwrapped
 from megatron_ext.model.own_layers import divided
 from megatron_ext.optim.loss_scale import loss_scale_of
@@ -174,6 +175,9 @@ class Parts:
     progress: bool
     """Iteration, position in the data, and the sums of the current logging interval."""
 
+    averages: bool = True
+    """Averages of the weights, where the run keeps them."""
+
 
 def to_load(run: Saveable, parts: Parts) -> Contents:
     """Return where to read the tensors of a checkpoint into."""
@@ -182,6 +186,8 @@ def to_load(run: Saveable, parts: Parts) -> Contents:
         contents.state_dict["optimizer"] = optimizer_state.state_to_load(
             optimizer_parts(run), run.config.optimizer, contents.weights
         )
+        if not parts.averages:
+            contents.state_dict["optimizer"].pop(AVERAGE, None)
     if parts.rng:
         contents.state_dict["rng_state"] = _rng_state(run)
     return contents

@@ -22,6 +22,10 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DTYPES: dict[str, StateType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+AVERAGE = "average"
+"""Name of the state that is an average of the weight, which exports can take in its place."""
+
+
 @dataclass(frozen=True)
 class State:
     """A tensor that an optimizer keeps for every tensor that it updates, of the same shape.
@@ -40,6 +44,9 @@ class State:
 
     unless_zero: str | None = None
     """A field of the optimizer's configuration without which, at 0, the state is not kept. None: always kept."""
+
+    begins_as_weight: bool = False
+    """Whether it begins as what is updated, and not as zero."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,11 @@ class OptimizerTraits:
         """Whether megatron-core has it, so that no class of ours takes the place of what it builds."""
         return self.built_as == self.name and not self.is_of_ours
 
+    @property
+    def averages(self) -> bool:
+        """Whether its weights are evaluated, and exported, as the averages that it keeps."""
+        return any(state.name == AVERAGE for state in self.states)
+
     def values(self, settings: Any) -> dict[str, Any]:
         """Return the arguments of `torch_class`, from the optimizer's configuration."""
         return {
@@ -144,7 +156,9 @@ class OptimizerTraits:
 
     def kept(self, settings: Any) -> tuple[State, ...]:
         """Return the states that are kept with these settings."""
-        kept = (one for one in self.states if one.unless_zero is None or getattr(settings, one.unless_zero))
+        average = State(AVERAGE, unless_zero="ema_decay", begins_as_weight=True)
+        states = (*self.states, average)
+        kept = (one for one in states if one.unless_zero is None or getattr(settings, one.unless_zero))
         return tuple(
             one if one.dtype_field is None else replace(one, dtype=_DTYPES[getattr(settings, one.dtype_field)])
             for one in kept

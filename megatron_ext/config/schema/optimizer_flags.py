@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.derived.newton_schulz import COEFFICIENT_TYPES, SCALE_MODES
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
-from megatron_ext.config.schema.option import ReadWith, free, option
+from megatron_ext.config.schema.option import Need, ReadWith, free, option
 
 _DECAYS = ReadWith(
     "lr_decay_style", "with --lr-decay-style constant the learning rate does not decay", but=("constant",)
@@ -121,6 +121,19 @@ class OptimizerConfig:
         resume="curve",
         metavar="PATTERN=FACTOR...",
         repeats=True,
+    )
+    ema_decay: float = free(
+        0.0,
+        "Keep an exponential moving average of the weights with this decay, 0.999 for example, in checkpoints, too; 0 "
+        "for none.",
+        share=True,
+        read_with=ReadWith("no_save_optim", "--no-save-optim leaves the averages out", only=(None, False)),
+    )
+    eval_ema: bool = free(
+        False,
+        "Evaluate the averages of --ema-decay in place of the weights.",
+        read_with=ReadWith("ema_decay", "without --ema-decay there are no averages"),
+        needs={True: [Need("optimizer_cpu_offload", False, "averages on the device")]},
     )
     clip_grad: float = free(1.0, "Largest global gradient norm (L2); 0 for no clipping.", at_least=0)
     adam_beta1: float = free(0.9, "Decay of Adam's first moment.", share=True)
