@@ -40,8 +40,8 @@ def average_checkpoints(checkpoints: Sequence[Path], destination: str | Path) ->
         different = sorted(name for name in form.keys() | forms[-1].keys() if form.get(name) != forms[-1].get(name))
         if different:
             raise ConfigurationError(
-                f"{path} and {last} are not of one model: {different[0]} is {_words(form.get(different[0]))} in one and "
-                f"{_words(forms[-1].get(different[0]))} in the other; average checkpoints of one run"
+                f"{path} and {last} are not of one model: {different[0]} is {_words(form.get(different[0]))} in one "
+                f"and {_words(forms[-1].get(different[0]))} in the other; average checkpoints of one run"
             )
     config = SavedModel(last).config
     return write_weights(destination, config, _chunks(each, forms[-1]), partial(_keep_tokenizer, last))

@@ -96,6 +96,7 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapsh
         snapshot = optimizer_state.take(optimizer_parts(run), run.config.optimizer, copy, written)
         others |= {
             "optimizer_step": optimizer_state.step_count(optimizer_parts(run)),
+            "optimizer_numbers": optimizer_state.numbers(optimizer_parts(run), run.config.optimizer),
             "grad_scaler": grad_scaler_state(run),
         }
     if not run.config.checkpoint.no_save_rng:
@@ -229,6 +230,7 @@ def _restore_optimizer(run: Saveable, contents: Contents, loaded: dict[str, Any]
     if contents.rows:
         run.sharding.reload_masters(run.optimizer)  # where rows are the masters: from rows to weights
     optimizer_state.set_step_count(optimizer_parts(run), run.config.optimizer, loaded["optimizer_step"])
+    optimizer_state.set_numbers(optimizer_parts(run), loaded.get("optimizer_numbers", {}))
     set_grad_scaler(run, loaded["grad_scaler"])
 
 

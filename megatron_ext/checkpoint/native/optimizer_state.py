@@ -216,6 +216,20 @@ def set_step_count(parts: Sequence[OptimizerPart], config: OptimizerConfig, coun
                 group["step"] = count  # apex's and Transformer Engine's count per group
 
 
+def numbers(parts: Sequence[OptimizerPart], config: OptimizerConfig) -> dict[str, float]:
+    """Return what the optimizer keeps besides its states and the count, the same for all parameters."""
+    names = traits_of(config).numbers
+    states = (state for torch_optimizer in _torch_optimizers(parts) for state in torch_optimizer.state.values())
+    return next(({name: float(state[name]) for name in names} for state in states if names and names[0] in state), {})
+
+
+def set_numbers(parts: Sequence[OptimizerPart], values: Mapping[str, float]) -> None:
+    """Put back what `numbers` returned, a tensor for each parameter."""
+    for torch_optimizer in _torch_optimizers(parts) if values else ():
+        for state in torch_optimizer.state.values():
+            state |= {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+
 def initialize_state(part: OptimizerPart, config: OptimizerConfig) -> None:
     """Give parameters that were never updated the state that the first update begins from."""
     for torch_optimizer in part.updater.torch_optimizers:

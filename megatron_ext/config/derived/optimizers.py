@@ -109,6 +109,9 @@ class OptimizerTraits:
     counts_updates: bool = False
     """Whether the update depends on the number of those before it, which checkpoints then hold."""
 
+    numbers: tuple[str, ...] = ()
+    """Numbers that it keeps besides, next to the states: the same for every tensor, in checkpoints once."""
+
     can_be_masked: bool = False
     """Whether `torch_class` takes `found_inf`, as torch's fused kernels do: a scalar on the device that leaves weights,
     states and the count of updates as they are while it is 1. Its numbers need not be read before an update then."""
@@ -246,7 +249,39 @@ _MUON = OptimizerTraits(
     remark="matrices of layers by Muon; embeddings, output layer, norms, biases and routers by AdamW",
 )
 
-OPTIMIZERS: dict[str, OptimizerTraits] = {traits.name: traits for traits in (_ADAM, _SGD, _LION, _MUON)}
+_ADEMAMIX = OptimizerTraits(
+    name="ademamix",
+    title="AdEMAMix",
+    torch_class="megatron_ext.optim.ademamix:AdEMAMix",
+    arguments={
+        "betas": ("adam_beta1", "adam_beta2", "ademamix_beta3"),
+        "alpha": "ademamix_alpha",
+        "warmup": "ademamix_warmup",
+        "eps": "adam_eps",
+    },
+    states=(State("exp_avg"), State("exp_avg_slow"), State("exp_avg_sq")),
+    schemes=_ALL_SCHEMES,
+    built_as="adam",
+    counts_updates=True,
+    elsewhere={"axolotl": Elsewhere(("ademamix",))},
+)
+_SCHEDULE_FREE = OptimizerTraits(
+    name="schedule_free",
+    title="schedule-free AdamW",
+    torch_class="megatron_ext.optim.schedule_free:ScheduleFree",
+    arguments={"betas": ("adam_beta1", "adam_beta2"), "eps": "adam_eps"},
+    states=(State("z", begins_as_weight=True), State(AVERAGE, begins_as_weight=True), State("exp_avg_sq")),
+    schemes=_ALL_SCHEMES,
+    built_as="adam",
+    counts_updates=True,
+    numbers=("largest_rate", "summed_squares"),
+    remark="AdamW whose weights are evaluated as an average; with --lr-decay-style constant",
+    elsewhere={"axolotl": Elsewhere(("schedule_free_adamw",), flags="--lr-decay-style constant")},
+)
+
+OPTIMIZERS: dict[str, OptimizerTraits] = {
+    traits.name: traits for traits in (_ADAM, _SGD, _LION, _MUON, _ADEMAMIX, _SCHEDULE_FREE)
+}
 """Optimizers by name, in the order of the choices of `--optimizer`."""
 
 
