@@ -64,7 +64,7 @@ def _mup(config: Config, parameter: Parameter) -> Factors:
     is_hidden = len(parameter.shape) > 1 and isinstance(parameter.stage, int)
     if not model.use_mup or traits.needs_whole_matrices:
         return Factors()
-    if traits.name == "sgd":
+    if traits.follows_gradients:
         return Factors() if is_hidden else Factors(rate=width)
     rate, depth = 1.0 / width if is_hidden else 1.0, 1.0
     if base_layers is None:

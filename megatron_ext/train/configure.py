@@ -16,6 +16,7 @@ from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.parse.blend import missing_paths
 from megatron_ext.config.parse.eval_tasks import look_at_eval_tasks
@@ -168,7 +169,8 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
             "is another than on one rank; --muon-tp-mode duplicated keeps it"
         )
     optimizer = config.optimizer
-    if config.model.use_mup and optimizer.optimizer == "muon" and optimizer.muon_scale_mode == "spectral":
+    by_matrix = traits_of(optimizer).needs_whole_matrices
+    if config.model.use_mup and by_matrix and optimizer.muon_scale_mode == "spectral":
         warnings.append(
             "--muon-scale-mode spectral makes Muon's updates larger as matrices get wider, so that the best learning "
             "rate falls despite --use-mup; --muon-scale-mode unit_rms_norm keeps it"

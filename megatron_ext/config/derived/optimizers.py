@@ -109,6 +109,9 @@ class OptimizerTraits:
     counts_updates: bool = False
     """Whether the update depends on the number of those before it, which checkpoints then hold."""
 
+    follows_gradients: bool = False
+    """Whether its steps are as large as gradients are, and not of a size of their own, as Adam's."""
+
     numbers: tuple[str, ...] = ()
     """Numbers that it keeps besides, next to the states: the same for every tensor, in checkpoints once."""
 
@@ -216,6 +219,7 @@ _SGD = OptimizerTraits(
     states=(State("momentum_buffer", unless_zero="sgd_momentum"),),
     schemes=frozenset({"use_torch_fsdp2"}),  # DistributedOptimizer, also under Megatron-FSDP, refuses the engine's SGD
     built_as="sgd",
+    follows_gradients=True,
     elsewhere={"deepspeed": Elsewhere(("sgd",)), "axolotl": Elsewhere(("sgd",))},
 )
 _LION = OptimizerTraits(
@@ -276,7 +280,7 @@ _SCHEDULE_FREE = OptimizerTraits(
     counts_updates=True,
     numbers=("largest_rate", "summed_squares"),
     remark="AdamW whose weights are evaluated as an average; with --lr-decay-style constant",
-    elsewhere={"axolotl": Elsewhere(("schedule_free_adamw",), flags="--lr-decay-style constant")},
+    elsewhere={"axolotl": Elsewhere(("schedule_free_adamw",))},
 )
 
 OPTIMIZERS: dict[str, OptimizerTraits] = {
