@@ -231,7 +231,7 @@ def _resolve_mup(values: dict[str, Any]) -> None:
     if positive(hidden, base):
         given = values.get("mup_output_mult", 1.0)
         _fill(values, "logits_multiplier", base / hidden if given == 1.0 else given)
-    if positive(head):
+    if positive(head) and not values.get("multi_latent_attention"):
         scale = math.sqrt(values.get("mup_base_head_dim") or 1.0)
         _fill(values, "softmax_scale", scale / head ** values.get("mup_attn_scale_power", 1.0))
     if positive(layers, base_layers):

@@ -33,18 +33,18 @@ def groups_name_weights(config: Config, facts: Facts) -> Iterator[str]:
     if any(groups.values()) and positive(*sizes, model.padded_vocab_size, config.data.vocab_size):
         known = parameters(config)
     for flag, text in ((flag, text) for flag, texts in groups.items() for text in texts or ()):
+        fix = f"use {flag} 'decoder.layers.*=0.5', or leave it out"
         try:
             pattern, _ = read_group(text)
         except ValueError:
-            example = f"{flag} 'decoder.layers.*=0.5'"
-            yield f"{flag} {text} is no PATTERN=FACTOR with a factor of at least 0; use {example}, or leave it out"
+            yield f"{flag} {text} is no PATTERN=FACTOR with a factor of at least 0; {fix}"
             continue
         named = {parameter.name for parameter in known if fnmatchcase(parameter.name, pattern)}
         if known and not named:
-            yield f"{flag} {text}: no weight has such a name, {known[0].name} or {known[-1].name}; use * for any text"
+            yield f"{flag} {text} names no weight: the first is {known[0].name}, the last {known[-1].name}; {fix}"
         of_experts = {(*_stacked(one), one.name in named) for one in known if one.expert is not None}
         if len({(layer, name) for layer, name, _ in of_experts}) < len(of_experts):
-            yield f"{flag} {text} names some experts of a layer, which are updated together; use * for their number"
+            yield f"{flag} {text} names some experts of a layer, which are updated together; {fix}"
 
 
 def _stacked(parameter: Parameter) -> tuple[object, str]:
