@@ -17,6 +17,7 @@ from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.batch_size import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
 from megatron_ext.config.derived.lr_scale import scale
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
 from megatron_ext.config.derived.sharding import FSDP
 from megatron_ext.config.schema import Config
@@ -246,6 +247,8 @@ def _resolve_training(values: dict[str, Any]) -> None:
     if positive(micro, world, model_parallel_size) and world % model_parallel_size == 0:
         _fill(values, "global_batch_size", micro * (world // model_parallel_size))
     scale(values)
+    if OPTIMIZERS.get(values.get("optimizer", ""), OPTIMIZERS["adam"]).averages:
+        _fill(values, "lr_decay_style", "constant")
     if values.get("recompute_activations"):
         _fill(values, "recompute_granularity", "selective")
     if not any(values.get(flag) for flag in FSDP):

@@ -21,7 +21,7 @@ class ScheduleFree(ByTensor):
         v <- beta2 v + (1 - beta2) g^2;  d = g / (root(v / (1 - beta2^t)) + eps) + weight_decay y
         z <- z - lr d;  x <- (1 - c) x + c z, where c = lr^2 / (the sum of lr^2 so far);  y <- (1 - beta1) z + beta1 x
 
-    With a warmup, lr in c is the largest so far. The learning rate has no decay: --lr-decay-style constant.
+    With a warmup, lr in c is the largest so far. The learning rate has no decay.
 
     Args:
         params: tensors, or parameter groups with any of the settings below. A group's `scheduled_lr` is what c is

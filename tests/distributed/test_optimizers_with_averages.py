@@ -15,7 +15,7 @@ from tests.support.resaving import FLAGS, assert_same_tensors, saved_by
 
 OPTIMIZERS = {
     "ademamix": "--optimizer ademamix --ademamix-warmup 4 --ademamix-beta3 0.99",
-    "schedule_free": "--optimizer schedule_free --lr-decay-style constant --lr-warmup-iters 3",
+    "schedule_free": "--optimizer schedule_free --lr-warmup-iters 3",
 }
 STATES = {"ademamix": {"exp_avg", "exp_avg_slow", "exp_avg_sq"}, "schedule_free": {"z", "average", "exp_avg_sq"}}
 ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -78,7 +78,7 @@ STATE = "optimizer.state."
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--optimizer schedule_free", "--lr-decay-style linear with --optimizer schedule_free"),
+        ("--optimizer schedule_free --lr-decay-style linear", "--lr-decay-style linear with --optimizer schedule_free"),
         (f"{OPTIMIZERS['schedule_free']} --ema-decay 0.9", "which keeps an average of its own"),
         (f"{OPTIMIZERS['schedule_free']} --optimizer-cpu-offload", "evaluated on the device"),
         ("--ademamix-alpha 3", "--ademamix-alpha 3.0 belongs to --optimizer ademamix"),

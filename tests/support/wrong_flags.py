@@ -336,7 +336,9 @@ EXAMPLES = {
     ),
     "A flag of another optimizer": Example("--optimizer lion --adam-beta2 0.95 --muon-nesterov", "--optimizer muon"),
     "A group of weights that are not there": Example("--lr-group decoder.layers.99.*=0.5", "--lr-group decoder.*=0.5"),
-    "A decay next to an average": Example("--optimizer schedule_free", "--lr-decay-style constant"),
+    "A decay next to an average": Example(
+        "--optimizer schedule_free --lr-decay-style cosine", "--lr-decay-style constant"
+    ),
     "Muon in host memory": Example("--optimizer muon --optimizer-cpu-offload", "--optimizer-cpu-offload=false"),
     "Moments in bf16 in host memory": Example(
         "--optimizer-cpu-offload --exp-avg-dtype bf16", "--optimizer-cpu-offload=false"

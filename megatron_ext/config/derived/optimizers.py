@@ -279,7 +279,7 @@ _SCHEDULE_FREE = OptimizerTraits(
     built_as="adam",
     counts_updates=True,
     numbers=("largest_rate", "summed_squares"),
-    remark="AdamW whose weights are evaluated as an average; with --lr-decay-style constant",
+    remark="AdamW whose weights are evaluated as an average, with a rate that does not decay",
     elsewhere={"axolotl": Elsewhere(("schedule_free_adamw",))},
 )
 
