@@ -67,7 +67,7 @@ def mixture(count: int, group: dict[str, Any]) -> tuple[float, float]:
     On its way, the half-life of the slow average grows linearly.
     """
     (beta1, _, beta3), alpha, warmup = group["betas"], group["alpha"], group["warmup"]
-    if count >= warmup or beta1 == 0.0:
+    if count >= warmup or 0.0 in (beta1, beta3):
         return alpha, beta3
     done = count / warmup
     way = (1 - done) * math.log(beta3) + done * math.log(beta1)

@@ -372,7 +372,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "--ema-decay 0.99 --eval-ema --optimizer-cpu-offload",
         "--optimizer schedule_free --lr-decay-style constant",
         "--optimizer schedule_free --ema-decay 0.9 --optimizer-cpu-offload --lr-decay-style linear",
-        "--ademamix-beta3 0 --ademamix-alpha 1 --optimizer ademamix",
+        "--ademamix-beta3 1 --ademamix-alpha 1 --optimizer ademamix",
         "--optimizer sgd --adam-beta1 0.8 --ademamix-warmup 5",
         "--min-loss-scale 4 --initial-loss-scale 4",
         "--min-loss-scale 0 --initial-loss-scale 4",

@@ -335,7 +335,10 @@ EXAMPLES = {
         "--optimizer lion --exp-avg-dtype fp16", "--optimizer adam"
     ),
     "A flag of another optimizer": Example("--optimizer lion --adam-beta2 0.95 --muon-nesterov", "--optimizer muon"),
-    "A group of weights that are not there": Example("--lr-group decoder.layers.99.*=0.5", "--lr-group decoder.*=0.5"),
+    "A group of weights that are not there": Example("--lr-group decoder.layers.9.*=0.5", "--num-layers 16"),
+    "Two values for one multiplier": Example(
+        "--use-mup --mup-output-mult 0.5 --logits-multiplier 0.25", "--logits-multiplier 0.5"
+    ),
     "A decay next to an average": Example(
         "--optimizer schedule_free --lr-decay-style cosine", "--lr-decay-style constant"
     ),

@@ -184,7 +184,7 @@ class OptimizerConfig:
         choices=("highest", "high", "medium"),
         refused={"low": "torch has no such precision"},
     )
-    ademamix_beta3: float = free(0.9999, "Decay of AdEMAMix's slow average.", share=True, positive=True)
+    ademamix_beta3: float = free(0.9999, "Decay of AdEMAMix's slow average.", share=True)
     ademamix_alpha: float = free(5.0, "The slow average's share of AdEMAMix's steps.", at_least=0)
     ademamix_warmup: int = free(
         0, "Updates in which both reach these values, from --adam-beta1 and 0 on; the paper takes all.", at_least=0
