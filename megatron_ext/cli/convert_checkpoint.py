@@ -28,6 +28,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--load", required=True, metavar="DIR", help="our checkpoints, or another's folder")
     parser.add_argument("--save", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights of to-hf; default the checkpoint's")
+    parser.add_argument(
+        "--ema", action="store_true", help="to-hf of the averages that --ema-decay, or the optimizer itself, keeps"
+    )
     parser.add_argument("--max-shard-size", default="5GB", help="largest file of to-hf, in bytes, KB, MB or GB")
     parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers after to-hf")
     parser.add_argument("--check-loss", metavar="PREFIX", help="compare losses with transformers on a .bin/.idx pair")
@@ -54,8 +57,10 @@ def main(argv: list[str]) -> int:
     from megatron_ext.checkpoint.huggingface.exporter import export_huggingface
     from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 
-    source = SavedModel(options.load)
-    dtype = DTYPES[options.dtype] if options.dtype else source.dtype()
+    source = SavedModel(options.load, averages=options.ema)
+    dtype = (
+        DTYPES[options.dtype] if options.dtype else SavedModel(source.path).dtype() if options.ema else source.dtype()
+    )
     exported = export_huggingface(
         source,
         options.save,

@@ -17,6 +17,7 @@ from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.batch_size import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
 from megatron_ext.config.derived.lr_scale import scale
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
 from megatron_ext.config.derived.sharding import FSDP
 from megatron_ext.config.schema import Config
@@ -83,6 +84,8 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
     _resolve_layout(values, facts)
     _resolve_implementation(values)
     _resolve_model(values, facts)
+    if values.get("use_mup"):
+        _resolve_mup(values)
     if values.get("mtp_num_layers") == 0:
         values["mtp_num_layers"] = None
     _resolve_exchange(values)
@@ -219,6 +222,23 @@ def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
         _fill(values, "padded_vocab_size", padded_vocabulary(values["vocab_size"], divisor, tensor_size))
 
 
+def _resolve_mup(values: dict[str, Any]) -> None:
+    """Fill in the multipliers of the maximal update parametrization, as Megatron derives them (Yang et al. 2022,
+    arXiv:2203.03466, table 8 and appendix B.1), and of its depth form (Dey et al. 2025, arXiv:2505.01618, table 1)."""
+    hidden, head, layers = (values.get(name) for name in ("hidden_size", "kv_channels", "num_layers"))
+    _fill(values, "mup_base_hidden_size", hidden)
+    base, base_layers = values.get("mup_base_hidden_size"), values.get("mup_base_num_layers")
+    _fill(values, "embedding_multiplier", values.get("mup_embedding_mult", 1.0))
+    if positive(hidden, base):
+        given = values.get("mup_output_mult", 1.0)
+        _fill(values, "logits_multiplier", base / hidden if given == 1.0 else given)
+    if positive(head) and not values.get("multi_latent_attention"):
+        scale = math.sqrt(values.get("mup_base_head_dim") or 1.0)
+        _fill(values, "softmax_scale", scale / head ** values.get("mup_attn_scale_power", 1.0))
+    if positive(layers, base_layers):
+        _fill(values, "residual_multiplier", base_layers / layers)
+
+
 def _resolve_training(values: dict[str, Any]) -> None:
     axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     model_parallel_size = math.prod(values.get(axis, 1) for axis in axes)
@@ -227,6 +247,8 @@ def _resolve_training(values: dict[str, Any]) -> None:
     if positive(micro, world, model_parallel_size) and world % model_parallel_size == 0:
         _fill(values, "global_batch_size", micro * (world // model_parallel_size))
     scale(values)
+    if OPTIMIZERS.get(values.get("optimizer", ""), OPTIMIZERS["adam"]).averages:
+        _fill(values, "lr_decay_style", "constant")
     if values.get("recompute_activations"):
         _fill(values, "recompute_granularity", "selective")
     if values.get("moe_layer_recompute") and values.get("recompute_granularity") != "full":

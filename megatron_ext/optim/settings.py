@@ -42,12 +42,14 @@ def optimizer_config(config: Config, *, distributed: bool, overlaps: bool) -> Co
 def set_rates(
     optimizer: ChainedOptimizer, learning_rate: float, weight_decay: float, decoupled: float | None = None
 ) -> None:
-    """Give every parameter group this step's learning rate and weight decay (times the group's own factor).
+    """Give every parameter group this step's learning rate and weight decay, times the group's own factors, and the
+    rate without them.
 
     Args:
         decoupled: rate of the word embeddings and the output layer, where --decoupled-lr gives them one of their own.
     """
     for group in optimizer.param_groups:
-        own = decoupled is not None and not group["default_config"]
-        group["lr"] = decoupled if own else learning_rate
-        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+        group["scheduled_lr"] = learning_rate
+        own = decoupled is not None and group["is_decoupled_lr"]
+        group["lr"] = (decoupled if own else learning_rate) * group["lr_mult"]
+        group["weight_decay"] = weight_decay * group["wd_mult"]

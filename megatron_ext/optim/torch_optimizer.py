@@ -68,15 +68,38 @@ def as_registered(built: torch.optim.Optimizer, settings: OptimizerConfig) -> to
     """Return what is to take the place of an optimizer that megatron-core has built and not yet used.
 
     That is itself, with the options that torch's gets, or, where the engine does not have the optimizer of the
-    settings, ours over the same groups without what belongs to the one that was built.
+    settings, ours over the same groups without what belongs to the one that was built. Its groups have their own
+    epsilon, where they have a factor of it.
     """
     traits = traits_of(settings)
     if not traits.is_the_engines:
-        return over([_without_its_own(group, built) for group in built.param_groups], settings)
-    if is_torchs(built, settings):
+        built = over([_without_its_own(group, built) for group in built.param_groups], settings)
+    elif is_torchs(built, settings):
         for group in built.param_groups:
             group |= traits.torch_options
+    for group in built.param_groups:
+        if "eps" in group:
+            group["eps"] *= group.get("eps_mult", 1.0)
     return built
+
+
+def begin_state(main: torch.Tensor, group: Group, optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> None:
+    """Give what the optimizer of the settings updates the state that it lacks, as the first update begins from it.
+
+    Args:
+        group: the parameter group of `main`.
+    """
+    traits, state = traits_of(settings).updating(group.get("update")), optimizer.state[main]
+    for kept in traits.kept(settings):
+        if state.get(kept.name) is None:
+            dtype = getattr(torch, kept.dtype)
+            state[kept.name] = torch.zeros_like(main, dtype=dtype, memory_format=torch.preserve_format)
+            if kept.begins_as_weight:
+                state[kept.name].copy_(main.detach())
+    if traits.counts_updates and is_torchs(optimizer, settings) and "step" not in state:
+        # Where torch itself puts it (_init_group of torch/optim/adam.py).
+        on_device = group["fused"] or group["capturable"]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
 
 
 class Together(torch.optim.Optimizer):

@@ -210,7 +210,7 @@ def output_parameters(config: Config) -> Iterator[Parameter]:
             OUTPUT_LAYER,
             shape,
             "output",
-            *matrix_init(model, shape),
+            *matrix_init(model, shape, model.init_method_std),
             tp_dim=0,
             true_rows=_true_rows(config),
         )
@@ -221,8 +221,8 @@ def output_parameters(config: Config) -> Iterator[Parameter]:
 
 def _embedding_init(model: ModelConfig, shape: tuple[int, int]) -> tuple[Literal["normal", "uniform"], float]:
     """Return how an embedding begins: as a matrix, unless --embedding-init-method-std says otherwise."""
-    std = model.embedding_init_method_std
-    return matrix_init(model, shape) if std in (None, model.init_method_std) else ("normal", std)
+    std, usual = model.embedding_init_method_std, model.init_method_std
+    return matrix_init(model, shape, usual) if std in (None, usual) else ("normal", std)
 
 
 def _true_rows(config: Config) -> int | None:

@@ -54,11 +54,11 @@ def matrix_init(
     equation 16), whose standard deviation is 1 / sqrt(3) of that.
 
     Args:
-        std: standard deviation of a normal initialization; default --init-method-std.
+        std: standard deviation of a normal initialization; default that of the matrices of layers.
     """
     if model.init_method_xavier_uniform:
         return "uniform", math.sqrt(2.0 / sum(shape))
-    return "normal", model.init_method_std if std is None else std
+    return "normal", model.matrix_std if std is None else std
 
 
 @dataclass(frozen=True)

@@ -278,6 +278,7 @@ def residual_std(config: Config) -> float:
     """Return the standard deviation of the initial weights whose products a layer adds to the residual stream.
 
     It shrinks with the depth, so that the sum of 2 x layers branches keeps its variance (Radford et al. 2019, "Language
-    Models are Unsupervised Multitask Learners", section 2.3).
+    Models are Unsupervised Multitask Learners", section 2.3). With --mup-base-num-layers the branches shrink instead.
     """
-    return config.model.init_method_std / math.sqrt(2.0 * config.model.num_layers)
+    model = config.model
+    return model.matrix_std / math.sqrt(2.0 * (model.mup_base_num_layers or model.num_layers))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
+from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.suggest import divisors, groups_fit, listed, nearest_multiples, tensor_sizes, use
@@ -116,6 +117,17 @@ def branches_are_multiplied_as_they_are(config: Config, facts: Facts) -> Iterato
             f"--residual-multiplier {model.residual_multiplier:g} multiplies what --norm-position "
             f"{model.norm_position} normalizes afterwards; use --residual-multiplier 1"
         )
+
+
+def multipliers_are_those_of_mup(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse two values for one multiplier."""
+    model = config.model
+    for flag, given, name in (
+        ("--mup-embedding-mult", model.mup_embedding_mult, "embedding_multiplier"),
+        ("--mup-output-mult", model.mup_output_mult, "logits_multiplier"),
+    ):
+        if given not in (1.0, value := getattr(model, name)):
+            yield f"{flag} {given:g} and {flag_of(name)} {value:g} are the same factor; keep one of them"
 
 
 def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:
@@ -293,6 +305,7 @@ RULES = (
     mlp_divides_by_tensor_size,
     one_activation,
     branches_are_multiplied_as_they_are,
+    multipliers_are_those_of_mup,
     positions_cover_the_sequence,
     sequences_are_one_chunk,
     windows_are_well_formed,

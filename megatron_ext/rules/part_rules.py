@@ -1,11 +1,15 @@
 """Rules about what layers are made of: each part says what it cannot be computed with."""
 
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.catalogue import parameters
+from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.stack import Layer, stack
+from megatron_ext.parts.update_factors import read_group
 from megatron_ext.parts.ways import RECOMPUTATIONS, refusals
 
 
@@ -19,6 +23,35 @@ def parts_are_computed_again(config: Config, facts: Facts) -> Iterator[str]:
     yield from _of_kinds(config, lambda kind: refusals(config, kind.pieces(config), RECOMPUTATIONS))
 
 
+def groups_name_weights(config: Config, facts: Facts) -> Iterator[str]:
+    """Require of each group with a rate or weight decay of its own a factor, a weight, and all experts of a layer or
+    none: these may be one stack."""
+    model, optimizer = config.model, config.optimizer
+    groups = {"--lr-group": optimizer.lr_group, "--weight-decay-group": optimizer.weight_decay_group}
+    sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.num_attention_heads, model.kv_channels)
+    known = []
+    if any(groups.values()) and positive(*sizes, model.padded_vocab_size, config.data.vocab_size):
+        known = parameters(config)
+    for flag, text in ((flag, text) for flag, texts in groups.items() for text in texts or ()):
+        fix = f"use {flag} 'decoder.layers.*=0.5', or leave it out"
+        try:
+            pattern, _ = read_group(text)
+        except ValueError:
+            yield f"{flag} {text} is no PATTERN=FACTOR with a factor of at least 0; {fix}"
+            continue
+        named = {parameter.name for parameter in known if fnmatchcase(parameter.name, pattern)}
+        if known and not named:
+            yield f"{flag} {text} names no weight: the first is {known[0].name}, the last {known[-1].name}; {fix}"
+        of_experts = {(*_stacked(one), one.name in named) for one in known if one.expert is not None}
+        if len({(layer, name) for layer, name, _ in of_experts}) < len(of_experts):
+            yield f"{flag} {text} names some experts of a layer, which are updated together; {fix}"
+
+
+def _stacked(parameter: Parameter) -> tuple[object, str]:
+    """Return what an expert's matrix has in common with the same of other experts in its layer."""
+    return parameter.stage, parameter.name.rpartition(f".{parameter.expert}.")[2]
+
+
 def _of_kinds(config: Config, problems: Callable[[Layer], Iterator[str]]) -> Iterable[str]:
     layers = config.model.num_layers
     if not positive(layers) or layers > (options_by_name()["num_layers"].at_most or layers):
@@ -27,4 +60,4 @@ def _of_kinds(config: Config, problems: Callable[[Layer], Iterator[str]]) -> Ite
     return dict.fromkeys(problem for kind, _ in stack(config).kinds for problem in problems(kind))
 
 
-RULES = (parts_are_computed, parts_are_computed_again)
+RULES = (parts_are_computed, parts_are_computed_again, groups_name_weights)

@@ -162,11 +162,29 @@ def flags_belong_to_their_optimizer(config: Config, facts: Facts) -> Iterator[st
     settings = config.optimizer
     read = {name for traits in traits_of(settings).each for name in traits.flags}
     for traits in OPTIMIZERS.values():
-        for option in (options_by_name()[name] for name in traits.flags if name not in read):
+        others = [name for name in traits.flags if name not in read]
+        read |= set(others)
+        for option in (options_by_name()[name] for name in others):
             if (value := getattr(settings, option.name)) != option.default:
                 given = option.flag if option.is_switch else f"{option.flag} {value}"
                 owner, chosen = f"--optimizer {traits.name}", settings.optimizer
                 yield f"{given} belongs to {owner}, but the optimizer is {chosen}; leave it out"
+
+
+def averages_are_kept_once(config: Config, facts: Facts) -> Iterator[str]:
+    """Require of an optimizer that averages its weights that nothing else does: no decay, and no --ema-decay."""
+    optimizer, chosen = config.optimizer, f"--optimizer {config.optimizer.optimizer}"
+    if not traits_of(optimizer).averages:
+        return
+    if optimizer.lr_decay_style != "constant":
+        yield (
+            f"--lr-decay-style {optimizer.lr_decay_style} with {chosen}, whose average takes the place of a decay; use "
+            "--lr-decay-style constant"
+        )
+    if optimizer.ema_decay:
+        yield f"--ema-decay {optimizer.ema_decay:g} with {chosen}, which keeps an average of its own; leave it out"
+    if optimizer.optimizer_cpu_offload:
+        yield f"--optimizer-cpu-offload with {chosen}, whose average is evaluated on the device; leave it out"
 
 
 def one_precision(config: Config, facts: Facts) -> Iterator[str]:
@@ -310,6 +328,11 @@ def products_can_be_bounded(config: Config, facts: Facts) -> Iterator[str]:
     if grouped and model.has_qkv_bias:
         flag = "--add-qkv-bias: leave it out" if model.add_qkv_bias else "biases: use --disable-bias-linear"
         yield f"--qk-clip rescales weights, whose products with others would stay where queries have {flag}"
+    if asked.optimizer == "schedule_free":
+        yield (
+            "--qk-clip with --optimizer schedule_free: the next update makes the weights anew from two others; use "
+            "--optimizer muon or adam"
+        )
     for flag in ("--qk-layernorm",) * (grouped and model.qk_layernorm) + ("--qk-l2-norm",) * model.qk_l2_norm:
         yield f"--qk-clip with {flag}: no weight before the norm changes what it returns; leave --qk-clip out"
     if grouped and groups is not None and tensor > groups:
@@ -336,6 +359,7 @@ RULES = (
     gradients_have_one_precision,
     short_moments_are_adams,
     flags_belong_to_their_optimizer,
+    averages_are_kept_once,
     one_precision,
     loss_scales_are_in_order,
     recomputation_is_complete,

@@ -1,13 +1,13 @@
 """What the schemes have in common: what they ask of megatron-core, from our configuration."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
-from megatron.core.optimizer import ParamKey, ParamPredicate, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import ParamKey, ParamPredicate, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -22,8 +22,9 @@ from megatron_ext.optim.gradient_norm import replace_loops
 from megatron_ext.optim.torch_optimizer import as_registered
 from megatron_ext.parallel.matrices import Matrix
 from megatron_ext.parallel.rows import row_shard
-from megatron_ext.parts.catalogue import parameters
+from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS, parameters
 from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.update_factors import factors
 from megatron_ext.sharding.parts import OptimizerPart
 
 # The package has a function of this name, too.
@@ -71,7 +72,8 @@ def build_optimizer(
     """Build megatron-core's optimizer over wrapped chunks whose weights are already initialized.
 
     What updates inside of it is the optimizer that `config` chooses, as config/derived/optimizers.py registers it. Its
-    parameter groups are those of the catalogue: what decays, and which of two optimizers updates it.
+    parameter groups are those of the catalogue: what decays, at which rate it learns, and which of two optimizers
+    updates it.
     """
     replace_loops()
     if traits_of(config.optimizer).needs_whole_matrices:
@@ -79,7 +81,7 @@ def build_optimizer(
     _FINALIZE.reset_model_temporary_tensors = reset_routers
     modules: Any = list(chunks)
     built = get_megatron_optimizer(
-        settings, modules, _of_groups(chunks, settings, config), use_gloo_process_groups=False, pg_collection=groups
+        settings, modules, _of_groups(chunks, config), use_gloo_process_groups=False, pg_collection=groups
     )
     for part in getattr(built, "chained_optimizers", [built]):
         if part.optimizer is not None:
@@ -108,21 +110,26 @@ def _mark_matrices(chunks: Sequence[torch.nn.Module], config: Config, groups: Pr
             vars(weight)["matrix"] = Matrix(shape, one.sections, divided, group, rows)
 
 
-def _of_groups(chunks: Sequence[torch.nn.Module], settings: CoreOptimizerConfig, config: Config) -> dict[Any, Any]:
+def _of_groups(chunks: Sequence[torch.nn.Module], config: Config) -> dict[Any, Any]:
     """Return what the groups of some parameters have in place of what others have."""
-    known, found = catalogued(chunks, config), get_standard_config_overrides(settings)
-    found = {key: values for key, values in found.items() if "wd_mult" not in values}
-    of_norms = config.optimizer.apply_wd_to_qk_layernorm
-    chosen: list[tuple[dict[str, Any], Callable[[Parameter], bool]]] = [
-        ({"wd_mult": 0.0}, lambda one: not (one.decay or (of_norms and one.is_query_or_key_norm)))
-    ]
+    own = {key: _group(parameter, config) for key, parameter in catalogued(chunks, config).items()}
+    distinct = {str(values): values for values in own.values() if values}
+    return {
+        ParamKey(predicate=ParamPredicate(name, lambda weight, values=values: own[id(weight)] == values)): values
+        for name, values in distinct.items()
+    }
+
+
+def _group(parameter: Parameter, config: Config) -> dict[str, Any]:
+    """Return what a parameter's group has in place of what others have."""
+    found = factors(config, parameter)
+    values: dict[str, Any] = {"wd_mult": found.weight_decay, "lr_mult": found.rate, "eps_mult": found.epsilon}
+    values = {name: factor for name, factor in values.items() if factor != 1.0}
+    if config.optimizer.decoupled_lr is not None and parameter.name in (WORD_EMBEDDINGS, OUTPUT_LAYER):
+        values["is_decoupled_lr"] = True
     if traits_of(config.optimizer).of_elements is not None:
-        chosen += [({"update": "matrix"}, lambda one: one.update == "matrix")]
-        chosen += [({"update": "element"}, lambda one: one.update == "element")]
-    for values, holds in chosen:
-        predicate = ParamPredicate(str(values), lambda weight, holds=holds: holds(known[id(weight)]))
-        found[ParamKey(predicate=predicate)] = values  # pyright: ignore[reportArgumentType]
-    return found
+        values["update"] = parameter.update
+    return values
 
 
 def reset_routers(config: TransformerConfig, model: Sequence[torch.nn.Module]) -> None:

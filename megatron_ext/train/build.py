@@ -28,6 +28,7 @@ from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.own_layers import mark_own_parameters
+from megatron_ext.optim.averages import keep_averages
 from megatron_ext.optim.loss_scale import share_loss_scale
 from megatron_ext.optim.qk_clip import LargestScores, QKClip
 from megatron_ext.parallel import groups as process_groups
@@ -82,6 +83,9 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     if config.optimizer.qk_clip and largest_scores is not None:
         with sharding.weights_in_place(wrapped):
             qk_clip = QKClip(core, largest_scores.attentions, sharding.parts(optimizer))
+    for part in sharding.parts(optimizer):
+        for torch_optimizer in part.updater.torch_optimizers:
+            keep_averages(torch_optimizer, config.optimizer)
     ranges = open_range(config)
     timers = Timers(config.logging.timing_log_level, device.synchronize, ranges)
     if config.logging.timing_log_level > 0 or ranges is not None:

@@ -16,6 +16,7 @@ from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.parse.blend import missing_paths
 from megatron_ext.config.parse.eval_tasks import look_at_eval_tasks
@@ -167,6 +168,13 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
             "--muon-tp-mode blockwise updates the part of a matrix that a rank has as a matrix of its own: the curve "
             "is another than on one rank; --muon-tp-mode duplicated keeps it"
         )
+    optimizer = config.optimizer
+    by_matrix = traits_of(optimizer).needs_whole_matrices
+    if config.model.use_mup and by_matrix and optimizer.muon_scale_mode == "spectral":
+        warnings.append(
+            "--muon-scale-mode spectral makes Muon's updates larger as matrices get wider, so that the best learning "
+            "rate falls despite --use-mup; --muon-scale-mode unit_rms_norm keeps it"
+        )
     if config.model.moe_router_force_load_balancing:
         warnings.append(
             "--moe-router-force-load-balancing is for benchmarks: experts are chosen at random, and no layout chooses "
@@ -297,6 +305,11 @@ def _other_curves(config: Config, facts: Facts) -> list[str]:
             f"weight decay {decay.start} to {decay.end} in {decay.length} samples instead of {was.start} "
             f"to {was.end} in {was.length}"
         )
+    different += [
+        f"{flag_of(name)} {_listed(now)} instead of {_listed(was)}"
+        for name in ("lr_group", "weight_decay_group")
+        if (now := getattr(config.optimizer, name)) != (was := getattr(before.optimizer, name))
+    ]
     if not different:
         return []
     return [
@@ -304,6 +317,10 @@ def _other_curves(config: Config, facts: Facts) -> list[str]:
         f"{', '.join(different)}; add --override-opt-param-scheduler to follow the flags, or "
         f"--use-checkpoint-opt-param-scheduler to follow the checkpoint"
     ]
+
+
+def _listed(groups: Sequence[str] | None) -> str:
+    return " ".join(groups or ("none",))
 
 
 def gather_facts(typed: Typed, search: Search | None = None) -> Facts:

@@ -282,6 +282,10 @@ AHEAD = {
 }
 QUICK_AHEAD = {"TP2 SP PP2 VPP2, one token ahead", "CP2 all_gather, two tokens ahead, packed"}
 
+# What an update divides: rows, columns, layers, and state in flat ranges or rows.
+UPDATES = ("TP2 SP", "PP2 VPP2", "DP2 distributed optimizer, overlap", "TP2 SP FSDP2", "ZeRO-3")
+QUICK_UPDATES = {"TP2 SP FSDP2"}
+
 RECOMPUTE = {
     "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",
     "full uniform by twos": f"{_RECOMPUTE} 2 --recompute-method uniform",

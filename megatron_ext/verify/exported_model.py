@@ -155,9 +155,10 @@ def our_model(source: SavedModel, dtype: str, length: int) -> Iterator[Callable[
     try:
         [model] = build_model(config, transformer_config(config, "cpu"), collection)
         metadata = {**CONTENT_METADATA, "dp_cp_group": collection.dp_cp}
-        state: Any = dist_checkpointing.load(
-            {"model": model.sharded_state_dict(metadata=metadata)}, str(source.path), validate_access_integrity=False
-        )
+        wanted: Any = model.sharded_state_dict(metadata=metadata)
+        for name, one in wanted.items():
+            wanted[name] = dataclasses.replace(one, key=source.saved_as(one.key))
+        state: Any = dist_checkpointing.load({"model": wanted}, str(source.path), validate_access_integrity=False)
         model.load_state_dict(state["model"])
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, DTYPES[dtype])).float()

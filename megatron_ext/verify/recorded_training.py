@@ -12,6 +12,7 @@ from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.verify.ranks import run_ranks
 
 if TYPE_CHECKING:
+    from megatron_ext.train.run import Run
     from megatron_ext.verify.gather import Shard
     from megatron_ext.verify.module_outputs import ModuleOutput
 
@@ -114,32 +115,11 @@ def _train(
 def _trained(
     flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool, extensions: Extensions
 ) -> _RankRecord:
-    from megatron_ext import device
-    from megatron_ext.device.external_kernels import asked_for
-    from megatron_ext.train.configure import configure
-
-    configured = configure(flags)
-    config = extensions.applied(configured.config)
-    # Before anything that imports the engine.
-    installed = device.install(
-        config.layout.device,
-        fuses=not config.training.disable_jit_fuser,
-        own_kernels=not config.training.no_triton_kernels,
-        kernels=asked_for(config),
-    )
-
-    from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks.evaluation import evaluate
     from megatron_ext.train.trainer import Callback, Trainer
     from megatron_ext.verify import gather, module_outputs
 
-    if sabotage is not None:
-        sabotage()
-    run = build_run(config, installed, configured.resume, extensions)
-    if config.checkpoint.load_hf is not None:
-        from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
-
-        load_huggingface(run, config.checkpoint.load_hf)
+    run = build(flags, extensions, sabotage)
     shards = {"initial weights": gather.weights(run)}
 
     class CaptureGradients(Callback):
@@ -158,4 +138,37 @@ def _trained(
             taps.close()
     validation_loss = evaluate(run, run.loaders.valid) if run.loaders.valid is not None else None
     shards["final weights"] = gather.weights(run)
-    return _RankRecord(config, losses, grad_norms, validation_loss, shards, taps.parts if taps is not None else [])
+    return _RankRecord(run.config, losses, grad_norms, validation_loss, shards, taps.parts if taps is not None else [])
+
+
+def build(flags: Sequence[str], extensions: Extensions, sabotage: Callable[[], None] | None = None) -> "Run":
+    """Return the run of these flags on this rank, which nothing has used before, at its first step.
+
+    Args:
+        extensions: as registered.
+        sabotage: called before the run is built.
+    """
+    from megatron_ext import device
+    from megatron_ext.device.external_kernels import asked_for
+    from megatron_ext.train.configure import configure
+
+    configured = configure(flags)
+    config = extensions.applied(configured.config)
+    # Before anything that imports the engine.
+    installed = device.install(
+        config.layout.device,
+        fuses=not config.training.disable_jit_fuser,
+        own_kernels=not config.training.no_triton_kernels,
+        kernels=asked_for(config),
+    )
+
+    from megatron_ext.train.build import build_run
+
+    if sabotage is not None:
+        sabotage()
+    run = build_run(config, installed, configured.resume, extensions)
+    if config.checkpoint.load_hf is not None:
+        from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
+
+        load_huggingface(run, config.checkpoint.load_hf)
+    return run

@@ -363,11 +363,21 @@ EXAMPLES = {
         "--optimizer lion --exp-avg-dtype fp16", "--optimizer adam"
     ),
     "A flag of another optimizer": Example("--optimizer lion --adam-beta2 0.95 --muon-nesterov", "--optimizer muon"),
+    "A group of weights that are not there": Example("--lr-group decoder.layers.9.*=0.5", "--num-layers 16"),
+    "Two values for one multiplier": Example(
+        "--use-mup --mup-output-mult 0.5 --logits-multiplier 0.25", "--logits-multiplier 0.5"
+    ),
+    "A decay next to an average": Example(
+        "--optimizer schedule_free --lr-decay-style cosine", "--lr-decay-style constant"
+    ),
     "Muon in host memory": Example("--optimizer muon --optimizer-cpu-offload", "--optimizer-cpu-offload=false"),
     "QK-clip in host memory": Example(
         "--disable-bias-linear --qk-clip --optimizer-cpu-offload", "--optimizer-cpu-offload=false"
     ),
     "QK-clip of queries with biases": Example("--disable-bias-linear --qk-clip --add-qkv-bias", "--add-qkv-bias=false"),
+    "QK-clip of weights that are made of others": Example(
+        "--disable-bias-linear --qk-clip --optimizer schedule_free", "--optimizer muon"
+    ),
     "QK-clip of normed heads": Example("--disable-bias-linear --qk-clip --qk-layernorm", "--qk-clip=false"),
     "QK-clip of heads that ranks share": Example(
         "--disable-bias-linear --qk-clip --world-size 4 --tensor-model-parallel-size 4 --group-query-attention "

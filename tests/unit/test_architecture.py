@@ -56,6 +56,7 @@ DESCRIPTIONS = {
     "catalogue",
     "parameter",
     "own_parameters",
+    "update_factors",
     "slices",
     "__init__",
 }

@@ -16,7 +16,7 @@ from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.single_process import stacked
 from megatron_ext.checkpoint.native.torch_archive import check_archive, place_of_elements
 from megatron_ext.checkpoint.native.torch_dist import Chunk
-from megatron_ext.config.derived.optimizers import has_own_optimizer
+from megatron_ext.config.derived.optimizers import AVERAGE, has_own_optimizer
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.resolve import Facts, resolve
@@ -28,6 +28,9 @@ from megatron_ext.untrusted.untrusted_folder import check_folder, file_inside
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+
+_AVERAGES = f"optimizer.state.{AVERAGE}."
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,14 @@ class SavedModel:
 
     Args:
         folder: a `--save` folder, whose latest checkpoint is taken, or one checkpoint in it.
+        averages: whether to take the averages of the weights in their place.
 
     Raises:
-        ConfigurationError: there is no checkpoint, or its `config.yaml` is missing.
+        ConfigurationError: there is no checkpoint, its `config.yaml` is missing, or it has no averages.
         DataError: the checkpoint is damaged.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, *, averages: bool = False):
         path = checkpoint_at(Path(folder))
         if path is None:
             raise ConfigurationError(f"--load {folder} holds no checkpoint; name a folder that --save wrote")
@@ -69,6 +73,19 @@ class SavedModel:
                 self.tensors = torch_dist.read(file)
         except (OSError, pickle.UnpicklingError) as error:
             raise DataError(f"{self.path}/.metadata cannot be read: {error}. Take an earlier checkpoint.") from error
+        self._averaged = {name.removeprefix(_AVERAGES) for name in self.tensors if averages and _AVERAGES in name}
+        if averages and not self._averaged:
+            raise ConfigurationError(
+                f"{self.path} holds no averages of the weights, which a run with --ema-decay saves; leave --ema out"
+            )
+
+    def saved_as(self, key: str) -> str:
+        """Return the name of a saved tensor, or of its average where these are taken."""
+        return f"{_AVERAGES}{key}" if key in self._averaged else key
+
+    def _key(self, name: str) -> str:
+        """Return the name of the tensor that holds a parameter, or its average."""
+        return self.saved_as(stacked(self.config, name).key)
 
     def check(self) -> None:
         """Check that every parameter of the configuration is there.
@@ -81,7 +98,7 @@ class SavedModel:
         problems = []
         for mapping in state_dict_mapping(self.config, family_of(self.config)):
             parameter = mapping.parameter
-            key, _, sizes = stacked(self.config, parameter.name)
+            key, sizes = self._key(parameter.name), stacked(self.config, parameter.name).sizes
             expected = (*sizes, *parameter.shape)
             entry = self.tensors.get(key)
             if entry is None:
@@ -106,7 +123,7 @@ class SavedModel:
 
     def dtype(self, name: str = "embedding.word_embeddings.weight") -> str:
         """Return the dtype of a parameter's weights, as in safetensors."""
-        return self.tensors[stacked(self.config, name).key].dtype
+        return self.tensors[self._key(name)].dtype
 
     def pieces(self, name: str) -> Iterator[Piece]:
         """Return the saved pieces of a parameter.
@@ -114,7 +131,7 @@ class SavedModel:
         Raises:
             DataError: one of them cannot be read.
         """
-        key, indices, _ = stacked(self.config, name)
+        key, indices = self._key(name), stacked(self.config, name).indices
         for chunk in self.tensors[key].chunks:
             inside = [index - start for index, start in zip(indices, chunk.offsets, strict=False)]
             if all(0 <= index < size for index, size in zip(inside, chunk.sizes, strict=False)):

@@ -198,6 +198,7 @@ def numbers_of(run: Saveable) -> dict[str, Any]:
     return {
         "state": asdict(run.state),
         "optimizer_step": optimizer_state.step_count(checkpoint_state_dict.optimizer_parts(run)),
+        "optimizer_numbers": optimizer_state.numbers(checkpoint_state_dict.optimizer_parts(run), run.config.optimizer),
         "grad_scaler": checkpoint_state_dict.grad_scaler_state(run),
     }
 
@@ -218,6 +219,7 @@ def set_numbers(run: Saveable, numbers: dict[str, Any]) -> None:
     for part in parts:
         part.updater.refresh()
     optimizer_state.set_step_count(parts, run.config.optimizer, numbers["optimizer_step"])
+    optimizer_state.set_numbers(parts, numbers.get("optimizer_numbers", {}))
     checkpoint_state_dict.set_grad_scaler(run, numbers["grad_scaler"])
 
 

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron_ext.checkpoint.native import optimizer_state
 from megatron_ext.checkpoint.native.optimizer_state import joined, pieces
 from megatron_ext.checkpoint.native.snapshot import Copy, Saveable
+from megatron_ext.config.derived.optimizers import AVERAGE
 from megatron_ext.model.names import unwrapped
 from megatron_ext.model.own_layers import divided
 from megatron_ext.optim.loss_scale import loss_scale_of
@@ -95,6 +96,7 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapsh
         snapshot = optimizer_state.take(optimizer_parts(run), run.config.optimizer, copy, written)
         others |= {
             "optimizer_step": optimizer_state.step_count(optimizer_parts(run)),
+            "optimizer_numbers": optimizer_state.numbers(optimizer_parts(run), run.config.optimizer),
             "grad_scaler": grad_scaler_state(run),
         }
     if not run.config.checkpoint.no_save_rng:
@@ -174,6 +176,9 @@ class Parts:
     progress: bool
     """Iteration, position in the data, and the sums of the current logging interval."""
 
+    averages: bool = True
+    """Averages of the weights, where the run keeps them."""
+
 
 def to_load(run: Saveable, parts: Parts) -> Contents:
     """Return where to read the tensors of a checkpoint into."""
@@ -182,6 +187,8 @@ def to_load(run: Saveable, parts: Parts) -> Contents:
         contents.state_dict["optimizer"] = optimizer_state.state_to_load(
             optimizer_parts(run), run.config.optimizer, contents.weights
         )
+        if not parts.averages:
+            contents.state_dict["optimizer"].pop(AVERAGE, None)
     if parts.rng:
         contents.state_dict["rng_state"] = _rng_state(run)
     return contents
@@ -223,6 +230,7 @@ def _restore_optimizer(run: Saveable, contents: Contents, loaded: dict[str, Any]
     if contents.rows:
         run.sharding.reload_masters(run.optimizer)  # where rows are the masters: from rows to weights
     optimizer_state.set_step_count(optimizer_parts(run), run.config.optimizer, loaded["optimizer_step"])
+    optimizer_state.set_numbers(optimizer_parts(run), loaded.get("optimizer_numbers", {}))
     set_grad_scaler(run, loaded["grad_scaler"])
 
 

@@ -161,7 +161,7 @@ def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any
             f"the checkpoint {path} was saved without optimizer state; add --no-load-optim to go on with a new one, "
             "or --finetune to begin at iteration 0."
         )
-    was = _saved_optimizer(path)
+    was, decay = _saved(path, "optimizer"), _saved(path, "ema_decay")
     if optimizer and was not in (None, run.config.optimizer.optimizer):
         raise DataError(
             f"the checkpoint {path} has the state of --optimizer {was}, from which --optimizer "
@@ -179,13 +179,16 @@ def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any
         if run.config.model.attention_dropout or run.config.model.hidden_dropout:
             _warn(run, f"{whose}: dropout goes on from new random numbers")
         rng = False
-    return checkpoint_state_dict.Parts(optimizer=optimizer, rng=rng, progress=not flags.finetune)
+    averages = not run.config.optimizer.ema_decay or bool(decay)
+    if optimizer and not averages:
+        _warn(run, f"{path} holds no averages of --ema-decay, which begin as its weights")
+    return checkpoint_state_dict.Parts(optimizer, rng, progress=not flags.finetune, averages=averages)
 
 
-def _saved_optimizer(path: Path) -> str | None:
-    """Return the optimizer whose state the checkpoint holds; None where its configuration does not say it."""
+def _saved(path: Path, name: str) -> Any:
+    """Return a flag of the run that saved the checkpoint; None where its configuration is not there."""
     saved = read_saved(file_inside(path, CONFIG)) if (path / CONFIG).exists() else None
-    return None if saved is None else saved.get("optimizer", options_by_name()["optimizer"].default)
+    return None if saved is None else saved.get(name, options_by_name()[name].default)
 
 
 def _warn(run: Saveable, text: str) -> None:

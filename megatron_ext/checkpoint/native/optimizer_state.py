@@ -20,9 +20,9 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 
 from megatron_ext.checkpoint.native.snapshot import Copy
-from megatron_ext.config.derived.optimizers import traits_of
+from megatron_ext.config.derived.optimizers import AVERAGE, traits_of
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.torch_optimizer import is_torchs
+from megatron_ext.optim.torch_optimizer import begin_state, is_torchs
 from megatron_ext.parallel.rows import RowShard, row_shard
 from megatron_ext.sharding.parts import MASTER, Exchange, OptimizerPart, State
 
@@ -156,7 +156,8 @@ def state_to_load(parts: Sequence[OptimizerPart], config: OptimizerConfig, weigh
 def restore(
     parts: Sequence[OptimizerPart], config: OptimizerConfig, names: Mapping[int, str], loaded: Mapping[str, Any]
 ) -> None:
-    """Put the state that was read (tensors by state, then by weight) into the optimizer.
+    """Put the state that was read (tensors by state, then by weight) into the optimizer. Averages that were not read
+    begin as the weights.
 
     Args:
         names: this rank's name of each weight, by the parameter's id().
@@ -166,12 +167,15 @@ def restore(
             for parameter, tensors in own_state(part, config):
                 rows = part.rows_to_read(parameter)
                 for state, tensor in tensors.items():
-                    if not tensor.numel():
+                    if not tensor.numel() or (state == AVERAGE and AVERAGE not in loaded):
                         continue
                     read = loaded[state][names[id(parameter)]]
                     own = read if rows is None else part.own_of_rows(parameter, joined(rows[0], read))
                     tensor.copy_(own)
             part.updater.refresh()
+    for torch_optimizer in _torch_optimizers(parts) if AVERAGE not in loaded else ():
+        for state in torch_optimizer.state.values():
+            state.pop(AVERAGE, None)
 
 
 def _torch_optimizers(parts: Sequence[OptimizerPart]) -> list[torch.optim.Optimizer]:
@@ -212,30 +216,26 @@ def set_step_count(parts: Sequence[OptimizerPart], config: OptimizerConfig, coun
                 group["step"] = count  # apex's and Transformer Engine's count per group
 
 
+def numbers(parts: Sequence[OptimizerPart], config: OptimizerConfig) -> dict[str, float]:
+    """Return what the optimizer keeps besides its states and the count, the same for all parameters."""
+    names = traits_of(config).numbers
+    states = (state for torch_optimizer in _torch_optimizers(parts) for state in torch_optimizer.state.values())
+    return next(({name: float(state[name]) for name in names} for state in states if names and names[0] in state), {})
+
+
+def set_numbers(parts: Sequence[OptimizerPart], values: Mapping[str, float]) -> None:
+    """Put back what `numbers` returned, a tensor for each parameter."""
+    for torch_optimizer in _torch_optimizers(parts) if values else ():
+        for state in torch_optimizer.state.values():
+            state |= {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+
 def initialize_state(part: OptimizerPart, config: OptimizerConfig) -> None:
-    """Give parameters that were never updated the state that the first update begins from: zeros."""
+    """Give parameters that were never updated the state that the first update begins from."""
     for torch_optimizer in part.updater.torch_optimizers:
         for group in torch_optimizer.param_groups:
             for main in group["params"]:
-                _begin(torch_optimizer.state[main], main, group, torch_optimizer, config)
-
-
-def _begin(
-    state: dict[str, Any],
-    main: torch.Tensor,
-    group: dict[str, Any],
-    torch_optimizer: torch.optim.Optimizer,
-    config: OptimizerConfig,
-) -> None:
-    traits = traits_of(config).updating(group.get("update"))
-    for kept in traits.kept(config):
-        if state.get(kept.name) is None:
-            dtype = getattr(torch, kept.dtype)
-            state[kept.name] = torch.zeros_like(main, dtype=dtype, memory_format=torch.preserve_format)
-    if traits.counts_updates and is_torchs(torch_optimizer, config) and "step" not in state:
-        # Where torch itself puts it (_init_group of torch/optim/adam.py).
-        on_device = group["fused"] or group["capturable"]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
+                begin_state(main, group, torch_optimizer, config)
 
 
 def own_state(

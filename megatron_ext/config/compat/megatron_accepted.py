@@ -30,6 +30,12 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "the multiple of the width is --hidden-size over --mup-base-hidden-size, as Megatron computes it anew",
+        """
+        --mup-width-mult N =1.0
+        """,
+    ),
+    (
         "FP8 scales are those of the tensor itself at each use (--fp8-recipe), so that no history of maxima is kept",
         """
         --fp8-amax-history-len N =1, --fp8-amax-compute-algo N =most_recent, --fp8-interval N =1

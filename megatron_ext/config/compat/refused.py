@@ -140,9 +140,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "weights begin as a function of the seed and the parameter's name; use --init-method-std, "
         "--embedding-init-method-std or --init-method-xavier-uniform",
         """
-        --data-parallel-random-init,
-        --use-mup, --mup-width-mult N =1.0, --mup-base-hidden-size N, --mup-embedding-mult N =1.0,
-        --mup-output-mult N =1.0, --mup-base-head-dim N, --mup-attn-scale-power N =1.0
+        --data-parallel-random-init
         """,
     ),
     (

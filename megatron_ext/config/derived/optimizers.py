@@ -22,6 +22,10 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DTYPES: dict[str, StateType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+AVERAGE = "average"
+"""Name of the state that is an average of the weight, which exports can take in its place."""
+
+
 @dataclass(frozen=True)
 class State:
     """A tensor that an optimizer keeps for every tensor that it updates, of the same shape.
@@ -40,6 +44,9 @@ class State:
 
     unless_zero: str | None = None
     """A field of the optimizer's configuration without which, at 0, the state is not kept. None: always kept."""
+
+    begins_as_weight: bool = False
+    """Whether it begins as what is updated, and not as zero."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,12 @@ class OptimizerTraits:
     counts_updates: bool = False
     """Whether the update depends on the number of those before it, which checkpoints then hold."""
 
+    follows_gradients: bool = False
+    """Whether its steps are as large as gradients are, and not of a size of their own, as Adam's."""
+
+    numbers: tuple[str, ...] = ()
+    """Numbers that it keeps besides, next to the states: the same for every tensor, in checkpoints once."""
+
     can_be_masked: bool = False
     """Whether `torch_class` takes `found_inf`, as torch's fused kernels do: a scalar on the device that leaves weights,
     states and the count of updates as they are while it is 1. Its numbers need not be read before an update then."""
@@ -135,6 +148,11 @@ class OptimizerTraits:
         """Whether megatron-core has it, so that no class of ours takes the place of what it builds."""
         return self.built_as == self.name and not self.is_of_ours
 
+    @property
+    def averages(self) -> bool:
+        """Whether its weights are evaluated, and exported, as the averages that it keeps."""
+        return any(state.name == AVERAGE for state in self.states)
+
     def values(self, settings: Any) -> dict[str, Any]:
         """Return the arguments of `torch_class`, from the optimizer's configuration."""
         return {
@@ -144,7 +162,9 @@ class OptimizerTraits:
 
     def kept(self, settings: Any) -> tuple[State, ...]:
         """Return the states that are kept with these settings."""
-        kept = (one for one in self.states if one.unless_zero is None or getattr(settings, one.unless_zero))
+        average = State(AVERAGE, unless_zero="ema_decay", begins_as_weight=True)
+        states = (*self.states, average)
+        kept = (one for one in states if one.unless_zero is None or getattr(settings, one.unless_zero))
         return tuple(
             one if one.dtype_field is None else replace(one, dtype=_DTYPES[getattr(settings, one.dtype_field)])
             for one in kept
@@ -199,6 +219,7 @@ _SGD = OptimizerTraits(
     states=(State("momentum_buffer", unless_zero="sgd_momentum"),),
     schemes=frozenset({"use_torch_fsdp2"}),  # DistributedOptimizer, also under Megatron-FSDP, refuses the engine's SGD
     built_as="sgd",
+    follows_gradients=True,
     elsewhere={"deepspeed": Elsewhere(("sgd",)), "axolotl": Elsewhere(("sgd",))},
 )
 _LION = OptimizerTraits(
@@ -232,7 +253,39 @@ _MUON = OptimizerTraits(
     remark="matrices of layers by Muon; embeddings, output layer, norms, biases and routers by AdamW",
 )
 
-OPTIMIZERS: dict[str, OptimizerTraits] = {traits.name: traits for traits in (_ADAM, _SGD, _LION, _MUON)}
+_ADEMAMIX = OptimizerTraits(
+    name="ademamix",
+    title="AdEMAMix",
+    torch_class="megatron_ext.optim.ademamix:AdEMAMix",
+    arguments={
+        "betas": ("adam_beta1", "adam_beta2", "ademamix_beta3"),
+        "alpha": "ademamix_alpha",
+        "warmup": "ademamix_warmup",
+        "eps": "adam_eps",
+    },
+    states=(State("exp_avg"), State("exp_avg_slow"), State("exp_avg_sq")),
+    schemes=_ALL_SCHEMES,
+    built_as="adam",
+    counts_updates=True,
+    elsewhere={"axolotl": Elsewhere(("ademamix",))},
+)
+_SCHEDULE_FREE = OptimizerTraits(
+    name="schedule_free",
+    title="schedule-free AdamW",
+    torch_class="megatron_ext.optim.schedule_free:ScheduleFree",
+    arguments={"betas": ("adam_beta1", "adam_beta2"), "eps": "adam_eps"},
+    states=(State("z", begins_as_weight=True), State(AVERAGE, begins_as_weight=True), State("exp_avg_sq")),
+    schemes=_ALL_SCHEMES,
+    built_as="adam",
+    counts_updates=True,
+    numbers=("largest_rate", "summed_squares"),
+    remark="AdamW whose weights are evaluated as an average, with a rate that does not decay",
+    elsewhere={"axolotl": Elsewhere(("schedule_free_adamw",))},
+)
+
+OPTIMIZERS: dict[str, OptimizerTraits] = {
+    traits.name: traits for traits in (_ADAM, _SGD, _LION, _MUON, _ADEMAMIX, _SCHEDULE_FREE)
+}
 """Optimizers by name, in the order of the choices of `--optimizer`."""
 
 

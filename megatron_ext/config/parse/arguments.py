@@ -290,6 +290,8 @@ def _read_option(reading: _Reading, flag: str, option: Option, inline: str | Non
         return
     try:
         value = read_texts(option, [_taken(reading, flag, option, text) for text in texts])
+        if option.repeats:
+            value = (*reading.values.get(option.name, ()), *value)
         shown = f"{flag} {' '.join(texts)}" if not option.is_switch else flag if value else f"{flag}=false"
         reading.give(option.name, flag, shown, value)
     except ValueError as error:

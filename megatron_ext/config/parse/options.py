@@ -48,6 +48,7 @@ class Option:
     metavar: str
     aliases: tuple[str, ...]
     joined: bool
+    repeats: bool
     read_with: ReadWith | None
 
     @property

@@ -1,5 +1,6 @@
 """The options of the model: its shape, its parts, and how its weights begin."""
 
+import math
 from dataclasses import dataclass
 
 from megatron_ext.config.schema.option import Need, ReadWith, option
@@ -13,6 +14,8 @@ _ROTARY = ReadWith(
     but=("learned_absolute", "none", "alibi", None, False),
 )
 _SCALED = ReadWith("use_rope_scaling", "without --use-rope-scaling rotary positions are not scaled")
+
+_MUP = ReadWith("use_mup", "without --use-mup weights begin and learn at the same rate in any width")
 
 _BY_LENGTH = ("longrope", "dynamic")
 _STRETCHED = [
@@ -606,6 +609,57 @@ class ModelConfig:
         "Draw initial matrices uniformly up to the square root of 6 / (inputs + outputs), not normally.",
         resume="free",
     )
+    use_mup: bool = option(
+        False,
+        "Begin and update weights such that the best learning rate stays as the model gets wider (maximal update "
+        "parametrization).",
+        resume="function",
+        needs={
+            True: [
+                Need("init_method_xavier_uniform", False, "normal initial weights"),
+                Need("multi_latent_attention", False, "matrices that all grow with the hidden size"),
+            ]
+        },
+    )
+    mup_base_hidden_size: int = option(
+        None,
+        "Hidden size of the model that the learning rate was chosen on; default --hidden-size.",
+        resume="function",
+        at_least=1,
+        read_with=_MUP,
+    )
+    mup_embedding_mult: float = option(
+        1.0, "With --use-mup, the --embedding-multiplier.", resume="function", positive=True, read_with=_MUP
+    )
+    mup_output_mult: float = option(
+        1.0,
+        "With --use-mup, the --logits-multiplier; 1 stands for the base's hidden size over the model's.",
+        resume="function",
+        positive=True,
+        read_with=_MUP,
+    )
+    mup_base_head_dim: float | None = option(
+        None,
+        "With --use-mup, the head size for which attention's scale is 1 / its square root; default 1.",
+        resume="function",
+        positive=True,
+        read_with=_MUP,
+    )
+    mup_attn_scale_power: float = option(
+        1.0,
+        "With --use-mup, attention's scale falls with the head size by this power.",
+        resume="function",
+        at_least=0,
+        read_with=_MUP,
+    )
+    mup_base_num_layers: int | None = option(
+        None,
+        "With --use-mup, the layers of the model that the learning rate was chosen on: it stays as the model gets "
+        "deeper, too (CompleteP); default the depth changes nothing.",
+        resume="function",
+        at_least=1,
+        read_with=_MUP,
+    )
     attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", resume="free", share=True)
     hidden_dropout: float = option(
         0.1, "Dropout probability of embeddings and residual branches.", resume="free", share=True
@@ -632,6 +686,16 @@ class ModelConfig:
         resume="free",
         at_least=1,
     )
+
+    @property
+    def mup_width_mult(self) -> float:
+        """The hidden size over that of the model that --use-mup takes the learning rate from; 1 without."""
+        return self.hidden_size / self.mup_base_hidden_size if self.use_mup and self.mup_base_hidden_size else 1.0
+
+    @property
+    def matrix_std(self) -> float:
+        """Standard deviation of the initial matrices of layers that do not add to the residual stream."""
+        return self.init_method_std / math.sqrt(self.mup_width_mult)
 
     @property
     def num_key_value_heads(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.derived.newton_schulz import COEFFICIENT_TYPES, SCALE_MODES
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
-from megatron_ext.config.schema.option import ReadWith, free, option
+from megatron_ext.config.schema.option import Need, ReadWith, free, option
 
 _DECAYS = ReadWith(
     "lr_decay_style", "with --lr-decay-style constant the learning rate does not decay", but=("constant",)
@@ -115,6 +115,34 @@ class OptimizerConfig:
         resume="curve",
         read_with=ReadWith("qk_layernorm", "without --qk-layernorm there are no norms of queries and keys"),
     )
+    lr_group: tuple[str, ...] | None = option(
+        None,
+        "PATTERN=FACTOR: multiply the learning rate of the weights whose names match (*, ? and [...]); of several "
+        "that match, the last counts.",
+        resume="curve",
+        metavar="PATTERN=FACTOR...",
+        repeats=True,
+    )
+    weight_decay_group: tuple[str, ...] | None = option(
+        None,
+        "PATTERN=FACTOR: multiply the weight decay of the weights whose names match, as --lr-group does the rate.",
+        resume="curve",
+        metavar="PATTERN=FACTOR...",
+        repeats=True,
+    )
+    ema_decay: float = free(
+        0.0,
+        "Keep an exponential moving average of the weights with this decay, 0.999 for example, in checkpoints, too; 0 "
+        "for none.",
+        share=True,
+        read_with=ReadWith("no_save_optim", "--no-save-optim leaves the averages out", only=(None, False)),
+    )
+    eval_ema: bool = free(
+        False,
+        "Evaluate the averages of --ema-decay in place of the weights.",
+        read_with=ReadWith("ema_decay", "without --ema-decay there are no averages"),
+        needs={True: [Need("optimizer_cpu_offload", False, "averages on the device")]},
+    )
     clip_grad: float = free(1.0, "Largest global gradient norm (L2); 0 for no clipping.", at_least=0)
     adam_beta1: float = free(0.9, "Decay of Adam's first moment.", share=True)
     adam_beta2: float = free(0.999, "Decay of Adam's second moment.", share=True)
@@ -177,6 +205,11 @@ class OptimizerConfig:
         "Largest product of a query and a key, with the scale of the scores.",
         positive=True,
         read_with=_CLIPS_PRODUCTS,
+    )
+    ademamix_beta3: float = free(0.9999, "Decay of AdEMAMix's slow average.", share=True)
+    ademamix_alpha: float = free(5.0, "The slow average's share of AdEMAMix's steps.", at_least=0)
+    ademamix_warmup: int = free(
+        0, "Updates in which both reach these values, from --adam-beta1 and 0 on; the paper takes all.", at_least=0
     )
     optimizer_cpu_offload: bool = free(
         False, "Keep optimizer state in host memory, and update there.", saves_memory=True

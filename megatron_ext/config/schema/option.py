@@ -80,6 +80,7 @@ def option(
     metavar: str | None = None,
     aliases: Sequence[str] = (),
     joined: bool = False,
+    repeats: bool = False,
     read_with: ReadWith | None = None,
 ) -> Any:
     """Declare one field of the configuration.
@@ -100,6 +101,7 @@ def option(
         metavar: the placeholder in `--help`.
         aliases: further spellings of the flag that Megatron accepts.
         joined: whether several words are one text, as a shell makes them of one that stands in an array.
+        repeats: whether the flag may be given again, which adds values.
         read_with: what another field must be for this one to have an effect; without, giving it is warned of.
     """
     metadata = {
@@ -117,6 +119,7 @@ def option(
         "metavar": metavar,
         "aliases": tuple(aliases),
         "joined": joined,
+        "repeats": repeats,
         "read_with": read_with,
     }
     return dataclasses.field(default=default, metadata=metadata)

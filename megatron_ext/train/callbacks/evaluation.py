@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.resilience.progress import EVALUATION
+from megatron_ext.sharding.averaged import averaged
 from megatron_ext.telemetry.metrics import SourceLoss, TestMetrics, ValidationMetrics
 from megatron_ext.train.run import HeldOut, HeldOutPart, Run
 from megatron_ext.train.step import StepResult, held_out_loss
@@ -34,12 +36,15 @@ def evaluate(run: Run, data: HeldOut) -> float:
 def evaluate_sources(run: Run, data: HeldOut) -> HeldOutLoss:
     """Return the mean loss per token over the samples of `data`, and over those of each source.
 
-    The result is equal on every rank and in every layout. The last global batch of a source may be a remainder: it is
-    filled up with samples whose tokens do not count.
+    It is that of the averages of the weights where the flags, or the optimizer, say so. The result is equal on every
+    rank and in every layout. The last global batch of a source may be a remainder: it is filled up with samples whose
+    tokens do not count.
     """
     for chunk in run.chunks:
         chunk.eval()
-    with run.gathered_parameters(), torch.no_grad():
+    optimizer = run.config.optimizer
+    parts = run.sharding.parts(run.optimizer) if optimizer.eval_ema or traits_of(optimizer).averages else []
+    with averaged(parts), run.gathered_parameters(), torch.no_grad():
         sums = [_sum(run, data, part) for part in data.parts]
     for chunk in run.chunks:
         chunk.train()

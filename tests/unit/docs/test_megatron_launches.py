@@ -92,7 +92,6 @@ def test_a_usual_launch_is_taken_and_says_what_it_leaves_out(name: str):
         ("--mtp-use-repeated-layer", "--mtp-use-repeated-layer"),
         ("--fp4-format e2m1", "--fp4-format"),
         ("--optimizer soap", "--optimizer: 'soap'"),
-        ("--use-mup", "--use-mup"),
         ("--moe-layer-freq ([0]*1+[1]*31)", "--moe-layer-freq"),
     ],
 )

@@ -50,18 +50,20 @@ def test_the_optimizers_settings(training: dict[str, Any]) -> None:
 
 def test_a_groups_own_factor_and_rate() -> None:
     """A decoupled rate is for the groups that the engine has made for embeddings and the output layer."""
-    usual = {"default_config": True, "wd_mult": 1.0}
-    norms = {"default_config": True, "wd_mult": 0.0}
-    ends = {"default_config": False}
-    optimizer: Any = SimpleNamespace(param_groups=[usual, norms, ends])
+    usual = {"is_decoupled_lr": False, "wd_mult": 1.0, "lr_mult": 1.0}
+    norms = {"is_decoupled_lr": False, "wd_mult": 0.0, "lr_mult": 1.0}
+    ends = {"is_decoupled_lr": True, "wd_mult": 1.0, "lr_mult": 1.0}
+    slow = {"is_decoupled_lr": False, "wd_mult": 2.0, "lr_mult": 0.25}
+    optimizer: Any = SimpleNamespace(param_groups=[usual, norms, ends, slow])
     set_rates(optimizer, 0.5, 0.25, 0.125)
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
         (0.5, 0.25),
         (0.5, 0.0),
         (0.125, 0.25),
+        (0.125, 0.5),
     ]
     set_rates(optimizer, 0.5, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 0.5]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 0.5, 0.125]
 
 
 def test_the_reductions_settings() -> None:

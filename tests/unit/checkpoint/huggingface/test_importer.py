@@ -206,7 +206,7 @@ def test_the_tool_writes_the_precision_that_is_asked_for(
     exported = SimpleNamespace(
         path=tmp_path, family=SimpleNamespace(architecture="Llama"), size=1, files=1, tokenizer=["tokenizer.json"]
     )
-    monkeypatch.setattr(saved_model, "SavedModel", lambda path: SimpleNamespace(dtype=lambda: "F32"))
+    monkeypatch.setattr(saved_model, "SavedModel", lambda path, averages: SimpleNamespace(dtype=lambda: "F32"))
     monkeypatch.setattr(
         exporter, "export_huggingface", lambda source, save, **how: asked.append((save, how)) or exported
     )

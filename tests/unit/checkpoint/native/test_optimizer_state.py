@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron_ext.checkpoint.native import optimizer_state
 from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.torch_optimizer import torch_optimizer
+from megatron_ext.optim.torch_optimizer import begin_state, torch_optimizer
 from megatron_ext.parallel.rows import RowShard
 from tests.support.optimizer_parts import optimizer_part
 
@@ -92,10 +92,10 @@ def test_rows_of_state_are_counted_from_this_ranks_first() -> None:
 @pytest.mark.parametrize(("fused", "capturable"), [(True, False), (False, True), (False, False)])
 def test_the_count_lies_where_the_kernel_reads_it(fused: bool, capturable: bool) -> None:
     main = torch.empty(2, device="meta")
-    state: dict[str, torch.Tensor] = {}
     group = {"params": [main], "fused": fused, "capturable": capturable}
     adam: Any = torch_optimizer(ADAM)([{"params": [torch.nn.Parameter(torch.ones(1))]}])
-    optimizer_state._begin(state, main, group, adam, ADAM)
+    begin_state(main, group, adam, ADAM)
+    state = adam.state[main]
     assert state["step"].device.type == ("meta" if fused or capturable else "cpu")
     assert {name: tensor.dtype for name, tensor in state.items()} == dict.fromkeys(
         ("exp_avg", "exp_avg_sq", "step"), torch.float32

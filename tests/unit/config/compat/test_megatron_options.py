@@ -87,6 +87,14 @@ OUR_OWN = {
     "--final-logit-softcapping",
     "--embed-layernorm",
     "--moe-router-group-scores",
+    "--lr-group",
+    "--weight-decay-group",
+    "--mup-base-num-layers",
+    "--ema-decay",
+    "--eval-ema",
+    "--ademamix-beta3",
+    "--ademamix-alpha",
+    "--ademamix-warmup",
     # Fields of its configuration of latent attention that its command line cannot set.
     "--original-max-position-embeddings",
     "--beta-fast",
@@ -104,7 +112,7 @@ FEWER_CHOICES = {
     "--fp8-recipe": "scales of past steps, and blocks for Blackwell, are not in this version; rowwise is ours",
     "--rope-type": "longrope and dynamic are of Hugging Face's models",
     "--position-embedding-type": "mrope and relative ones are not in this version; alibi is Megatron-DeepSpeed's",
-    "--optimizer": "soap and adaptive_muon are not in this version",
+    "--optimizer": "soap and adaptive_muon are not in this version; ademamix and schedule_free are ours",
     "--muon-fp32-matmul-prec": "torch has no low",
     "--muon-coefficient-type": "any name there, of which its package takes these",
     "--exp-avg-dtype": "16 bits with the range of fp32 need no scale of their own",
@@ -175,7 +183,8 @@ def test_choices_are_megatrons_but_for_the_ones_listed():
     for flag in FEWER_CHOICES:
         extra = set(options_by_flag()[flag].choices or ()) - set(wheel_options()[flag].choices or ())
         any_there = wheel_options()[flag].choices is None  # of a text, ours are those that are known
-        assert any_there or extra <= {"ByteTokenizer", "rowwise", "alibi", "longrope", "dynamic", "highest"}
+        ours = {"ByteTokenizer", "rowwise", "alibi", "longrope", "dynamic", "highest", "ademamix", "schedule_free"}
+        assert any_there or extra <= ours
 
 
 def test_a_value_that_passes_silently_is_megatrons_default_or_asks_for_nothing():

@@ -189,6 +189,6 @@ def test_what_is_known_of_optimizers() -> None:
         scheme: [one.name for one in run_by(scheme)] for scheme in ("use_distributed_optimizer", "use_torch_fsdp2")
     }
     assert names == {
-        "use_distributed_optimizer": ["adam", "lion", "muon"],
-        "use_torch_fsdp2": ["adam", "sgd", "lion", "muon"],
+        "use_distributed_optimizer": ["adam", "lion", "muon", "ademamix", "schedule_free"],
+        "use_torch_fsdp2": ["adam", "sgd", "lion", "muon", "ademamix", "schedule_free"],
     }

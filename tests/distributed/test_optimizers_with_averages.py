@@ -1,0 +1,91 @@
+"""AdEMAMix and schedule-free AdamW in the program: resumed bit for bit, in other layouts, and evaluated by averages."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.checkpoint.native.tensors import Tensors
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.train.configure import configure
+from megatron_ext.verify.parity import CURVE_TOLERANCE
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.resaving import FLAGS, assert_same_tensors, saved_by
+
+OPTIMIZERS = {
+    "ademamix": "--optimizer ademamix --ademamix-warmup 4 --ademamix-beta3 0.99",
+    "schedule_free": "--optimizer schedule_free --lr-warmup-iters 3",
+}
+STATES = {"ademamix": {"exp_avg", "exp_avg_slow", "exp_avg_sq"}, "schedule_free": {"z", "average", "exp_avg_sq"}}
+ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+def _train(flags: list[str]) -> tuple[list[float], dict[int, float]]:
+    from megatron_ext.train.pretrain import pretrain
+
+    result = pretrain(flags)
+    return list(result.losses), dict(result.validation_losses)
+
+
+def _words(folder: Path, last: int, flags: str) -> list[str]:
+    run = f"--save {folder} --load {folder} --exit-interval {last} --eval-interval 2 --eval-iters 1 --num-workers 0"
+    return [*FLAGS, *shlex.split(f"{flags} {run}")]
+
+
+@pytest.mark.parametrize("layout", ["--use-torch-fsdp2 --bf16", f"{ZERO_1} --bf16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_goes_on_bit_for_bit(name: str, layout: str, tmp_path: Path) -> None:
+    flags = f"{OPTIMIZERS[name]} {layout}"
+    whole = run_ranks(2, _train, _words(tmp_path / "whole", 6, flags))[-1]
+    first = run_ranks(2, _train, _words(tmp_path / "run", 3, flags))[-1]
+    then = run_ranks(2, _train, _words(tmp_path / "run", 6, flags))[-1]
+    assert first[0] + then[0] == whole[0]
+    assert first[1] | then[1] == whole[1]
+    one, other = (Tensors(tmp_path / run / "iter_0000006") for run in ("whole", "run"))
+    assert all(torch.equal(one.read(tensor), other.read(tensor)) for tensor in one.names())
+    kept = {key.split(".")[2] for key in one.names() if key.startswith("optimizer.state.")}
+    assert kept - {"param"} == STATES[name]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_goes_to_other_layouts(name: str, tmp_path: Path) -> None:
+    """What another layout loads and saves is the same to the bit, and the curve goes on."""
+    flags = [*FLAGS, *shlex.split(OPTIMIZERS[name])]
+    saved = saved_by((2, ZERO_1), flags, None, tmp_path / "saved")
+    for number, layout in enumerate([(1, ""), (2, "--use-torch-fsdp2"), (2, "--tensor-model-parallel-size 2")]):
+        other = saved_by(layout, flags, saved.folder, tmp_path / str(number))
+        assert_same_tensors(saved, other)
+        assert other.losses == pytest.approx(saved.losses, abs=CURVE_TOLERANCE)
+
+
+def test_schedule_free_weights_are_evaluated_as_their_average(tmp_path: Path) -> None:
+    """The loss of the average is that of a run that begins with it as its weights."""
+    flags = f"{OPTIMIZERS['schedule_free']} --use-distributed-optimizer"
+    _, losses = run_ranks(2, _train, _words(tmp_path / "run", 2, flags))[-1]
+    tensors = Tensors(tmp_path / "run" / "iter_0000002")
+    name = "decoder.final_layernorm.weight"
+    average, weight, steps = (tensors.read(f"{kept}{name}") for kept in (f"{STATE}average.", "", f"{STATE}z."))
+    torch.testing.assert_close(weight, torch.lerp(steps, average, 0.9))
+    plain = [*FLAGS, "--eval-interval", "2", "--eval-iters", "1", "--load", str(tmp_path / "run"), "--skip-train"]
+    [(_, of_weights)] = run_ranks(1, _train, [*plain, "--finetune", "--save", str(tmp_path / "plain")])
+    assert losses[2] != pytest.approx(next(iter(of_weights.values())), abs=1e-6)
+
+
+STATE = "optimizer.state."
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--optimizer schedule_free --lr-decay-style linear", "--lr-decay-style linear with --optimizer schedule_free"),
+        (f"{OPTIMIZERS['schedule_free']} --ema-decay 0.9", "which keeps an average of its own"),
+        (f"{OPTIMIZERS['schedule_free']} --optimizer-cpu-offload", "evaluated on the device"),
+        ("--ademamix-alpha 3", "--ademamix-alpha 3.0 belongs to --optimizer ademamix"),
+        ("--optimizer lion --adam-beta2 0.9", "--adam-beta2 0.9 belongs to --optimizer adam"),
+    ],
+)
+def test_what_does_not_go_together(flags: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says) as found:
+        configure([*FLAGS, *shlex.split(flags)])
+    assert len(found.value.problems) == 1
