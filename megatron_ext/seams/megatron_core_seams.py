@@ -131,6 +131,12 @@ MODEL = (
         (f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward",),
     ),
     Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter.routing",
+        "overridden to leave out what is beyond an expert's capacity in the whole microbatch",
+        ("logits", "padding_mask"),
+        (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
+    ),
+    Seam(
         f"{_CORE}.transformer.moe.router.Router.gating",
         "overridden: the engine's moves the router's weight to a GPU",
         ("input",),

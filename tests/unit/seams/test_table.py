@@ -25,7 +25,7 @@ PLANTED = {
     ),
     "an override of a public method of megatron-core": (
         "from megatron.core.transformer.moe.router import TopKRouter\n"
-        "class Ours(TopKRouter):\n    def routing(self, logits):\n        pass\n"
+        "class Ours(TopKRouter):\n    def apply_z_loss(self, logits):\n        pass\n"
     ),
     "an override by a class of a class": (
         "from megatron.core.optimizer.optimizer import FP32Optimizer\n"
