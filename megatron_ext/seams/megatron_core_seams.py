@@ -131,6 +131,10 @@ MODEL = (
         (f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward",),
     ),
     Seam(
+        f"{_CORE}.transformer.moe.router.Router.bias",
+        "set: the engine's router has one where all linear layers have biases, and only there",
+    ),
+    Seam(
         f"{_CORE}.transformer.moe.router.TopKRouter.routing",
         "overridden to leave out what is beyond an expert's capacity in the whole microbatch",
         ("logits", "padding_mask"),
