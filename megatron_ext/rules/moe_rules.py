@@ -131,7 +131,8 @@ def experts_come_from_an_mlp(config: Config, facts: Facts) -> Iterator[str]:
     if model.moe_shared_expert_intermediate_size is not None:
         yield (
             "--moe-use-upcycling with --moe-shared-expert-intermediate-size "
-            f"{model.moe_shared_expert_intermediate_size}: a dense model has no shared experts; leave that out"
+            f"{model.moe_shared_expert_intermediate_size}: a dense model has no shared experts; leave "
+            "--moe-shared-expert-intermediate-size out"
         )
     if model.moe_layer_freq not in (None, "1", "-1"):
         yield (

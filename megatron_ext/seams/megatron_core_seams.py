@@ -151,6 +151,16 @@ MODEL = (
         (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
     ),
     Seam(
+        f"{_CORE}.transformer.moe.router.Router.bias",
+        "set: the engine's router has one where all linear layers have biases, and only there",
+    ),
+    Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter.routing",
+        "overridden to leave out what is beyond an expert's capacity in the whole microbatch",
+        ("logits", "padding_mask"),
+        (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
+    ),
+    Seam(
         f"{_CORE}.transformer.moe.router.Router.gating",
         "overridden: the engine's moves the router's weight to a GPU",
         ("input",),
