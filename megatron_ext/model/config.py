@@ -66,6 +66,8 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         softmax_scale=model.softmax_scale,
         softmax_type=model.softmax_type,  # pyright: ignore[reportArgumentType]
         attention_output_gate=model.attention_output_gate,
+        # By this, too, it knows how layers are saved.
+        linear_attention_freq=[1] * model.num_layers if stack(config).has_mixed_parameters else None,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_method_std,
