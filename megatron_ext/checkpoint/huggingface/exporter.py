@@ -237,7 +237,7 @@ class _Target:
             bits = memoryview(np.ascontiguousarray(values)).cast("B")
             write_all(self.files[self.entry.path], self.entry.offset_of(self.row), bits)
         else:
-            self.entry.rows(self.row, rows, writable=True)[:, columns] = values
+            self.entry.rows(self.row, rows, writable=True)[:, columns] = values.reshape(rows, -1)
 
 
 def _files(

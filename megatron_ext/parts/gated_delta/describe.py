@@ -84,7 +84,8 @@ class GatedDelta(Part):
         # Up to 1 / sqrt(positions), as torch begins a convolution of single channels, and megatron-core with it.
         std = (3.0 * self.kernel) ** -0.5
         name = f"{place.name}.conv1d.weight"
-        yield Parameter(name, (channels, 1, self.kernel), place.stage, "uniform", std, tp_dim=0)
+        shape, sections = (channels, 1, self.kernel), self.sections[:3]
+        yield Parameter(name, shape, place.stage, "uniform", std, tp_dim=0, sections=sections)
         yield place.vector("dt_bias", self.value_heads, "ones", tp_dim=0)
         yield Parameter(f"{place.name}.A_log", (self.value_heads,), place.stage, "log-uniform", tp_dim=0)
         yield place.vector("out_norm.weight", self.value_size, "ones")
