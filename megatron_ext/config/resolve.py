@@ -176,8 +176,8 @@ def _resolve_implementation(values: dict[str, Any]) -> None:
     """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides,
     documents that are kept apart, latent attention, multi-token prediction, and products in FP8, which are torch's.
     What is computed is the same, in FP8 up to how each rounds."""
-    ours = ("num_experts", *FSDP, "fp8_format", "multi_latent_attention", "mtp_num_layers")
-    if any(values.get(name) for name in (*ours, "reset_attention_mask", "reset_position_ids")):
+    ours = ("num_experts", *FSDP, "fp8_format", "multi_latent_attention", "mtp_num_layers", "reset_attention_mask")
+    if any(values.get(name) for name in (*ours, "reset_position_ids", "experimental_attention_variant")):
         values["transformer_impl"] = "local"
 
 

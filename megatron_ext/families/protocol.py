@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ext.config.derived.attention_flags import LATENT_FLAGS, STRETCH_FLAGS
 from megatron_ext.config.schema import Config, ModelConfig
@@ -26,6 +26,16 @@ def usual_values() -> dict[str, Any]:
     details = ("rope_scaling_", "moe_router_dtype", "no_position_embedding", "attention_temperature_step")
     details += (*LATENT_FLAGS, *STRETCH_FLAGS)
     return {one.name: one.default for one in fields if not one.name.startswith(details)}
+
+
+class Sections(NamedTuple):
+    """Says where the sections of a matrix (`Parameter.sections`), which repeat group by group, lie there."""
+
+    counts: tuple[int, ...]
+    """Number of sections in each of the tensors."""
+
+    by_groups: bool
+    """Whether those of a group lie together there as well, or each of all groups."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,9 @@ class Family:
 
     qkv_by_groups: bool = False
     """Whether queries, keys and values of each group lie together in the fused QKV, as ours do."""
+
+    sections: Mapping[str, Sections] = field(default_factory=dict)
+    """Modules of ours, besides the fused QKV, whose weight has sections that lie otherwise there."""
 
     transposed: frozenset[str] = frozenset()
     """Modules of ours whose weight lies transposed there, and whole names of vectors that are a matrix of one row."""

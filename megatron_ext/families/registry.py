@@ -75,7 +75,8 @@ def _normalized(config: Config) -> ModelConfig:
     without += ("moe_",) if model.num_experts is None else ()
     usual = {name: value for name, value in usual_values().items() if name.startswith(without)}
     model = dataclasses.replace(model, **usual)
-    window, fixed, mixed = model.window_size, model.no_rope_freq, stack(config)[: model.num_layers]
+    window, fixed = model.window_size, model.no_rope_freq
+    has_experts = [layer.experts is not None for layer in stack(config)[: model.num_layers]]
     biases = model.has_qkv_bias, model.has_output_bias, model.has_mlp_bias
     everywhere = all(biases) or not model.disable_bias_linear
     return dataclasses.replace(
@@ -84,7 +85,7 @@ def _normalized(config: Config) -> ModelConfig:
         add_output_bias=model.add_output_bias and not everywhere,
         add_mlp_bias=model.add_mlp_bias and not everywhere,
         window_size=None if window is None or read_window(window) is None else window,
-        moe_layer_freq=pattern([layer.experts is not None for layer in mixed]) if mixed.has_mixed_parameters else None,
+        moe_layer_freq=pattern(has_experts) if len({*has_experts}) > 1 else None,
         no_rope_freq=None if fixed is None else pattern(read_pattern(fixed, model.num_layers, "the last")),
         add_qkv_bias=model.add_qkv_bias and not everywhere,
         group_query_attention=model.num_key_value_heads != model.num_attention_heads,

@@ -1,12 +1,13 @@
 """Finds where the rows of our parameters lie in a family's tensors: a parameter is a list of ranges of rows."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.schema import Config
-from megatron_ext.families.protocol import Family
+from megatron_ext.families.protocol import Family, Sections
 from megatron_ext.families.shared import NEXT_TOKEN_COPIES, QKV
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.catalogue import Parameter, parameters, states
@@ -133,6 +134,8 @@ def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family)
         ranges = tuple(_grouped(tensors, held.attention))
     elif module in family.alternating:
         ranges = tuple(RowRange(tensors[0], half, half * rows // 2, rows // 2, 2) for half in range(2))
+    elif sections := family.sections.get(module):
+        ranges = tuple(_in_sections(tensors, parameter, sections))
     else:
         count = rows // len(tensors)
         first = (parameter.expert or 0) * count if stacked and not transposed else 0
@@ -142,9 +145,10 @@ def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family)
 
 def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
     """Yield the rows of megatron-core's fused QKV: for each query group its query heads, then its key head and its
-    value head."""
+    value head. With gates these follow the group's queries, and there each follows its own query."""
     groups, keys, values = attention.groups, attention.head_size, attention.value_head_size
-    queries = attention.query_size // groups
+    parts, heads = 2 if attention.has_gate else 1, attention.query_heads // groups
+    queries = parts * attention.query_size // groups
     if len(tensors) == 1:
         tensors = tensors * 3
         first_key, first_value = queries * groups, (queries + keys) * groups
@@ -153,6 +157,27 @@ def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
     query, key, value = tensors
     for group in range(groups):
         start = group * (queries + keys + values)
-        yield RowRange(query, group * queries, start, queries)
+        if attention.has_gate:
+            for part, head in itertools.product(range(parts), range(heads)):
+                there = (group * heads + head) * parts + part
+                yield RowRange(query, there * keys, start + (part * heads + head) * keys, keys)
+        else:
+            yield RowRange(query, group * queries, start, queries)
         yield RowRange(key, first_key + group * keys, start + queries, keys)
         yield RowRange(value, first_value + group * values, start + queries + keys, values)
+
+
+def _in_sections(tensors: list[str], parameter: Parameter, sections: Sections) -> Iterator[RowRange]:
+    """Yield the rows of a matrix of groups of sections."""
+    groups, own = parameter.shape[0] // sum(parameter.sections), iter(parameter.sections)
+    of_tensors = [
+        (tensor, [next(own) for _ in range(count)]) for tensor, count in zip(tensors, sections.counts, strict=True)
+    ]
+    start = 0
+    for group in range(groups):
+        for tensor, sizes in of_tensors:
+            first, together = 0, sum(sizes)
+            for size in sizes:
+                there = group * together + first if sections.by_groups else groups * first + group * size
+                yield RowRange(tensor, there, start, size)
+                start, first = start + size, first + size

@@ -70,6 +70,8 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         qk_clip_alpha=config.optimizer.qk_clip_alpha,
         qk_clip_threshold=config.optimizer.qk_clip_threshold,
         log_max_attention_logit=config.logging.log_max_attention_logit,
+        # By this, too, it knows how layers are saved.
+        linear_attention_freq=[1] * model.num_layers if stack(config).has_mixed_parameters else None,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_method_std,

@@ -45,6 +45,9 @@ COLUMN_PARTS = 64
 
 _MOST_THREADS = 8  # each with a block of 4 MB
 
+_DRAWN = ("normal", "uniform", "log-uniform")
+"""Ways to begin that draw numbers."""
+
 
 def initialize(model_chunks: Sequence[torch.nn.Module], config: Config, pg_collection: ProcessGroupCollection) -> None:
     """Fill every parameter of this rank in place, before an optimizer is built.
@@ -79,9 +82,9 @@ def fill(
     Args:
         first_row: index in the tensor-parallel shard; `shard` holds the rows from there on.
     """
-    if shard.dim() == 1 and parameter.init in ("normal", "uniform"):
-        column = replace(parameter, shape=(*parameter.shape, 1))
-        fill(shard.unsqueeze(1), column, seed, tp_rank, tp_size, first_row)
+    if shard.dim() != 2 and parameter.init in _DRAWN:
+        matrix = replace(parameter, shape=(parameter.shape[0], math.prod(parameter.shape[1:])))
+        fill(shard.view(len(shard), matrix.shape[1]), matrix, seed, tp_rank, tp_size, first_row)
         return
     shape = parameter.local_shape(tp_size)
     assert shard.shape[1:] == shape[1:], f"{parameter.name}: shard of shape {shard.shape}"
@@ -90,7 +93,7 @@ def fill(
         shard.fill_(1.0 if parameter.init == "ones" else parameter.std)
         return
     shard.zero_()
-    if parameter.init not in ("normal", "uniform"):
+    if parameter.init not in _DRAWN:
         return
     columns = range(parameter.shape[1])[slices.columns(parameter, tp_rank, tp_size)]
     blocks = list(_touched(parameter, slices.rows(parameter, tp_rank, tp_size), first_row, len(shard)))
@@ -153,12 +156,15 @@ def _drawn(
 def _draw(parameter: Parameter, seed: int, block: _Block, columns: range) -> np.ndarray:
     """Return the values of a block in `columns`, in fp32."""
     parts, name = column_parts(parameter), f"{seed}:{parameter.name}:{block.number}"
-    scale = np.float32(parameter.std if parameter.init == "normal" else math.sqrt(3.0) * parameter.std)
+    scale = np.float32(math.sqrt(3.0) * parameter.std if parameter.init == "uniform" else parameter.std)
     width = parameter.shape[1] // parts
     numbers = np.empty((block.rows, width), dtype=np.float32)
     if parts == 1:
         _fill_numbers(numbers, parameter, name)
-        numbers *= scale
+        if parameter.init == "log-uniform":
+            np.log(8.5 + 7.5 * numbers, out=numbers)
+        else:
+            numbers *= scale
         return numbers[:, columns.start : columns.stop]
     values = np.empty((block.rows, len(columns)), dtype=np.float32)
     for part in range(columns.start // width, -(-columns.stop // width)):

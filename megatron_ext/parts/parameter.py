@@ -16,7 +16,9 @@ class Parameter:
     stage: int | Literal["embedding", "output"]
     """Index of the layer that it belongs to, or the first or last pipeline stage."""
 
-    init: Literal["normal", "uniform", "ones", "zeros", "constant"]
+    init: Literal["normal", "uniform", "ones", "zeros", "constant", "log-uniform"]
+    """How it begins; log-uniform: as logarithms of uniform numbers from 1 to 16."""
+
     std: float = 0.0
     """Standard deviation of a normal or uniform initialization; of a constant one, the value."""
 

@@ -22,6 +22,8 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.experts.compute import mixture_of_experts
+from megatron_ext.parts.gated_delta.compute import GatedDeltaNet
+from megatron_ext.parts.gated_delta.describe import GatedDelta
 from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
 from megatron_ext.parts.latent_attention.describe import LatentAttention
 from megatron_ext.parts.layer import ResidualLayer
@@ -143,9 +145,14 @@ def _latent_attention(layer: Layer, _tp_group: ProcessGroup, tables: Mapping[Tab
     return ModuleSpec(module=LatentSelfAttention, params={"attn_mask_type": AttnMaskType.causal, **described})
 
 
+def _gated_delta(layer: Layer, _tp_group: ProcessGroup, _tables: Mapping[Table, slice]) -> ModuleSpec:
+    return ModuleSpec(module=GatedDeltaNet, params={"described": layer.mixer})
+
+
 _MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[Table, slice]], ModuleSpec]] = {
     Attention: _attention,
     LatentAttention: _latent_attention,
+    GatedDelta: _gated_delta,
 }
 """What builds the mixer of a layer, by the class of its description."""
 

@@ -19,6 +19,7 @@ from megatron_ext.config.derived.layer_patterns import is_dealt
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.attention.describe import Attention, Rotary, Temperature, attention_of
 from megatron_ext.parts.experts.describe import Experts, experts_of
+from megatron_ext.parts.gated_delta.describe import gated_delta_of
 from megatron_ext.parts.latent_attention.describe import latent_attention_of
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.next_token.describe import NextToken
@@ -102,6 +103,11 @@ class Layer:
         """Its parts, and what stands around it."""
         around = () if self.next_token is None else (self.next_token,)
         return (*around, *(branch.part for branch in self.branches))
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether its mixer is attention."""
+        return isinstance(self.mixer, Attention)
 
     @property
     def attention(self) -> Attention:
@@ -209,9 +215,10 @@ class Stack:
 
     @property
     def has_mixed_parameters(self) -> bool:
-        """Whether some layers have experts and others an MLP: a checkpoint then holds each layer by itself, and
-        otherwise the same parameter of all as one tensor."""
-        return len({layer.experts is None for layer, _ in self.kinds if layer.next_token is None}) > 1
+        """Whether layers differ in their parameters, with experts or an MLP, attention or another mixer: a checkpoint
+        then holds each layer by itself, and otherwise the same parameter of all as one tensor."""
+        decoder = [layer for layer, _ in self.kinds if layer.next_token is None]
+        return len({(layer.experts is None, type(layer.mixer)) for layer in decoder}) > 1
 
     def total(self, of: Callable[[Layer], float]) -> float:
         """Return the sum of `of` over the layers."""
@@ -246,9 +253,15 @@ def _layer(model: ModelConfig, number: int) -> Layer:
     experts = model.num_experts
     if not is_dealt(model.moe_layer_freq, model.num_layers, number, "the first", otherwise=True):
         experts = None
+    mixer: Part
+    if model.experimental_attention_variant and is_dealt(model.linear_attention_freq, model.num_layers, number):
+        mixer = gated_delta_of(model)
+    else:
+        attends = latent_attention_of if model.multi_latent_attention else attention_of
+        mixer = attends(model, final_norm(model), number)
     return Layer(
         number=number,
-        mixer=(latent_attention_of if model.multi_latent_attention else attention_of)(model, final_norm(model), number),
+        mixer=mixer,
         mlp=mlp_of(model, model.ffn_hidden_size) if experts is None else experts_of(model, experts),
         norm=final_norm(model),
         norm_places=model.norm_position,  # pyright: ignore[reportArgumentType]

@@ -122,6 +122,7 @@ WAYS: dict[str, Way] = {
             "gate": _NEVER_RUN.format("gates"),
             "clip": "which clips nothing",
             "latent": _NEVER_RUN.format("latents"),
+            "delta": "which has no gated delta rule",
             "parallel": "whose MLP reads what attention has added to",
             "rotation by layer": "which has one table of angles",
             "longer queries": "whose angles lengthen nothing",
@@ -140,6 +141,7 @@ WAYS: dict[str, Way] = {
                 "the layout"
             ),
             "latent": "which has no products for latents",
+            "delta": "which was never compared with another layout in gated delta rules",
             "next tokens": "which was never compared with another layout in the depths of multi-token prediction",
         },
         "leave --fp8-format out to train them in bf16",

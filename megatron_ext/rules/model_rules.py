@@ -200,6 +200,26 @@ def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[
         )
 
 
+def layers_without_attention_are_named(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a pattern which can be read, and names some layer, of those that have another mixer than attention."""
+    model, pattern = config.model, config.model.linear_attention_freq
+    if model.experimental_attention_variant is None or not positive(model.num_layers):
+        return
+    usable = f"use --linear-attention-freq 4, or [1]*{model.num_layers}"
+    try:
+        if pattern is None or not any(read_pattern(pattern, min(model.num_layers, 100_000))):
+            given = "is missing" if pattern is None else f"{pattern} names no layer"
+            yield (
+                f"--linear-attention-freq {given}, which has --experimental-attention-variant "
+                f"{model.experimental_attention_variant}; {usable}"
+            )
+    except ValueError:
+        yield (
+            f"--linear-attention-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 "
+            f"or 1 (--num-layers); {usable}"
+        )
+
+
 def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require factors of rotary scaling that are in order."""
     model = config.model
@@ -310,6 +330,7 @@ RULES = (
     sequences_are_one_chunk,
     windows_are_well_formed,
     layers_without_rotation_are_named,
+    layers_without_attention_are_named,
     rope_scaling_has_a_range,
     longrope_has_a_factor_for_each_pair,
     positions_by_layer_have_layers,

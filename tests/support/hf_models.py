@@ -56,6 +56,13 @@ _EXPERTS: dict[str, Any] = {
     **{"n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1},
     **{"n_group": 3, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1},
 }
+_DELTA: dict[str, Any] = {
+    **{**_DECODER, "num_hidden_layers": 4, "partial_rotary_factor": 0.5, "linear_key_head_dim": 6},
+    **{"linear_value_head_dim": 10, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+}
+_SHARED_EXPERT: dict[str, Any] = {
+    **{"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 40},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 2": {"model_type": "llama", **_DECODER, "num_key_value_heads": 6, "tie_word_embeddings": False},
     "Llama 3.1": {
@@ -374,6 +381,23 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "llama4_text", **_DECODER, "intermediate_size": 24, "num_local_experts": 4},
         **{"no_rope_layers": [1, 1], "attn_temperature_tuning": False, "use_qk_norm": False, "pad_token_id": None},
         **{"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    },
+    "Qwen3-Next": {"model_type": "qwen3_next", **_DELTA, **_SHARED_EXPERT, **_UNTIED},
+    "Qwen3-Next with dense layers": {
+        **{"model_type": "qwen3_next", **_DELTA, **_SHARED_EXPERT, "mlp_only_layers": [1], "norm_topk_prob": False},
+        **{"layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"], "num_key_value_heads": 1},
+        **{"linear_conv_kernel_dim": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 8},
+        **{"attention_bias": True, "tie_word_embeddings": True},
+    },
+    "Qwen3.5": {
+        **{"model_type": "qwen3_5_text", **_DELTA, "tie_word_embeddings": True},
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5},
+            **{"mrope_section": [1, 1, 1], "mrope_interleaved": True},
+        },
+    },
+    "Qwen3.5 with experts": {
+        **{"model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED_EXPERT, **_UNTIED},
     },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},

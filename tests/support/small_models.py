@@ -30,6 +30,12 @@ LATENTS: dict[str, Any] = {
     **{"original_max_position_embeddings": 8, "mscale": 0.7, "mscale_all_dim": 0.4},
 }
 """Latent attention whose queries have latents too, with YaRN."""
+DELTA: dict[str, Any] = {
+    **LLAMA,
+    **{"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2", "linear_key_head_dim": 6},
+    **{"linear_value_head_dim": 10, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+}
+"""A gated delta rule in every other layer."""
 
 MIXTURE = {
     **{"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "disable_bias_linear": True},

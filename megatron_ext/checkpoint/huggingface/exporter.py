@@ -242,7 +242,7 @@ class _Target:
             bits = memoryview(np.ascontiguousarray(values)).cast("B")
             write_all(self.files[self.entry.path], self.entry.offset_of(row), bits)
         else:
-            self.entry.rows(row, rows, writable=True)[:, columns] = values
+            self.entry.rows(row, rows, writable=True)[:, columns] = values.reshape(rows, -1)
 
 
 def _files(

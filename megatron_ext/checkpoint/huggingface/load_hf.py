@@ -73,7 +73,7 @@ def read_rows(folder: HFFolder, mapping: ParameterMapping, rows: range, columns:
         else:
             view = entry.rows(first, high - low)
         part = torch.from_numpy(view).view(_dtype(entry))
-        part = part[:, columns] if wanted.dim() > 1 else part.reshape(wanted.shape)
+        part = (part[:, columns] if wanted.dim() > 1 else part).reshape(wanted.shape)
         wanted.copy_(
             part if mapping.added == 0.0 else part.to(torch.promote_types(part.dtype, torch.float32)) + mapping.added
         )

@@ -94,15 +94,13 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "sparse, linear and other experimental attention is not in this version; leave it out",
+        "sparse and other experimental attention is not in this version; leave it out",
         """
-        --experimental-attention-variant N, --dsa-indexer-n-heads N, --dsa-indexer-head-dim N, --dsa-indexer-topk N,
-        --dsa-indexer-topk-freq N =1, --dsa-indexer-skip-topk-offset N =0, --dsa-indexer-loss-coeff N,
+        --dsa-indexer-n-heads N, --dsa-indexer-head-dim N, --dsa-indexer-topk N, --dsa-indexer-topk-freq N =1,
+        --dsa-indexer-skip-topk-offset N =0, --dsa-indexer-loss-coeff N,
         --dsa-indexer-use-sparse-loss, --dsa-kernel-backend N =none, --dsa-indexer-rope-interleaved,
         --no-dsa-indexer-rotate-activation, --disable-dsa-indexer-rotate-activation, --no-dsa-indexer-scoring-relu,
         --disable-dsa-indexer-scoring-relu, --dsa-indexer-k-norm-epsilon N, --dsa-indexer-k-norm-fp32,
-        --linear-conv-kernel-dim N =4, --linear-key-head-dim N =128, --linear-value-head-dim N =128,
-        --linear-num-key-heads N =16, --linear-num-value-heads N =32, --linear-attention-freq N,
         --use-kitchen-attention, --kitchen-attention-backend N =sdpa,
         --kitchen-config-file N, --kitchen-recipe-number N
         """,

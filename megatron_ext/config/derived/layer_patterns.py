@@ -4,7 +4,7 @@ import ast
 import functools
 from typing import Literal
 
-FIELDS = ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq")
+FIELDS = ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "linear_attention_freq")
 """Fields of the model that are read here. One value may be written in several ways."""
 
 _LONGEST, _MOST_LAYERS = 1000, 100_000  # characters of a pattern, and layers in it

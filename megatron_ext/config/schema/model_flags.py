@@ -16,6 +16,9 @@ _ROTARY = ReadWith(
 _SCALED = ReadWith("use_rope_scaling", "without --use-rope-scaling rotary positions are not scaled")
 
 _MUP = ReadWith("use_mup", "without --use-mup weights begin and learn at the same rate in any width")
+_VARIANT = ReadWith(
+    "experimental_attention_variant", "without --experimental-attention-variant all layers have attention"
+)
 
 _BY_LENGTH = ("longrope", "dynamic")
 _STRETCHED = [
@@ -168,6 +171,43 @@ class ModelConfig:
                 Need("qk_layernorm_place", "before", "norms over its latents"),
             ]
         },
+    )
+    experimental_attention_variant: str | None = option(
+        None,
+        "What takes the place of attention in the layers of --linear-attention-freq: Gated DeltaNet, a recurrence over "
+        "a state of one size.",
+        resume="shape",
+        choices=("gated_delta_net",),
+        refused={"dsa": "sparse attention by an indexer of keys is not in this version; leave it out"},
+        needs={
+            "gated_delta_net": [
+                Need("normalization", "RMSNorm", "norms of its heads"),
+                Need("disable_bias_linear", True, "projections without bias"),
+            ]
+        },
+    )
+    linear_attention_freq: str | None = option(
+        None,
+        "Which layers have it. N: N - 1 layers with it and one with attention, in turn; a list such as [1,1,1,0]*12: "
+        "those with a 1.",
+        resume="shape",
+        metavar="N|LIST",
+        read_with=_VARIANT,
+    )
+    linear_conv_kernel_dim: int = option(
+        4, "Latest positions that its convolution sees.", resume="shape", at_least=1, read_with=_VARIANT
+    )
+    linear_key_head_dim: int = option(
+        128, "Channels of its query and key heads.", resume="shape", at_least=1, read_with=_VARIANT
+    )
+    linear_value_head_dim: int = option(
+        128, "Channels of its value heads.", resume="shape", at_least=1, read_with=_VARIANT
+    )
+    linear_num_key_heads: int = option(
+        16, "Number of its query and key heads.", resume="shape", at_least=1, read_with=_VARIANT
+    )
+    linear_num_value_heads: int = option(
+        32, "Number of its value heads, which share key heads.", resume="shape", at_least=1, read_with=_VARIANT
     )
     q_lora_rank: int | None = option(
         None,

@@ -12,6 +12,7 @@ the cache, N positions that are read, V vocabulary of this tensor-parallel rank.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ class Sequences:
         """Return what attends in a layer, in the place of its `core`: from queries [B, H, S, D], keys and values [B, G,
         S, D] to their context, [S, B, H x D]."""
         return partial(core, documents=self.documents)
+
+    def begins(self, rows: int, length: int) -> torch.Tensor | None:
+        """Return whether a document begins with each position, bool [rows, length]; None where only rows do."""
+        ends, keys = self.documents.query_ends, self.documents.key_ends
+        begins = torch.zeros(rows * length, dtype=torch.bool, device=ends.device)
+        begins[ends[:-1].long()] = ends.diff() == keys.diff()  # others go on from another rank's part of a sample
+        return begins.view(rows, length)
 
     def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
         """Return the states that a layer, or its attention, goes on with where it computes each position by itself."""
@@ -64,6 +72,26 @@ class WholeSequences(Sequences):
 
         Args:
             latents_B1SD: one key head for all query heads; its first `rank` channels are the values.
+        """
+
+    def begins(self, rows: int, length: int) -> torch.Tensor | None:
+        """Return whether a text begins with each position, bool [rows, length]; None where only rows do."""
+        return None
+
+    def counted(self, length: int) -> torch.Tensor | None:
+        """Return 1 for the tokens of each row and 0 for what fills it up, [length, rows], if that must be known."""
+        return None
+
+    def recurrent(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what a layer with a recurrence goes on from: its latest inputs, and its state; None in a first
+        pass."""
+        return None
+
+    def keep_recurrent(self, layer_number: int, inputs_PSBGX: torch.Tensor, state: torch.Tensor) -> None:
+        """Keep these, if anything is kept.
+
+        Args:
+            inputs_PSBGX: the inputs of this pass, [1, S, B, G, X], after as many as there were to go on from.
         """
 
     def begin(self, last_layer: int | None) -> None:
@@ -135,7 +163,14 @@ class TextsInARow(WholeSequences):
 
     def __init__(self, lengths: list[int], filled: int, device: torch.device):
         super().__init__(torch.tensor(lengths, device=device).cumsum(0) - 1)
+        self._device = device
         self._lengths = [*lengths, filled] if filled else lengths
+
+    def begins(self, rows: int, length: int) -> torch.Tensor | None:
+        """Return whether a text begins with each position, bool [1, length]."""
+        begins = torch.zeros(1, length, dtype=torch.bool)
+        begins[0, [0, *accumulate(self._lengths[:-1])]] = True
+        return begins.to(self._device)
 
     def attend(
         self,
@@ -153,7 +188,7 @@ class TextsInARow(WholeSequences):
 
 class KeyValueCache(WholeSequences):
     """Keeps keys and values of every layer of this rank: 2 x layers x B x G x D x `positions` numbers, and no more; of
-    latent attention its latents (`keep`).
+    latent attention its latents (`keep`), of a recurrence its state (`keep_recurrent`), whatever the positions.
 
     The first pass takes the prompts, each further one the next token of every row (`advance`).
 
@@ -169,6 +204,7 @@ class KeyValueCache(WholeSequences):
         super().__init__((lengths_B - 1) * len(lengths) + torch.arange(len(lengths), device=device))
         self.positions = positions
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._recurrent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._next_B1, self._length = lengths_B[:, None], width
         self._is_first = True
         self._source_B1S1: torch.Tensor | None = None
@@ -190,6 +226,25 @@ class KeyValueCache(WholeSequences):
         """Keep latents in place of keys and values: `positions` x D numbers of a row. The values are part of them."""
         kept = self._begun(latents_B1SD)
         self._kept[layer_number] = kept, kept[..., :rank]
+
+    def counted(self, length: int) -> torch.Tensor | None:
+        """Return 1 for the tokens of each row and 0 for what fills it up, [length, rows], if that must be known."""
+        if self.goes_on or self._source_B1S1 is None:
+            return None
+        return (torch.arange(length, device=self._next_B1.device) < self._next_B1).T.float()
+
+    def recurrent(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a layer's latest inputs, [1, K, B, G, X], and its state; None in the first pass."""
+        return self._recurrent[layer_number] if self.goes_on else None
+
+    def keep_recurrent(self, layer_number: int, inputs_PSBGX: torch.Tensor, state: torch.Tensor) -> None:
+        """Keep the state, which is that after the last token of each row, and the inputs of its latest tokens."""
+        [inputs_SBGX] = inputs_PSBGX
+        latest_B = torch.ones_like(self._next_B1[:, 0]) if self.goes_on else self._next_B1[:, 0]
+        kept = len(inputs_SBGX) - (1 if self.goes_on else self._length)
+        places = torch.arange(kept, device=latest_B.device)[:, None] + latest_B
+        rows = torch.arange(len(latest_B), device=latest_B.device)
+        self._recurrent[layer_number] = inputs_SBGX[places, rows][None], state
 
     def advance(self) -> torch.Tensor:
         """Prepare a pass over one token of each row, and return its positions, int64 [B, 1]."""

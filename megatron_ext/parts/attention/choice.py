@@ -63,7 +63,9 @@ def _heads(config: Config) -> Heads | None:
     if model.transformer_impl == "transformer_engine" or kernels_by_name(config) is not None:
         return None
     shares = layout.tensor_model_parallel_size * layout.context_parallel_size
-    of_layer = layers(config)[0].attention
+    of_layer = next((layer.attention for layer in layers(config) if layer.has_attention), None)
+    if of_layer is None:
+        return None
     return Heads(
         batch=training.micro_batch_size,
         queries=max(1, of_layer.query_heads // shares),

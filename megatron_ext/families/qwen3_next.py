@@ -1,0 +1,45 @@
+"""Qwen3-Next: gated delta rules in three of four layers, attention with gates in the fourth, and experts."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.families import delta_rules, shared
+from megatron_ext.families.mixtures import sparse_json, sparse_values
+from megatron_ext.families.protocol import Family, Sections
+from megatron_ext.families.qwen2_moe import QWEN2_MOE
+from megatron_ext.families.reading import Reading
+
+_SHARED = "shared_expert_intermediate_size"
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    of_shared = {"moe_shared_expert_intermediate_size": reading.integer(_SHARED)}
+    return {**delta_rules.delta_values(reading), **sparse_values(reading), **of_shared}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    of_shared = {_SHARED: config.model.moe_shared_expert_intermediate_size}
+    return {**delta_rules.delta_json(config), **sparse_json(config), **of_shared}
+
+
+def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
+    return {**shared.biases_of_attention(model), **delta_rules.shared_expert(model)}
+
+
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    {**QWEN2_MOE.names, **delta_rules.delta_names("in_proj_qkvz", "in_proj_ba")},
+    {**delta_rules.DELTA_FLAGS, "disable_bias_linear": True, "moe_shared_expert_gate": True},
+    _read,
+    _write,
+    {
+        **{**delta_rules.DELTA_DEFAULTS, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
+        **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
+        **{"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48, "vocab_size": 151936},
+    },
+    aliases={"num_experts": "num_local_experts"},
+    dependent_flags=_dependent_flags,
+    added=delta_rules.DELTA_ADDED,
+    sections={"self_attention.in_proj": Sections((4, 2), by_groups=True), **delta_rules.CONVOLUTION},
+)

@@ -1,0 +1,1 @@
+"""Gated delta rule: a linear recurrence over a state of each head, in the place of attention."""

@@ -1,0 +1,105 @@
+"""Computes the gated delta rule (Yang et al. 2024, arXiv:2412.06464, equation 10) chunk by chunk.
+
+    S_t = diag(exp(g_t)) S_{t-1}                      what is kept of the state, a matrix [D, V]
+    S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T        what is read at a key is moved towards its value
+    o_t = S_t^T q_t
+
+Within a chunk all of its writes follow from one triangular system (the same, section 3.3); from chunk to chunk the
+state alone is handed on. With one decay for all channels of a head this is Gated DeltaNet, with one for each channel of
+the key Kimi Delta Attention (arXiv:2510.26692).
+
+Shapes: S positions, N chunks of C positions, D channels of a key, V of a value; ... are rows and heads, which broadcast.
+"""
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64
+"""Positions of a chunk whose heads have one decay each."""
+
+WIDE_CHUNK = 16
+"""The same with a decay of each channel, where every two positions of a chunk have D decays between them."""
+
+
+def delta_rule(
+    query_SD: torch.Tensor | None,
+    key_SD: torch.Tensor,
+    value_SV: torch.Tensor,
+    log_decay_SX: torch.Tensor,
+    beta_S1: torch.Tensor,
+    state_DV: torch.Tensor,
+    documents_S: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return what each query reads, [..., S, V], and the state after the last position, [..., D, V].
+
+    Args:
+        query_SD: [..., S, D]; None where nothing is read.
+        key_SD: [..., S, D].
+        value_SV: [..., S, V].
+        log_decay_SX: g, at most 0, [..., S, 1], or [..., S, D] with a decay for each channel.
+        beta_S1: how far each write goes, [..., S, 1].
+        state_DV: the state before the first position, [..., D, V].
+        documents_S: number of each position's document, [..., S], never falling; 0 is what `state_DV` belongs to.
+    """
+    length = key_SD.size(-2)
+    chunk = min(CHUNK if log_decay_SX.size(-1) == 1 else WIDE_CHUNK, length)
+    key, value, log_decay, beta = (_chunks(x, chunk) for x in (key_SD, value_SV, log_decay_SX, beta_S1))
+    # From before the chunk. In fp64, for the gradient of a decay is a sum over all pairs of positions of the chunk, most
+    # of which cancel: in fp32 that of A_log is off by 2e-5 of its norm, so by 1e-7.
+    total = log_decay.double().cumsum(-2)
+    closing = F.pad(total[..., -1:, :] - total[..., :-1, :], (0, 0, 0, 1)).to(key.dtype).exp()
+    opened, kept = total.to(key.dtype).exp(), total[..., -1, :, None].to(key.dtype).exp()
+    sees = torch.ones(chunk, chunk, dtype=torch.bool, device=key.device).tril()
+    if documents_S is not None:
+        ids_NC = _chunks(documents_S[..., None], chunk, repeats=True).squeeze(-1)
+        before_N1 = F.pad(ids_NC[..., :-1, -1:], (0, 0, 1, 0))
+        sees = sees & (ids_NC[..., :, None] == ids_NC[..., None, :])
+        opened = opened * (ids_NC == before_N1)[..., None]
+        closing = closing * (ids_NC == ids_NC[..., -1:])[..., None]
+        kept = kept * (ids_NC[..., -1:] == before_N1)[..., None]
+    # (I + system) writes = beta (values - what the state before the chunk has at the keys)
+    between = _decay_between(total, sees, key.dtype)
+    system = beta * _products(key, key, between)
+    right = torch.cat([x.expand(*system.shape[:-1], x.size(-1)) for x in (beta * value, beta * key * opened)], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    writes, reads = solved.split((value.size(-1), key.size(-1)), dim=-1)
+    steps = [x.unbind(-3) for x in (writes, reads, (key * closing).transpose(-1, -2), kept)]
+    outputs, state = [], state_DV
+    if query_SD is not None:
+        query = _chunks(query_SD, chunk)
+        steps += [x.unbind(-3) for x in (query * opened, _products(query, key, between))]
+    for write, read, put, keep, *asked in zip(*steps, strict=True):
+        moved = write - read @ state
+        if asked:
+            outputs.append(asked[0] @ state + asked[1] @ moved)
+        state = keep * state + put @ moved
+    return torch.cat(outputs, dim=-2)[..., :length, :] if outputs else None, state
+
+
+def _chunks(x_SX: torch.Tensor, chunk: int, *, repeats: bool = False) -> torch.Tensor:
+    """Return [..., S, X] as [..., N, C, X], filled up with zeros, or with the last position's."""
+    missing = -x_SX.size(-2) % chunk
+    if missing and repeats:
+        x_SX = torch.cat((x_SX, x_SX[..., -1:, :].expand(*x_SX.shape[:-2], missing, -1)), dim=-2)
+    elif missing:
+        x_SX = F.pad(x_SX, (0, 0, 0, missing))
+    return x_SX.unflatten(-2, (-1, chunk))
+
+
+def _decay_between(total_CX: torch.Tensor, sees_CC: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what is left at a position, the row, of what was written at another one: [..., C, C], or [..., C, C, D]
+    for decays of channels; 0 where it does not see it."""
+    itself = torch.eye(sees_CC.size(-1), dtype=torch.bool, device=sees_CC.device)
+    if total_CX.size(-1) == 1:
+        differences = total_CX - total_CX.transpose(-1, -2)
+    else:
+        differences = total_CX[..., :, None, :] - total_CX[..., None, :, :]
+        itself, sees_CC = itself[..., None], sees_CC[..., None]
+    return differences.to(dtype).masked_fill(~sees_CC, -torch.inf).masked_fill(itself, 0.0).exp()
+
+
+def _products(row_CD: torch.Tensor, column_CD: torch.Tensor, between: torch.Tensor) -> torch.Tensor:
+    """Return the products of every two positions, with the decay between them, [..., C, C]."""
+    if between.dim() == row_CD.dim():
+        return (row_CD @ column_CD.transpose(-1, -2)) * between
+    return (row_CD[..., :, None, :] * between * column_CD[..., None, :, :]).sum(-1)

@@ -1,0 +1,149 @@
+"""A layer of the gated delta rule against transformers', its documents each by itself, and generation."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.data.packing import documents_of
+from megatron_ext.parallel import groups
+from megatron_ext.parts.attention.cached import KeyValueCache, Sequences, TextsInARow
+from megatron_ext.parts.gated_delta import compute
+from tests.support.small_models import DELTA, build_small_model, small_config
+
+PROMPTS, FILLED, MORE = (9, 6, 1), 9, 4
+ODD = {"linear_key_head_dim": 5, "linear_value_head_dim": 3, "linear_num_key_heads": 1, "linear_num_value_heads": 3}
+
+
+def _layer(changes: dict[str, Any] | None = None) -> Any:
+    [gpt], _ = build_small_model(small_config({**DELTA, "norm_epsilon": 1e-6, **(changes or {})}))
+    layer: Any = gpt.decoder.layers[0].self_attention
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    groups.destroy()
+    return layer
+
+
+@pytest.mark.parametrize("changes", [{}, ODD, {"linear_conv_kernel_dim": 2}], ids=str)
+@pytest.mark.parametrize("span", [compute.SPAN, 70])
+def test_a_layer_is_that_of_transformers(changes: dict[str, Any], span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    monkeypatch.setattr(compute, "SPAN", span)
+    ours = _layer(changes)
+    model = {"linear_conv_kernel_dim": 4, **DELTA, **changes}
+    sizes = {name: value for name, value in model.items() if name.startswith("linear_") and "freq" not in name}
+    settings = Qwen3NextConfig(hidden_size=64, num_hidden_layers=1, layer_types=["linear_attention"], **sizes)
+    theirs = Qwen3NextGatedDeltaNet(settings, 0)
+    described = ours.described
+    heads, convolved = described.key_heads, sum(described.sections[:4])
+    columns = described.key_size, described.key_size, described.per_key * described.value_size
+
+    def arranged(of_projection: Any, of_convolution: Any) -> list[torch.Tensor]:
+        """Ours as theirs: key heads one after another in the projections, but not in the convolution."""
+        rows = of_projection.view(heads, -1, 64)
+        parts = of_convolution.view(heads, -1, of_convolution.size(-1)).split(columns, dim=1)
+        channels = torch.cat([part.flatten(0, 1) for part in parts])[:, None]
+        return [rows[:, :convolved].flatten(0, 1), rows[:, convolved:].flatten(0, 1), channels]
+
+    pairs = [(theirs.dt_bias, ours.dt_bias), (theirs.A_log, ours.A_log), (theirs.norm.weight, ours.out_norm.weight)]
+    pairs.append((theirs.out_proj.weight, ours.out_proj.weight))
+    divided = [theirs.in_proj_qkvz.weight, theirs.in_proj_ba.weight, theirs.conv1d.weight]
+    with torch.no_grad():
+        weights = arranged(ours.in_proj.weight, ours.conv1d.weight)
+        for parameter, value in [*((one, other) for one, other in pairs), *zip(divided, weights, strict=True)]:
+            parameter.copy_(value)
+    x, weight = torch.randn(150, 3, 64), torch.randn(150, 3, 64)
+    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    found, expected = ours(inputs[0])[0], theirs(inputs[1].transpose(0, 1)).transpose(0, 1)
+    assert expected.abs().max() > 0.1
+    assert (found - expected).abs().max() < 1e-5
+    for output in (found, expected):
+        (output * weight).sum().backward()
+    gradients = [(inputs[1].grad, inputs[0].grad), *((one.grad, other.grad) for one, other in pairs)]
+    by_rows = arranged(ours.in_proj.weight.grad, ours.conv1d.weight.grad)
+    gradients += list(zip((one.grad for one in divided), by_rows, strict=True))
+    for one, other in gradients:
+        assert one is not None
+        assert other is not None
+        assert (one - other).norm() <= 1e-5 * one.norm()
+
+
+def test_documents_are_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one is shorter than the convolution, and where one begins or ends a span."""
+    monkeypatch.setattr(compute, "SPAN", 40)
+    layer = _layer().double()
+    lengths = [3, 37, 1, 2, 80, 27]
+    x = torch.randn(sum(lengths), 2, 64, dtype=torch.float64)
+    begins = torch.zeros(2, len(x), dtype=torch.bool)
+    begins[0, [sum(lengths[:number]) for number in range(len(lengths))]] = True
+    documents = documents_of(torch.ones(2, len(x), dtype=torch.int64), 0, begins_BS=begins)
+    found = layer(x, packed_seq_params=Sequences(documents))[0]
+    apart = torch.cat([layer(part)[0] for part in x[:, :1].split(lengths)])
+    torch.testing.assert_close(found[:, :1], apart, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(found[:, 1:], layer(x[:, 1:])[0], atol=1e-10, rtol=1e-10)
+    in_a_row = layer(x[:, :1], packed_seq_params=TextsInARow(lengths[:-1], lengths[-1], torch.device("cpu")))[0]
+    torch.testing.assert_close(in_a_row, apart, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("changes", [{}, {"linear_conv_kernel_dim": 1}, ODD], ids=str)
+def test_generation_goes_on_from_a_state_of_one_size(changes: dict[str, Any]) -> None:
+    """Prompts of different lengths, then one token after the other: each as at its place in the whole text."""
+    layer = _layer(changes).double()
+    texts = [torch.randn(length + MORE, 1, 64, dtype=torch.float64) for length in PROMPTS]
+    with torch.no_grad():
+        expected = [layer(text)[0] for text in texts]
+        cache = KeyValueCache(FILLED + MORE, list(PROMPTS), FILLED, torch.device("cpu"))
+        prompts = torch.randn(FILLED, len(texts), 64, dtype=torch.float64)
+        for row, (text, length) in enumerate(zip(texts, PROMPTS, strict=True)):
+            prompts[:length, row] = text[:length, 0]
+        first = layer(prompts, packed_seq_params=cache)[0]
+        for row, length in enumerate(PROMPTS):
+            torch.testing.assert_close(first[:length, row], expected[row][:length, 0], atol=1e-10, rtol=1e-10)
+        sizes = []
+        for step in range(MORE):
+            cache.advance()
+            tokens = torch.stack([text[length + step] for text, length in zip(texts, PROMPTS, strict=True)], dim=1)
+            found = layer(tokens, packed_seq_params=cache)[0]
+            wanted = torch.stack([whole[length + step] for whole, length in zip(expected, PROMPTS, strict=True)], dim=1)
+            torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+            sizes.append([kept.shape for kept in cache._recurrent[1]])
+    described = layer.described
+    state = (1, 3, described.key_heads, described.per_key, described.key_size, described.value_size)
+    tail = (1, described.kernel - 1, 3, described.key_heads, described.convolved_size // described.key_heads)
+    assert sizes == [[tail, state]] * MORE
+    assert not cache._kept
+
+
+def test_what_is_kept_for_the_backward_pass_is_the_projection_and_a_state_for_each_span() -> None:
+    from tests.support.saved_bytes import bytes_held_for_backward
+
+    layer = _layer()
+    held = []
+    for length in (compute.SPAN, 2 * compute.SPAN, 4 * compute.SPAN):
+        x = torch.randn(length, 1, 64)
+        held.append(bytes_held_for_backward(lambda x=x: layer(x)[0], [*layer.parameters(), x]))
+    described = layer.described
+    of_span = 4 * compute.SPAN * (described.projected_size + described.context_size)
+    of_state = 4 * described.value_heads * described.key_size * described.value_size
+    tails = 4 * (described.kernel - 1) * described.convolved_size
+    assert held == [spans * (of_span + of_state) + tails for spans in (1, 2, 4)]
+
+
+def test_weights_begin_as_megatrons() -> None:
+    [gpt], _ = build_small_model(small_config({**DELTA, "linear_num_key_heads": 64, "linear_num_value_heads": 512}))
+    layer: Any = gpt.decoder.layers[0].self_attention
+    decays = layer.A_log.exp()
+    assert 1.0 <= decays.min() < 1.5
+    assert 15.5 < decays.max() <= 16.0
+    assert decays.mean().item() == pytest.approx(8.5, abs=0.5)
+    assert layer.dt_bias.eq(1.0).all()
+    assert layer.out_norm.weight.eq(1.0).all()
+    assert layer.conv1d.weight.abs().max().item() == pytest.approx(0.5, rel=0.01)
+    assert layer.conv1d.weight.std().item() == pytest.approx(0.5 / math.sqrt(3), rel=0.05)
+    assert layer.conv1d.weight[:, 0].std(dim=1).min() > 0.0, "each position has a weight of its own"
+    groups.destroy()
