@@ -34,6 +34,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from megatron_ext.device import split_backward
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Experts
@@ -106,7 +107,11 @@ class ExpertMatrices(torch.nn.Module):
     def forward(self, x_TI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """Return the products, [T, O]. x_TI: sorted by expert."""
         grouped = self.group_products and can_group(x_TI, self.weight)
-        return (grouped_linear if grouped else linear_by_expert)(x_TI, self.weight, tokens_per_expert)
+        multiply = grouped_linear if grouped else linear_by_expert
+        if split_backward.splits(self.weight):
+            by_expert = partial(multiply, tokens_per_expert=tokens_per_expert)
+            return split_backward.linear_by_expert(x_TI, self.weight, tokens_per_expert.tolist(), by_expert)
+        return multiply(x_TI, self.weight, tokens_per_expert)
 
     def sharded(self, name: str, key: str, offsets: tuple[Any, ...]) -> dict[str, ShardedTensorFactory]:
         """Return the parameter as single matrices of a tensor [..., all experts, all rows, all columns], whose names
