@@ -1,4 +1,4 @@
-"""Measures bubble and live activations of four pipeline orders, with megatron-core's schedules and stages that sleep.
+"""Measures bubble and live activations of pipeline orders, with megatron-core's schedules and stages that sleep.
 
     python benchmarks/pipeline_schedules.py --forward-ms 100 --write benchmarks/results/pipeline_schedules.json
 
@@ -10,11 +10,12 @@ machine adds some milliseconds to steps of seconds and no more.
     GPipe         all forward passes, then all backward passes: 1F1B with a warm-up of all microbatches
     1F1B          megatron-core's order without interleaving
     interleaved   megatron-core's order with v chunks per stage
+    --pipeline-schedule's others, as torch's tables have them; half of a split backward pass sleeps when its turn comes
 
 bubble = time that a stage waits over time that it works: p - 1 for naive, (p-1)/m, (p-1)/m, (p-1)/(v m). Live
 activations are the forward passes whose backward pass is still to come, in units of one microbatch on one whole
 stage, at their largest: 1, m, p on the first stage, and (2(p-1) + (v-1) p + 1)/v there with interleaving
-(Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Of tables both are those of the planner's simulation.
 """
 
 import argparse
@@ -25,14 +26,20 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_ext.config.schema.layout_flags import SPLIT_SCHEDULES
+from megatron_ext.plan.schedule import most_held
+from megatron_ext.plan.schedule_table import named
 from megatron_ext.verify.ranks import run_ranks
 
-ORDERS = ("naive", "GPipe", "1F1B", "interleaved")
+TABLES = {"looped-bfs": 2, "interleaved-zero-bubble": 2, "zbv": 2, "dualpipe-v": 2}
+"""Chunks of a stage by name of --pipeline-schedule."""
+ORDERS = ("naive", "GPipe", "1F1B", "interleaved", *TABLES)
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,11 @@ def run_order(
 
     from megatron_ext import device
     from megatron_ext.config.schema import LayoutConfig
+    from megatron_ext.device import split_backward
     from megatron_ext.parallel import groups
+    from megatron_ext.train.table_runtime import TableRuntime
+
+    splits = order in SPLIT_SCHEDULES
 
     class Sleep(torch.autograd.Function):
         """The work of one chunk, and a count of the microbatches that it has in flight."""
@@ -84,7 +95,10 @@ def run_order(
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # pyright: ignore
             Sleep.worked.append((False, ctx.chunk))
             Sleep.live -= 1
-            time.sleep(2 * forward_seconds / chunks)
+            at_once = forward_seconds / chunks
+            if splits:
+                split_backward.due(gradient, lambda: time.sleep(at_once))
+            time.sleep(at_once if splits else 2 * at_once)
             return gradient, gradient.sum(), None
 
     class Chunk(torch.nn.Module):
@@ -133,7 +147,9 @@ def run_order(
     )
     model = [Chunk(config, chunk if interleaved else None) for chunk in range(chunks)]
     communicator = (AllForwardFirst if order == "GPipe" else P2PCommunicator)(collection.pp, config)
-    schedule = get_forward_backward_func(world_size, chunks if interleaved else None)
+    schedule: Any = get_forward_backward_func(world_size, chunks if interleaved else None)
+    if order in TABLES:
+        schedule = TableRuntime(partial(named, order, world_size, chunks))
 
     def step(count: int) -> None:
         schedule(
@@ -165,18 +181,23 @@ def run_order(
 
 def measure(order: str, stages: int, microbatches: int, chunks: int, forward_ms: float, repeats: int) -> Outcome:
     """Run one order on as many processes as there are stages."""
-    chunks = chunks if order == "interleaved" else 1
+    chunks = chunks if order == "interleaved" else TABLES.get(order, 1)
     results = run_ranks(stages, run_order, order, microbatches, chunks, forward_ms / 1000, repeats)
     seconds = max(result[0] for result in results)
     work = microbatches * 3 * forward_ms / 1000
     bubble = seconds / work - 1 if work else 0.0
     formula = {"naive": stages - 1, "interleaved": (stages - 1) / (chunks * microbatches)}
-    live = {
+    live: dict[str, float] = {
         "naive": 1,
         "GPipe": microbatches,
         "1F1B": min(stages, microbatches),
         "interleaved": min(2 * (stages - 1) + (chunks - 1) * stages + 1, chunks * microbatches) / chunks,
     }
+    if order in TABLES:
+        table = named(order, stages, chunks, microbatches)
+        begun = [work._replace(half="") for work in table.order(0) if work.half != "weights"]
+        formula[order] = table.bubble / microbatches
+        live[order] = most_held(begun, [1 / chunks] * chunks, [0.0] * chunks).bytes
     return Outcome(
         order=order,
         seconds=seconds,

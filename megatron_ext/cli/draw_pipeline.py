@@ -1,12 +1,12 @@
 """Draws one step of a pipeline: which stage works on which microbatch when, what waits, and each stage's memory.
 
     python tools/draw_pipeline.py --stages 4 --chunks 2 --microbatches 8             # the order alone
+    python tools/draw_pipeline.py --stages 4 --chunks 2 --schedule zbv               # that of --pipeline-schedule zbv
     python tools/draw_pipeline.py --world-size 64 --device h100 -- <training flags>  # with estimated times and memory
     python tools/draw_pipeline.py --run checkpoints/run                              # as it was measured
 
 The last reads the traces of a run with --record-schedule and names slow stages. --html FILE writes the picture as a
-page, --trace FILE all traces as one, for Perfetto. The simulated order is megatron-core's: recorded steps have
-the same.
+page, --trace FILE all traces as one, for Perfetto. Recorded steps have the simulated order.
 """
 
 import shutil
@@ -15,10 +15,13 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.native.resume import look
 from megatron_ext.commandline import ToolParser, split_at_dashes, write_output
+from megatron_ext.config.derived.pipeline_table import flaws
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import resolve
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.pipeline_tables import CLASSES
 from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
+from megatron_ext.plan.schedule_table import named
 from megatron_ext.plan.search_input import question
 from megatron_ext.plan.simulated_timeline import equal_stages, preview
 from megatron_ext.plan.timeline import COLOURS, Timeline, as_text, slow_stages
@@ -41,7 +44,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"--microbatches {options.microbatches} is not a number from 1")
     remarks: list[str] = []
     if options.stages is not None:
-        timeline = _order_alone(options.stages, options.chunks, options.microbatches, options.group)
+        timeline = _order_alone(options.stages, options.chunks, options.microbatches, options.group, options.schedule)
     elif options.run is not None:
         records = schedule_record.read(options.run)
         timeline = schedule_record.timeline(records, options.step, options.pipeline)
@@ -60,17 +63,32 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _order_alone(stages: int, chunks: int, microbatches: int | None, group: int | None) -> Timeline:
+def _order_alone(stages: int, chunks: int, microbatches: int | None, group: int | None, name: str | None) -> Timeline:
     number = 2 * stages if microbatches is None else microbatches
     each = stages if group is None else group
     if min(stages, chunks, number, each) < 1:
         raise ConfigurationError("--stages, --chunks, --microbatches and --group are numbers from 1")
+    if name is not None:
+        return _of_table(name, stages, chunks, number)
     if chunks > 1 and (stages == 1 or each < stages or 0 < number % each < stages):
         raise ConfigurationError(
             f"--chunks {chunks} needs --stages above 1, a --group of at least --stages {stages}, and as many "
             f"microbatches in the last group; --microbatches {number} in groups of {each} leave {number % each}"
         )
     return equal_stages(stages, chunks, number, each)
+
+
+def _of_table(name: str, stages: int, chunks: int, microbatches: int) -> Timeline:
+    if name not in CLASSES and not name.endswith(".csv"):
+        raise ConfigurationError(f"--schedule {name} is none of {', '.join(CLASSES)} and no file that ends in .csv")
+    try:
+        table = named(name, stages, chunks, microbatches)
+    except (OSError, ValueError, AssertionError) as error:  # of torch, for numbers that its schedule does not have
+        raise ConfigurationError(f"--schedule {name}: {error}") from error
+    wrong = next(flaws(table.rows, stages, chunks, microbatches, v_shaped=table.v_shaped), None)
+    if wrong is not None:
+        raise ConfigurationError(f"--schedule {name}, --microbatches {microbatches}: {wrong}")
+    return equal_stages(stages, chunks, microbatches, name=name)
 
 
 def _simulated(
@@ -105,6 +123,7 @@ def _parser() -> ToolParser:
     parser.add_argument("--stages", type=int, metavar="N", help="draw the order of so many equal stages")
     parser.add_argument("--chunks", type=int, default=1, metavar="N", help="with --stages: chunks of each stage")
     parser.add_argument("--group", type=int, metavar="N", help="with --chunks: microbatches that one takes in turn")
+    parser.add_argument("--schedule", metavar="NAME|FILE", help="with --stages: as of --pipeline-schedule")
     parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches to draw; default a few")
     parser.add_argument("--run", type=Path, metavar="DIR", help="draw what a run with --record-schedule recorded")
     parser.add_argument("--step", type=int, metavar="N", help="with --run: the step; default the last recorded one")

@@ -39,6 +39,7 @@ COMMANDS = {
     "coordinate-check": ("coordinate_check", "check that activations keep their size as a model gets wider"),
     "plan": ("plan", "say which layout to use for a model on some devices"),
     "draw-pipeline": ("draw_pipeline", "draw a step of a pipeline, simulated or as a run recorded it"),
+    "make-schedule": ("make_schedule", "make a pipeline's schedule for measured times and a limit of memory"),
     "doctor": ("doctor", "look for what breaks a launch, before it starts"),
     "import-config": ("import_config", "print another program's configuration as flags of ours"),
     "api": ("api", "print the library's reference, a page for each room"),

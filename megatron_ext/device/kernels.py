@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_ext.device import split_backward
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.device.weight_gradients import place_of_first
 
@@ -90,6 +91,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """Return x A^T + b, differentiable as F.linear is. x: [..., in]; weight: [out, in]; bias: [out]."""
     if nothing_is_trained():
         return _linear_without_gradient(x, weight, bias)
+    if split_backward.splits(weight):
+        return split_backward.linear(x, weight, bias)
     # The compiler fuses nothing with an operation that it does not know.
     left_to_the_compiler = _gemm != "onednn" and torch.compiler.is_compiling()
     gains = _gemm != "blas" or weight.numel() >= _WRITTEN_IN_PLACE

@@ -14,6 +14,7 @@ from itertools import chain
 
 import torch
 
+from megatron_ext.config.derived.pipeline_split import last_stage
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.inference_model import Model
 from megatron_ext.inference.sampling import Sampler, Sampling
@@ -141,8 +142,7 @@ class _Batch:
         else:
             chosen = self.sampler.next(model.whole_vocabulary(logits))
         if group.size() > 1:
-            last = torch.distributed.get_global_rank(group, group.size() - 1)
-            torch.distributed.broadcast(chosen, src=last, group=group)
+            torch.distributed.broadcast(chosen, group=group, group_src=last_stage(model.config.layout))
         self.chosen = chosen
         return chosen.tolist()
 

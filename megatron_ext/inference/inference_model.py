@@ -16,6 +16,7 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_ext.config.derived.pipeline_split import is_v_shaped, last_stage
 from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.names import unwrapped
@@ -61,7 +62,7 @@ class Model:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank has the output layer."""
-        return self.groups.pp.rank() == self.groups.pp.size() - 1
+        return self.groups.pp.rank() == last_stage(self.config.layout)
 
     @property
     def vocab_size(self) -> int:
@@ -97,15 +98,25 @@ class Model:
         stage, stages = self.groups.pp.rank(), self.groups.pp.size()
         rows, length = tokens_BS.shape
         shape = (length, rows, self.config.model.hidden_size)
-        output = None
+        output, v_shaped = None, is_v_shaped(self.config.layout)
         for number, chunk in enumerate(self.chunks):
-            if stage > 0 or number > 0:
+            back = v_shaped and number > 0  # the second half of a V passes the ranks the other way
+            if back:
+                turns = stage == stages - 1
+                received = [output] if turns else self.p2p.recv_backward([shape], is_last_stage=False)
+                unwrapped([chunk])[0].set_input_tensor(received)
+            elif stage > 0 or number > 0:
                 received = self.p2p.recv_forward([shape], is_first_stage=False)
                 unwrapped([chunk])[0].set_input_tensor(received)
             output = chunk(tokens_BS, positions, inference=inference)
-            if stage < stages - 1 or number < len(self.chunks) - 1:
+            ends = v_shaped or number == len(self.chunks) - 1
+            if stage == (0 if back else stages - 1) and ends:
+                continue
+            if back:
+                self.p2p.send_backward([output], is_first_stage=False)
+            else:
                 self.p2p.send_forward([output], is_last_stage=False)
-                output = None
+            output = None
         return output
 
     @contextmanager

@@ -15,6 +15,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_ext.config.derived.pipeline_split import is_v_shaped, stage_of_chunk
 from megatron_ext.config.derived.rank_order import chunk_layers
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.data.microbatch import Ahead
@@ -22,6 +23,7 @@ from megatron_ext.data.packing import Documents
 from megatron_ext.device.recomputed_outputs import share_or_copy
 from megatron_ext.device.weight_gradients import stand_in
 from megatron_ext.model.loss import Readout
+from megatron_ext.parallel.groups import as_stage
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.attention.rope import RotaryTable, ScaledRotaryEmbedding
 from megatron_ext.parts.linear.compute import keep_gathered, multiply_in_fp8
@@ -181,23 +183,25 @@ def _build_chunk(
     of_readout: Mapping[str, Any],
     chunk: int,
 ) -> GPT:
-    model = config.model
-    held = chunk_layers(config)[pg_collection.pp.rank()][chunk]
+    model, layout = config.model, config.layout
+    rank, stages = pg_collection.pp.rank(), pg_collection.pp.size()
+    held = chunk_layers(config)[rank][chunk]
+    stage = stage_of_chunk(rank, chunk, stages, v_shaped=is_v_shaped(layout))
     spec, depths = block_spec(config, stack(config)[held.start : held.stop], pg_collection.tp, layer_spec)
-    with torch.device("meta") if on_meta else nullcontext():
+    with torch.device("meta") if on_meta else nullcontext(), as_stage(pg_collection, stage) as groups:
         gpt = GPT(
             config=transformer_config,
             transformer_layer_spec=spec,  # pyright: ignore[reportArgumentType]
             vocab_size=model.padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,
-            pre_process=pg_collection.pp.rank() == 0 and chunk == 0,
-            post_process=pg_collection.pp.rank() == pg_collection.pp.size() - 1 and chunk == chunks - 1,
+            pre_process=stage == 0 and chunk == 0,
+            post_process=stage == stages - 1 and chunk == chunks - 1,
             fp16_lm_cross_entropy=False,
             parallel_output=True,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
             # ALiBi is computed in attention, of which megatron-core knows nothing.
             position_embedding_type=kind if (kind := model.position_embedding_type) != "alibi" else "none",  # pyright: ignore[reportArgumentType]
-            pg_collection=pg_collection,
+            pg_collection=groups,
             vp_stage=chunk if chunks > 1 else None,
             mtp_block_spec=depths,
             restarts_positions=config.data.reset_position_ids,

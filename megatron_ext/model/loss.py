@@ -19,10 +19,12 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
 from megatron_ext.data.microbatch import Ahead
+from megatron_ext.device import split_backward
 from megatron_ext.device.kernels import linear
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
+from megatron_ext.parts.linear.compute import split_product
 from megatron_ext.parts.norm.compute import uninitialized
 
 
@@ -143,6 +145,11 @@ class OutputLayer(ColumnParallelLinear):
 
     cap: float | None
     """Bound of the logits."""
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **settings: Any) -> torch.Tensor:
+        if split_backward.splits(weight):
+            return split_product(input, weight, settings)
+        return super()._forward_impl(input, weight, **settings)
 
     def forward(
         self,

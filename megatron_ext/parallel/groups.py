@@ -12,6 +12,7 @@ this rank is in, and a stage in the middle of a pipeline is in fewer than its en
 the groups that they share.)
 """
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
+from megatron_ext.config.derived.pipeline_split import is_v_shaped
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.parallel import rendezvous
@@ -141,8 +143,39 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
             order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             distributed_timeout_minutes=layout.distributed_timeout_minutes + _SECONDS_FOR_THE_WATCH / 60.0,  # pyright: ignore[reportArgumentType]
             create_gloo_process_groups=False,
+            # Where one rank has both ends of the model, no other one has a copy of tied embeddings.
+            get_embedding_ranks=(lambda ranks: ranks[:1]) if is_v_shaped(layout) else None,
         )
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+class _Stage:
+    """Stands for the group of a pipeline's ranks where they are only counted."""
+
+    def __init__(self, rank: int, size: int):
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+@contextmanager
+def as_stage(groups: ProcessGroupCollection, stage: int) -> Iterator[ProcessGroupCollection]:
+    """Return a context, and groups, in which this rank builds what another stage of the pipeline would have: in a V the
+    second chunk of a rank is that of the stage as far from the other end."""
+    if stage == groups.pp.rank():
+        yield groups
+        return
+    others: Any = copy.copy(groups)
+    others.pp = _Stage(stage, groups.pp.size())
+    parallel_state.set_pipeline_model_parallel_rank(stage)
+    try:
+        yield others
+    finally:
+        parallel_state.set_pipeline_model_parallel_rank(None)
 
 
 def _alone() -> tuple[Store, int, int]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal
 
+from megatron_ext.config.derived.pipeline_split import last_stage
 from megatron_ext.config.derived.rank_order import chunk_layers
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts import own_parameters
@@ -84,13 +85,13 @@ def _sizes(config: Config, kind: Layer, *, local: bool = False) -> tuple[int, in
 
 def stages(config: Config, parameter: Parameter) -> list[int]:
     """Return the pipeline stages that hold `parameter`: one, but for word embeddings that the first and the last stage
-    both need."""
-    pipeline_size = config.layout.pipeline_model_parallel_size
+    both need; where one stage has both ends of the model, it holds them twice."""
+    pipeline_size, last = config.layout.pipeline_model_parallel_size, last_stage(config.layout)
     if parameter.stage == "output":
-        return [pipeline_size - 1]
+        return [last]
     if parameter.stage == "embedding":
         shared = parameter.name == WORD_EMBEDDINGS and config.model.shares_word_embeddings
-        return [0, pipeline_size - 1] if shared and pipeline_size > 1 else [0]
+        return [0, last] if shared and pipeline_size > 1 else [0]
     return [_stage_of_layer(config)[parameter.stage]]
 
 

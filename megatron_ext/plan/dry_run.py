@@ -33,7 +33,8 @@ from megatron_ext.plan.flops import (
 )
 from megatron_ext.plan.hardware import TABLE
 from megatron_ext.plan.memory import worst_stage
-from megatron_ext.plan.schedule import schedule_of
+from megatron_ext.plan.schedule import most_held
+from megatron_ext.plan.schedule_table import TableSchedule, schedule_of
 from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 
@@ -137,9 +138,15 @@ def _batch(config: Config) -> list[str]:
         f"{training.global_batch_size:,} samples (TP, CP and PP do not count)",
         f"tokens per step      {training.global_batch_size * config.model.seq_length:,}",
     ]
-    bubble = schedule_of(config, microbatches).bubble
-    if bubble:
-        lines.append(f"pipeline bubble      {bubble / (microbatches + bubble):.1%} of the time, (p-1)/(v*m+p-1)")
+    schedule = schedule_of(config, microbatches)
+    bubble, is_table = schedule.bubble, isinstance(schedule, TableSchedule)
+    if bubble or is_table:
+        by = "simulated: F, I and W alike" if is_table else "(p-1)/(v*m+p-1)"
+        lines.append(f"pipeline bubble      {bubble / (microbatches + bubble):.1%} of the time, {by}")
+    if is_table:
+        each = [1.0 / schedule.chunks] * schedule.chunks
+        held = [most_held(schedule.order(stage), each, [0.0] * len(each)).bytes for stage in range(schedule.stages)]
+        lines.append(f"in flight at most    {' '.join(f'{most:g}' for most in held)} microbatches, stage by stage")
     return lines
 
 

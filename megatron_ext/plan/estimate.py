@@ -199,7 +199,7 @@ def at_least(work: Workload, machine: Machine) -> float:
     each = of_all / layout.pipeline_model_parallel_size
     passes = float(work.microbatches)
     if machine.processes_share(layout.world_size) == 1.0:
-        passes += work.schedule.bubble
+        passes += work.schedule.least_bubble
     # Sums in another order round differently.
     return passes * each * (1 + _waiting(work, machine)) * (machine.correction or 1.0) * (1 - 1e-9)
 
@@ -210,7 +210,7 @@ def formula_at_least(work: Workload, machine: Machine) -> float:
     if machine.processes_share(work.config.layout.world_size) < 1.0:
         return at_least(work, machine)
     forward, backward = _Estimate(work, machine).model(0).passes
-    passes = work.microbatches + work.schedule.bubble
+    passes = work.microbatches + work.schedule.least_bubble
     seconds = passes * (sum(forward) + sum(backward)) * (1 + _waiting(work, machine)) * (machine.correction or 1.0)
     return seconds * (1 - 1e-9)
 

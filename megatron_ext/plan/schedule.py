@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from megatron_ext.config.schema import Config
-
 
 class Work(NamedTuple):
     """One pass of one microbatch through one chunk of a stage."""
@@ -28,6 +26,8 @@ class Work(NamedTuple):
     forward: bool
     chunk: int
     microbatch: int
+    half: str = ""
+    """Which part of a backward pass that is split: "inputs" or "weights"."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,19 @@ class Schedule:
         """Return how many messages a stage sends for one microbatch."""
         return _messages(replace(self, microbatches=1))[stage]
 
+    def share(self, work: Work) -> float:
+        """Return which share of its chunk's pass this one takes."""
+        return 1.0
+
     @property
     def bubble(self) -> float:
         """How long a stage waits in a step, in microbatches: of stages that are alike, (p-1)/v."""
         return (self.stages - 1) / self.chunks
+
+    @property
+    def least_bubble(self) -> float:
+        """The same, of stages of whatever times: it is never less."""
+        return self.bubble
 
     def few(self) -> "Schedule":
         """Return the schedule of as many microbatches as show everything that more of them repeat: the pipeline filled,
@@ -84,13 +93,6 @@ class Schedule:
         if self.microbatches <= enough:
             return self
         return replace(self, microbatches=enough // self.group * self.group + self.microbatches % self.group)
-
-
-def schedule_of(config: Config, microbatches: int) -> Schedule:
-    """Return the schedule that the flags ask for."""
-    layout = config.layout
-    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-    return Schedule(stages, chunks, microbatches, layout.microbatch_group_size if chunks > 1 else 1)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,6 +142,8 @@ def most_held_of_stage(schedule: Schedule, stage: int, held: tuple[float, ...], 
     """Return `most_held` of what a stage does in a step, without a look at all of it: chunks that are alike hold most
     in the first pass behind those ahead, and others before whole groups repeat what they hold."""
     works, first = schedule.order(stage), schedule.ahead(stage)
+    if type(schedule) is not Schedule:
+        return most_held(works, held, for_a_while)
     if len(set(held)) == len(set(for_a_while)) == 1 and held[0] > 0.0:
         begun = [work.chunk for work in works[: first + 1] if work.forward]
         flight = [begun.count(chunk) for chunk in range(schedule.chunks)]
@@ -156,16 +160,16 @@ def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequenc
         for_a_while: further bytes while a chunk's pass runs.
     """
     now, most, place = 0.0, -1.0, 0
-    for at, (forward, chunk, _) in enumerate(works):
+    for at, (forward, chunk, _, half) in enumerate(works):
         if forward:
             now += held[chunk]
         if now + for_a_while[chunk] > most:
             most, place = now + for_a_while[chunk], at
-        if not forward:
+        if not forward and half != "inputs":
             now -= held[chunk]
     flight = [0] * len(held)
-    for forward, chunk, _ in works[:place]:
-        flight[chunk] += 1 if forward else -1
+    for forward, chunk, _, half in works[:place]:
+        flight[chunk] += 1 if forward else -(half != "inputs")
     last = works[place]
     flight[last.chunk] += last.forward
     return Most(most, last.chunk, flight)
@@ -270,7 +274,7 @@ class _Walk:
         return [
             [
                 (chunk + chunks if forward else chunk) * width + number
-                for forward, chunk, number in schedule.order(stage)
+                for forward, chunk, number, _ in schedule.order(stage)
             ]
             for stage in range(schedule.stages)
         ]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.plan.schedule import Schedule, Work, walk
+from megatron_ext.plan.schedule_table import TableSchedule
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ def simulate(
     least = shortest(schedule, forward, backward, delay)
     if schedule.stages == 1:
         return least
+    if isinstance(schedule, TableSchedule):
+        return Times(max(ends(schedule, forward, backward, delay).values()), least.busiest)
     few = schedule.few()
     more = schedule.microbatches - few.microbatches
     total, before = walk(few, schedule.group if more else 0).ends(_flat(forward, backward), delay)
@@ -81,6 +84,8 @@ def ends(
 ) -> dict[tuple[int, Work], float]:
     """Return when each pass ends, with all microbatches simulated; those of a stage stand in the order in which it
     works."""
+    if isinstance(schedule, TableSchedule):
+        return schedule.ends(forward, backward, delay)
     return walk(schedule, 0).each(_flat(forward, backward), delay)
 
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.schema import Config
+from megatron_ext.pipeline_tables import Rows
 from megatron_ext.plan.estimate import pass_times, step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import OverTime, over_time
-from megatron_ext.plan.schedule import Schedule, schedule_of
+from megatron_ext.plan.schedule import Schedule
+from megatron_ext.plan.schedule_search import Pipeline, pass_ends
+from megatron_ext.plan.schedule_table import TableSchedule, named, schedule_of
 from megatron_ext.plan.simulate import ends, simulate
 from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.timeline import COMMUNICATION, Block, Lane, Pass, Timeline
@@ -78,16 +81,25 @@ def preview(config: Config, machine: Machine, microbatches: int | None = None) -
     )
 
 
-def equal_stages(stages: int, chunks: int, microbatches: int, group: int | None = None) -> Timeline:
-    """Return the timeline of stages that are alike, whose forward pass takes 1 and whose backward pass takes 2."""
+def equal_stages(
+    stages: int, chunks: int, microbatches: int, group: int | None = None, name: str | None = None
+) -> Timeline:
+    """Return the timeline of stages that are alike, whose forward pass takes 1 and whose backward pass takes 2.
+
+    Args:
+        name: a schedule of torch, or a file; None: megatron-core's.
+    """
     forward = [[1.0 / chunks] * chunks] * stages
     backward = [[2.0 / chunks] * chunks] * stages
     schedule = Schedule(stages, chunks, microbatches, (group or stages) if chunks > 1 else 1)
+    if name is not None:
+        schedule = named(name, stages, chunks, microbatches)
     lanes = _lanes(_Drawn(forward, backward), schedule, 0.0)
     chunked = f" x {chunks} chunks" if chunks > 1 else ""
+    of = f", {name}" if name is not None else ""
     total = max(lane.passes[-1].end for lane in lanes)
     return Timeline(
-        title=f"{stages} stages{chunked}, {microbatches} microbatches: equal stages, backward passes twice as long",
+        title=f"{stages} stages{chunked}, {microbatches} microbatches{of}: equal stages, backward passes twice as long",
         lanes=tuple(lanes),
         chunks=chunks,
         total=total,
@@ -96,8 +108,32 @@ def equal_stages(stages: int, chunks: int, microbatches: int, group: int | None 
     )
 
 
+def table_timeline(pipeline: Pipeline, table: Rows) -> Timeline:
+    """Return the timeline of a table, with the times that it was made for in milliseconds."""
+    ranks, chunks, done = pipeline.ranks, pipeline.chunks, pass_ends(pipeline, table)
+    works = TableSchedule(ranks, chunks, pipeline.microbatches, rows=table)
+    lanes = [
+        Lane(
+            f"stage {number}",
+            tuple(
+                Pass(*work[:3], round(done[one] - pipeline.seconds(one), 9) / 1000, done[one] / 1000, work.half)
+                for one, work in zip(row, works.order(number), strict=True)
+            ),
+        )
+        for number, row in enumerate(table)
+    ]
+    return Timeline(
+        title=f"{ranks} stages x {chunks} chunks, {pipeline.microbatches} microbatches: a schedule for these times",
+        lanes=tuple(lanes),
+        chunks=chunks,
+        total=max(done.values()) / 1000.0,
+    )
+
+
 def _shown(schedule: Schedule, wanted: int | None) -> int:
-    """Return the number of microbatches to draw: whole groups where they are interleaved."""
+    """Return the number of microbatches to draw: whole groups where they are interleaved, and all of a table."""
+    if type(schedule) is not Schedule:
+        return schedule.microbatches
     enough = wanted or max(2 * schedule.stages, 2 * schedule.group, 4)
     if enough >= schedule.microbatches:
         return schedule.microbatches
@@ -109,8 +145,8 @@ def _lanes(drawn: _Drawn, schedule: Schedule, delay: float) -> list[Lane]:
     done = ends(schedule, drawn.forward, drawn.backward, delay)
     of_stages: list[list[Pass]] = [[] for _ in drawn.forward]
     for (stage, work), end in done.items():
-        seconds = (drawn.forward if work.forward else drawn.backward)[stage][work.chunk]
-        of_stages[stage].append(Pass(work.forward, work.chunk, work.microbatch, end - seconds, end))
+        seconds = (drawn.forward if work.forward else drawn.backward)[stage][work.chunk] * schedule.share(work)
+        of_stages[stage].append(Pass(work.forward, work.chunk, work.microbatch, end - seconds, end, work.half))
     return [
         Lane(
             f"stage {stage}",
@@ -136,6 +172,6 @@ def _memory(needs: OverTime, passes: Sequence[Pass]) -> tuple[tuple[float, float
     for each in passes:
         now += needs.held[each.chunk] if each.forward else 0.0
         moments.append((each.begin, now + needs.for_a_while[each.chunk]))
-        now -= 0.0 if each.forward else needs.held[each.chunk]
+        now -= 0.0 if each.forward or each.half == "inputs" else needs.held[each.chunk]
         moments.append((each.end, now))
     return tuple(moments)

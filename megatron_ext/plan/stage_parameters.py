@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
+from megatron_ext.config.derived.pipeline_split import last_stage
 from megatron_ext.config.derived.rank_order import chunk_layers
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 from megatron_ext.parts.catalogue import (
@@ -59,6 +60,8 @@ class Shapes:
     def __init__(self, config: Config):
         held = chunk_layers(config)
         self.counts = [[len(layers) for layers in stage] for stage in held]
+        self.last = last_stage(config.layout)
+        """The stage with the loss."""
         self.whole = stack(config)
         """All layers."""
         self.stacks = [[self.whole[layers.start : layers.stop] for layers in stage] for stage in held]
@@ -84,7 +87,7 @@ class Shapes:
     def representatives(self) -> list[int]:
         """Return the first stage of each kind, for every stage that has the same contents."""
         if self._alike is None:
-            last = len(self.counts) - 1
+            last = self.last
             contents = [
                 ([chunk.kinds for chunk in chunks], stage == 0, stage == last)
                 for stage, chunks in enumerate(self.stacks)
@@ -96,7 +99,7 @@ class Shapes:
         """Return the same, with the first stage also for those between the ends that hold its layers: it has the
         embedding on top, and most microbatches in flight, so that none of them needs or takes more."""
         if self._heaviest is None:
-            first, last = [chunk.kinds for chunk in self.stacks[0]], len(self.stacks) - 1
+            first, last = [chunk.kinds for chunk in self.stacks[0]], self.last
             self._heaviest = [
                 0 if stage != last and [chunk.kinds for chunk in self.stacks[stage]] == first else stage
                 for stage in self.representatives()
@@ -190,7 +193,7 @@ class Shapes:
 
     def is_last(self, stage: int, chunk: int) -> bool:
         """Return whether this chunk has the output layer and the loss."""
-        return stage == len(self.counts) - 1 and chunk == len(self.counts[stage]) - 1
+        return stage == self.last and chunk == len(self.counts[stage]) - 1
 
 
 def kinds_of(stacks: Iterable[Stack]) -> Counter[Layer]:

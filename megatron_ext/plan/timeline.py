@@ -27,6 +27,8 @@ class Pass(NamedTuple):
     microbatch: int
     begin: float
     end: float
+    half: str = ""
+    """Which part of a backward pass that is split: "inputs" or "weights"."""
 
 
 class Block(NamedTuple):
@@ -174,7 +176,7 @@ def size(count: float) -> str:
     return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
-_FORWARD, _BACKWARD = "0123456789", "abcdefghij"
+_FORWARD, _BACKWARD, _WEIGHTS = "0123456789", "abcdefghij", "ABCDEFGHIJ"
 _BLOCKS = {COMMUNICATION: "-", MESSAGES: " ", "gradients": "=", "update": "+"}
 _MOST_ROWS = 32
 _COLOURS = {"forward": "\x1b[34m", "backward": "\x1b[33m", "block": "\x1b[31m"}
@@ -246,7 +248,8 @@ def _mark(lane: Lane, chunk: int | None, moment: float) -> str:
         return " "
     if block is not None and block.name == COMMUNICATION:
         return _BLOCKS[COMMUNICATION]
-    return (_FORWARD if shown.forward else _BACKWARD)[shown.microbatch % 10]
+    marks = _FORWARD if shown.forward else _WEIGHTS if shown.half == "weights" else _BACKWARD
+    return marks[shown.microbatch % 10]
 
 
 def _at(passes: Sequence[Pass], moment: float) -> Pass | None:
@@ -261,7 +264,9 @@ def _legend(timeline: Timeline) -> list[str]:
         "gradients": "= gradients between ranks",
         "update": "+ update of the weights",
     }
-    marks = "0-9 forward pass of that microbatch, a-j its backward pass, blank: the stage waits"
+    split = any(each.half for lane in timeline.lanes for each in lane.passes)
+    weights = ", A-J the part of it for the weights" if split else ""
+    marks = f"0-9 forward pass of that microbatch, a-j its backward pass{weights}, blank: the stage waits"
     others = ", ".join(text for name, text in words.items() if name in blocks)
     return [marks, *([others] if others else [])]
 
@@ -297,4 +302,4 @@ def _painted(marks: Sequence[str]) -> str:
 def _colour(mark: str) -> str:
     if mark == " ":
         return ""
-    return _COLOURS["forward" if mark in _FORWARD else "backward" if mark in _BACKWARD else "block"]
+    return _COLOURS["forward" if mark in _FORWARD else "backward" if mark in _BACKWARD + _WEIGHTS else "block"]

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 
 from megatron_ext.config.derived.batch_size import LOSS_CHUNKS, num_microbatches
 from megatron_ext.config.derived.optimizers import traits_of
+from megatron_ext.config.derived.pipeline_split import last_stage
 from megatron_ext.config.derived.sharding import FSDP
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import layer_parameters, tensor_size
 from megatron_ext.parts.protocol import Part, Share
 from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.flops import repeated
-from megatron_ext.plan.schedule import schedule_of
+from megatron_ext.plan.schedule_table import schedule_of
 from megatron_ext.plan.stage_parameters import Shapes, kinds_of
 from megatron_ext.plan.state_bytes import sharing_ranks, state_bytes
 
@@ -181,7 +182,7 @@ class _Stage:
         if self.tensor == 1:
             return
         t, m = self.tensor, self.microbatches
-        first, last = self.stage == 0, self.stage == self.pipeline - 1
+        first, last = self.stage == 0, self.stage == last_stage(self.config.layout)
         one = m * (t - 1) / t * self.activation
         # The mixer, and an MLP. Routed experts have groups of their own.
         blocks = sum(number * kind.blocks for kind, number in self.held.items())
@@ -236,12 +237,12 @@ class _Stage:
     def _pipeline(self) -> Iterator[Term]:
         if self.pipeline == 1:
             return
-        m, last = self.microbatches, self.stage == self.pipeline - 1
+        m, last = self.microbatches, last_stage(self.config.layout)
         message = self.activation / (self.tensor if self.config.layout.sequence_parallel else 1)
         messages = schedule_of(self.config, m).messages(self.stage)
         suffix = "/t" if message < self.activation else ""
         yield Term("pp", "send", messages * m * message, f"{messages} m A{suffix}", messages * m)
-        if self.config.model.shares_word_embeddings and (last or self.stage == 0):
+        if self.config.model.shares_word_embeddings and last > 0 and self.stage in (0, last):
             table = self.config.model.padded_vocab_size * self.config.model.hidden_size // self.tensor
             yield Term("pp", "all-reduce", 4.0 * table, "2 (2-1)/2 4 V/t H")
 

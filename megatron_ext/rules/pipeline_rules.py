@@ -3,16 +3,37 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from megatron_ext.config.derived.pipeline_split import counted_as_layers, layer_counts, read_pipeline_layout
+from megatron_ext.config.derived.pipeline_split import (
+    counted_as_layers,
+    is_v_shaped,
+    layer_counts,
+    read_pipeline_layout,
+)
+from megatron_ext.config.derived.pipeline_table import flaws
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config, LayoutConfig
+from megatron_ext.config.schema.layout_flags import SCHEDULES, SPLIT_SCHEDULES
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, pipeline_sizes
+from megatron_ext.untrusted.schedule_csv import read_schedule
+from megatron_ext.untrusted.text import TextError
 
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 _EMBEDDING, _LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 _LAYOUT = "--pipeline-model-parallel-layout"
 _CHUNKS, _CHUNK_SIZE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 _GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+_SCHEDULE = "--pipeline-schedule"
+_MANY = 1 << 16
+_CHUNKS_OF = {
+    "1f1b": (1, 1),
+    "gpipe": (1, 1),
+    "interleaved-1f1b": (2, _MANY),
+    "looped-bfs": (1, _MANY),
+    "interleaved-zero-bubble": (1, _MANY),
+    "zbv": (2, 2),
+    "dualpipe-v": (2, 2),
+}
+"""The least and the most model chunks of a rank, by schedule."""
 
 
 def layers_are_split_in_one_way(config: Config, facts: Facts) -> Iterator[str]:
@@ -169,7 +190,7 @@ def interleaving_needs_stages(config: Config, facts: Facts) -> Iterator[str]:
             f"{flag} interleaves pipeline stages, but --pipeline-model-parallel-size is 1; "
             f"leave the virtual stages out{_interleaved_layout(config)}"
         )
-    elif stages == 2 and layout.no_overlap_p2p_communication:
+    elif stages == 2 and layout.no_overlap_p2p_communication and layout.table is None:
         yield (
             f"{flag} with --pipeline-model-parallel-size 2 cannot run under --no-overlap-p2p-communication: the two "
             f"ranks would exchange several tensors in one batch; leave --no-overlap-p2p-communication out"
@@ -194,6 +215,8 @@ def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[
     least PP."""
     layout, training = config.layout, config.training
     stages, count = layout.pipeline_model_parallel_size, layout.microbatch_group_size_per_virtual_pipeline_stage
+    if layout.table is not None:
+        return
     if layout.virtual_pipeline_model_parallel_size == 1 or stages < 2:
         if count is not None:
             yield f"{_GROUP} {count} belongs to interleaved stages; add {_CHUNKS} 2, or leave it out"
@@ -222,6 +245,75 @@ def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[
         f"--global-batch-size {batch} / (--micro-batch-size {micro} x data-parallel size {data_size}) = "
         f"{microbatches}; use --global-batch-size {listed(nearest_multiples(batch, group * micro * data_size))}"
     )
+
+
+def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a schedule that is known, with the model chunks and microbatches that it is made for; and of a file, that
+    every pass is there, and that no rank waits for ever."""
+    layout = config.layout
+    name, stages, chunks = (
+        layout.pipeline_schedule,
+        layout.pipeline_model_parallel_size,
+        layout.num_virtual_stages_per_pipeline_rank or 1,
+    )
+    if name is None or stages < 2 or chunks < 1:
+        return
+    flag = f"{_SCHEDULE} {name}"
+    if name not in SCHEDULES and not name.endswith(".csv"):
+        yield f"{flag} is none of {', '.join(SCHEDULES)} and no file that ends in .csv; leave it out for the default"
+        return
+    least, most = _CHUNKS_OF.get(name, (1, chunks))
+    if not least <= chunks <= most:
+        named = "interleaved-1f1b" if chunks > 1 else "1f1b"
+        fix = f"{_CHUNKS} {least}" if least > 1 else f"{_SCHEDULE} {'looped-bfs' if name == 'gpipe' else named}"
+        of = f"exactly {least}" if least == most else f"at least {least}"
+        yield f"{flag} needs {of} model chunks on each rank, and there are {chunks}; use {fix}"
+        return
+    if layout.table is None:
+        return
+    if (count := layout.microbatch_group_size_per_virtual_pipeline_stage) is not None:
+        yield f"{_GROUP} {count} belongs to interleaved-1f1b, and {flag} has an order of its own; leave {_GROUP} out"
+    training, splits = config.training, name in SPLIT_SCHEDULES
+    if splits or name.endswith(".csv"):
+        for grows in ("rampup_batch_size", "step_batch_size_schedule"):
+            if getattr(training, grows) is not None and name != "zbv":
+                other = f"--{grows.replace('_', '-')}"
+                yield f"{flag} is for one number of microbatches, and {other} changes it; leave {other} out"
+                return
+    batch, micro = training.global_batch_size, training.micro_batch_size
+    if not positive(batch, micro, layout.world_size, layout.model_parallel_size) or layout.data_parallel_size < 1:
+        return
+    each = micro * layout.data_parallel_size
+    microbatches = batch // each
+    if batch % each:
+        return  # another rule names that
+    if name == "dualpipe-v" and microbatches < 2 * stages:
+        yield (
+            f"{flag} needs {2 * stages} microbatches or more, and --global-batch-size {batch} has {microbatches}; use "
+            f"--global-batch-size {2 * stages * each}"
+        )
+    elif name == "interleaved-zero-bubble" and microbatches % max(1, microbatches // stages):
+        yield (
+            f"{flag} needs microbatches that its {microbatches // stages} rounds of {stages} stages divide, and "
+            f"--global-batch-size {batch} has {microbatches}; use --global-batch-size "
+            f"{listed(nearest_multiples(batch, stages * each))}"
+        )
+    elif name.endswith(".csv"):
+        try:
+            table = read_schedule(name)
+        except (OSError, TextError) as error:
+            yield f"{flag} cannot be read: {getattr(error, 'strerror', None) or error}; correct it, or leave it out"
+            return
+        splits = any(action.kind == "W" for row in table for action in row)
+        wrong = next(flaws(table, stages, chunks, microbatches, v_shaped=is_v_shaped(layout)), None)
+        if wrong is not None:
+            yield f"{flag}: {wrong}; write it for this layout and {microbatches} microbatches, or leave it out"
+            return
+    if splits and training.torch_compile:
+        yield (
+            f"--torch-compile makes one kernel of a layer's backward pass, and {flag} splits it; leave --torch-compile "
+            "out, or the schedule for the default"
+        )
 
 
 def depths_follow_a_layer(config: Config, facts: Facts) -> Iterator[str]:
@@ -308,4 +400,10 @@ _OF_THE_SPLIT = (
     layers_divide_over_chunks,
 )
 
-RULES = (*_OF_THE_SPLIT, depths_follow_a_layer, interleaving_needs_stages, microbatches_pass_in_whole_groups)
+RULES = (
+    *_OF_THE_SPLIT,
+    depths_follow_a_layer,
+    interleaving_needs_stages,
+    microbatches_pass_in_whole_groups,
+    schedule_suits_the_layout,
+)

@@ -57,6 +57,7 @@ RULES_OF_RECOMPUTATION: tuple[Rule, ...] = (
 RULES_OF_MICRO_BATCHES: tuple[Rule, ...] = (
     pipeline_rules.interleaving_needs_stages,
     pipeline_rules.microbatches_pass_in_whole_groups,
+    pipeline_rules.schedule_suits_the_layout,
     training_rules.global_batch_divides,
     training_rules.rampup_is_well_formed,
     training_rules.schedule_of_batches_is_well_formed,

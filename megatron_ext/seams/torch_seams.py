@@ -4,6 +4,7 @@ from megatron_ext.seams.seam import Seam
 
 _C10D = "torch.distributed.distributed_c10d"
 _DCP = "torch.distributed.checkpoint"
+_PIPELINES = "torch.distributed.pipelining.schedules"
 _ATTENTION = "torch.ops.aten._scaled_dot_product_flash_attention"
 _FSDP_BUFFERS = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 
@@ -49,6 +50,17 @@ TORCH = (
         ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"),
     ),
     Seam("torch.utils._python_dispatch.TorchDispatchMode", "the parent of what counts traffic by operator"),
+    Seam(
+        f"{_PIPELINES}._add_send_recv",
+        "called with a table of passes: puts receives where their sends are, so that no messages wait for each other",
+        ("compute_actions", "stage_to_rank", "num_stages"),
+    ),
+    Seam(
+        f"{_PIPELINES}._Action",
+        "what a table has: stage_index, computation_type, microbatch_index, sub_actions",
+        ("stage_index", "computation_type", "microbatch_index", "sub_actions"),
+    ),
+    Seam(f"{_PIPELINES}._ComputationType", "its values are the letters of a table"),
     Seam("torch._ops.OpOverload._schema", "the name and arguments of the operator of a collective"),
     Seam("torch.ops.mkldnn._linear_pointwise", "called for fp32 matrix products on a CPU, where torch has oneDNN"),
     Seam(

@@ -164,10 +164,10 @@ def events(record: RankRecord) -> list[dict[str, Any]]:
         of_step = {"iteration": step.iteration}
         for each in step.passes:
             kind, chunk = "forward" if each.forward else "backward", f" chunk {each.chunk}" if at.chunks > 1 else ""
-            lines.append(
-                _slice(step, rank, 0, "pass", f"{kind} {each.microbatch}{chunk}", each.begin, each.end)
-                | {"args": {**of_step, "forward": each.forward, "chunk": each.chunk, "microbatch": each.microbatch}}
-            )
+            half = {"half": each.half} if each.half else {}
+            args = {**of_step, "forward": each.forward, "chunk": each.chunk, "microbatch": each.microbatch, **half}
+            name = " ".join([kind, *half.values(), str(each.microbatch)]) + chunk
+            lines.append(_slice(step, rank, 0, "pass", name, each.begin, each.end) | {"args": args})
         lines += [
             _slice(step, rank, 1, "wait", block.name, block.begin, block.end) | {"args": of_step}
             for block in step.blocks
@@ -218,7 +218,7 @@ def _step(step: TracedStep) -> RecordedStep:
         began / _MICRO,
         step.event["dur"] / _MICRO,
         tuple(
-            Pass(args["forward"], args["chunk"], args["microbatch"], *span(each))
+            Pass(args["forward"], args["chunk"], args["microbatch"], *span(each), args.get("half", ""))
             for each in step.passes
             for args in [each["args"]]
         ),

@@ -43,6 +43,7 @@ class _Running:
     chunk: int = 0
     microbatch: int = 0
     bytes_after: int = 0
+    half: str = ""
 
 
 class ScheduleRecorder:
@@ -88,7 +89,7 @@ class ScheduleRecorder:
         self._clock.stop()
         self._device.synchronize()
         passes = tuple(
-            Pass(each.forward, each.chunk, each.microbatch, self._second(each.begin), self._second(each.end))
+            Pass(each.forward, each.chunk, each.microbatch, self._second(each.begin), self._second(each.end), each.half)
             for each in self._passes
         )
         self.steps.append(
@@ -118,7 +119,13 @@ class ScheduleRecorder:
             output.register_hook(lambda _: self._name(chunk, microbatch))
             return output, loss
 
+        step.recorder = self  # who splits backward passes says so  # pyright: ignore[reportFunctionMemberAccess]
         return step
+
+    def name_half(self, half: str, chunk: int, microbatch: int) -> None:
+        """Say of the last pass that it is a part of a backward pass."""
+        self._name(chunk, microbatch)
+        self._passes[-1].half = half
 
     def timers(self, others: Callable[..., Any] | None) -> "_Timers":
         """Return timers for the engine that record passes; `others` are those that it has otherwise."""

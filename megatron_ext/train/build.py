@@ -5,6 +5,7 @@ Each room makes its own part of it; this file alone calls them together, and han
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,17 +14,20 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.derived.batch_size import evaluation_batch
+from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
 from megatron_ext.config.derived.cuda_graphs import makes_graphs
+from megatron_ext.config.derived.pipeline_split import last_stage
 from megatron_ext.config.parse.blend import is_url
 from megatron_ext.config.schema import Config
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.microbatch import StageView
 from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe_sample
 from megatron_ext.data.skipped import NOTHING, SkippedSamples, skipped_samples
+from megatron_ext.device import split_backward
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
@@ -35,6 +39,7 @@ from megatron_ext.parallel import groups as process_groups
 from megatron_ext.parts.attention.choice import allowed_kernels
 from megatron_ext.parts.attention.timing import use
 from megatron_ext.parts.stack import layers
+from megatron_ext.plan.schedule_table import schedule_of
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
@@ -44,6 +49,7 @@ from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run, TrainState
+from megatron_ext.train.table_runtime import TableRuntime
 
 
 def build_run(config: Config, device: Device, resume: Resume | None = None, extensions: Extensions = NONE) -> Run:
@@ -97,7 +103,7 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     core.grad_scale_func = optimizer.scale_loss if loss_scale is None else loss_scale.scaled
     core.finalize_model_grads_func = finalize_model_grads if loss_scale is None else loss_scale.finalize
     loaders = build_loaders(config, device, groups, resume, extensions)
-    schedule: Any = get_forward_backward_func(groups.pp.size(), core.virtual_pipeline_model_parallel_size)
+    schedule = schedule_of_passes(config, groups, core)
     modules = [layer.modules for layer in layers(config)]
     watch = GradientWatch(wrapped, sharding, modules, alone=config.layout.world_size == 1)
     return Run(
@@ -119,6 +125,19 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         qk_clip=qk_clip,
         captured_passes=captured_passes(config, device, schedule, wrapped, watch),
     )
+
+
+def schedule_of_passes(
+    config: Config, groups: ProcessGroupCollection, core: TransformerConfig
+) -> Callable[..., list[Any]]:
+    """Return what runs the passes of a step: the engine's function, or what follows a table of --pipeline-schedule."""
+    if config.layout.table is None or groups.pp.size() == 1:
+        engine: Any = get_forward_backward_func(groups.pp.size(), core.virtual_pipeline_model_parallel_size)
+        return engine
+    schedule_for: Any = partial(schedule_of, config)
+    microbatches = num_microbatches(config, config.training.global_batch_size)
+    split_backward.split(schedule_for(microbatches).splits)
+    return TableRuntime(schedule_for)
 
 
 def captured_passes(
@@ -200,7 +219,7 @@ def build_loaders(
             dp_size=groups.dp.size(),
             view=StageView(
                 is_first_stage=groups.pp.rank() == 0,
-                is_last_stage=groups.pp.rank() == groups.pp.size() - 1,
+                is_last_stage=groups.pp.rank() == last_stage(config.layout),
                 cp_rank=groups.cp.rank(),
                 cp_size=groups.cp.size(),
                 eod=tokenizer.eod,

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.config.derived.pipeline_split import last_stage
 from megatron_ext.config.schema import Config
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import Samples
@@ -172,7 +173,7 @@ class Run:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank is on the last pipeline stage."""
-        return self.groups.pp.rank() == self.groups.pp.size() - 1
+        return self.groups.pp.rank() == last_stage(self.config.layout)
 
     @property
     def is_last_rank(self) -> bool:

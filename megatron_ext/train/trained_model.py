@@ -137,6 +137,7 @@ def _for_inference(config: Config) -> Config:
         sequence_parallel=False,
         num_virtual_stages_per_pipeline_rank=None,
         num_layers_per_virtual_pipeline_stage=None,
+        pipeline_schedule=None,
     )
     # What predicts further tokens has no part in the next one.
     model = dataclasses.replace(config.model, transformer_impl="local", mtp_num_layers=None)

@@ -41,7 +41,13 @@ _EVENTS = {
             "ts": _MICROSECONDS,
             "dur": _MICROSECONDS,
             "args": fields(
-                {"iteration": integer(), "forward": boolean, "chunk": integer(0, _MOST_STAGES), "microbatch": integer()}
+                {
+                    "iteration": integer(),
+                    "forward": boolean,
+                    "chunk": integer(0, _MOST_STAGES),
+                    "microbatch": integer(),
+                },
+                {"half": text(7)},
             ),
         }
     ),

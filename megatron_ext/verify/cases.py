@@ -66,7 +66,9 @@ def _cases() -> list[Case]:
             Case(f"{layout}, OLMo-2", "OLMo-2", world_size, tuple(flags.split()), slow, slow or layout == "TP4")
         )
     quick = layouts.QUICK_WINDOWS | layouts.QUICK_LATENTS | layouts.QUICK_DELTA | layouts.QUICK_AHEAD
-    for name, (world_size, flags) in (layouts.WINDOWS | layouts.LATENTS | layouts.DELTA | layouts.AHEAD).items():
+    quick |= layouts.QUICK_SCHEDULES
+    others = layouts.WINDOWS | layouts.LATENTS | layouts.DELTA | layouts.AHEAD | layouts.SCHEDULES
+    for name, (world_size, flags) in others.items():
         cases.append(Case(name, _model(name), world_size, tuple(flags.split()), name not in quick, slow_in_bf16=True))
     for name, (world_size, flags) in layouts.PIECES.items():
         cases.append(Case(name, _model(name), world_size, tuple(flags.split()), "PP2" not in name, slow_in_bf16=True))

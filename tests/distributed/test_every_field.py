@@ -341,6 +341,9 @@ ELSEWHERE: dict[str, str] = {
         "it is about other machines, or Python's garbage": "replication_jump manual_gc_interval no_manual_gc_eval",
         "it speaks after a hundred steps": "check_for_large_grads",
         "it refuses sequences, and changes nothing else": "attention_chunk_size",
+        "it is another order of the same passes, which tests/distributed/test_pipeline_tables.py sees": (
+            "pipeline_schedule"
+        ),
         "config/parse/saved.py reads it": "no_use_tokenizer_model_from_checkpoint_args",
         "it is what every run does, and the flag's only value": "exit_signal_handler ckpt_format",
         "it rearranges documents of a tokenizer with special tokens; tests of data/ read it": (

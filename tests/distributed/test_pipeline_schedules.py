@@ -11,6 +11,10 @@ MOST_LIVE = {
     "GPipe": [4, 4],
     "1F1B": [2, 1],
     "interleaved": [2.5, 1.5],
+    "looped-bfs": [4, 4],
+    "interleaved-zero-bubble": [2, 1.5],
+    "zbv": [2, 2],
+    "dualpipe-v": [2.5, 2.5],
 }
 
 

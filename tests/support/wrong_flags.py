@@ -38,6 +38,10 @@ EXAMPLES = {
         "--longrope-long-factor 3 4",
     ),
     "A bound of gates without gates": Example("--activation-func-clamp-value 7", "--quick-geglu"),
+    "A schedule for two model chunks of a rank that has one": Example(
+        "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv",
+        "--num-virtual-stages-per-pipeline-rank 2",
+    ),
     "Layers without rotation in a model that rotates nothing": Example(
         "--no-rope-freq 4", "--position-embedding-type rope"
     ),
@@ -631,6 +635,26 @@ WRONG = [
      "--log-communication-share and --log-straggler time collectives and waits for them"),
     ("--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 5",
      "use --check-weight-hash-across-dp-replicas-interval 0"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb",
+     "is none of 1f1b, interleaved-1f1b, gpipe"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv",
+     "use --num-virtual-stages-per-pipeline-rank 2"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-1f1b",
+     "needs at least 2 model chunks on each rank, and there are 1"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+     "--pipeline-schedule gpipe", "use --pipeline-schedule looped-bfs"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+     "--pipeline-schedule 1f1b --global-batch-size 4", "use --pipeline-schedule interleaved-1f1b"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule "
+     "dualpipe-v --global-batch-size 3", "needs 4 microbatches or more, and --global-batch-size 3 has 3"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-zero-bubble "
+     "--global-batch-size 5",
+     "that its 2 rounds of 2 stages divide, and --global-batch-size 5 has 5; use --global-batch-size 4 or 6"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule looped-bfs "
+     "--microbatch-group-size-per-virtual-pipeline-stage 2", "has an order of its own"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-zero-bubble --torch-compile "
+     "--hidden-dropout 0 --attention-dropout 0", "leave --torch-compile out"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule nowhere.csv", "No such file or directory"),
     ("--recompute-modules mlp", "belongs to --recompute-granularity selective"),
     ("--recompute-granularity selective --recompute-modules mlp rotary", "rotary cannot be recomputed by itself"),
     ("--recompute-granularity selective --recompute-modules layernorm --torch-compile --hidden-dropout 0 "

@@ -13,10 +13,42 @@ import re
 from itertools import accumulate
 
 from megatron_ext.config.schema import Config, LayoutConfig
+from megatron_ext.config.schema.layout_flags import V_SHAPED
+from megatron_ext.untrusted.schedule_csv import read_schedule
+from megatron_ext.untrusted.text import TextError
 
 _MOST_CHARACTERS = 100_000
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,6})")
 _LETTER = re.compile(r"([EtmL|])\*(\d{1,6})")
+
+
+def is_v_shaped(layout: LayoutConfig) -> bool:
+    """Return whether the chunks lie on the ranks like a V, so that rank 0 has the first one and the last."""
+    return v_shaped(layout.table, layout.pipeline_model_parallel_size)
+
+
+def v_shaped(name: str | None, stages: int) -> bool:
+    """Return whether a schedule wants that, for so many ranks: it is known by name, and a file has the first chunk and
+    the last on one line."""
+    last = 2 * stages - 1
+    if name is None or not name.endswith(".csv"):
+        return name in V_SHAPED
+    try:
+        rows = read_schedule(name)
+    except (OSError, TextError):
+        return False  # a rule says so
+    return last > 1 and any({0, last} <= {action.stage for action in row} for row in rows)
+
+
+def last_stage(layout: LayoutConfig) -> int:
+    """Return the rank of the pipeline that has the last chunk, with the loss."""
+    return 0 if is_v_shaped(layout) else layout.pipeline_model_parallel_size - 1
+
+
+def stage_of_chunk(stage: int, chunk: int, stages: int, *, v_shaped: bool) -> int:
+    """Return the rank that has the `stage`-th part of a pass through all ranks, the `chunk`-th such pass; and as well
+    the part that this rank has. The second half of a V runs backwards."""
+    return stages - 1 - stage if v_shaped and chunk else stage
 
 
 def read_pipeline_layout(text: str) -> list[str]:

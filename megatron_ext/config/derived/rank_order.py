@@ -9,7 +9,7 @@ neighbours, so that the heaviest traffic stays inside a machine; pipeline stages
 
 from typing import Literal, NamedTuple
 
-from megatron_ext.config.derived.pipeline_split import first_layers, layer_counts
+from megatron_ext.config.derived.pipeline_split import first_layers, is_v_shaped, layer_counts, stage_of_chunk
 from megatron_ext.config.schema import Config, LayoutConfig
 
 Axis = Literal["tp", "cp", "dp", "pp"]
@@ -114,7 +114,8 @@ def chunk_layers(config: Config) -> list[list[range]]:
 
     Without interleaving a stage has one chunk. With it, chunk v of stage p is the (v x PP + p)-th that a microbatch
     passes (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A chunk may hold no layer, but the embedding or the
-    loss alone. The last one has the depths of multi-token prediction after its layers.
+    loss alone. The last one has the depths of multi-token prediction after its layers. Where chunks lie like a V,
+    the second one of a stage is that which the stage as far from the other end would have.
     """
     counts = layer_counts(config)
     found = [
@@ -123,4 +124,8 @@ def chunk_layers(config: Config) -> list[list[range]]:
     ]
     last = found[-1][-1]
     found[-1][-1] = range(last.start, last.stop + (config.model.mtp_num_layers or 0))
-    return found
+    stages, v_shaped = len(found), is_v_shaped(config.layout)
+    return [
+        [found[stage_of_chunk(stage, chunk, stages, v_shaped=v_shaped)][chunk] for chunk in range(len(counts[0]))]
+        for stage in range(stages)
+    ]

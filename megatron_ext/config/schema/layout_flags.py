@@ -6,6 +6,13 @@ from megatron_ext.config.derived.sharding import FSDP, Scheme, scheme_of
 from megatron_ext.config.schema.option import ReadWith, free
 
 _EXPERTS = ReadWith("num_experts", "without --num-experts there are no experts")
+_ENGINES = ("1f1b", "interleaved-1f1b")
+V_SHAPED = ("zbv", "dualpipe-v")
+"""Schedules whose chunks lie on the ranks like a V: chunk v of one rank and chunk 2 PP - 1 - v."""
+SPLIT_SCHEDULES = ("interleaved-zero-bubble", *V_SHAPED)
+"""Schedules whose backward passes are split, as those of a file may be."""
+SCHEDULES = (*_ENGINES, "gpipe", "looped-bfs", *SPLIT_SCHEDULES)
+"""The named schedules of a pipeline."""
 _CONTEXT = ReadWith("context_parallel_size", "with --context-parallel-size 1 every rank has whole sequences", but=(1,))
 
 
@@ -95,6 +102,13 @@ class LayoutConfig:
         at_least=1,
         metavar="N",
     )
+    pipeline_schedule: str | None = free(
+        None,
+        f"Order of the passes of a pipeline: {', '.join(SCHEDULES)}, or a CSV file of torch.distributed.pipelining; "
+        "default megatron-core's, 1f1b or with virtual stages interleaved-1f1b.",
+        metavar="NAME|FILE.csv",
+        read_with=ReadWith("pipeline_model_parallel_size", "one stage has no pipeline", but=(1,)),
+    )
     no_overlap_p2p_communication: bool = free(
         False, "With interleaving, do not overlap pipeline sends and receives with computation."
     )
@@ -148,6 +162,11 @@ class LayoutConfig:
     def virtual_pipeline_model_parallel_size(self) -> int:
         """Number of model chunks per pipeline rank; 1 without interleaving. It is resolved from either flag."""
         return self.num_virtual_stages_per_pipeline_rank or 1
+
+    @property
+    def table(self) -> str | None:
+        """The schedule that is run as a table, from torch or a file; None where megatron-core runs its own."""
+        return None if self.pipeline_schedule in _ENGINES else self.pipeline_schedule
 
     @property
     def microbatch_group_size(self) -> int:

@@ -35,6 +35,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from megatron_ext.device import split_backward
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Capacity, Experts
@@ -138,7 +139,12 @@ class ExpertMatrices(torch.nn.Module):
             weights_T: what multiplies the bias of each row.
         """
         grouped = self.group_products and can_group(x_TI, self.weight)
-        product_TO = (grouped_linear if grouped else linear_by_expert)(x_TI, self.weight, tokens_per_expert)
+        multiply: Any = grouped_linear if grouped else linear_by_expert
+        if split_backward.splits(self.weight):
+            by_expert = partial(multiply, tokens_per_expert=tokens_per_expert)
+            product_TO = split_backward.linear_by_expert(x_TI, self.weight, tokens_per_expert.tolist(), by_expert)
+        else:
+            product_TO = multiply(x_TI, self.weight, tokens_per_expert)
         if self.bias is None:
             return product_TO
         bias_EO = self.bias

@@ -114,7 +114,7 @@ def test_the_first_moment_of_the_most_is_told() -> None:
     interleaved = Schedule(2, 2, 4, 2).order(0)
     found = most_held(interleaved, [1.0, 3.0], [0.0, 5.0])
     now, most = [0, 0], (-1.0, 0, [0, 0])
-    for forward, chunk, _ in interleaved:
+    for forward, chunk, *_ in interleaved:
         now[chunk] += forward
         held = now[0] + 3.0 * now[1] + (0.0, 5.0)[chunk]
         if held > most[0]:

@@ -27,6 +27,7 @@ OUR_OWN = {
     "--trackio-space-id",
     "--external-kernels",
     "--world-size",
+    "--pipeline-schedule",
     "--tiktoken-special-tokens",  # Megatron's spelling before --tokenizer-special-tokens
     "--load-hf",
     "--data-order",

@@ -1,0 +1,234 @@
+"""Searches a table of a pipeline's passes (`pipeline_tables.py`) for measured times and a limit of memory.
+
+A greedy scheduler in the manner of Qi et al. 2023 (arXiv:2401.10241, section 3.1): a rank that is free runs what others
+wait for, a backward pass of inputs, then a forward pass where the limit allows it, and gradients of weights where it
+would wait, or has no memory left. How long a gap has to be for them, what goes first, and how many forward passes of
+the first chunk run ahead differ from try to try, and half of the tries make the order as if all passes took as long;
+the shortest step wins, of equals the one that holds least. torch's own tables are tried as well.
+
+The limit is as in Qi et al. 2024 (arXiv:2405.15362): microbatches of activations that a rank may hold, from a forward
+pass to the gradients of its weights. A forward pass leaves room for what comes after it in the later chunks of its
+rank, so that a microbatch can go on.
+"""
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron_ext.config.derived.pipeline_table import rank_of, simulated
+from megatron_ext.pipeline_tables import Action, Rows
+from megatron_ext.plan.schedule import most_held
+from megatron_ext.plan.schedule_table import named
+
+_MOST_IDLE = 10_000
+"""How often a rank may look for a pass and find none before a try is given up."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a schedule is made for. Times are in one unit, by virtual stage."""
+
+    ranks: int
+    chunks: int
+    microbatches: int
+    forward: Sequence[float]
+    inputs: Sequence[float]
+    weights: Sequence[float]
+    send: float = 0.0
+    """Time of a message between ranks."""
+    limit: float = float("inf")
+    """Microbatches of activations that a rank may hold: at least 1."""
+    v_shaped: bool = False
+
+    def seconds(self, action: Action) -> float:
+        """Return the time of a pass."""
+        if action.kind == "B":
+            return self.inputs[action.stage] + self.weights[action.stage]
+        return {"F": self.forward, "I": self.inputs, "W": self.weights}[action.kind][action.stage]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A table, and what it reaches."""
+
+    rows: Rows
+    total: float
+    bubble: float
+    """Time of a step that the busiest rank waits, over the time that it works."""
+    held: float
+    """Most microbatches of activations that a rank holds."""
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What one try does where several passes could run."""
+
+    gap: float
+    """Share of a gradient of weights that must fit into a wait for it to run there."""
+    deepest: bool
+    """Whether the latest chunk's forward pass goes first, or the earliest microbatch's."""
+    alternates: bool
+    """Whether a forward pass follows each backward pass, where one can run."""
+    limit: float
+
+
+def best(pipeline: Pipeline) -> Found:
+    """Return the best table that is found."""
+    return min(_found(pipeline), key=lambda one: (round(one.total, 9), one.held))
+
+
+def _found(pipeline: Pipeline) -> Iterator[Found]:
+    limits = {min(pipeline.limit, pipeline.ranks * factor) for factor in (1.0, 1.5, 2.0)}
+    tries = itertools.product((0.0, 0.5, 1.0), (True, False), (True, False), sorted(limits))
+    work = max(map(sum, zip(*_of_ranks(pipeline), strict=True)))
+    each = [sum(map(sum, (pipeline.forward, pipeline.inputs, pipeline.weights))) / 3] * len(pipeline.forward)
+    alike = replace(pipeline, forward=each, inputs=each, weights=each, send=0.0)
+    makers = (
+        _Maker(of, _Choices(gap, deepest, alternates, max(limit, 1.0))).made()
+        for (gap, deepest, alternates, limit), of in itertools.product(tries, (pipeline, alike))
+    )
+    for made in (*makers, *_known(pipeline)):
+        if made is not None and made.held <= pipeline.limit:
+            total = step_time(pipeline, made.rows)
+            yield Found(made.rows, total, total / (pipeline.microbatches * work) - 1.0, made.held)
+
+
+def _known(pipeline: Pipeline) -> Iterator["_Made"]:
+    """Yield the tables that torch has for as many ranks, chunks and microbatches."""
+    ranks, chunks, microbatches = pipeline.ranks, pipeline.chunks, pipeline.microbatches
+    names = ["zbv", "dualpipe-v"] if pipeline.v_shaped else ["interleaved-zero-bubble"]
+    if microbatches < 2 * ranks:
+        names = [name for name in names if name != "dualpipe-v"]
+    if microbatches % max(1, microbatches // ranks):
+        names = [name for name in names if name != "interleaved-zero-bubble"]
+    for table in (named(name, ranks, chunks, microbatches) for name in names):
+        each = [1.0 / chunks] * chunks, [0.0] * chunks
+        yield _Made(table.rows, max(most_held(table.order(rank), *each).bytes for rank in range(ranks)))
+
+
+def step_time(pipeline: Pipeline, table: Rows) -> float:
+    """Return how long a step takes in the order of a table."""
+    return max(pass_ends(pipeline, table).values())
+
+
+def pass_ends(pipeline: Pipeline, table: Rows) -> dict[Action, float]:
+    """Return when each pass of a table ends."""
+    rank = partial(rank_of, ranks=pipeline.ranks, v_shaped=pipeline.v_shaped)
+    stages = pipeline.ranks * pipeline.chunks
+    return simulated(table, stages, lambda _, action: pipeline.seconds(action), pipeline.send, rank)[0]
+
+
+def _of_ranks(pipeline: Pipeline) -> list[list[float]]:
+    """Return the time of one microbatch's passes by chunk and rank."""
+    each = [sum(times) for times in zip(pipeline.forward, pipeline.inputs, pipeline.weights, strict=True)]
+    found = [[0.0] * pipeline.ranks for _ in range(pipeline.chunks)]
+    for virtual, seconds in enumerate(each):
+        rank = rank_of(virtual, pipeline.ranks, v_shaped=pipeline.v_shaped)
+        found[virtual // pipeline.ranks][rank] = seconds
+    return found
+
+
+@dataclass
+class _Made:
+    rows: Rows
+    held: float
+
+
+class _Maker:
+    """One try: goes through time, and gives each rank that is free its next pass."""
+
+    def __init__(self, pipeline: Pipeline, choices: _Choices):
+        self.of, self.choices = pipeline, choices
+        self.last = pipeline.ranks * pipeline.chunks - 1
+        self.rank = [rank_of(stage, pipeline.ranks, v_shaped=pipeline.v_shaped) for stage in range(self.last + 1)]
+        ranks = range(pipeline.ranks)
+        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.forwards: list[list[tuple[float, Action]]] = [[] for _ in ranks]
+        """(arrival, pass) of every forward pass that could run; of inputs likewise."""
+        self.inputs: list[list[tuple[float, Action]]] = [[] for _ in ranks]
+        self.weights: list[deque[Action]] = [deque() for _ in ranks]
+        self.held, self.most = [0.0] * pipeline.ranks, [0.0] * pipeline.ranks
+        self.begun = [0] * (self.last + 1)
+
+    def made(self) -> _Made | None:
+        """Return the table; None where ranks have filled their memory with microbatches of which none can go on."""
+        self.forwards[0] = [(0.0, Action(0, "F", 0))]
+        free = [(0.0, rank) for rank in range(self.of.ranks)]
+        left, idle = 3 * (self.last + 1) * self.of.microbatches, 0
+        while left:
+            now, rank = heapq.heappop(free)
+            action, begin = self._next(rank, now)
+            if action is None:
+                idle += 1
+                if idle > _MOST_IDLE * self.of.ranks:
+                    return None
+                heapq.heappush(free, (max(begin, now + 1e-9), rank))
+                continue
+            end = begin + self.of.seconds(action)
+            self._run(action, rank, end)
+            heapq.heappush(free, (end, rank))
+            left, idle = left - 1, 0
+        return _Made(tuple(map(tuple, self.rows)), max(self.most))
+
+    def _next(self, rank: int, now: float) -> tuple[Action | None, float]:
+        """Return the next pass of a rank and when it begins; or none, and when to ask again."""
+        waits = [(arrival, self._order(action), action) for arrival, action in self._possible(rank)]
+        here = [one for one in waits if one[0] <= now + 1e-12]
+        if here:
+            return min(here, key=lambda one: one[1])[2], now
+        soonest = min(waits, default=None, key=lambda one: one[0])
+        due = self.weights[rank][0] if self.weights[rank] else None
+        if due is not None and (soonest is None or soonest[0] - now >= self.choices.gap * self.of.seconds(due)):
+            return due, now
+        if soonest is not None:
+            return None, soonest[0]
+        return None, now + self._shortest
+
+    @property
+    def _shortest(self) -> float:
+        return min(*self.of.forward, *self.of.inputs, *self.of.weights) / 4
+
+    def _possible(self, rank: int) -> Iterator[tuple[float, Action]]:
+        yield from self.inputs[rank]
+        unit = 1.0 / self.of.chunks
+        for arrival, action in self.forwards[rank]:
+            later = self.of.chunks - action.stage // self.of.ranks
+            if self.held[rank] + later * unit <= self.choices.limit + 1e-9:
+                yield arrival, action
+
+    def _order(self, action: Action) -> tuple[float, ...]:
+        rank = self.rank[action.stage]
+        after_backward = bool(self.rows[rank]) and self.rows[rank][-1].kind != "F"
+        forward_first = self.choices.alternates and after_backward
+        deep = -action.stage if self.choices.deepest == (action.kind == "F") else 0
+        return (action.kind == "F") != forward_first, deep, action.microbatch, action.stage
+
+    def _run(self, action: Action, rank: int, end: float) -> None:
+        stage, kind, microbatch = action
+        self.rows[rank].append(action)
+        unit = 1.0 / self.of.chunks
+        if kind == "F":
+            self.forwards[rank] = [one for one in self.forwards[rank] if one[1] != action]
+            self.held[rank] += unit
+            self.most[rank] = max(self.most[rank], self.held[rank])
+            if stage == 0 and microbatch + 1 < self.of.microbatches:
+                self.forwards[rank].append((end, Action(0, "F", microbatch + 1)))
+            if stage == self.last:
+                self.inputs[rank].append((end, Action(stage, "I", microbatch)))
+            else:
+                self._arrives(self.forwards, Action(stage + 1, "F", microbatch), rank, end)
+        elif kind == "I":
+            self.inputs[rank] = [one for one in self.inputs[rank] if one[1] != action]
+            self.weights[rank].append(Action(stage, "W", microbatch))
+            if stage > 0:
+                self._arrives(self.inputs, Action(stage - 1, "I", microbatch), rank, end)
+        else:
+            self.weights[rank].popleft()
+            self.held[rank] -= unit
+
+    def _arrives(self, queues: list[list[tuple[float, Action]]], action: Action, of: int, end: float) -> None:
+        rank = self.rank[action.stage]
+        queues[rank].append((end + self.of.send * (rank != of), action))
