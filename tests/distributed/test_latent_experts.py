@@ -51,7 +51,7 @@ def test_latent_experts_are_equal_in_every_layout(tmp_path: Path) -> None:
             2,
             f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {ALL_TO_ALL}",
         ),
-        (4, f"{TP2} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-activations"),
+        (4, f"{TP2} --pipeline-model-parallel-size 2 --recompute-activations"),
         (2, "--context-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer"),
         (2, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"),
     ):

@@ -504,7 +504,8 @@ class LatentMixture(MoELayer):
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Project what the experts gave up, and add what the shared ones did."""
-        output = self.fc2_latent_proj(self.token_dispatcher.combine_postprocess(output))
+        dispatcher: Any = self.token_dispatcher
+        output = self.fc2_latent_proj(dispatcher.combine_postprocess(output))
         return output if shared_expert_output is None else output + shared_expert_output
 
 
