@@ -146,13 +146,6 @@ _MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"
 MODELS |= {
     f"{model}, Muon": f"{MODELS[model]} {_MUON}" for model in ("untied", "sinks and gates", "experts", "latents")
 }
-# Factors of rates, initial weights and multipliers; and optimizers whose update is element by element.
-_MUP = "--use-mup --mup-base-hidden-size 16 --mup-base-num-layers 2 --lr-group decoder.layers.1.*=0.5"
-MODELS |= {
-    "untied, muP": f"{MODELS['untied']} {_MUP}",
-    "untied, AdEMAMix": f"{MODELS['untied']} --optimizer ademamix --ademamix-beta3 0.99 --ademamix-warmup 10",
-    "untied, schedule-free": f"{MODELS['untied']} --optimizer schedule_free",
-}
 MODELS |= {
     "one token ahead": f"--num-layers 4 {_LLAMA} --mtp-num-layers 1",
     "two tokens ahead": f"--num-layers 4 {_LLAMA} {_UNTIED} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
@@ -442,10 +435,6 @@ _AHEAD = {
 }
 _QUICK_AHEAD = {"TP2 SP PP2 VPP2, one token ahead", "CP2 all_gather, two tokens ahead, packed"}
 
-# What an update divides: rows, columns, layers, and state in flat ranges or rows.
-_UPDATES = ("TP2 SP", "PP2 VPP2", "DP2 distributed optimizer, overlap", "TP2 SP FSDP2", "ZeRO-3")
-_QUICK_UPDATES = {"TP2 SP FSDP2"}
-
 RECOMPUTE = {
     "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",
     "full uniform by twos": f"{_RECOMPUTE} 2 --recompute-method uniform",
@@ -610,12 +599,6 @@ def _cases() -> list[Case]:
     for case in [case for case in cases if case.name in _MUON_CASES]:
         slow, name, model = case.name not in _QUICK_MUON, f"{case.name}, Muon", f"{case.model}, Muon"
         cases.append(replace(case, name=name, model=model, slow=slow, slow_in_bf16=True))
-    for model in ("untied, muP", "untied, AdEMAMix", "untied, schedule-free"):
-        for layout in _UPDATES:
-            case = replace(
-                next(one for one in cases if one.name == f"{layout}, untied"), model=model, slow_in_bf16=True
-            )
-            cases.append(replace(case, name=f"{layout}, {model}", slow=layout not in _QUICK_UPDATES))
     for mode, flags in RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
     return cases
