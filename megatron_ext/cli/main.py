@@ -51,7 +51,7 @@ COMMANDS = {
 def help_text() -> str:
     """Return the text of `megatron-ext --help`."""
     lines = ["usage: megatron-ext COMMAND [arguments]", "", "Pretrain GPT models on megatron-core.", "", "commands:"]
-    lines += [f"  {name:<20}{sentence}" for name, (_, sentence) in COMMANDS.items()]
+    lines += [f"  {name:<22}{sentence}" for name, (_, sentence) in COMMANDS.items()]
     lines += ["", "`megatron-ext COMMAND --help` says more of each.", "", "examples:"]
     examples = (__doc__ or "").split("\n\n")[1]
     return "\n".join([*lines, *(line[2:] for line in examples.splitlines())])

@@ -14,7 +14,7 @@ def averaged(parts: Sequence[OptimizerPart]) -> Iterator[None]:
     """Exchange weights and averages inside, in whatever scheme; before the first update nothing. Collective.
 
     Args:
-        parts: those of the run's optimizer, none in host memory; empty to exchange nothing.
+        parts: those of the run's optimizer, none in host memory.
     """
     _exchange(parts)
     try:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.optim import gradient_norm
+from megatron_ext.sharding.averaged import averaged
 from megatron_ext.sharding.parts import OptimizerPart
 
 Reduced = Iterator[tuple[torch.nn.Parameter, torch.Tensor]]
@@ -94,6 +95,10 @@ class Sharding(ABC):
         """Return a context for another forward pass between the gradients of a step and its update: the weights are
         those of the passes before, and the next step must still fetch what the update makes of them."""
         return self.gathered(chunks)
+
+    def averaged(self, optimizer: ChainedOptimizer) -> AbstractContextManager[None]:
+        """Return a context in which the weights are the averages that the optimizer keeps of them. Collective."""
+        return averaged(self.parts(optimizer))
 
     def weights_in_place(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
         """Return a context in which the modules' parameters are its weights and no shards, whatever their values."""

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ext.verify.ranks import run_ranks
 
 Sizes = dict[str, list[float]]
-"""By module, in the order of a forward pass, the mean absolute value of its output in each step."""
+"""Mean absolute value of the output in each step, by module, in the order of a forward pass."""
 
 LOGITS = "output_layer"
 

@@ -3,7 +3,7 @@
 import io
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -59,6 +59,9 @@ class SavedModel:
         ConfigurationError: there is no checkpoint, its `config.yaml` is missing, or it has no averages.
         DataError: the checkpoint is damaged.
     """
+
+    _averaged: Collection[str] = ()
+    """Names of the tensors whose averages are taken."""
 
     def __init__(self, folder: str | Path, *, averages: bool = False):
         path = checkpoint_at(Path(folder))

@@ -661,7 +661,7 @@ class ModelConfig:
             ]
         },
     )
-    mup_base_hidden_size: int = option(
+    mup_base_hidden_size: int | None = option(
         None,
         "Hidden size of the model that the learning rate was chosen on; default --hidden-size.",
         resume="function",

@@ -4,6 +4,7 @@ Computes the loss on held-out data: the same samples at every evaluation, each t
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,6 @@ import torch
 from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
 from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.resilience.progress import EVALUATION
-from megatron_ext.sharding.averaged import averaged
 from megatron_ext.telemetry.metrics import SourceLoss, TestMetrics, ValidationMetrics
 from megatron_ext.train.run import HeldOut, HeldOutPart, Run
 from megatron_ext.train.step import StepResult, held_out_loss
@@ -43,8 +43,12 @@ def evaluate_sources(run: Run, data: HeldOut) -> HeldOutLoss:
     for chunk in run.chunks:
         chunk.eval()
     optimizer = run.config.optimizer
-    parts = run.sharding.parts(run.optimizer) if optimizer.eval_ema or traits_of(optimizer).averages else []
-    with averaged(parts), run.gathered_parameters(), torch.no_grad():
+    of_averages = (optimizer.ema_decay and optimizer.eval_ema) or traits_of(optimizer).averages
+    with (
+        run.sharding.averaged(run.optimizer) if of_averages else nullcontext(),
+        run.gathered_parameters(),
+        torch.no_grad(),
+    ):
         sums = [_sum(run, data, part) for part in data.parts]
     for chunk in run.chunks:
         chunk.train()

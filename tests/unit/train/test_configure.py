@@ -164,6 +164,7 @@ CURVES: dict[str, Any] = {"lr": 1.0, "global_batch_size": 4, "train_iters": 10}
             "--lr 1.0 instead of 2.0, --min-lr 0.0 instead of 0.5",
         ),
         ({**CURVES, "weight_decay": 0.5}, {}, "weight decay 0.01 to 0.01 in 40 samples instead of 0.5 to 0.5 in 40"),
+        ({**CURVES, "lr_group": ("*=2", "a=1")}, {}, "--lr-group none instead of *=2 a=1"),
         ({**CURVES, "lr": 2.0}, {"finetune": True}, None),
         ({**CURVES, "lr": 2.0}, {"no_load_optim": True}, None),
         ({**CURVES, "lr": 2.0}, {"override_opt_param_scheduler": True}, None),

@@ -32,6 +32,7 @@ ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2 --mtp-n
 SCALED = f"{ROTATED} --rope-type yarn --rotary-base-local 9 --attention-temperature-scale 0.1"
 LONG = f"{ROTATED} --kv-channels 4 --rope-type longrope --longrope-short-factor 1 2 --longrope-long-factor 3 4"
 LATENT = f"{BASE} --position-embedding-type rope --multi-latent-attention --q-lora-rank 4"
+MUP = f"{BASE} --use-mup --mup-base-hidden-size 16 --mup-base-head-dim 4 --mup-base-num-layers 2"
 FREE_IN_THE_MODEL = {
     "seq_length": "a longer context goes on from a shorter one",
     "no_position_embedding": "an old spelling, which changes nothing where it is taken",
@@ -66,6 +67,7 @@ def config_with(name: str) -> Config:
     flags |= dict.fromkeys(LATENT_FLAGS, LATENT) | dict.fromkeys(STRETCH_FLAGS, f"{SCALED} --rotary-attention-factor 2")
     flags |= dict.fromkeys(("rope_type", "rotary_base_local", "attention_temperature_scale"), SCALED)
     flags |= dict.fromkeys(("longrope_short_factor", "longrope_long_factor"), LONG)
+    flags |= dict.fromkeys(("mup_base_hidden_size", "mup_base_head_dim", "mup_base_num_layers"), MUP)
     flags["activation_func_clamp_value"] += " --activation-func-clamp-value 3"
     return config_of(flags.get(name, EVERY_PART))
 
