@@ -272,6 +272,10 @@ MODELS: dict[str, dict[str, Any]] = {
             "rope_theta": 700.0,
         },
     },
+    "Command R+": {
+        **{"model_type": "cohere", **_DECODER, "head_dim": 8, "num_key_value_heads": 1, "pad_token_id": None},
+        **{"use_qk_norm": True, "logit_scale": 0.8},
+    },
     "Command R7B": {
         **{"model_type": "cohere2", **_DECODER, "head_dim": 8, "num_hidden_layers": 4, "sliding_window": 6},
         **{"sliding_window_pattern": 3, "logit_scale": 2.0, "pad_token_id": None, **_UNTIED},
