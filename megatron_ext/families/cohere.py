@@ -24,8 +24,7 @@ def _write(config: Config) -> dict[str, Any]:
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
-    over = "each-head" if model.qk_layernorm else "head"
-    return {**shared.biases_of_attention(model), "qk_layernorm": model.qk_layernorm, "qk_layernorm_over": over}
+    return {**shared.biases_of_attention(model), **shared.norms_of_heads(model)}
 
 
 COHERE = Family(

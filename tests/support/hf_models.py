@@ -238,6 +238,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "StableLM, parallel": {
         **{"model_type": "stablelm", **_DECODER, "head_dim": 8, "use_parallel_residual": True, "num_key_value_heads": 1}
     },
+    "StableLM, norms of heads": {
+        **{"model_type": "stablelm", **_DECODER, "head_dim": 8, "use_parallel_residual": True, "qk_layernorm": True},
+    },
     "Phi": {
         **{"model_type": "phi", **_DECODER, "head_dim": 8, "qk_layernorm": True, **_UNTIED},
     },

@@ -37,9 +37,6 @@ EXAMPLES = {
         "--position-embedding-type rope --kv-channels 4 --rope-type longrope --longrope-short-factor 1 2",
         "--longrope-long-factor 3 4",
     ),
-    "Norms of each head with biases": Example(
-        "--qk-layernorm --qk-layernorm-over each-head --attention-dropout 0", "--norm-parameters weight"
-    ),
     "Latents next to slopes": Example(
         "--multi-latent-attention --position-embedding-type alibi --attention-dropout 0",
         "--position-embedding-type rope",

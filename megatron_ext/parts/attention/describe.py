@@ -333,14 +333,6 @@ class Attention(Part):
             found["norms of projections"] = Asked(f"--qk-layernorm-over is {self.qk_norm}", "--qk-layernorm-over head")
         return found
 
-    def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what norms of each head cannot have."""
-        if self.qk_norm == "each-head" and (self.norm.has_bias or not self.norm.has_weight):
-            yield (
-                "--qk-layernorm-over each-head is of norms with weights alone, but --normalization is "
-                f"{self.norm.kind} and --norm-parameters {config.model.norm_parameters}; use --norm-parameters weight"
-            )
-
     def mean_keys(self, length: int) -> float:
         """Return the number of keys that a query sees on average in a sequence of `length` positions, counted as half
         of it.
@@ -387,7 +379,7 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         rotary=rotary,
         qk_norm=model.qk_layernorm_over if model.qk_layernorm else "head" if without_weight else None,  # pyright: ignore[reportArgumentType]
         qk_norm_after_rotation=model.qk_layernorm_place == "after",
-        norm=Norm("RMSNorm", norm.epsilon, "none") if without_weight else norm,
+        norm=_query_key_norm(model, norm, without_weight),
         qkv_bias=model.has_qkv_bias,
         output_bias=model.has_output_bias,
         softmax=Softmax(
@@ -399,6 +391,13 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         clip=model.qkv_clip,
         temperature=None if scale is None else Temperature(scale, model.attention_temperature_step),
     )
+
+
+def _query_key_norm(model: ModelConfig, norm: Norm, without_weight: bool) -> Norm:
+    """Return the norm of queries and keys. Those of each head have no biases."""
+    if without_weight:
+        return Norm("RMSNorm", norm.epsilon, "none")
+    return replace(norm, owns="weight") if model.qk_layernorm_over == "each-head" else norm
 
 
 def window_of(model: ModelConfig, number: int) -> int | None:
