@@ -96,6 +96,9 @@ class Family:
     constants: Mapping[str, float] = field(default_factory=dict)
     """Names of numbers in every layer's files, without its prefix, that are no parameters and have one value."""
 
+    vectors: str | None = None
+    """Part of the names of vectors of which each is a row of a matrix here."""
+
     inside: tuple[str, str] | None = None
     """Model type of a model that has one of this family inside of it, described by its `text_config`, and the prefix of
     names that its files have before ours."""

@@ -237,6 +237,11 @@ def square_flags(model: ModelConfig) -> dict[str, Any]:
     return {**heads_fill_width(model), "ffn_hidden_size": 4 * model.hidden_size}
 
 
+def norms_of_heads(model: ModelConfig) -> dict[str, Any]:
+    """Return what norms of queries and keys are in families where each head has weights of its own, if any."""
+    return {"qk_layernorm": model.qk_layernorm, "qk_layernorm_over": "each-head" if model.qk_layernorm else "head"}
+
+
 def heads_fill_width(model: ModelConfig) -> dict[str, Any]:
     """Return the size of a head in families that have no key for it (`Family.dependent_flags`)."""
     return {"kv_channels": model.hidden_size // model.num_attention_heads}

@@ -49,8 +49,8 @@ class Parameter:
     @property
     def decay(self) -> bool:
         """Whether weight decay applies: it is for matrices; norms and biases have none, unless
-        --apply-wd-to-qk-layernorm gives it to these."""
-        return len(self.shape) > 1
+        --apply-wd-to-qk-layernorm gives it to those of queries and keys."""
+        return len(self.shape) > 1 and not self.is_query_or_key_norm
 
     @property
     def is_query_or_key_norm(self) -> bool:

@@ -128,7 +128,7 @@ WAYS: dict[str, Way] = {
             "longer queries": "whose angles lengthen nothing",
             "temperature": "which has no factors of positions",
             "norms after": "whose layers have norms before attention and MLP alone",
-            "norms of projections": "whose norms of queries and keys are over single heads",
+            "norms of projections": "whose norms of queries and keys are over single heads, and alike",
         },
         "--transformer-impl local",
     ),

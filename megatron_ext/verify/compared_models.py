@@ -98,6 +98,7 @@ _COMMAND_R = (
 MODELS |= {
     "Command R": _COMMAND_R,
     "Command R7B": f"{_COMMAND_R} --window-size 15,0 --window-attn-skip-freq 4 --no-rope-freq 4",
+    "Command R+": f"{_COMMAND_R} --qk-layernorm --qk-layernorm-over each-head",
     "GPT-NeoX": (
         f"--num-layers 4 --position-embedding-type rope --rotary-percent 0.25 {_UNTIED} --parallel-residual two-norms"
     ),

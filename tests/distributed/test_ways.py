@@ -75,6 +75,7 @@ PARTS = {
     "biases": _NO_DROPOUT,
     "gates": _LLAMA,
     "norms of heads": f"{_LLAMA} --qk-layernorm",
+    "norms of each head": f"{_LLAMA} --qk-layernorm --qk-layernorm-over each-head",
     "norms after": f"{_LLAMA} --norm-position after --qk-layernorm --qk-layernorm-over projection",
     "in parallel, one norm": f"{_LLAMA} --parallel-residual one-norm",
     "in parallel, two norms": f"{_NO_DROPOUT} --parallel-residual two-norms --lm-head-bias",

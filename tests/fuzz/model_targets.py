@@ -5,10 +5,12 @@ import json
 import pickle
 import random
 import shlex
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 
+from megatron_ext.checkpoint.deepspeed import torch_file
 from megatron_ext.checkpoint.huggingface import safetensors
 from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args
@@ -152,5 +154,25 @@ def checkpoint(folder: Path) -> Read:
         assert bool(wrong) != (same or target.suffix == ".txt"), target
         read_args(found.path)
         read_record(place / "config.yaml")
+
+    return read
+
+
+def deepspeed_file(folder: Path) -> Read:
+    """A file of torch.save, which is read as data: what is taken lies in the file."""
+    import torch
+
+    path = folder / "x.pt"
+    content = {"a": torch.arange(6.0).view(2, 3), "args": Namespace(layers=2, names=["x"]), "b": torch.ones(4).half()}
+    torch.save(content, path)
+    whole = path.read_bytes()
+
+    def read(chance: random.Random) -> None:
+        path.write_bytes(changed(whole, chance))
+        found = torch_file.read(path)
+        for entry in found.values() if isinstance(found, dict) else ():
+            if isinstance(entry, safetensors.Entry):
+                size = int(np.prod(entry.shape)) * safetensors.SAFETENSORS_WIDTHS[entry.dtype]
+                assert 0 <= entry.offset <= entry.offset + size <= path.stat().st_size
 
     return read

@@ -21,6 +21,7 @@ TARGETS: dict[str, Callable[[Path], Read]] = {
     "safetensors": model_targets.safetensors_file,
     "metadata": model_targets.metadata,
     "checkpoint": model_targets.checkpoint,
+    "deepspeed file": model_targets.deepspeed_file,
     "pair": data_targets.pair,
     "bits": data_targets.bin_bits,
     "jsonl": data_targets.jsonl,

@@ -245,6 +245,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "StableLM, parallel": {
         **{"model_type": "stablelm", **_DECODER, "head_dim": 8, "use_parallel_residual": True, "num_key_value_heads": 1}
     },
+    "StableLM, norms of heads": {
+        **{"model_type": "stablelm", **_DECODER, "head_dim": 8, "use_parallel_residual": True, "qk_layernorm": True},
+    },
     "Phi": {
         **{"model_type": "phi", **_DECODER, "head_dim": 8, "qk_layernorm": True, **_UNTIED},
     },
@@ -278,6 +281,10 @@ MODELS: dict[str, dict[str, Any]] = {
             "attention_bias": True,
             "rope_theta": 700.0,
         },
+    },
+    "Command R+": {
+        **{"model_type": "cohere", **_DECODER, "head_dim": 8, "num_key_value_heads": 1, "pad_token_id": None},
+        **{"use_qk_norm": True, "logit_scale": 0.8},
     },
     "Command R7B": {
         **{"model_type": "cohere2", **_DECODER, "head_dim": 8, "num_hidden_layers": 4, "sliding_window": 6},

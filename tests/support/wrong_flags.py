@@ -37,6 +37,10 @@ EXAMPLES = {
         "--position-embedding-type rope --kv-channels 4 --rope-type longrope --longrope-short-factor 1 2",
         "--longrope-long-factor 3 4",
     ),
+    "Latents next to slopes": Example(
+        "--multi-latent-attention --position-embedding-type alibi --attention-dropout 0",
+        "--position-embedding-type rope",
+    ),
     "A bound of gates without gates": Example("--activation-func-clamp-value 7", "--quick-geglu"),
     "A schedule for two model chunks of a rank that has one": Example(
         "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv",

@@ -28,7 +28,7 @@ from megatron_ext.checkpoint.copying import (
 )
 from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
 from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
-from megatron_ext.checkpoint.huggingface.huggingface_folder import INDEX, SINGLE
+from megatron_ext.checkpoint.huggingface.huggingface_folder import INDEX, SINGLE, vectors_as_rows
 from megatron_ext.checkpoint.huggingface.importer import copy_tokenizer
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
@@ -103,7 +103,9 @@ def export_huggingface(
         shapes |= {copy: shapes[original] for copy, original in repeated.items()}
         shapes |= dict.fromkeys(constants, ())
         dtypes = {name: part.dtype for part in mappings for name in part.tensor_shapes() if part.dtype is not None}
-        entries = _files(unfinished, shapes, code, max_shard_size, dtypes)
+        vectors = family.vectors or "\0"
+        shapes = {name: shape[1:] if vectors in name else shape for name, shape in shapes.items()}
+        entries = vectors_as_rows(_files(unfinished, shapes, code, max_shard_size, dtypes), family)
         tokenizer = _tokenizer_of_training(source.config)
         copied = _copy(source, unfinished, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
         names = [name for name in copied if name != _GENERATION]

@@ -9,6 +9,8 @@ Nothing in the folder is executed, and no file outside of it is opened, whatever
 
 import contextlib
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,8 @@ class HFFolder:
                 self.left_out = f"{folder} holds a {kind}: {others} tensors that are not of its text model are left out"
                 self.entries = own
 
+        self.entries = vectors_as_rows(self.entries, self.family)
+
     def check(self, config: Config) -> None:
         """Check that the files hold the model that `config` (made from `values`) describes.
 
@@ -125,6 +129,15 @@ class HFFolder:
         starts = range(0, head.shape[0], step)
         pairs = ([entry.rows(at, min(step, entry.shape[0] - at)) for entry in (head, table)] for at in starts)
         return any(one.tobytes() != other.tobytes() for one, other in pairs)
+
+
+def vectors_as_rows(entries: Mapping[str, Entry], family: Family) -> dict[str, Entry]:
+    """Return the tensors, with those vectors as a row each that the family has for rows of a matrix of ours."""
+    part = family.vectors
+    return {
+        name: replace(entry, shape=(1, *entry.shape)) if part and part in name else entry
+        for name, entry in entries.items()
+    }
 
 
 _TABLE = "embedding.word_embeddings"

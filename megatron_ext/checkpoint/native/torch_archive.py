@@ -166,9 +166,12 @@ def find_records(path: Path) -> dict[str, tuple[int, int]]:
             length = path.stat().st_size
             check_archive(file, 0, length)
             found = _records(file, 0, length)
-            return {name: (_content(file, 0, header), size) for name, (header, size) in found.items()}
+            places = {name: (_content(file, 0, header), size) for name, (header, size) in found.items()}
     except struct.error:
         raise _no_archive() from None
+    if any(at + size > length for at, size in places.values()):
+        raise _no_archive()
+    return places
 
 
 def check_archive(file: BinaryIO, offset: int, length: int, most: int | None = None) -> None:

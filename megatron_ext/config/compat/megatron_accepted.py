@@ -373,7 +373,8 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     ),
     (
         "a norm's weights are kept as they multiply, and not less one; they train alike, since norms have no weight "
-        "decay, but for where weights of 16 bits are rounded",
+        "decay (by --apply-wd-to-qk-layernorm those of queries and keys decay to 0, not to 1), but for where weights "
+        "of 16 bits are rounded",
         """
         --apply-layernorm-1p
         """,

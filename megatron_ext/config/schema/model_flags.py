@@ -469,14 +469,16 @@ class ModelConfig:
     )
     qk_layernorm_over: str = option(
         "head",
-        "What --qk-layernorm normalizes: each head, or all heads of a token at once, as OLMo-2 does.",
+        "What --qk-layernorm normalizes: each head, with the weights of all or with its own (each-head), as Command R+ "
+        "does, or all heads of a token at once, as OLMo-2 does.",
         resume="shape",
-        choices=("head", "projection"),
+        choices=("head", "each-head", "projection"),
         needs={
+            "each-head": [Need("qk_layernorm", True, "norms of queries and keys")],
             "projection": [
                 Need("qk_layernorm", True, "norms of queries and keys"),
                 Need("normalization", "RMSNorm", "RMSNorm"),
-            ]
+            ],
         },
     )
     qk_layernorm_place: str = option(

@@ -17,7 +17,7 @@ and of its context-parallel ranks c each sends, with Q and KV this rank's querie
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_ext.config.derived.layer_patterns import is_dealt, read_window
@@ -146,8 +146,9 @@ class Attention(Part):
     """Number of latest positions that a query sees, its own included; None: all up to its own."""
 
     rotary: Rotary | None
-    qk_norm: Literal["head", "projection"] | None
-    """Whether queries and keys are normalized, head by head or all heads of a token at once."""
+    qk_norm: Literal["head", "each-head", "projection"] | None
+    """Whether queries and keys are normalized, head by head (with one weight, or one of each) or all heads of a token
+    at once."""
 
     qk_norm_after_rotation: bool
     """Whether that is done to rotated queries and keys."""
@@ -182,7 +183,7 @@ class Attention(Part):
         """Channels that are normalized together: of queries, and of keys. None without these norms."""
         if self.qk_norm is None:
             return None
-        return (self.head_size, self.head_size) if self.qk_norm == "head" else (self.query_size, self.key_size)
+        return (self.query_size, self.key_size) if self.qk_norm == "projection" else (self.head_size, self.head_size)
 
     @property
     def rotary_size(self) -> int:
@@ -224,8 +225,11 @@ class Attention(Part):
         yield place.matrix("linear_qkv.weight", qkv, hidden, tp_dim=0, sections=sections)
         if self.qkv_bias:
             yield place.vector("linear_qkv.bias", qkv, tp_dim=0)
-        for name, size in zip(("q_layernorm", "k_layernorm"), self.qk_norm_sizes or (), strict=False):
-            yield from self.norm.parameters(place.inside(name), size)
+        heads = self.query_heads, self.groups
+        for name, size, count in zip(("q_layernorm", "k_layernorm"), self.qk_norm_sizes or (), heads, strict=False):
+            for parameter in self.norm.parameters(place.inside(name), size):
+                each = self.qk_norm == "each-head"
+                yield replace(parameter, shape=(count, size), by_element=True) if each else parameter
 
     def state(self, place: Place) -> Iterator[State]:
         """Yield what is saved with each linear layer."""
@@ -250,7 +254,7 @@ class Attention(Part):
         heads = share.width * share.tokens * (self.head_size * queries + gathered * (keys + values))
         if self.qk_norm is not None:
             # Queries and keys once more, and a number of each head and token, or of each token's queries and keys.
-            numbers = queries + groups if self.qk_norm == "head" else 2
+            numbers = 2 if self.qk_norm == "projection" else queries + groups
             heads += (share.width * (self.head_size * queries + keys) + _FP32 * numbers) * share.tokens
         context = share.width * share.tokens * self.value_head_size * queries
         if self.has_gate:
@@ -325,8 +329,8 @@ class Attention(Part):
         if self.temperature is not None:
             text = f"--attention-temperature-scale is {self.temperature.scale:g}"
             found["temperature"] = Asked(text, "leave --attention-temperature-scale out")
-        if self.qk_norm == "projection":
-            found["norms of projections"] = Asked("--qk-layernorm-over is projection", "--qk-layernorm-over head")
+        if self.qk_norm in ("each-head", "projection"):
+            found["norms of projections"] = Asked(f"--qk-layernorm-over is {self.qk_norm}", "--qk-layernorm-over head")
         return found
 
     def mean_keys(self, length: int) -> float:
@@ -375,7 +379,7 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         rotary=rotary,
         qk_norm=model.qk_layernorm_over if model.qk_layernorm else "head" if without_weight else None,  # pyright: ignore[reportArgumentType]
         qk_norm_after_rotation=model.qk_layernorm_place == "after",
-        norm=Norm("RMSNorm", norm.epsilon, "none") if without_weight else norm,
+        norm=_query_key_norm(model, norm, without_weight),
         qkv_bias=model.has_qkv_bias,
         output_bias=model.has_output_bias,
         softmax=Softmax(
@@ -387,6 +391,13 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         clip=model.qkv_clip,
         temperature=None if scale is None else Temperature(scale, model.attention_temperature_step),
     )
+
+
+def _query_key_norm(model: ModelConfig, norm: Norm, without_weight: bool) -> Norm:
+    """Return the norm of queries and keys. Those of each head have no biases."""
+    if without_weight:
+        return Norm("RMSNorm", norm.epsilon, "none")
+    return replace(norm, owns="weight") if model.qk_layernorm_over == "each-head" else norm
 
 
 def window_of(model: ModelConfig, number: int) -> int | None:

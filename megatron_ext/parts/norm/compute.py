@@ -153,6 +153,28 @@ class ProjectionNorm(torch.nn.Module):
         return normed.view(x_SBHD.shape)
 
 
+class HeadNorms(torch.nn.Module):
+    """A norm of each head with weights of its own and no bias (Command R+). Every rank has the weights of all heads, as
+    in `ProjectionNorm`, and uses those of its own."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, kind: str, heads: int, tp_group: ProcessGroup
+    ) -> None:
+        """hidden_size: channels of a head; kind: LayerNorm or RMSNorm; heads: those of all ranks."""
+        super().__init__()
+        self.eps, self.heads, self.tp_group = eps, heads, tp_group
+        self.normalize: Any = F.layer_norm if kind == "LayerNorm" else F.rms_norm
+        self.weight = uninitialized(config, heads, hidden_size)
+
+    def forward(self, x_SBHD: torch.Tensor) -> torch.Tensor:
+        """x_SBHD: this rank's heads, [sequence, batch, heads, channels]; the result has its shape and dtype. It is
+        computed in fp32 and rounded once."""
+        first = self.tp_group.rank() * self.heads // self.tp_group.size()
+        own = self.weight[first : first + x_SBHD.size(2)]
+        wide = torch.promote_types(x_SBHD.dtype, torch.float32)
+        return (self.normalize(x_SBHD.to(wide), x_SBHD.shape[-1:], eps=self.eps) * own).to(x_SBHD.dtype)
+
+
 class _DividedRMSNorm(torch.autograd.Function):
     """RMSNorm of vectors whose channels the ranks of a group hold, each of them on `copies` ranks."""
 
@@ -213,9 +235,13 @@ def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormB
         return late, late
     if attention.qk_norm == "head":
         return norm_builder(attention.norm), norm_builder(attention.norm)
+    counts = attention.query_heads, attention.groups
+    if attention.qk_norm == "each-head":
+        each = partial(HeadNorms, kind=attention.norm.kind, tp_group=tp_group)
+        return partial(each, heads=counts[0]), partial(each, heads=counts[1])
     assert attention.norm.kind == "RMSNorm", f"no {attention.norm.kind} here is over the whole projection"
     builder = partial(ProjectionNorm, tp_group=tp_group)
-    return partial(builder, heads=attention.query_heads), partial(builder, heads=attention.groups)
+    return partial(builder, heads=counts[0]), partial(builder, heads=counts[1])
 
 
 def uninitialized(config: TransformerConfig, *size: int) -> torch.nn.Parameter:
