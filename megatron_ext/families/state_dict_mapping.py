@@ -77,10 +77,12 @@ class ParameterMapping:
             tensor: the whole tensor as a matrix; of several matrices, one lies below the other.
             start: index of the first of the rows in the parameter.
         """
-        columns = (*self.parameter.shape, 1)[1]
-        above = (self.parameter.expert or 0) * columns if self.stacked else 0
+        if self.stacked:
+            columns = (*self.parameter.shape, 1)[1]
+            above = (self.parameter.expert or 0) * columns
+            tensor = tensor[above : above + columns]
         first = span.tensor_start + (start - span.start) * span.step
-        return tensor[above : above + columns].T[first : first + count * span.step : span.step]
+        return tensor.T[first : first + count * span.step : span.step]
 
 
 def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]:

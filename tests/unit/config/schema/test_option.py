@@ -25,7 +25,7 @@ EVERY_PART = (
     "--window-attn-skip-freq 2 --attention-dropout 0 --moe-layer-freq 2 --softmax-scale 0.3 "
     "--attention-logit-softcapping 2 --final-logit-softcapping 3 --qkv-clip 4 --moe-shared-expert-gate "
     "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-scores 1 "
-    "--moe-router-topk-scaling-factor 2.5"
+    "--moe-router-topk-scaling-factor 2.5 --attention-chunk-size 512"
 )
 ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2 --mtp-num-layers 1"
 """The same with what learned positions do not have."""
@@ -42,6 +42,8 @@ FREE_IN_THE_MODEL = {
     "mtp_loss_scaling_factor": "a term of the loss, not of the output",
     "moe_router_bias_update_rate": "how the bias goes on",
     "moe_input_jitter_eps": "regularization",
+    "moe_expert_capacity_factor": "it holds in training alone",
+    "moe_token_drop_policy": "it holds in training alone",
     "moe_router_force_load_balancing": "for benchmarks",
     "moe_grouped_gemm": "the same products, computed together",
     "init_method_std": "the weights have begun",
