@@ -149,7 +149,9 @@ def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
 def _in_sections(tensors: list[str], parameter: Parameter, sections: Sections) -> Iterator[RowRange]:
     """Yield the rows of a matrix of groups of sections."""
     groups, own = parameter.shape[0] // sum(parameter.sections), iter(parameter.sections)
-    of_tensors = [(tensor, [next(own) for _ in range(count)]) for tensor, count in zip(tensors, sections.counts, strict=True)]
+    of_tensors = [
+        (tensor, [next(own) for _ in range(count)]) for tensor, count in zip(tensors, sections.counts, strict=True)
+    ]
     start = 0
     for group in range(groups):
         for tensor, sizes in of_tensors:

@@ -48,7 +48,7 @@ class GatedDelta(Part):
     """Positions that the convolution sees."""
 
     epsilon: float
-    """That of the norm of what a head gives."""
+    """Epsilon of the norm of what a head gives."""
 
     @property
     def per_key(self) -> int:

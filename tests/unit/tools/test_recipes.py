@@ -26,7 +26,7 @@ SIZED = {
     *(f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b")),
     *(f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")),
     *("olmo2-1b", "olmo2-7b", "olmo2-13b", "olmo2-32b", "smollm-135m", "smollm-360m", "smollm2-1.7b"),
-    *("bloom-176b", "glm4-9b", "phi-4"),
+    *("bloom-176b", "glm4-9b", "phi-4", "qwen3-next-80b-a3b"),
 }
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
