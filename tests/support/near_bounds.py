@@ -50,7 +50,6 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"{_CP2} {_DELTA} 2 --seq-length 16 --linear-conv-kernel-dim 6",
         f"{_DELTA} 2 --bf16 --fp8-format hybrid --attention-dropout 0",
         "--linear-attention-freq 4 --linear-num-key-heads 8",
-        "--experimental-attention-variant dsa",
     ),
     "context": (
         "--cp-comm-type p2p a2a all_gather p2p a2a all_gather p2p p2p",
