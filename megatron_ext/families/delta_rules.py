@@ -33,7 +33,7 @@ CONVOLUTION = {"self_attention.conv1d": Sections((3,), by_groups=False)}
 """How its channels lie there: all queries, all keys, all values."""
 
 _NORMS = ("input_layernorm", "pre_mlp_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm")
-DELTA_ADDED = dict.fromkeys((*_NORMS, "decoder.final_layernorm"), 1.0)
+DELTA_ADDED: dict[str, float] = dict.fromkeys((*_NORMS, "decoder.final_layernorm"), 1.0)
 
 
 def delta_names(*projections: str) -> dict[str, tuple[str, ...]]:

@@ -46,6 +46,7 @@ def _differences(size: int, case: tuple[bool, int, int]) -> dict[str, float]:
         leaf = inputs.clone().requires_grad_()
         output = layer(leaf, packed_seq_params=sequences)[0]
         (output * weights).sum().backward()
+        assert leaf.grad is not None
         return [output.detach(), leaf.grad, *(one.grad.clone() for one in layer.parameters())]
 
     group, layer.cp_group = layer.cp_group, None
