@@ -2,13 +2,19 @@
 others, norms that hold what they differ from 1."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.protocol import Sections
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_FLAGS, decoder_json, decoder_values, layer_numbers, pattern
+from megatron_ext.families.shared import (
+    DECODER_FLAGS,
+    biases_of_attention,
+    decoder_json,
+    decoder_values,
+    layer_numbers,
+    pattern,
+)
 from megatron_ext.parts.stack import layers
 
 _KINDS = ("full_attention", "linear_attention")
@@ -26,11 +32,8 @@ DELTA_DEFAULTS: dict[str, Any] = {
 CONVOLUTION = {"self_attention.conv1d": Sections((3,), by_groups=False)}
 """How its channels lie there: all queries, all keys, all values."""
 
-DELTA_ADDED = dict.fromkeys(
-    ("input_layernorm", "pre_mlp_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm")
-    + ("decoder.final_layernorm",),
-    1.0,
-)
+_NORMS = ("input_layernorm", "pre_mlp_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm")
+DELTA_ADDED: dict[str, float] = dict.fromkeys((*_NORMS, "decoder.final_layernorm"), 1.0)
 
 
 def delta_names(*projections: str) -> dict[str, tuple[str, ...]]:
@@ -48,7 +51,8 @@ def delta_values(reading: Reading) -> dict[str, Any]:
         isinstance(kinds, list) and len(kinds) == len(numbers) and {*map(str, kinds)} <= {*_KINDS}
     ):
         reading.problems.append(
-            f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of {len(numbers)} times {' or '.join(_KINDS)}"
+            f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of {len(numbers)} times "
+            f"{' or '.join(_KINDS)}"
         )
         kinds = None
     has_rule = [kind == _KINDS[1] for kind in kinds or usual]
@@ -86,6 +90,12 @@ def delta_json(config: Config) -> dict[str, Any]:
     }
 
 
-def shared_expert(model: ModelConfig) -> Mapping[str, Any]:
-    """Return the width of the shared expert, which is in every model (`Family.dependent_flags`)."""
-    return {"moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or 512}
+def shared_width(model: ModelConfig) -> int:
+    """Return the width of the shared expert, which is in every model with experts."""
+    return model.moe_shared_expert_intermediate_size or model.expert_ffn_hidden_size
+
+
+def shared_expert(model: ModelConfig) -> dict[str, Any]:
+    """Return that there is one, and that either all matrices of attention have biases or none has
+    (`Family.dependent_flags`)."""
+    return {**biases_of_attention(model), "moe_shared_expert_intermediate_size": shared_width(model)}

@@ -33,8 +33,8 @@ def _write(config: Config) -> dict[str, Any]:
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
-    of_shared = delta_rules.shared_expert(model)
-    return {**shared.biases_of_attention(model), **of_shared, "ffn_hidden_size": [*of_shared.values()][0]}
+    width, of_shared = delta_rules.shared_width(model), delta_rules.shared_expert(model)
+    return {**of_shared, "ffn_hidden_size": width}
 
 
 QWEN3_5_MOE_TEXT = Family(

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.families import delta_rules, shared
+from megatron_ext.config.schema import Config
+from megatron_ext.families import delta_rules
 from megatron_ext.families.mixtures import sparse_json, sparse_values
 from megatron_ext.families.protocol import Family, Sections
 from megatron_ext.families.qwen2_moe import QWEN2_MOE
@@ -22,10 +22,6 @@ def _write(config: Config) -> dict[str, Any]:
     return {**delta_rules.delta_json(config), **sparse_json(config), **of_shared}
 
 
-def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
-    return {**shared.biases_of_attention(model), **delta_rules.shared_expert(model)}
-
-
 QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
@@ -39,7 +35,7 @@ QWEN3_NEXT = Family(
         **{"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48, "vocab_size": 151936},
     },
     aliases={"num_experts": "num_local_experts"},
-    dependent_flags=_dependent_flags,
+    dependent_flags=delta_rules.shared_expert,
     added=delta_rules.DELTA_ADDED,
     sections={"self_attention.in_proj": Sections((4, 2), by_groups=True), **delta_rules.CONVOLUTION},
 )

@@ -188,6 +188,10 @@ def _build_chunk(
     held = chunk_layers(config)[rank][chunk]
     stage = stage_of_chunk(rank, chunk, stages, v_shaped=is_v_shaped(layout))
     spec, depths = block_spec(config, stack(config)[held.start : held.stop], pg_collection.tp, layer_spec)
+    rotated = {one.rotary_table: one.attention for one, _ in stack(config).kinds if one.rotary_table}
+    # ALiBi is computed in attention, of which megatron-core knows nothing; without attention nothing is rotated.
+    kind = model.position_embedding_type
+    has_table = kind != "alibi" and (kind != "rope" or bool(rotated))
     with torch.device("meta") if on_meta else nullcontext(), as_stage(pg_collection, stage) as groups:
         gpt = GPT(
             config=transformer_config,
@@ -199,15 +203,14 @@ def _build_chunk(
             fp16_lm_cross_entropy=False,
             parallel_output=True,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            # ALiBi is computed in attention, of which megatron-core knows nothing.
-            position_embedding_type=kind if (kind := model.position_embedding_type) != "alibi" else "none",  # pyright: ignore[reportArgumentType]
+            position_embedding_type=kind if has_table else "none",  # pyright: ignore[reportArgumentType]
             pg_collection=groups,
             vp_stage=chunk if chunks > 1 else None,
             mtp_block_spec=depths,
             restarts_positions=config.data.reset_position_ids,
             of_readout=of_readout,
         )
-    if rotated := {kind.rotary_table: kind.attention for kind, _ in stack(config).kinds if kind.rotary_table}:
+    if rotated:
         first, *others = rotated.values()
         if model.transformer_impl == "local":
             gpt.rotary_pos_emb = RotaryTable(first, transformer_config, pg_collection, others)

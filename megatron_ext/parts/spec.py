@@ -146,7 +146,8 @@ def _latent_attention(layer: Layer, _tp_group: ProcessGroup, tables: Mapping[Tab
 
 
 def _gated_delta(layer: Layer, _tp_group: ProcessGroup, _tables: Mapping[Table, slice]) -> ModuleSpec:
-    return ModuleSpec(module=GatedDeltaNet, params={"described": layer.mixer})
+    params = {"attn_mask_type": AttnMaskType.causal, "described": layer.mixer}  # the first for multi-token prediction
+    return ModuleSpec(module=GatedDeltaNet, params=params)
 
 
 _MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[Table, slice]], ModuleSpec]] = {

@@ -208,10 +208,10 @@ def layers_without_attention_are_named(config: Config, facts: Facts) -> Iterator
     usable = f"use --linear-attention-freq 4, or [1]*{model.num_layers}"
     try:
         if pattern is None or not any(read_pattern(pattern, min(model.num_layers, 100_000))):
-            given = "is missing" if pattern is None else f"{pattern} names no layer"
+            given = "that is not given" if pattern is None else f"{pattern} names none"
             yield (
-                f"--linear-attention-freq {given}, which has --experimental-attention-variant "
-                f"{model.experimental_attention_variant}; {usable}"
+                f"--experimental-attention-variant {model.experimental_attention_variant} is of the layers that "
+                f"--linear-attention-freq names, but {given}; {usable}"
             )
     except ValueError:
         yield (

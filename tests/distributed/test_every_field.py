@@ -44,6 +44,9 @@ RUNS: dict[str, tuple[int, str]] = {
     "scaled rope": (1, f"{ROPE} --use-rope-scaling --rope-scaling-original-max-position-embeddings 16"),
     "latents": (1, f"{ROPE} --multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 "
                    "--qk-pos-emb-head-dim 8 --v-head-dim 8 --rotary-scaling-factor 4 --mscale .7 --mscale-all-dim .4"),
+    "delta rules": (1, f"{ROPE} --normalization RMSNorm --disable-bias-linear --experimental-attention-variant "
+                       "gated_delta_net --linear-attention-freq [1,0] --linear-num-key-heads 2 "
+                       "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"),
     "longrope": (1, f"{ROPE} --rope-type longrope --original-max-position-embeddings 4 --rotary-scaling-factor 4 "
                     "--kv-channels 4 --longrope-short-factor 1 2 --longrope-long-factor 3 9"),
     "no rotation in layer 2": (1, f"{ROPE} --no-rope-freq 2 --window-size 3,0 --window-attn-skip-freq [1,0] "
@@ -106,6 +109,15 @@ CHANGES: dict[str, tuple[str, str]] = {
     "rope_scaling_original_max_position_embeddings": (
         "scaled rope", "--rope-scaling-original-max-position-embeddings 64"),
     "multi_latent_attention": ("rope", "--multi-latent-attention --kv-lora-rank 8"),
+    "experimental_attention_variant": (
+        "rope", "--normalization RMSNorm --disable-bias-linear --experimental-attention-variant gated_delta_net "
+        "--linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 4"),
+    "linear_attention_freq": ("delta rules", "--linear-attention-freq [0,1]"),
+    "linear_conv_kernel_dim": ("delta rules", "--linear-conv-kernel-dim 2"),
+    "linear_key_head_dim": ("delta rules", "--linear-key-head-dim 4"),
+    "linear_value_head_dim": ("delta rules", "--linear-value-head-dim 4"),
+    "linear_num_key_heads": ("delta rules", "--linear-num-key-heads 1"),
+    "linear_num_value_heads": ("delta rules", "--linear-num-value-heads 2"),
     "q_lora_rank": ("latents", "--q-lora-rank 4"),
     "kv_lora_rank": ("latents", "--kv-lora-rank 4"),
     "qk_head_dim": ("latents", "--qk-head-dim 4"),

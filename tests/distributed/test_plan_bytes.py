@@ -28,6 +28,10 @@ _DIVIDED_EXPERTS = (
 _LATENTS = (
     "--multi-latent-attention --qk-layernorm --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
 )
+_DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 12"
+)
 RUNS = {
     _TP: 0.005,
     f"{_TP} --sequence-parallel": 0.005,
@@ -45,6 +49,9 @@ RUNS = {
     f"{_LATENTS} {_TP} --sequence-parallel": 0.005,
     f"{_LATENTS} {_TP} --sequence-parallel --sequence-parallel-keep-gathered --q-lora-rank 24": 0.005,
     f"{_LATENTS} {_CP} --cp-comm-type all_gather": 0.005,
+    f"{_DELTA} {_TP} --sequence-parallel": 0.005,
+    f"{_DELTA} {_CP} --cp-comm-type p2p": 0.005,
+    f"{_DELTA} {_CP} --cp-comm-type p2p --recompute-granularity selective": 0.005,
     _PP: 0.005,
     f"{_PP} --num-virtual-stages-per-pipeline-rank 2": 0.005,
     f"{_PP} --recompute-granularity selective --recompute-modules mlp": 0.005,

@@ -87,6 +87,10 @@ PARTS = {
     ),
     "temperature": f"{_LLAMA} --no-rope-freq 2 --attention-temperature-scale 0.5 --attention-temperature-step 5",
     "latents": f"{_LLAMA} {_LATENT}",
+    "delta rules": (
+        f"{_LLAMA} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+        "--linear-num-value-heads 4"
+    ),
     "sinks, bounds, output gates and clips": (
         f"{_LLAMA} --softmax-type learnable --attention-logit-softcapping 2 --final-logit-softcapping 5 --qkv-clip 0.5 "
         "--attention-output-gate"

@@ -20,6 +20,10 @@ _EXPERTS = "--disable-bias-linear --num-experts 8"
 _MIDDLE = "--decoder-first-pipeline-num-layers"
 _LATENTS = "--position-embedding-type rope --multi-latent-attention"
 _TEXT = "--sample-interval 5 --sample-prompts README.md --tokenizer-type ByteTokenizer"
+_DELTA = (
+    "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --experimental-attention-variant "
+    "gated_delta_net --linear-attention-freq"
+)
 _FSDP = "--world-size 4 --use-megatron-fsdp --data-parallel-sharding-strategy"
 _FULL = "--recompute-granularity full --recompute-method"
 _LIST = "--recompute-granularity selective --recompute-modules"
@@ -31,6 +35,22 @@ _VALID = "--mock-data=false --tokenizer-type ByteTokenizer --train-data-path a -
 _ONE_MISTAKE, _IN_SAMPLES = "one mistake", "a run given in samples"
 
 NEAR: dict[str, tuple[str, ...]] = {
+    "gated delta rules": (
+        f"{_DELTA} 4",
+        _DELTA.removesuffix(" --linear-attention-freq"),
+        f"{_DELTA} 1",
+        f"{_DELTA} [0]*8",
+        f"{_DELTA} [1]*7",
+        f"{_DELTA} 2 --normalization LayerNorm",
+        f"{_DELTA} 2 --disable-bias-linear=false",
+        f"{_DELTA} 2 --linear-num-value-heads 24",
+        f"{_DELTA} 2 --linear-num-key-heads 2 --linear-num-value-heads 3",
+        f"{_TP2} {_DELTA} 2 --linear-num-key-heads 3 --linear-num-value-heads 3",
+        f"{_CP2} {_DELTA} 2 --seq-length 16 --linear-conv-kernel-dim 5",
+        f"{_CP2} {_DELTA} 2 --seq-length 16 --linear-conv-kernel-dim 6",
+        f"{_DELTA} 2 --bf16 --fp8-format hybrid --attention-dropout 0",
+        "--linear-attention-freq 4 --linear-num-key-heads 8",
+    ),
     "context": (
         "--cp-comm-type p2p a2a all_gather p2p a2a all_gather p2p p2p",
         f"{_CP2} --cp-comm-type a2a a2a a2a p2p a2a a2a a2a a2a",

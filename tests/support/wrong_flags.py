@@ -49,6 +49,11 @@ EXAMPLES = {
     "Layers without rotation in a model that rotates nothing": Example(
         "--no-rope-freq 4", "--position-embedding-type rope"
     ),
+    "Gated delta rules in no layer": Example(
+        "--experimental-attention-variant gated_delta_net --position-embedding-type rope --normalization RMSNorm "
+        "--disable-bias-linear",
+        "--linear-attention-freq 4",
+    ),
     "A factor that a norm takes out again": Example(
         "--residual-multiplier 0.5 --norm-position after", "--residual-multiplier 1"
     ),
@@ -510,6 +515,11 @@ WRONG = [
     ("--window-attn-skip-freq 2", "add --window-size 4095,0"),
     ("--window-size 7,0 --attention-dropout 0 --window-attn-skip-freq [1,0]", "a list of 8 times 0 or 1"),
     ("--position-embedding-type rope --no-rope-freq [1,0]", "is neither a number of layers nor a list of 8 times"),
+    (
+        "--normalization RMSNorm --disable-bias-linear --experimental-attention-variant gated_delta_net "
+        "--linear-attention-freq [1,0]",
+        "--linear-attention-freq [1,0] is neither a number of layers nor a list of 8 times 0 or 1",
+    ),
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [1,0]", "--moe-layer-freq [1,0] is neither a number of layers nor"),
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [0]*8", "gives no layer its --num-experts"),
     ("--moe-layer-freq [0]+[1]*7", "--moe-layer-freq without --num-experts"),

@@ -178,7 +178,7 @@ class ModelConfig:
         "a state of one size.",
         resume="shape",
         choices=("gated_delta_net",),
-        refused={"dsa": "sparse attention by an indexer of keys is not in this version; leave it out"},
+        refused={"dsa": "sparse attention by an indexer of keys is not in this version"},
         needs={
             "gated_delta_net": [
                 Need("normalization", "RMSNorm", "norms of its heads"),

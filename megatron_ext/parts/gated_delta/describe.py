@@ -48,7 +48,7 @@ class GatedDelta(Part):
     """Positions that the convolution sees."""
 
     epsilon: float
-    """That of the norm of what a head gives."""
+    """Epsilon of the norm of what a head gives."""
 
     @property
     def per_key(self) -> int:
@@ -171,8 +171,7 @@ class GatedDelta(Part):
         elif self.key_heads % layout.tensor_model_parallel_size:
             yield (
                 f"--linear-num-key-heads {self.key_heads} is not divisible by --tensor-model-parallel-size "
-                f"{layout.tensor_model_parallel_size}; use --tensor-model-parallel-size 1, or a divisor of both it and "
-                "the attention heads"
+                f"{layout.tensor_model_parallel_size}; use --tensor-model-parallel-size 1"
             )
         pieces = 2 * layout.context_parallel_size
         if pieces > 2 and model.seq_length // pieces < self.kernel - 1:

@@ -8,7 +8,7 @@ Within a chunk all of its writes follow from one triangular system (the same, se
 state alone is handed on. With one decay for all channels of a head this is Gated DeltaNet, with one for each channel of
 the key Kimi Delta Attention (arXiv:2510.26692).
 
-Shapes: S positions, N chunks of C positions, D channels of a key, V of a value; ... are rows and heads, which broadcast.
+Shapes: S positions, N chunks of C positions, D channels of a key, V of a value; ... are rows and heads that broadcast.
 """
 
 import torch
@@ -44,8 +44,8 @@ def delta_rule(
     length = key_SD.size(-2)
     chunk = min(CHUNK if log_decay_SX.size(-1) == 1 else WIDE_CHUNK, length)
     key, value, log_decay, beta = (_chunks(x, chunk) for x in (key_SD, value_SV, log_decay_SX, beta_S1))
-    # From before the chunk. In fp64, for the gradient of a decay is a sum over all pairs of positions of the chunk, most
-    # of which cancel: in fp32 that of A_log is off by 2e-5 of its norm, so by 1e-7.
+    # From before the chunk. In fp64: the gradient of a decay is a sum over pairs of positions, most of which cancel;
+    # in fp32 that of A_log is off by 2e-5 of its norm, so by 1e-7.
     total = log_decay.double().cumsum(-2)
     closing = F.pad(total[..., -1:, :] - total[..., :-1, :], (0, 0, 0, 1)).to(key.dtype).exp()
     opened, kept = total.to(key.dtype).exp(), total[..., -1, :, None].to(key.dtype).exp()

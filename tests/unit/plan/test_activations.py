@@ -9,10 +9,11 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.microbatch import Ahead
 from megatron_ext.parallel import groups
 from megatron_ext.parts.attention.describe import SHORT
+from megatron_ext.parts.gated_delta.describe import SPAN
 from megatron_ext.parts.stack import layers, stack
 from megatron_ext.plan.activations import Activations
 from tests.support.saved_bytes import bytes_held_for_backward
-from tests.support.small_models import LATENTS, LLAMA, OLMO2, build_small_model, small_config
+from tests.support.small_models import DELTA, LATENTS, LLAMA, OLMO2, build_small_model, small_config
 
 S, B, H, F, HEADS = 32, 2, 64, 96, 4
 UNIT = 4 * S * B * H
@@ -106,6 +107,8 @@ def test_a_layer_is_what_docs_say() -> None:
         LATENTS,
         {**LATENTS, "q_lora_rank": None, "v_head_dim": 20},
         {**LATENTS, "qk_layernorm": False},
+        DELTA,
+        {**DELTA, "linear_attention_freq": "[1,1,1,1]", "seq_length": SPAN + 8, "max_position_embeddings": SPAN + 8},
     ],
     ids=lambda model: " ".join(model),
 )

@@ -1,5 +1,7 @@
 """The gated delta rule by chunks against the recurrence step by step, in fp64, and what it holds and takes."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,7 @@ def _step_by_step(inputs: tuple[torch.Tensor, ...], ids: torch.Tensor | None) ->
     return torch.stack(outputs, dim=-2), state
 
 
-def _inputs(length: int, channels: int) -> tuple[torch.Tensor, ...]:
+def _inputs(length: int, channels: int) -> Any:
     """Of 2 rows, 3 key heads, and 2 value heads of each; `channels` decays of a head."""
     torch.manual_seed(length + channels)
     of_keys, of_values = (2, 3, 1), (2, 3, 2)
@@ -72,7 +74,7 @@ def test_decays_that_leave_nothing_are_no_numbers_beyond_all() -> None:
     """Of exponents as small as fp32 has, nothing becomes infinite or not a number, forward or backward."""
     *inputs, state = (one.detach().float() for one in _inputs(130, 1))
     inputs[3] = torch.full_like(inputs[3], -1e4)
-    leaves = [one.requires_grad_() for one in (*inputs, state)]
+    leaves: Any = [one.requires_grad_() for one in (*inputs, state)]
     read, last = delta_rule(*leaves)
     assert read is not None
     gradients = torch.autograd.grad(read.sum() + last.sum(), leaves)

@@ -1,0 +1,95 @@
+"""A gated delta rule on context-parallel ranks, each with two parts of every sample, against whole samples, in fp64."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config.derived.rank_order import context_chunks
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.several_models import in_turn
+from tests.support.small_models import DELTA, build_small_model, small_config
+
+LENGTH, ROWS = 96, 2
+BORDERS = (0, 1, 2, 3, 11, 12, 22, 47, 48, 50, 61, 70, 84, 95)
+"""Where documents begin: within and at the border of a part, and some shorter than the convolution."""
+
+
+def _differences(size: int, case: tuple[bool, int, int]) -> dict[str, float]:
+    """The largest difference of output and gradients on this rank, over the largest number."""
+    from megatron_ext.data.packing import documents_of
+    from megatron_ext.parts.attention.cached import Sequences
+    from megatron_ext.parts.gated_delta import compute
+
+    documents, kernel, compute.SPAN = case
+    sizes = {**DELTA, "seq_length": LENGTH, "max_position_embeddings": LENGTH, "linear_conv_kernel_dim": kernel}
+    [gpt], groups = build_small_model(small_config(sizes, {"context_parallel_size": size, "world_size": size}))
+    layer: Any = gpt.decoder.layers[0].self_attention.double()
+    rank = groups.cp.rank()
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(LENGTH, ROWS, 64, dtype=torch.float64, generator=generator) for _ in range(2))
+    with torch.no_grad():
+        for parameter in layer.parameters():  # slow decays, which reach over several parts
+            parameter.mul_(0.3 if parameter is layer.A_log else 1.0)
+        layer.dt_bias.fill_(-3.0)
+    begins = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
+    begins[0, list(BORDERS)] = True
+    begins[1, 33] = True
+
+    def run(inputs: torch.Tensor, weights: torch.Tensor, cp: tuple[int, int]) -> list[torch.Tensor]:
+        sequences = None
+        if documents:
+            sequences = Sequences(documents_of(torch.ones(ROWS, LENGTH, dtype=torch.int64), 0, *cp, begins_BS=begins))
+        layer.zero_grad()
+        leaf = inputs.clone().requires_grad_()
+        output = layer(leaf, packed_seq_params=sequences)[0]
+        (output * weights).sum().backward()
+        assert leaf.grad is not None
+        return [output.detach(), leaf.grad, *(one.grad.clone() for one in layer.parameters())]
+
+    group, layer.cp_group = layer.cp_group, None
+    whole = run(x, weight, (0, 1))
+    layer.cp_group = group
+
+    def part(of: torch.Tensor) -> torch.Tensor:
+        chunks = of.chunk(2 * size)
+        return torch.cat([chunks[index] for index in context_chunks(rank, size)])
+
+    found = run(part(x), part(weight), (rank, size))
+    for gradient in found[2:]:
+        torch.distributed.all_reduce(gradient, group=groups.cp)
+    names = ["output", "input", *(name for name, _ in layer.named_parameters())]
+    expected = [part(whole[0]), part(whole[1]), *whole[2:]]
+    pairs = zip(names, found, expected, strict=True)
+    return {name: ((one - other).abs().max() / other.abs().max()).item() for name, one, other in pairs}
+
+
+CASES = list(itertools.product((False, True), (4, 1), (1024, 7)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_samples_are_computed_as_whole_ones(size: int) -> None:
+    for of_rank in run_ranks(size, in_turn, partial(_differences, size), CASES):
+        for case, differences in zip(CASES, of_rank, strict=True):
+            assert max(differences.values()) < 1e-10, (case, differences)
+
+
+def _without_states_of_others(case: tuple[bool, int, int]) -> dict[str, float]:
+    from megatron_ext.parts.gated_delta import compute
+
+    compute._states = lambda maps, group: torch.zeros_like(maps[..., : -maps.size(-2)])
+    return _differences(2, case)
+
+
+def _without_inputs_of_others(case: tuple[bool, int, int]) -> dict[str, float]:
+    from megatron_ext.parts.gated_delta import compute
+
+    compute._before = lambda last, group: torch.zeros_like(last)
+    return _differences(2, case)
+
+
+@pytest.mark.parametrize("fault", [_without_states_of_others, _without_inputs_of_others])
+def test_what_other_ranks_give_is_needed(fault: Any) -> None:
+    assert all(max(found.values()) > 1e-3 for found in run_ranks(2, fault, CASES[0]))
