@@ -13,6 +13,7 @@ rank, so that a microbatch can go on.
 
 import heapq
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -75,12 +76,23 @@ class _Choices:
     limit: float
 
 
-def best(pipeline: Pipeline) -> Found:
-    """Return the best table that is found."""
-    return min(_found(pipeline), key=lambda one: (round(one.total, 9), one.held))
+def best(pipeline: Pipeline, seconds: float = 8.0) -> Found:
+    """Return the best table that is found.
+
+    Args:
+        seconds: after so many of this process no further try is begun.
+    """
+    until = time.process_time() + seconds
+    found: list[Found] = []
+    for one in _found(pipeline):
+        found += [one] if one is not None else []
+        if found and time.process_time() > until:
+            break
+    return min(found, key=lambda one: (round(one.total, 9), one.held))
 
 
-def _found(pipeline: Pipeline) -> Iterator[Found]:
+def _found(pipeline: Pipeline) -> Iterator[Found | None]:
+    """Yield what each try has found, None for one that has found nothing."""
     limits = {min(pipeline.limit, pipeline.ranks * factor) for factor in (1.0, 1.5, 2.0)}
     tries = itertools.product((0.0, 0.5, 1.0), (True, False), (True, False), sorted(limits))
     work = max(map(sum, zip(*_of_ranks(pipeline), strict=True)))
@@ -90,8 +102,10 @@ def _found(pipeline: Pipeline) -> Iterator[Found]:
         _Maker(of, _Choices(gap, deepest, alternates, max(limit, 1.0))).made()
         for (gap, deepest, alternates, limit), of in itertools.product(tries, (pipeline, alike))
     )
-    for made in (*makers, *_known(pipeline)):
-        if made is not None and made.held <= pipeline.limit:
+    for made in itertools.chain(_known(pipeline), makers):
+        if made is None or made.held > pipeline.limit:
+            yield None
+        else:
             total = step_time(pipeline, made.rows)
             yield Found(made.rows, total, total / (pipeline.microbatches * work) - 1.0, made.held)
 

@@ -298,13 +298,9 @@ def _tell_unsplit(step: _Step) -> None:
 def _add_tied(chunks: Sequence[Any]) -> None:
     """Add up the gradients of the two copies of tied word embeddings, where one rank has both ends of the model."""
     ends = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in (chunks[0], chunks[-1])]
-    if not (ends[0].pre_process and ends[1].post_process) or not ends[0].share_embeddings_and_output_weights:
+    has_both = ends[0].pre_process and ends[1].post_process
+    if not has_both or not (ends[1].share_embeddings_and_output_weights or ends[1].mtp_process):
         return
-    first, last = (_gradient(end.shared_embedding_or_output_weight()) for end in ends)
+    first, last = (end.shared_embedding_or_output_weight().main_grad for end in ends)
     first.add_(last)
     last.copy_(first)
-
-
-def _gradient(weight: Any) -> torch.Tensor:
-    main_grad = getattr(weight, "main_grad", None)
-    return weight.grad if main_grad is None else main_grad

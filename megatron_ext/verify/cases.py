@@ -543,6 +543,7 @@ _SCHEDULES = {
     ),
     "PP2 zbv, one token ahead": (2, _ZBV),
     "PP2 zbv, latents": (2, _ZBV),
+    "PP2 zbv, two tokens ahead": (2, _ZBV),
 }
 _QUICK_SCHEDULES = {"PP2 VPP2 looped-bfs, tied", "PP2 VPP2 interleaved-zero-bubble, untied", "TP2 SP PP2 zbv, tied"}
 # Layouts in which ranks have rows, columns, experts or whole matrices: the same cases with Muon, of these a few quick.
