@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -149,19 +150,6 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-class _Stage:
-    """Stands for the group of a pipeline's ranks where they are only counted."""
-
-    def __init__(self, rank: int, size: int):
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
 @contextmanager
 def as_stage(groups: ProcessGroupCollection, stage: int) -> Iterator[ProcessGroupCollection]:
     """Return a context, and groups, in which this rank builds what another stage of the pipeline would have: in a V the
@@ -170,7 +158,7 @@ def as_stage(groups: ProcessGroupCollection, stage: int) -> Iterator[ProcessGrou
         yield groups
         return
     others: Any = copy.copy(groups)
-    others.pp = _Stage(stage, groups.pp.size())
+    others.pp = SimpleNamespace(rank=lambda: stage, size=groups.pp.size)  # a group that is only counted
     parallel_state.set_pipeline_model_parallel_rank(stage)
     try:
         yield others
