@@ -145,7 +145,7 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
             distributed_timeout_minutes=layout.distributed_timeout_minutes + _SECONDS_FOR_THE_WATCH / 60.0,  # pyright: ignore[reportArgumentType]
             create_gloo_process_groups=False,
             # Where one rank has both ends of the model, no other one has a copy of tied embeddings.
-            get_embedding_ranks=(lambda ranks: ranks[:1]) if is_v_shaped(layout) else None,
+            get_embedding_ranks=(lambda ranks, *_: ranks[:1]) if is_v_shaped(layout) else None,
         )
     return ProcessGroupCollection.use_mpu_process_groups()
 

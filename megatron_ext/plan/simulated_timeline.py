@@ -116,7 +116,8 @@ def table_timeline(pipeline: Pipeline, table: Rows) -> Timeline:
     for number, row in enumerate(table):
         pairs = zip(row, works.order(number), strict=True)
         spans = [(work, round(done[one] - pipeline.seconds(one), 9) / 1000, done[one] / 1000) for one, work in pairs]
-        lanes.append(Lane(f"stage {number}", tuple(Pass(*work[:3], *ends, work.half) for work, *ends in spans)))
+        passes = (Pass(of.forward, of.chunk, of.microbatch, begin, end, of.half) for of, begin, end in spans)
+        lanes.append(Lane(f"stage {number}", tuple(passes)))
     return Timeline(
         title=f"{ranks} stages x {chunks} chunks, {pipeline.microbatches} microbatches: a schedule for these times",
         lanes=tuple(lanes),

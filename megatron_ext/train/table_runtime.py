@@ -79,7 +79,7 @@ class TableRuntime:
         (shape,) = get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
-            decoder_seq_length=None,
+            decoder_seq_length=seq_length,
             config=config,
             tp_group=pg_collection.tp,
             cp_group=pg_collection.cp,
@@ -166,6 +166,7 @@ class _Step:
         if input_ is not None and not self.forward_only:
             input_.requires_grad_()
         chunk = self._chunk(action)
+        output: Any
         output, tokens = forward_step(
             self.forward,
             self.batches[chunk],
@@ -197,10 +198,9 @@ class _Step:
         input_, output = self.held.pop((stage, microbatch))
         gradient = None if stage == self.last else self._take(stage, _BACKWARD, microbatch)
         with kept_products() as products:
-            for_input = backward_step(input_, output, gradient, self.config)
+            for_input: Any = backward_step(input_, output, gradient, self.config)
         self.products[stage, microbatch] = products
         if stage > 0:
-            assert for_input is not None
             self._hand_on(stage - 1, _BACKWARD, microbatch, for_input, stage)
 
     def _w(self, action: Action) -> None:
