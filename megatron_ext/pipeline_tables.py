@@ -48,7 +48,6 @@ class _Stage:
     group_rank: int = 0
     submod: Any = None
     stage_index_to_group_rank: dict[int, int] = field(default_factory=dict)
-    has_backward: bool = True
 
 
 @functools.lru_cache(maxsize=64)

@@ -88,7 +88,7 @@ def _parser() -> ToolParser:
     parser.add_argument("--stages", type=int, metavar="N", help="ranks of the pipeline")
     parser.add_argument("--run", type=Path, metavar="DIR", help="take stages and times of a run with --record-schedule")
     parser.add_argument("--chunks", type=int, default=2, metavar="N", help="with --stages: model chunks of each rank")
-    parser.add_argument("--loop", action="store_true", help="two chunks in a loop, not in a V")
+    parser.add_argument("--loop", action="store_true", help="two chunks in a loop, not in a V, as in a recorded run")
     parser.add_argument("--microbatches", type=int, required=True, metavar="N", help="microbatches of a step")
     for part, what in zip(_PARTS, ("forward pass", "gradients of inputs", "gradients of weights"), strict=True):
         parser.add_argument(

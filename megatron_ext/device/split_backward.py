@@ -77,15 +77,9 @@ def linear(
         sums: the ranks over which the gradient of x is summed.
         adds: adds grad_NV^T x_NH to the weight's main gradient itself, given both; None: autograd adds it.
     """
-    y: Any = _Linear.apply(x, _Weight(weight), bias, gathers, sums, adds)
+    # In a tuple it is kept out of the graph.
+    y: Any = _Linear.apply(x, (weight,), bias, gathers, sums, adds)
     return y
-
-
-class _Weight:
-    """Keeps a weight out of the graph."""
-
-    def __init__(self, weight: torch.Tensor):
-        self.weight = weight
 
 
 def _gathered(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
@@ -98,15 +92,15 @@ def _gathered(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, of: _Weight, bias: Any, gathers: Any, sums: Any, adds: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, of: Any, bias: Any, gathers: Any, sums: Any, adds: Any) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.of, ctx.has_bias, ctx.gathers, ctx.sums, ctx.adds = of, bias is not None, gathers, sums, adds
-        return torch.nn.functional.linear(_gathered(x, gathers), of.weight.detach(), bias)
+        return torch.nn.functional.linear(_gathered(x, gathers), of[0].detach(), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
-        weight, gathers, adds = ctx.of.weight, ctx.gathers, ctx.adds
+        weight, gathers, adds = ctx.of[0], ctx.gathers, ctx.adds
         for_x = None
         if ctx.needs_input_grad[0]:
             for_x = grad.matmul(weight.detach())
@@ -140,21 +134,21 @@ def linear_by_expert(
         tokens: rows of each expert; x is sorted by it.
         multiply: multiplies sorted rows by the transposed matrix of their expert, [E, O, I].
     """
-    y: Any = _Experts.apply(x_TI, _Weight(weight_EOI), tokens, multiply)
+    y: Any = _Experts.apply(x_TI, (weight_EOI,), tokens, multiply)
     return y
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TI: torch.Tensor, of: _Weight, tokens: list[int], multiply: Any) -> torch.Tensor:
+    def forward(ctx: Any, x_TI: torch.Tensor, of: Any, tokens: list[int], multiply: Any) -> torch.Tensor:
         ctx.save_for_backward(x_TI)
         ctx.of, ctx.tokens, ctx.multiply = of, tokens, multiply
-        return multiply(x_TI, of.weight.detach())
+        return multiply(x_TI, of[0].detach())
 
     @staticmethod
     def backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x_TI,) = ctx.saved_tensors
-        weight, tokens = ctx.of.weight, ctx.tokens
+        weight, tokens = ctx.of[0], ctx.tokens
         for_x = ctx.multiply(grad_TO.contiguous(), weight.detach().transpose(1, 2).contiguous())
 
         def product() -> None:

@@ -239,7 +239,8 @@ class Readout:
         if self.tp_group.size() > 1 or not self.keeps_output_weight:
             logits = layer(hidden_SBH)[0]
             return vocab_parallel_cross_entropy(logits, labels_SB.contiguous(), tp_group=self.tp_group).t().contiguous()
-        if self.config.gradient_accumulation_fusion or hidden_SBH.device.type == "cuda":
+        on_cuda = hidden_SBH.device.type == "cuda"
+        if self.config.gradient_accumulation_fusion or on_cuda or split_backward.splits():
             # Padding is masked, and stays in the products: a GPU's matrix units want rows that begin at multiples of
             # 16 bytes, which 50,257 columns in 16 bits do not have.
             logits = layer(hidden_SBH)[0]

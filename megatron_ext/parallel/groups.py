@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -144,22 +145,9 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
             distributed_timeout_minutes=layout.distributed_timeout_minutes + _SECONDS_FOR_THE_WATCH / 60.0,  # pyright: ignore[reportArgumentType]
             create_gloo_process_groups=False,
             # Where one rank has both ends of the model, no other one has a copy of tied embeddings.
-            get_embedding_ranks=(lambda ranks: ranks[:1]) if is_v_shaped(layout) else None,
+            get_embedding_ranks=(lambda ranks, *_: ranks[:1]) if is_v_shaped(layout) else None,
         )
     return ProcessGroupCollection.use_mpu_process_groups()
-
-
-class _Stage:
-    """Stands for the group of a pipeline's ranks where they are only counted."""
-
-    def __init__(self, rank: int, size: int):
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
 
 
 @contextmanager
@@ -170,7 +158,7 @@ def as_stage(groups: ProcessGroupCollection, stage: int) -> Iterator[ProcessGrou
         yield groups
         return
     others: Any = copy.copy(groups)
-    others.pp = _Stage(stage, groups.pp.size())
+    others.pp = SimpleNamespace(rank=lambda: stage, size=groups.pp.size)  # a group that is only counted
     parallel_state.set_pipeline_model_parallel_rank(stage)
     try:
         yield others

@@ -13,6 +13,7 @@ rank, so that a microbatch can go on.
 
 import heapq
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -62,51 +63,52 @@ class Found:
     """Most microbatches of activations that a rank holds."""
 
 
-@dataclass(frozen=True)
-class _Choices:
-    """What one try does where several passes could run."""
+def best(pipeline: Pipeline, seconds: float = 8.0) -> Found:
+    """Return the best table that is found.
 
-    gap: float
-    """Share of a gradient of weights that must fit into a wait for it to run there."""
-    deepest: bool
-    """Whether the latest chunk's forward pass goes first, or the earliest microbatch's."""
-    alternates: bool
-    """Whether a forward pass follows each backward pass, where one can run."""
-    limit: float
-
-
-def best(pipeline: Pipeline) -> Found:
-    """Return the best table that is found."""
-    return min(_found(pipeline), key=lambda one: (round(one.total, 9), one.held))
+    Args:
+        seconds: after so many of this process no further try is begun.
+    """
+    until = time.process_time() + seconds
+    found: list[Found] = []
+    for one in _found(pipeline):
+        found += [one] if one is not None else []
+        if found and time.process_time() > until:
+            break
+    return min(found, key=lambda one: (round(one.total, 9), one.held))
 
 
-def _found(pipeline: Pipeline) -> Iterator[Found]:
+def _found(pipeline: Pipeline) -> Iterator[Found | None]:
+    """Yield what each try has found, None for one that has found nothing."""
     limits = {min(pipeline.limit, pipeline.ranks * factor) for factor in (1.0, 1.5, 2.0)}
     tries = itertools.product((0.0, 0.5, 1.0), (True, False), (True, False), sorted(limits))
-    work = max(map(sum, zip(*_of_ranks(pipeline), strict=True)))
-    each = [sum(map(sum, (pipeline.forward, pipeline.inputs, pipeline.weights))) / 3] * len(pipeline.forward)
+    each = [sum(times) for times in zip(pipeline.forward, pipeline.inputs, pipeline.weights, strict=True)]
+    of_ranks = [0.0] * pipeline.ranks
+    for virtual, seconds in enumerate(each):
+        of_ranks[rank_of(virtual, pipeline.ranks, v_shaped=pipeline.v_shaped)] += seconds
+    work, each = max(of_ranks), [1.0] * len(each)
     alike = replace(pipeline, forward=each, inputs=each, weights=each, send=0.0)
     makers = (
-        _Maker(of, _Choices(gap, deepest, alternates, max(limit, 1.0))).made()
+        _Maker(of, gap, max(limit, 1.0), deepest=deepest, alternates=alternates).made()
         for (gap, deepest, alternates, limit), of in itertools.product(tries, (pipeline, alike))
     )
-    for made in (*makers, *_known(pipeline)):
-        if made is not None and made.held <= pipeline.limit:
-            total = step_time(pipeline, made.rows)
-            yield Found(made.rows, total, total / (pipeline.microbatches * work) - 1.0, made.held)
+    for made in itertools.chain(_known(pipeline), makers):
+        if made is None or made[1] > pipeline.limit:
+            yield None
+        else:
+            total = step_time(pipeline, made[0])
+            yield Found(made[0], total, total / (pipeline.microbatches * work) - 1.0, made[1])
 
 
-def _known(pipeline: Pipeline) -> Iterator["_Made"]:
+def _known(pipeline: Pipeline) -> Iterator[tuple[Rows, float]]:
     """Yield the tables that torch has for as many ranks, chunks and microbatches."""
     ranks, chunks, microbatches = pipeline.ranks, pipeline.chunks, pipeline.microbatches
-    names = ["zbv", "dualpipe-v"] if pipeline.v_shaped else ["interleaved-zero-bubble"]
-    if microbatches < 2 * ranks:
-        names = [name for name in names if name != "dualpipe-v"]
-    if microbatches % max(1, microbatches // ranks):
-        names = [name for name in names if name != "interleaved-zero-bubble"]
+    names = ["zbv", "dualpipe-v"][: 1 + (microbatches >= 2 * ranks)] if pipeline.v_shaped else []
+    if not names and microbatches % max(1, microbatches // ranks) == 0:
+        names = ["interleaved-zero-bubble"]
     for table in (named(name, ranks, chunks, microbatches) for name in names):
         each = [1.0 / chunks] * chunks, [0.0] * chunks
-        yield _Made(table.rows, max(most_held(table.order(rank), *each).bytes for rank in range(ranks)))
+        yield (table.rows, max(most_held(table.order(rank), *each).bytes for rank in range(ranks)))
 
 
 def step_time(pipeline: Pipeline, table: Rows) -> float:
@@ -121,27 +123,18 @@ def pass_ends(pipeline: Pipeline, table: Rows) -> dict[Action, float]:
     return simulated(table, stages, lambda _, action: pipeline.seconds(action), pipeline.send, rank)[0]
 
 
-def _of_ranks(pipeline: Pipeline) -> list[list[float]]:
-    """Return the time of one microbatch's passes by chunk and rank."""
-    each = [sum(times) for times in zip(pipeline.forward, pipeline.inputs, pipeline.weights, strict=True)]
-    found = [[0.0] * pipeline.ranks for _ in range(pipeline.chunks)]
-    for virtual, seconds in enumerate(each):
-        rank = rank_of(virtual, pipeline.ranks, v_shaped=pipeline.v_shaped)
-        found[virtual // pipeline.ranks][rank] = seconds
-    return found
-
-
-@dataclass
-class _Made:
-    rows: Rows
-    held: float
-
-
 class _Maker:
-    """One try: goes through time, and gives each rank that is free its next pass."""
+    """One try: goes through time, and gives each rank that is free its next pass.
 
-    def __init__(self, pipeline: Pipeline, choices: _Choices):
-        self.of, self.choices = pipeline, choices
+    Args:
+        gap: share of a gradient of weights that must fit into a wait for it to run there.
+        limit: microbatches that a rank may hold in this try.
+        deepest: whether the latest chunk's forward pass goes first, or the earliest microbatch's.
+        alternates: whether a forward pass follows each backward pass, where one can run.
+    """
+
+    def __init__(self, pipeline: Pipeline, gap: float, limit: float, *, deepest: bool, alternates: bool):
+        self.of, self.gap, self.limit, self.deepest, self.alternates = pipeline, gap, limit, deepest, alternates
         self.last = pipeline.ranks * pipeline.chunks - 1
         self.rank = [rank_of(stage, pipeline.ranks, v_shaped=pipeline.v_shaped) for stage in range(self.last + 1)]
         ranks = range(pipeline.ranks)
@@ -153,8 +146,9 @@ class _Maker:
         self.held, self.most = [0.0] * pipeline.ranks, [0.0] * pipeline.ranks
         self.begun = [0] * (self.last + 1)
 
-    def made(self) -> _Made | None:
-        """Return the table; None where ranks have filled their memory with microbatches of which none can go on."""
+    def made(self) -> tuple[Rows, float] | None:
+        """Return the table and the most that a rank holds; None where ranks are full of microbatches of which none can
+        go on."""
         self.forwards[0] = [(0.0, Action(0, "F", 0))]
         free = [(0.0, rank) for rank in range(self.of.ranks)]
         left, idle = 3 * (self.last + 1) * self.of.microbatches, 0
@@ -171,7 +165,7 @@ class _Maker:
             self._run(action, rank, end)
             heapq.heappush(free, (end, rank))
             left, idle = left - 1, 0
-        return _Made(tuple(map(tuple, self.rows)), max(self.most))
+        return tuple(map(tuple, self.rows)), max(self.most)
 
     def _next(self, rank: int, now: float) -> tuple[Action | None, float]:
         """Return the next pass of a rank and when it begins; or none, and when to ask again."""
@@ -181,29 +175,25 @@ class _Maker:
             return min(here, key=lambda one: one[1])[2], now
         soonest = min(waits, default=None, key=lambda one: one[0])
         due = self.weights[rank][0] if self.weights[rank] else None
-        if due is not None and (soonest is None or soonest[0] - now >= self.choices.gap * self.of.seconds(due)):
+        if due is not None and (soonest is None or soonest[0] - now >= self.gap * self.of.seconds(due)):
             return due, now
         if soonest is not None:
             return None, soonest[0]
-        return None, now + self._shortest
-
-    @property
-    def _shortest(self) -> float:
-        return min(*self.of.forward, *self.of.inputs, *self.of.weights) / 4
+        return None, now + min(*self.of.forward, *self.of.inputs, *self.of.weights) / 4
 
     def _possible(self, rank: int) -> Iterator[tuple[float, Action]]:
         yield from self.inputs[rank]
         unit = 1.0 / self.of.chunks
         for arrival, action in self.forwards[rank]:
             later = self.of.chunks - action.stage // self.of.ranks
-            if self.held[rank] + later * unit <= self.choices.limit + 1e-9:
+            if self.held[rank] + later * unit <= self.limit + 1e-9:
                 yield arrival, action
 
     def _order(self, action: Action) -> tuple[float, ...]:
         rank = self.rank[action.stage]
         after_backward = bool(self.rows[rank]) and self.rows[rank][-1].kind != "F"
-        forward_first = self.choices.alternates and after_backward
-        deep = -action.stage if self.choices.deepest == (action.kind == "F") else 0
+        forward_first = self.alternates and after_backward
+        deep = -action.stage if self.deepest == (action.kind == "F") else 0
         return (action.kind == "F") != forward_first, deep, action.microbatch, action.stage
 
     def _run(self, action: Action, rank: int, end: float) -> None:

@@ -102,12 +102,8 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     Raises:
         TextError, OSError: the file cannot be read.
     """
-    layout = config.layout
-    name, stages, chunks = (
-        layout.table,
-        layout.pipeline_model_parallel_size,
-        layout.virtual_pipeline_model_parallel_size,
-    )
+    layout, name = config.layout, config.layout.table
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     if name is None or stages == 1:
         return Schedule(stages, chunks, microbatches, layout.microbatch_group_size if chunks > 1 else 1)
     return named(name, stages, chunks, microbatches)

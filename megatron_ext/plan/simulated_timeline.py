@@ -112,16 +112,12 @@ def table_timeline(pipeline: Pipeline, table: Rows) -> Timeline:
     """Return the timeline of a table, with the times that it was made for in milliseconds."""
     ranks, chunks, done = pipeline.ranks, pipeline.chunks, pass_ends(pipeline, table)
     works = TableSchedule(ranks, chunks, pipeline.microbatches, rows=table)
-    lanes = [
-        Lane(
-            f"stage {number}",
-            tuple(
-                Pass(*work[:3], round(done[one] - pipeline.seconds(one), 9) / 1000, done[one] / 1000, work.half)
-                for one, work in zip(row, works.order(number), strict=True)
-            ),
-        )
-        for number, row in enumerate(table)
-    ]
+    lanes: list[Lane] = []
+    for number, row in enumerate(table):
+        pairs = zip(row, works.order(number), strict=True)
+        spans = [(work, round(done[one] - pipeline.seconds(one), 9) / 1000, done[one] / 1000) for one, work in pairs]
+        passes = (Pass(of.forward, of.chunk, of.microbatch, begin, end, of.half) for of, begin, end in spans)
+        lanes.append(Lane(f"stage {number}", tuple(passes)))
     return Timeline(
         title=f"{ranks} stages x {chunks} chunks, {pipeline.microbatches} microbatches: a schedule for these times",
         lanes=tuple(lanes),

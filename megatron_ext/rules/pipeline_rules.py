@@ -24,15 +24,7 @@ _CHUNKS, _CHUNK_SIZE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-p
 _GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _SCHEDULE = "--pipeline-schedule"
 _MANY = 1 << 16
-_CHUNKS_OF = {
-    "1f1b": (1, 1),
-    "gpipe": (1, 1),
-    "interleaved-1f1b": (2, _MANY),
-    "looped-bfs": (1, _MANY),
-    "interleaved-zero-bubble": (1, _MANY),
-    "zbv": (2, 2),
-    "dualpipe-v": (2, 2),
-}
+_CHUNKS_OF = {"1f1b": (1, 1), "gpipe": (1, 1), "interleaved-1f1b": (2, _MANY), "zbv": (2, 2), "dualpipe-v": (2, 2)}
 """The least and the most model chunks of a rank, by schedule."""
 
 
@@ -250,12 +242,8 @@ def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[
 def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
     """Require a schedule that is known, with the model chunks and microbatches that it is made for; and of a file, that
     every pass is there, and that no rank waits for ever."""
-    layout = config.layout
-    name, stages, chunks = (
-        layout.pipeline_schedule,
-        layout.pipeline_model_parallel_size,
-        layout.num_virtual_stages_per_pipeline_rank or 1,
-    )
+    layout, name = config.layout, config.layout.pipeline_schedule
+    stages, chunks = layout.pipeline_model_parallel_size, layout.num_virtual_stages_per_pipeline_rank or 1
     if name is None or stages < 2 or chunks < 1:
         return
     flag = f"{_SCHEDULE} {name}"
@@ -274,12 +262,13 @@ def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
     if (count := layout.microbatch_group_size_per_virtual_pipeline_stage) is not None:
         yield f"{_GROUP} {count} belongs to interleaved-1f1b, and {flag} has an order of its own; leave {_GROUP} out"
     training, splits = config.training, name in SPLIT_SCHEDULES
-    if splits or name.endswith(".csv"):
-        for grows in ("rampup_batch_size", "step_batch_size_schedule"):
-            if getattr(training, grows) is not None and name != "zbv":
-                other = f"--{grows.replace('_', '-')}"
-                yield f"{flag} is for one number of microbatches, and {other} changes it; leave {other} out"
-                return
+    growing = [
+        each for each in ("rampup_batch_size", "step_batch_size_schedule") if getattr(training, each) is not None
+    ]
+    if growing and name != "zbv" and (splits or name.endswith(".csv")):
+        other = "--" + growing[0].replace("_", "-")
+        yield f"{flag} is for one number of microbatches, and {other} changes it; leave {other} out"
+        return
     batch, micro = training.global_batch_size, training.micro_batch_size
     if not positive(batch, micro, layout.world_size, layout.model_parallel_size) or layout.data_parallel_size < 1:
         return
@@ -287,17 +276,12 @@ def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
     microbatches = batch // each
     if batch % each:
         return  # another rule names that
+    has = f"--global-batch-size {batch} has {microbatches}; use --global-batch-size"
     if name == "dualpipe-v" and microbatches < 2 * stages:
-        yield (
-            f"{flag} needs {2 * stages} microbatches or more, and --global-batch-size {batch} has {microbatches}; use "
-            f"--global-batch-size {2 * stages * each}"
-        )
+        yield f"{flag} needs {2 * stages} microbatches or more, and {has} {2 * stages * each}"
     elif name == "interleaved-zero-bubble" and microbatches % max(1, microbatches // stages):
-        yield (
-            f"{flag} needs microbatches that its {microbatches // stages} rounds of {stages} stages divide, and "
-            f"--global-batch-size {batch} has {microbatches}; use --global-batch-size "
-            f"{listed(nearest_multiples(batch, stages * each))}"
-        )
+        rounds = f"microbatches that its {microbatches // stages} rounds of {stages} stages divide"
+        yield f"{flag} needs {rounds}, and {has} {listed(nearest_multiples(batch, stages * each))}"
     elif name.endswith(".csv"):
         try:
             table = read_schedule(name)

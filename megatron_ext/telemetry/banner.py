@@ -65,6 +65,7 @@ def _layout(config: Config) -> str:
     sizes = axis_sizes(config.layout)
     chunks = config.layout.virtual_pipeline_model_parallel_size
     pipeline = f"PP {sizes.pp}" + (f" in {chunks} chunks" if chunks > 1 else "")
+    pipeline += f" by {config.layout.table}" if config.layout.table and sizes.pp > 1 else ""
     expert = config.layout.expert_model_parallel_size
     return " x ".join(
         [f"TP {sizes.tp}", pipeline, f"CP {sizes.cp}", f"DP {sizes.dp}", *([f"EP {expert}"] if expert > 1 else [])]

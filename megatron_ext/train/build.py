@@ -131,6 +131,7 @@ def schedule_of_passes(
     config: Config, groups: ProcessGroupCollection, core: TransformerConfig
 ) -> Callable[..., list[Any]]:
     """Return what runs the passes of a step: the engine's function, or what follows a table of --pipeline-schedule."""
+    split_backward.split(False)
     if config.layout.table is None or groups.pp.size() == 1:
         engine: Any = get_forward_backward_func(groups.pp.size(), core.virtual_pipeline_model_parallel_size)
         return engine

@@ -8,6 +8,7 @@ Gradients are reduced once a chunk has its last one, next to the passes of other
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -31,8 +32,6 @@ from megatron_ext.plan.schedule_table import TableSchedule
 from megatron_ext.terminal import say
 
 _FORWARD, _BACKWARD = "F", "B"
-_PASSES_AT_ONCE = 2
-"""Microbatches per rank that pass one chunk after another in an evaluation, which keeps nothing of them."""
 
 
 class TableRuntime:
@@ -53,17 +52,12 @@ class TableRuntime:
         stages = schedule.stages * schedule.chunks
         table = schedule.rows
         if forward_only:
-            group = _PASSES_AT_ONCE * schedule.stages
-            table = tuple(
-                tuple(
-                    Action(virtual, _FORWARD, microbatch)
-                    for first in range(0, microbatches, group)
-                    for virtual in range(stages)
-                    if schedule.rank_of(virtual) == rank
-                    for microbatch in range(first, min(first + group, microbatches))
-                )
-                for rank in range(schedule.stages)
-            )
+            group = 2 * schedule.stages  # so many pass one chunk after another; nothing of them is kept
+            by_rank: list[list[Action]] = [[] for _ in range(schedule.stages)]
+            for first, virtual in itertools.product(range(0, microbatches, group), range(stages)):
+                own = range(first, min(first + group, microbatches))
+                by_rank[schedule.rank_of(virtual)] += [Action(virtual, _FORWARD, microbatch) for microbatch in own]
+            table = tuple(map(tuple, by_rank))
         return schedule, with_messages(table, tuple(map(schedule.rank_of, range(stages))))
 
     def __call__(
@@ -85,7 +79,7 @@ class TableRuntime:
         (shape,) = get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
-            decoder_seq_length=None,
+            decoder_seq_length=seq_length,
             config=config,
             tp_group=pg_collection.tp,
             cp_group=pg_collection.cp,
@@ -159,7 +153,7 @@ class _Step:
             for no_sync in functions if isinstance(functions, list) else [functions] if functions else []:
                 unsynchronized.enter_context(no_sync())
             for action in self.row:
-                getattr(self, f"_{action.kind.lower()}")(action)
+                getattr(self, f"_{action.kind.partition('_')[0].lower()}")(action)
                 self.sent = [(work, tensor) for work, tensor in self.sent if not work.is_completed()]
             for work, _ in self.sent:
                 work.wait()
@@ -172,6 +166,7 @@ class _Step:
         if input_ is not None and not self.forward_only:
             input_.requires_grad_()
         chunk = self._chunk(action)
+        output: Any
         output, tokens = forward_step(
             self.forward,
             self.batches[chunk],
@@ -203,10 +198,9 @@ class _Step:
         input_, output = self.held.pop((stage, microbatch))
         gradient = None if stage == self.last else self._take(stage, _BACKWARD, microbatch)
         with kept_products() as products:
-            for_input = backward_step(input_, output, gradient, self.config)
+            for_input: Any = backward_step(input_, output, gradient, self.config)
         self.products[stage, microbatch] = products
         if stage > 0:
-            assert for_input is not None
             self._hand_on(stage - 1, _BACKWARD, microbatch, for_input, stage)
 
     def _w(self, action: Action) -> None:
@@ -236,32 +230,18 @@ class _Step:
         if self.recorder is not None:
             self.recorder.end_pass()  # later than after the first half
 
-    def _send_f(self, action: Action) -> None:
-        self._send(action, action.stage + 1)
-
-    def _send_b(self, action: Action) -> None:
-        self._send(action, action.stage - 1)
-
-    def _recv_f(self, action: Action) -> None:
-        self._receive(action, action.stage - 1)
-
-    def _recv_b(self, action: Action) -> None:
-        self._receive(action, action.stage + 1)
-
-    def _send(self, action: Action, to: int) -> None:
-        tensor = self.leaving.pop((action.stage, action.kind[-1], action.microbatch))
-        rank = self.schedule.rank_of(to)
-        work = torch.distributed.isend(
-            tensor.contiguous(), group=self.groups.pp, group_dst=rank, tag=self._tag(to, action)
-        )
+    def _send(self, action: Action) -> None:
+        peer = action.stage + (1 if action.kind[-1] == _FORWARD else -1)
+        tensor = self.leaving.pop((action.stage, action.kind[-1], action.microbatch)).contiguous()
+        tag, rank = self._tag(peer, action), self.schedule.rank_of(peer)
+        work = torch.distributed.isend(tensor, group=self.groups.pp, group_dst=rank, tag=tag)
         self.sent.append((work, tensor))
 
-    def _receive(self, action: Action, of: int) -> None:
+    def _recv(self, action: Action) -> None:
+        peer = action.stage - (1 if action.kind[-1] == _FORWARD else -1)
         buffer = torch.empty(self.shape, dtype=self.config.pipeline_dtype, device=self.tokens.device)
-        rank = self.schedule.rank_of(of)
-        work = torch.distributed.irecv(
-            buffer, group=self.groups.pp, group_src=rank, tag=self._tag(action.stage, action)
-        )
+        tag, rank = self._tag(action.stage, action), self.schedule.rank_of(peer)
+        work = torch.distributed.irecv(buffer, group=self.groups.pp, group_src=rank, tag=tag)
         self.arrived[action.stage, action.kind[-1], action.microbatch] = buffer, work
 
     def _tag(self, receiver: int, action: Action) -> int:
@@ -298,13 +278,9 @@ def _tell_unsplit(step: _Step) -> None:
 def _add_tied(chunks: Sequence[Any]) -> None:
     """Add up the gradients of the two copies of tied word embeddings, where one rank has both ends of the model."""
     ends = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in (chunks[0], chunks[-1])]
-    if not (ends[0].pre_process and ends[1].post_process) or not ends[0].share_embeddings_and_output_weights:
+    has_both = ends[0].pre_process and ends[1].post_process
+    if not has_both or not (ends[1].share_embeddings_and_output_weights or ends[1].mtp_process):
         return
-    first, last = (_gradient(end.shared_embedding_or_output_weight()) for end in ends)
+    first, last = (end.shared_embedding_or_output_weight().main_grad for end in ends)
     first.add_(last)
     last.copy_(first)
-
-
-def _gradient(weight: Any) -> torch.Tensor:
-    main_grad = getattr(weight, "main_grad", None)
-    return weight.grad if main_grad is None else main_grad

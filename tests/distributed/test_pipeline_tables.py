@@ -14,7 +14,7 @@ from tests.support.program import run_program
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
     --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 1e-3 --eval-interval 3 --eval-iters 1
-    --lr-decay-iters 10 --log-interval 1 --pipeline-model-parallel-size 2
+    --lr-decay-iters 10 --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --pipeline-model-parallel-size 2
 """)
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 RECORD = "--record-schedule --profile-step-start 2 --profile-step-end 3"

@@ -24,6 +24,9 @@ EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --dis
 LAYOUTS = {
     "one sequence divided by tensor-parallel ranks": "--tensor-model-parallel-size 2 --sequence-parallel",
     "interleaved stages": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "stages in a V": (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule zbv"
+    ),
     "experts, gradients and gathering overlapped": f"{EXPERTS} --use-distributed-optimizer --overlap-grad-reduce "
     "--overlap-param-gather",
 }
