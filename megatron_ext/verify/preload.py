@@ -25,7 +25,6 @@ import megatron_ext.checkpoint.local.writer  # noqa: E402
 import megatron_ext.checkpoint.native.load_checkpoint  # noqa: E402
 import megatron_ext.checkpoint.native.save  # noqa: E402
 import megatron_ext.resilience.watchdog  # noqa: E402
-import megatron_ext.sharding.engine  # noqa: E402
 import megatron_ext.train.build  # noqa: E402
 import megatron_ext.train.callbacks.history  # noqa: E402
 import megatron_ext.train.callbacks.standard  # noqa: E402
