@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Runs all checks and tests: lint, types, pytest. Arguments go to pytest, e.g. `bash tests/run.sh -k parity`.
+# Where an argument is a file or folder, as in `bash tests/run.sh tests/unit/train`, the types are left to a plain run.
 # With --all it also runs the tests that are marked slow; CONTRIBUTING.md says when to run them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,17 +12,24 @@ unset PYTHONDONTWRITEBYTECODE
 echo "== ruff"
 python -m ruff check .
 python -m ruff format --check .
-echo "== pyright, while the tests run"
+checker=""
 types="$(mktemp)"
-python -m pyright --pythonpath "$(command -v python)" >"$types" 2>&1 &
-checker=$!
-trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
+trap 'kill $checker 2>/dev/null || true; rm -f "$types"' EXIT
+part=""
+for argument in "$@"; do
+    [[ -e "${argument%%::*}" ]] && part="$argument"
+done
+if [[ -z "$part" ]]; then
+    echo "== pyright, while the tests run"
+    python -m pyright --pythonpath "$(command -v python)" >"$types" 2>&1 &
+    checker=$!
+fi
 echo "== pytest"
 # Three files at a time on two cores, for some wait; in the order of tests/conftest.py. A file's tests stay together:
 # they share what they trained.
 code=0
 python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@" || code=$?
-if ! wait "$checker"; then
+if [[ -n "$checker" ]] && ! wait "$checker"; then
     echo "== pyright"
     cat "$types"
     code=1

@@ -20,5 +20,16 @@ import megatron.core.models.mimo.optimizer  # noqa: E402
 import megatron.core.optimizer  # noqa: E402
 import megatron.core.pipeline_parallel  # noqa: E402, F401
 
+# The program itself, with what it imports once it knows its flags: each rank would take a quarter of a second for it.
+import megatron_ext.checkpoint.local.writer  # noqa: E402
+import megatron_ext.checkpoint.native.load_checkpoint  # noqa: E402
+import megatron_ext.checkpoint.native.save  # noqa: E402
+import megatron_ext.resilience.watchdog  # noqa: E402
+import megatron_ext.train.build  # noqa: E402
+import megatron_ext.train.callbacks.history  # noqa: E402
+import megatron_ext.train.callbacks.standard  # noqa: E402
+import megatron_ext.train.pretrain  # noqa: E402
+import megatron_ext.train.start_watchdog  # noqa: E402, F401
+
 # What is loaded stays: the collector of a rank need not look at it, which would also copy its pages.
 gc.freeze()

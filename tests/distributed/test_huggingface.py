@@ -119,7 +119,18 @@ def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any)
     assert (ours(tp, pp)["--load-hf", name] - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "tp", "pp"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    # Slow: test_load_hf has the same cuts of the same tensors, and test_matrix.py the gradients of cut ones. One stays
+    # of stacked, of transposed, and of low-rank and experts' tensors.
+    [
+        *((name, 1, 1) for name in MODELS),
+        *(
+            pytest.param(name, 2, 2, marks=[pytest.mark.slow] * (name not in ("GPT-2", "DeepSeek-V3", "Phi-3")))
+            for name in MODELS
+        ),
+    ],
+)
 def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_path: Path) -> None:
     write_gradients(write_model(tmp_path / "model", name), tmp_path / "gradients")
     one_batch = ["--global-batch-size", "2", "--seq-length", str(FEWER), "--clip-grad", "0"]

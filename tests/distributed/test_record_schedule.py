@@ -134,6 +134,12 @@ def test_nothing_that_is_trained_changes(folder: Path, name: str) -> None:
     assert not (folder / name / "plain" / "schedule").exists()
 
 
+def test_only_the_ranks_that_are_named_write(tmp_path: Path) -> None:
+    ranks, flags = LAYOUTS["PP2"]
+    assert run_ranks(ranks, train, str(tmp_path), shlex.split(f"{flags} {RECORD} --profile-ranks 1")) == [(0, "")] * 2
+    assert [path.name for path in (tmp_path / schedule_record.FOLDER).iterdir()] == ["rank1.json"]
+
+
 def test_messages_and_collectives_are_told_apart(folder: Path) -> None:
     kinds = {
         name: {block.name for record in records(folder, name) for step in record.steps for block in step.blocks}

@@ -1,16 +1,18 @@
 """Traces of --record-schedule: what is written is read, and what is missing or damaged is said."""
 
 import dataclasses
+import itertools
 import json
 import math
 import reprlib
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.cli import draw_pipeline, show_run
 from megatron_ext.config.resolve import Facts
@@ -20,10 +22,13 @@ from megatron_ext.plan.timeline_svg import as_page
 from megatron_ext.rules.profiling_rules import recorded_steps_are_trained
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep, merged, read, timeline, write
-from megatron_ext.train.callbacks.profiling import Schedule, folder
+from megatron_ext.train.callbacks.profiling import folder
+from megatron_ext.train.pretrain import pretrain
+from megatron_ext.train.trainer import Callback, Trainer
 from tests.support.pages import HOSTILE, texts
 from tests.support.samples import recorded_rank as record
 from tests.support.small_models import small_config
+from tests.support.small_runs import MODEL
 
 
 def write_all(folder: Path, records: list[RankRecord]) -> Path:
@@ -286,102 +291,37 @@ def test_a_trace_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         write(tmp_path / "schedule", record(0))
 
 
-class _Recorder:
-    """In the place of what records the passes of a step."""
-
-    def __init__(self, device: str, stages: Any, chunks: list[str]):
-        self.steps: list[int] = []
-        self.begun, self.abandoned = 0, False
-        assert (device, stages.name, chunks) == ("device", "pp", ["a", "b", "c"])
-
-    def begin_step(self) -> None:
-        self.begun += 1
-
-    def timers(self, before: Any) -> Any:
-        return "recording", before
-
-    def end_step(self, iteration: int) -> None:
-        self.steps.append(iteration)
-
-    def abandon(self) -> None:
-        self.abandoned = True
+RECORD = [*MODEL, *shlex.split("--train-iters 5 --record-schedule --profile-step-start 2 --profile-step-end 4")]
 
 
-def _recording(
-    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...] | None = None, **profiling: Any
-) -> tuple[Schedule, Any, list[tuple[Path, RankRecord]]]:
-    """The callback of rank 5 of 12 with steps 3 and 4 to record, its run, and what it writes."""
-    written: list[tuple[Path, RankRecord]] = []
-    monkeypatch.setattr("megatron_ext.train.callbacks.profiling.ScheduleRecorder", _Recorder)
-    monkeypatch.setattr(schedule_record, "write", lambda folder, record: written.append((folder, record)))
-    config = small_config(layout={"microbatch_group_size_per_virtual_pipeline_stage": 7})
-    steps = {"profile_step_start": 3, "profile_step_end": 5, "profile_ranks": ranks, **profiling}
-    config = dataclasses.replace(
-        config,
-        profiling=dataclasses.replace(config.profiling, **steps),
-        checkpoint=dataclasses.replace(config.checkpoint, save="saved"),
-    )
-    run: Any = SimpleNamespace(
-        config=config,
-        rank=5,
-        world_size=12,
-        device="device",
-        groups=SimpleNamespace(pp=SimpleNamespace(name="pp", rank=lambda: 2, size=lambda: 4)),
-        chunks=["a", "b", "c"],
-        state=SimpleNamespace(iteration=0),
-        recorder=None,
-        transformer_config=SimpleNamespace(timers="the engine's"),
-    )
-    return Schedule(run), run, written
+@pytest.mark.parametrize(("flags", "steps"), [("", [2, 3]), ("--profile-ranks 0", [2, 3]), ("--exit-interval 2", [2])])
+def test_a_run_writes_the_steps_of_the_range_that_it_has(flags: str, steps: list[int], tmp_path: Path) -> None:
+    written: list[int] = []
+
+    class Looks(Callback):
+        def on_step_begin(self, trainer: Trainer) -> None:
+            written.extend([trainer.position.iteration] * (tmp_path / schedule_record.FOLDER).exists())
+
+    pretrain([*RECORD, "--save", str(tmp_path), *flags.split()], callbacks=[Looks])
+    assert written == ([3, 4] if len(steps) == 2 else []), "after the last step of the range, or at the end"
+    [found] = read(tmp_path)
+    assert [step.iteration for step in found.steps] == steps
 
 
-def _take(callback: Schedule, run: Any, iterations: range) -> list[int]:
-    """Take steps; return those within which there is a recorder, with the engine's times besides."""
-    trainer: Any = SimpleNamespace(run=run, position=run.state)
-    nothing: Any = None
-    recorded = []
-    for iteration in iterations:
-        callback.on_step_begin(trainer)
-        assert run.transformer_config.timers == (("recording", "the engine's") if run.recorder else "the engine's")
-        recorded += [iteration] if run.recorder else []
-        run.state.iteration = iteration
-        callback.on_step_end(trainer, nothing)
-        assert (run.recorder, run.transformer_config.timers) == (None, "the engine's"), "as it was before the step"
-    return recorded
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_run_that_fails_leaves_torchs_operations_as_they_were(failing: int, tmp_path: Path) -> None:
+    """Before the range and within it; nothing of the step that failed is written."""
+    before, passes = dict(vars(torch.distributed.ProcessGroup)), itertools.count(2)  # of two microbatches each step
 
+    def loss(token: Any) -> torch.Tensor:
+        if next(passes) // 2 == failing:
+            raise KeyboardInterrupt
+        return token.cross_entropy()
 
-@pytest.mark.parametrize(("ranks", "writes"), [(None, True), ((), True), ((1, 5), True), ((0, 2), False)])
-def test_steps_of_the_range_are_recorded_and_written_once(
-    ranks: tuple[int, ...] | None, writes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the last of them, by the ranks that the flags name; the engine has its own timers in all other steps."""
-    callback, run, written = _recording(monkeypatch, ranks)
-    assert _take(callback, run, range(1, 4)) == [3]
-    assert written == []
-    assert _take(callback, run, range(4, 8)) == [4]
-    place = Place(rank=5, world_size=12, stage=2, stages=4, chunks=3, microbatch_group_size=7)
-    assert written == ([(Path("saved") / schedule_record.FOLDER, RankRecord(place, (3, 4)))] if writes else [])  # pyright: ignore
-
-
-def test_a_run_that_ends_within_the_range_writes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    callback, run, written = _recording(monkeypatch)
-    trainer: Any = SimpleNamespace(run=run, position=run.state)
-    callback.on_end(trainer)
-    assert written == [], "nothing was recorded"
-    _take(callback, run, range(1, 4))
-    callback.on_end(trainer)
-    assert [record.steps for _, record in written] == [(3,)]
-
-
-@pytest.mark.parametrize("within", [False, True])
-def test_a_step_that_fails_is_not_recorded(within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    callback, run, _ = _recording(monkeypatch)
-    trainer: Any = SimpleNamespace(run=run, position=run.state)
-    _take(callback, run, range(1, 3 if within else 2))
-    callback.on_step_begin(trainer)
-    callback.on_failure(trainer, KeyboardInterrupt())
-    recorder: Any = callback._recorder
-    assert recorder.abandoned is within
+    with pytest.raises(KeyboardInterrupt):
+        pretrain([*RECORD, "--save", str(tmp_path), "--eval-iters", "0"], loss=loss)
+    assert dict(vars(torch.distributed.ProcessGroup)) == before
+    assert not (tmp_path / schedule_record.FOLDER).exists()
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ class FailsAfter(Callback):
 def left() -> dict[str, Any]:
     """What a run must leave as it found it."""
     gc.collect()
+    gc.freeze()  # --manual-gc ends with an unfreeze: the next collection would look through torch and all tests
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "handlers": [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
@@ -83,19 +84,24 @@ FAILURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def first_losses() -> list[float]:
+    return list(pretrain(MODEL).losses)
+
+
 @pytest.mark.parametrize("where", FAILURES)
-def test_a_failure_leaves_nothing_and_the_next_run_trains_as_the_first_one(where: str, tmp_path: Path) -> None:
-    first = pretrain(MODEL).losses
+def test_a_failure_leaves_nothing_and_the_next_run_trains_as_the_first_one(
+    where: str, first_losses: list[float], tmp_path: Path
+) -> None:
     before = left()
     flags, own = FAILURES[where]
     with pytest.raises(OwnError):
         pretrain([*MODEL, *flags.format(tmp_path).split()], **own)
     assert left() == before
-    assert pretrain(MODEL).losses == first
-    assert left() == before
-    more = pretrain([*MODEL, *EXPERTS, "--num-layers", "4"])  # what the experts' routers kept had two layers
-    assert len(more.losses) == 3
-    assert left() == before
+    assert list(pretrain(MODEL).losses) == first_losses
+    if where == "experts":  # what their routers kept had two layers
+        assert len(pretrain([*MODEL, *EXPERTS, "--num-layers", "4"]).losses) == 3
+        assert left() == before
 
 
 def test_what_is_returned(tmp_path: Path) -> None:

@@ -73,9 +73,8 @@ def test_which_losses_are_spikes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_no_number_is_a_spike_and_not_in_the_median(capsys: pytest.CaptureFixture[str]) -> None:
     assert _judged(capsys, [3.0, math.nan, 3.0]) == [(2, "nan", "", "")]
-    for bad in (math.nan, math.inf, -math.inf):
-        *_, last = _judged(capsys, [*USUAL, *[bad] * 4, 6.5])
-        assert last == (15, "6.5", "2.17", "11")
+    *_, last = _judged(capsys, [*USUAL, math.nan, math.inf, -math.inf, math.nan, 6.5])
+    assert last == (15, "6.5", "2.17", "11")
 
 
 def test_losses_of_more_than_a_hundred_steps_ago_are_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
