@@ -146,19 +146,13 @@ MODEL = (
     ),
     Seam(
         f"{_CORE}.transformer.moe.router.TopKRouter.routing",
-        "overridden to count which experts are chosen, after what exceeds a capacity was dropped",
+        "overridden to leave out what is beyond an expert's capacity in the whole microbatch, and to count what is left",
         ("logits", "padding_mask"),
         (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
     ),
     Seam(
         f"{_CORE}.transformer.moe.router.Router.bias",
         "set: the engine's router has one where all linear layers have biases, and only there",
-    ),
-    Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter.routing",
-        "overridden to leave out what is beyond an expert's capacity in the whole microbatch",
-        ("logits", "padding_mask"),
-        (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
     ),
     Seam(
         f"{_CORE}.transformer.moe.router.Router.gating",

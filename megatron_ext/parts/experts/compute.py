@@ -336,21 +336,21 @@ class Router(TopKRouter):
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts' weights and which experts are chosen, both [tokens, experts], without what is beyond an
-        expert's capacity. logits: of this rank's tokens, [..., experts]. In training the choices are counted, once
+        expert's capacity. logits: of this rank's tokens, [..., experts]. In training what is left is counted, once
         where activations are computed again."""
         weights_TE, chosen_TE = super().routing(logits, padding_mask)
         counts = self.training and torch.is_grad_enabled()
+        if self.capacity is not None and self.training:
+            dropped_TE = chosen_TE & ~self._within_capacity(weights_TE.detach() * chosen_TE, self.capacity)
+            if counts:
+                if self.local_tokens_per_expert is not None:
+                    self.local_tokens_per_expert -= dropped_TE.sum(0)
+                share = dropped_TE.sum() / (self.topk * len(dropped_TE))
+                get_moe_metrics_tracker().record(_DROPPED, share, 1, 1)
+            weights_TE, chosen_TE = weights_TE * ~dropped_TE, chosen_TE & ~dropped_TE
         if counts:
             self.load.add(logits, chosen_TE)
-        if self.capacity is None or not self.training:
-            return weights_TE, chosen_TE
-        dropped_TE = chosen_TE & ~self._within_capacity(weights_TE.detach() * chosen_TE, self.capacity)
-        if counts:
-            if self.local_tokens_per_expert is not None:
-                self.local_tokens_per_expert -= dropped_TE.sum(0)
-            share = dropped_TE.sum() / (self.topk * len(dropped_TE))
-            get_moe_metrics_tracker().record(_DROPPED, share, 1, 1)
-        return weights_TE * ~dropped_TE, chosen_TE & ~dropped_TE
+        return weights_TE, chosen_TE
 
     def _within_capacity(self, weights_TE: torch.Tensor, capacity: Capacity) -> torch.Tensor:
         """Return which of this rank's tokens are among those that each expert prefers, as many as it takes of the

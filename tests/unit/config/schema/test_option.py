@@ -25,13 +25,18 @@ EVERY_PART = (
     "--window-attn-skip-freq 2 --attention-dropout 0 --moe-layer-freq 2 --softmax-scale 0.3 "
     "--attention-logit-softcapping 2 --final-logit-softcapping 3 --qkv-clip 4 --moe-shared-expert-gate "
     "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-scores 1 "
-    "--moe-router-topk-scaling-factor 2.5 --attention-chunk-size 512"
+    "--moe-router-topk-scaling-factor 2.5 --attention-chunk-size 512 --moe-latent-size 32"
 )
 ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2 --mtp-num-layers 1"
 """The same with what learned positions do not have."""
 SCALED = f"{ROTATED} --rope-type yarn --rotary-base-local 9 --attention-temperature-scale 0.1"
 LONG = f"{ROTATED} --kv-channels 4 --rope-type longrope --longrope-short-factor 1 2 --longrope-long-factor 3 4"
-LATENT = f"{BASE} --position-embedding-type rope --multi-latent-attention --q-lora-rank 4"
+LATENT = f"{BASE} --position-embedding-type rope --multi-latent-attention --q-lora-rank 4 --qk-layernorm"
+LATENT += " --latent-norm-epsilon 1e-3"
+DELTA = (
+    f"{BASE} --normalization RMSNorm --disable-bias-linear --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 2"
+)
 MUP = f"{BASE} --use-mup --mup-base-hidden-size 16 --mup-base-head-dim 4 --mup-base-num-layers 2"
 FREE_IN_THE_MODEL = {
     "seq_length": "a longer context goes on from a shorter one",
@@ -70,6 +75,8 @@ def config_with(name: str) -> Config:
     flags |= dict.fromkeys(("rope_type", "rotary_base_local", "attention_temperature_scale"), SCALED)
     flags |= dict.fromkeys(("longrope_short_factor", "longrope_long_factor"), LONG)
     flags |= dict.fromkeys(("mup_base_hidden_size", "mup_base_head_dim", "mup_base_num_layers"), MUP)
+    flags |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq"), DELTA)
+    flags["latent_norm_epsilon"] = LATENT
     flags["activation_func_clamp_value"] += " --activation-func-clamp-value 3"
     return config_of(flags.get(name, EVERY_PART))
 
@@ -86,7 +93,7 @@ def another(option: Option, value: Any) -> Any:
     if option.is_switch:
         return not value
     if option.choices:
-        return next(choice for choice in option.choices if choice != value)
+        return next((choice for choice in option.choices if choice != value), None)
     if isinstance(value, tuple | list):
         return [2 * one for one in value]
     if option.name in TEXTS:
@@ -101,6 +108,7 @@ TEXTS = {
     "window_attn_skip_freq": "3",
     "no_rope_freq": "3",
     "moe_layer_freq": "3",
+    "linear_attention_freq": "3",
 }
 """Other values of fields that are texts with a meaning, or 0."""
 
