@@ -16,13 +16,13 @@ from megatron_ext.parts.stack import stack
 
 
 def _found() -> dict[str, Family]:
-    """Return every family that a file of this folder makes, by model type, in the order of the files' names."""
+    """Return every family that a file of this folder makes, by model type, in the order of these."""
     package = __package__ or ""
     files = [f"{package}.{found.name}" for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
     readers = (__name__, f"{package}.hf_config")  # of all families
     modules = [importlib.import_module(name) for name in files if name not in readers]
     families = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
-    return {family.model_type: family for family in families}
+    return {family.model_type: family for family in sorted(families, key=lambda one: one.model_type)}
 
 
 # In the order in which a configuration that fits several is given one, after those that are common.

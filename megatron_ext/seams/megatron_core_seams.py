@@ -146,7 +146,7 @@ MODEL = (
     ),
     Seam(
         f"{_CORE}.transformer.moe.router.TopKRouter.routing",
-        "overridden to leave out what is beyond an expert's capacity in the whole microbatch, and to count what is left",
+        "overridden to leave out what is beyond an expert's capacity in a whole microbatch, and to count what is left",
         ("logits", "padding_mask"),
         (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
     ),

@@ -134,6 +134,7 @@ def test_ranks_with_other_heads_draw_other_masks(sequence_parallel: bool, monkey
     tracker = SimpleNamespace(fork=_Fork)
     monkeypatch.setattr(attention, "tensor_parallel", SimpleNamespace(get_cuda_rng_tracker=lambda: tracker))
     config: Any = SimpleNamespace(context_parallel_size=1, attention_dropout=0.5, sequence_parallel=sequence_parallel)
+    config.qk_clip = config.log_max_attention_logit = False
     core = SDPAttention(config, 1, attention.AttnMaskType.causal, "self")
     monkeypatch.setattr(core, "_whole", lambda query, key, value: value)
     heads = torch.zeros(1, 2, 3, 4)

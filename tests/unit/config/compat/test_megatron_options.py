@@ -114,6 +114,7 @@ FEWER_CHOICES = {
     "--rope-type": "longrope and dynamic are of Hugging Face's models",
     "--position-embedding-type": "mrope and relative ones are not in this version; alibi is Megatron-DeepSpeed's",
     "--optimizer": "soap and adaptive_muon are not in this version; ademamix and schedule_free are ours",
+    "--experimental-attention-variant": "sparse attention by an indexer of keys is not in this version",
     "--muon-fp32-matmul-prec": "torch has no low",
     "--muon-coefficient-type": "any name there, of which its package takes these",
     "--exp-avg-dtype": "16 bits with the range of fp32 need no scale of their own",

@@ -81,7 +81,7 @@ def test_a_mistake_is_named(line: str, problem: str):
 
 
 def test_all_mistakes_are_reported_at_once():
-    assert len(problems_of("--hiden-size 4 --lr fast --moe-latent-size 8 --num-layers")) == 4
+    assert len(problems_of("--hiden-size 4 --lr fast --moe-single-grouped-weight --num-layers")) == 4
 
 
 def test_refused_flags_are_named_with_their_values_and_neutral_ones_pass():

@@ -92,12 +92,12 @@ def saved_by(config: Config, folder: Path) -> dict[str, Any]:
 def another(option: Option, value: Any) -> Any:
     if option.is_switch:
         return not value
-    if option.choices:
-        return next((choice for choice in option.choices if choice != value), None)
-    if isinstance(value, tuple | list):
-        return [2 * one for one in value]
     if option.name in TEXTS:
         return TEXTS[option.name]
+    if option.choices:
+        return next(choice for choice in option.choices if choice != value)
+    if isinstance(value, tuple | list):
+        return [2 * one for one in value]
     return value * 2 if isinstance(value, float) else value + 1
 
 
@@ -109,6 +109,7 @@ TEXTS = {
     "no_rope_freq": "3",
     "moe_layer_freq": "3",
     "linear_attention_freq": "3",
+    "experimental_attention_variant": "kimi_delta",
 }
 """Other values of fields that are texts with a meaning, or 0."""
 
