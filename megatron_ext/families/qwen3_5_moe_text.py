@@ -3,10 +3,9 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.families import delta_rules, shared
+from megatron_ext.families import delta_rules, qwen3_5_text, shared
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.qwen2_moe import QWEN2_MOE
-from megatron_ext.families.qwen3_5_text import QWEN3_5_TEXT
 from megatron_ext.families.reading import Reading
 
 _SHARED = "shared_expert_intermediate_size"
@@ -40,8 +39,13 @@ def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
 QWEN3_5_MOE_TEXT = Family(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
-    {**QWEN3_5_TEXT.names, **{name: of for name, of in QWEN2_MOE.names.items() if "mlp." in name}},
-    {**QWEN3_5_TEXT.flags, "moe_shared_expert_gate": True, "moe_router_pre_softmax": False, "moe_layer_freq": None},
+    {**qwen3_5_text.QWEN3_5_TEXT.names, **{name: of for name, of in QWEN2_MOE.names.items() if "mlp." in name}},
+    {
+        **qwen3_5_text.QWEN3_5_TEXT.flags,
+        "moe_shared_expert_gate": True,
+        "moe_router_pre_softmax": False,
+        "moe_layer_freq": None,
+    },
     _read,
     _write,
     {
@@ -51,5 +55,5 @@ QWEN3_5_MOE_TEXT = Family(
     },
     dependent_flags=_dependent_flags,
     added=delta_rules.DELTA_ADDED,
-    sections=QWEN3_5_TEXT.sections,
+    sections=qwen3_5_text.QWEN3_5_TEXT.sections,
 )

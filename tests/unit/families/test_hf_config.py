@@ -47,6 +47,13 @@ _LATENTS = {
     **{name: value for name, value in _SMALL.items() if name != "head_dim"},
     **{"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6},
 }
+_DELTA = {
+    **{**_SMALL, "num_hidden_layers": 2, "full_attention_interval": 2, "linear_key_head_dim": 4, "head_dim": 8},
+    **{"linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+_SHARED = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 16}
+}
 BASES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(FAMILIES, _SMALL),
     "mixtral": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -91,6 +98,9 @@ BASES: dict[str, dict[str, Any]] = {
     "gpt_neox": {**_PLAIN, "intermediate_size": 20, "rotary_pct": 0.7},
     "falcon": {**_PLAIN, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 20},
     "cohere2": {**_SMALL, "sliding_window": 7, "sliding_window_pattern": 2},
+    "qwen3_next": {**_DELTA, **_SHARED},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**{name: _DELTA[name] for name in _DELTA if name != "intermediate_size"}, **_SHARED},
     "gpt2": _GPT2,
 }
 _OTHER = {
