@@ -434,21 +434,16 @@ _BY = "--pipeline-schedule"
 _ZBV = f"{_PP2_VPP2} {_BY} zbv"
 # Orders of a pipeline's passes that are run as tables, most of them with backward passes in two halves.
 SCHEDULES = {
-    "PP4 gpipe, untied": (4, f"--pipeline-model-parallel-size 4 {_BY} gpipe"),
     "PP2 VPP2 looped-bfs, tied": (2, f"{_PP2_VPP2} {_BY} looped-bfs"),
     "PP4 interleaved-zero-bubble, tied": (4, f"--pipeline-model-parallel-size 4 {_BY} interleaved-zero-bubble"),
     "PP2 VPP2 interleaved-zero-bubble, untied": (2, f"{_PP2_VPP2} {_BY} interleaved-zero-bubble"),
-    "PP4 zbv, 8 layers, tied": (4, f"{_PP4_VPP2} {_BY} zbv"),
     "PP2 zbv, untied": (2, _ZBV),
     "PP2 dualpipe-v, tied": (2, f"{_PP2_VPP2} {_BY} dualpipe-v"),
     "TP2 SP PP2 zbv, tied": (4, f"{TP2_SP} {_ZBV}"),
-    "TP2 PP2 zbv, learned positions, biases": (4, f"--tensor-model-parallel-size 2 {_ZBV}"),
     "CP2 PP2 dualpipe-v all_gather, packed": (4, f"{_CP2} all_gather {_PP2_VPP2} {_BY} dualpipe-v"),
     "EP2 PP2 zbv, alltoall, experts": (4, f"{_EP2} {_ZBV} {_ALLTOALL}"),
     "PP2 zbv DP2 distributed optimizer, overlap, tied": (4, f"{_ZBV} {_OVERLAP}"),
-    "PP2 zbv, recompute full uniform, untied": (2, f"{_ZBV} {_RECOMPUTE} 1 --recompute-method uniform"),
     "PP2 zbv, Ett|t|t|L, tied": (2, f"{_PP2} --pipeline-model-parallel-layout Et*2|(t|)*2L {_BY} zbv"),
-    **{f"PP2 zbv, {model}": (2, _ZBV) for model in ("one token ahead", "two tokens ahead", "latents")},
 }
 QUICK_SCHEDULES = {"PP2 VPP2 looped-bfs, tied", "PP2 VPP2 interleaved-zero-bubble, untied", "TP2 SP PP2 zbv, tied"}
 # Layouts in which ranks have rows, columns, experts or whole matrices: the same cases with Muon, of these a few quick.
