@@ -46,7 +46,8 @@ def _inputs(length: int, channels: int) -> Any:
 def test_chunks_are_the_recurrence(length: int, channels: int, documents: bool) -> None:
     inputs = _inputs(length, channels)
     ids = (torch.rand(2, length) < 0.05).long().cumsum(-1)[:, None, None] if documents else None
-    ours, theirs = delta_rule(*inputs, ids), _step_by_step(inputs, ids)
+    rule: Any = delta_rule
+    ours, theirs = rule(*inputs, ids), _step_by_step(inputs, ids)
     weights = [torch.randn_like(one) for one in theirs]
     gradients = []
     for outputs in (ours, theirs):
