@@ -262,33 +262,19 @@ QUICK_LATENTS = {"TP2, latents", "TP2 SP CP2 PP2 all_gather, latents", "TP4 SP, 
 
 # Gated delta rules: heads, states and inputs of the convolution of other ranks; documents within and across ranks.
 DELTA = {
-    "TP2, delta rules": (2, "--tensor-model-parallel-size 2"),
-    "TP4 SP, delta rules": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "TP2 SP PP2 VPP2, delta rules": (4, f"{TP2_SP} {_PP2_VPP2}"),
-    "CP2 p2p, delta rules": (2, f"{_CP2} p2p"),
     "CP4 p2p, delta rules": (4, f"{_CP4} p2p"),
-    "CP2 a2a, delta rules": (2, f"{_CP2} a2a"),
-    "TP2 SP CP2 PP2 all_gather, delta rules": (8, f"{TP2_SP} {_CP2} all_gather --pipeline-model-parallel-size 2"),
     "DP2 distributed optimizer, overlap, delta rules": (2, _OVERLAP),
     "TP2 SP FSDP2, delta rules": (4, f"{TP2_SP} {_FSDP2}"),
-    "CP2 DP2 FSDP2, delta rules": (4, f"{_CP2} all_gather {_FSDP2}"),
-    "ZeRO-2, delta rules": (2, f"{_MEGATRON_FSDP} optim_grads"),
     "TP2 SP ZeRO-3, delta rules": (4, f"{TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
-    "one process, recompute full uniform, delta rules": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
     "CP2 p2p, recompute selective, delta rules": (
         2,
         f"{_CP2} p2p --recompute-granularity selective --recompute-modules core_attn mlp layernorm",
     ),
-    "TP2 SP, delta rules, packed": (2, TP2_SP),
-    "CP2 all_gather, delta rules, packed": (2, f"{_CP2} all_gather"),
     "CP4 all_gather, delta rules, packed": (4, f"{_CP4} all_gather"),
     "TP2 SP EP2, Qwen3-Next": (4, f"{TP2_SP} {_EP2}"),
-    "CP2 PP2 EP2, Qwen3-Next": (4, f"{_CP2} p2p --pipeline-model-parallel-size 2 {_EP2} {_ALLTOALL}"),
 }
-QUICK_DELTA = {
-    *("TP4 SP, delta rules", "CP4 all_gather, delta rules, packed"),
-    "TP2 SP CP2 PP2 all_gather, delta rules",
-}
+QUICK_DELTA = {"CP4 all_gather, delta rules, packed", "TP2 SP PP2 VPP2, delta rules"}
 
 # Multi-token prediction: the last stage has word embeddings, and labels come from another rank's chunk of a sample.
 _PP2 = "--pipeline-model-parallel-size 2"
@@ -455,7 +441,6 @@ MUON_CASES = {
     *(f"HSDP 2 x 2, {scheme}, untied" for scheme in ("distributed optimizer", "FSDP2")),
     *("Megatron-FSDP, ZeRO-1, untied", "HSDP 2 x 2, ZeRO-3, optimizer state divided over all, untied"),
     *("EP2, experts", "EP2 ZeRO-3, experts", "TP2 SP CP2 EP2, distributed optimizer, experts"),
-    *("TP2 SP PP2 VPP2, delta rules", "TP2 SP FSDP2, delta rules"),
     *("TP2 SP PP2 VPP2, latents", "TP2 SP ZeRO-3, latents", "TP4, sinks and gates", "TP2 SP FSDP2, sinks and gates"),
     "TP2 SP PP2 VPP2 DP2 distributed optimizer, overlap, untied",
 }

@@ -172,8 +172,7 @@ MODELS |= {
 # Muon with updates as large as Adam's.
 _MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"
 MODELS |= {
-    f"{model}, Muon": f"{MODELS[model]} {_MUON}"
-    for model in ("untied", "sinks and gates", "experts", "latents", "delta rules")
+    f"{model}, Muon": f"{MODELS[model]} {_MUON}" for model in ("untied", "sinks and gates", "experts", "latents")
 }
 # Thresholds that some heads exceed in every step, and others not.
 MODELS |= {
