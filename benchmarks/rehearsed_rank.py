@@ -31,7 +31,7 @@ from megatron_ext.model.gpt import build_model
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.sharding.parts import IN_PLACE
-from megatron_ext.sharding.protocol import Sharding
+from megatron_ext.sharding.scheme import Sharding
 from megatron_ext.train.build import build_loaders, seed_dropout
 from megatron_ext.train.configure import configure
 from megatron_ext.train.datasets import record_of_run

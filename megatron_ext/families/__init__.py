@@ -9,7 +9,7 @@
 families have in common. `families/hf_config.py` reads and writes whole `config.json` files with them.
 """
 
-from megatron_ext.families.protocol import Family
+from megatron_ext.families.family import Family
 from megatron_ext.families.registry import FAMILIES, family_of, obstacles
 from megatron_ext.families.state_dict_mapping import ParameterMapping, RowRange, state_dict_mapping
 

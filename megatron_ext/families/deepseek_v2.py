@@ -4,8 +4,8 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import latents
+from megatron_ext.families.family import Family
 from megatron_ext.families.mixtures import MIXTURE_NAMES, Mixture
-from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 
 _MIXTURE = Mixture({}, group_scores=1, normalized=False)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.families.family import Family
 from megatron_ext.families.latents import (
     LATENT_DEFAULTS,
     LATENT_FLAGS,
@@ -12,7 +13,6 @@ from megatron_ext.families.latents import (
     what_latents_can_say,
 )
 from megatron_ext.families.mixtures import BIASED_SIGMOID, MIXTURE_NAMES, Mixture, ahead_json, ahead_values
-from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import NEXT_TOKEN_NAMES
 

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.families.protocol import Sections
+from megatron_ext.families.family import Sections
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_FLAGS,

@@ -4,8 +4,8 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
+from megatron_ext.families.family import Family
 from megatron_ext.families.mixtures import BIASED_SIGMOID, MIXTURE_NAMES, Mixture
-from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 
 _MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)

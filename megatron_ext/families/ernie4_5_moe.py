@@ -4,8 +4,8 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
+from megatron_ext.families.family import EXPERT_BIAS, Family
 from megatron_ext.families.mixtures import MIXTURE_NAMES, consecutive_mixtures, shared_experts
-from megatron_ext.families.protocol import EXPERT_BIAS, Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.parts.stack import layers
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families import shared
+from megatron_ext.families.family import Family
 from megatron_ext.families.gemma import GEMMA
-from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 
 _CAPS = {"attn_logit_softcapping": "attention_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}

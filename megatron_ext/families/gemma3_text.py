@@ -3,8 +3,8 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.families.family import Family
 from megatron_ext.families.gemma2 import GEMMA2
-from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.rotary import local_base, rotary_by_layer, scaled_without_windows
 from megatron_ext.families.shared import layer_numbers, layer_window_values, typed_windows

@@ -3,8 +3,8 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.families.family import Family
 from megatron_ext.families.mixtures import BIASED_SIGMOID, MIXTURE_NAMES, Mixture, ahead_json, ahead_values
-from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import DECODER_FLAGS, NEXT_TOKEN_NAMES, decoder_json, decoder_values
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import latents
+from megatron_ext.families.family import Family
 from megatron_ext.families.mixtures import BIASED_SIGMOID, MIXTURE_NAMES, Mixture, ahead_json, ahead_values
-from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import NEXT_TOKEN_NAMES, layer_numbers
 from megatron_ext.parts.stack import layers

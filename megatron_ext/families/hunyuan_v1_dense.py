@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.families.protocol import Family
+from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder_json, decoder_values
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
+from megatron_ext.families.family import EXPERT_BIAS, Family
 from megatron_ext.families.mixtures import BIASED_SIGMOID
-from megatron_ext.families.protocol import EXPERT_BIAS, Family
 from megatron_ext.families.reading import Reading
 
 _ONE_FORM = {"router_jitter_noise": 0.0, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ext.config.derived.layer_patterns import read_pattern
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.families.protocol import EXPERT_BIAS, usual_values
+from megatron_ext.families.family import EXPERT_BIAS, usual_values
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_NAMES,

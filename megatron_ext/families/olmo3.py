@@ -4,8 +4,8 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
+from megatron_ext.families.family import Family
 from megatron_ext.families.olmo2 import OLMO2
-from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.rotary import local_base, rotary_by_layer, scaled_without_windows
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families import delta_rules, qwen3_5_text, shared
-from megatron_ext.families.protocol import Family
+from megatron_ext.families.family import Family
 from megatron_ext.families.qwen2_moe import QWEN2_MOE
 from megatron_ext.families.reading import Reading
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import delta_rules, shared
-from megatron_ext.families.protocol import Family, Sections
+from megatron_ext.families.family import Family, Sections
 from megatron_ext.families.reading import Reading
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
+from megatron_ext.families.family import Family
 from megatron_ext.families.mixtures import sparse_json, sparse_values
-from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
 
 

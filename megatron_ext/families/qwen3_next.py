@@ -4,8 +4,8 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families import delta_rules
+from megatron_ext.families.family import Family, Sections
 from megatron_ext.families.mixtures import sparse_json, sparse_values
-from megatron_ext.families.protocol import Family, Sections
 from megatron_ext.families.qwen2_moe import QWEN2_MOE
 from megatron_ext.families.reading import Reading
 

@@ -10,7 +10,7 @@ from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.families.protocol import Family, usual_values
+from megatron_ext.families.family import Family, usual_values
 from megatron_ext.families.shared import pattern
 from megatron_ext.parts.stack import stack
 

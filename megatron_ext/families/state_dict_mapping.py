@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.schema import Config
-from megatron_ext.families.protocol import Family, Sections
+from megatron_ext.families.family import Family, Sections
 from megatron_ext.families.shared import NEXT_TOKEN_COPIES, QKV
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.catalogue import Parameter, parameters, states

@@ -4,7 +4,7 @@ import importlib
 
 from megatron_ext.config.schema import Config
 from megatron_ext.sharding.host_memory import InHostMemory
-from megatron_ext.sharding.protocol import Sharding
+from megatron_ext.sharding.scheme import Sharding
 
 
 def sharding_of(config: Config) -> Sharding:

@@ -45,7 +45,7 @@ from megatron_ext.sharding.engine import (
 )
 from megatron_ext.sharding.flat_shards import FlatPart
 from megatron_ext.sharding.parts import OptimizerPart
-from megatron_ext.sharding.protocol import Reduced, Sharding, Watcher
+from megatron_ext.sharding.scheme import Reduced, Sharding, Watcher
 
 
 class WritingDataParallel(DistributedDataParallel):

@@ -43,8 +43,8 @@ from megatron_ext.model.names import global_named_parameters
 from megatron_ext.optim.settings import optimizer_config
 from megatron_ext.parallel.rows import RowShard, local_part, mark
 from megatron_ext.sharding.engine import build_optimizer, ddp_config
-from megatron_ext.sharding.protocol import Watcher
 from megatron_ext.sharding.row_shards import HostRowOptimizer, RowSharding, RowShardOptimizer, local_gradient
+from megatron_ext.sharding.scheme import Watcher
 
 # Nothing writes into the losses that the model returns, whether they are a view or not.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module")

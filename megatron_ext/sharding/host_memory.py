@@ -31,7 +31,7 @@ from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.optim.torch_optimizer import Group, is_torchs, over, torch_optimizer
 from megatron_ext.sharding.parts import OptimizerPart
-from megatron_ext.sharding.protocol import Reduced, Sharding, Watcher
+from megatron_ext.sharding.scheme import Reduced, Sharding, Watcher
 
 
 class InHostMemory(Sharding):

@@ -30,8 +30,8 @@ from megatron_ext.sharding.engine import (
     for_chunks,
     initialized,
 )
-from megatron_ext.sharding.protocol import Watcher
 from megatron_ext.sharding.row_shards import RowSharding, RowShards
+from megatron_ext.sharding.scheme import Watcher
 
 
 class MegatronFSDP(RowSharding):

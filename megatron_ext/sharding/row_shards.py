@@ -15,7 +15,7 @@ from megatron_ext.optim.torch_optimizer import is_torchs, over
 from megatron_ext.parallel.rows import row_shard
 from megatron_ext.sharding.engine import updating
 from megatron_ext.sharding.parts import OptimizerPart
-from megatron_ext.sharding.protocol import Reduced, Sharding
+from megatron_ext.sharding.scheme import Reduced, Sharding
 
 
 class RowSharding(Sharding):

@@ -15,7 +15,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from megatron_ext.model.names import AFTER_ALL, forward_place, global_named_parameters
 from megatron_ext.resilience.numeric import BadTensor, first_bad
-from megatron_ext.sharding.protocol import Sharding
+from megatron_ext.sharding.scheme import Sharding
 
 
 class Finding(NamedTuple):

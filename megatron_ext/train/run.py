@@ -23,7 +23,7 @@ from megatron_ext.data.skipped import SkippedSamples
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.optim.qk_clip import LargestScores, QKClip
 from megatron_ext.resilience.progress import Progress
-from megatron_ext.sharding.protocol import Sharding
+from megatron_ext.sharding.scheme import Sharding
 from megatron_ext.telemetry.schedule_recorder import ScheduleRecorder
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.captured_passes import CapturedPasses

@@ -302,7 +302,7 @@ def test_only_the_file_of_a_family_knows_the_family() -> None:
         for node in nodes_of(source(path))
         if isinstance(node, ast.Compare) and "family.model_type" in ast.unparse(node)
     }
-    assert not asks, f"make it a field of Family (families/protocol.py): {asks}"
+    assert not asks, f"make it a field of Family (families/family.py): {asks}"
 
 
 # Fields of the configuration that choose how data-parallel ranks divide the model; `sharding/` reads them.
@@ -332,7 +332,7 @@ READS_FIELDS_OF_SHARDING = {
     "foreign/": "translates the flags of others",
 }
 # What others may import; a scheme's file is its own.
-DOORS_OF_SHARDING = {"choose", "protocol", "parts", "gradients"}
+DOORS_OF_SHARDING = {"choose", "scheme", "parts", "gradients"}
 ENGINE_WRAPPERS = {
     "DistributedDataParallel",
     "TorchFullyShardedDataParallel",
@@ -403,7 +403,7 @@ def test_nobody_asks_which_sharding_scheme_it_is() -> None:
     wrappers = _wrappers()
     asked = {str(path.relative_to(ROOT)): _asks_for_the_scheme(source(path), wrappers) for path in _outside_sharding()}
     others = {name: sorted(what) for name, what in asked.items() if what}
-    assert not others, f"call the run's sharding (sharding/protocol.py) instead: {others}"
+    assert not others, f"call the run's sharding (sharding/scheme.py) instead: {others}"
 
 
 def test_fields_of_sharding_are_fields_and_their_readers_read_them() -> None:

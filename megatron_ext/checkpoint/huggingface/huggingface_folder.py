@@ -19,8 +19,8 @@ from megatron_ext.checkpoint.huggingface.safetensors import Entry, read_header
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError, TrainingError
 from megatron_ext.families import state_dict_mapping
+from megatron_ext.families.family import EXPERT_BIAS, Family
 from megatron_ext.families.hf_config import read_hf_config
-from megatron_ext.families.protocol import EXPERT_BIAS, Family
 from megatron_ext.families.state_dict_mapping import copies
 from megatron_ext.untrusted.text import load_json, read_file
 from megatron_ext.untrusted.untrusted_folder import file_inside

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Copies, Device
-from megatron_ext.sharding.protocol import Sharding
+from megatron_ext.sharding.scheme import Sharding
 
 Copy = Callable[[Hashable, torch.Tensor], torch.Tensor]
 """Makes what is saved of a tensor, from a name that it has in every save, and the tensor."""

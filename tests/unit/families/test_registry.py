@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.families.protocol import usual_values
+from megatron_ext.families.family import usual_values
 from tests.support.family_configs import GPT2_WRITTEN, SCALING, WRITTEN, read_config
 
 _LAST = "[1,1,1,0]", "[0,0,0,1]"

@@ -10,7 +10,7 @@ from megatron.core.optimizer import clip_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.optim.gradient_norm import l2_norm, replace_loops, scale, scale_by
-from megatron_ext.sharding.protocol import Sharding
+from megatron_ext.sharding.scheme import Sharding
 
 aten: Any = torch.ops.aten
 
