@@ -229,13 +229,13 @@ def _resolve_mup(values: dict[str, Any]) -> None:
     _fill(values, "mup_base_hidden_size", hidden)
     base, base_layers = values.get("mup_base_hidden_size"), values.get("mup_base_num_layers")
     _fill(values, "embedding_multiplier", values.get("mup_embedding_mult", 1.0))
-    if positive(hidden, base):
+    if positive(hidden, base) and hidden and base:
         given = values.get("mup_output_mult", 1.0)
         _fill(values, "logits_multiplier", base / hidden if given == 1.0 else given)
     if positive(head) and not values.get("multi_latent_attention"):
         scale = math.sqrt(values.get("mup_base_head_dim") or 1.0)
         _fill(values, "softmax_scale", scale / head ** values.get("mup_attn_scale_power", 1.0))
-    if positive(layers, base_layers):
+    if positive(layers, base_layers) and layers and base_layers:
         _fill(values, "residual_multiplier", base_layers / layers)
 
 

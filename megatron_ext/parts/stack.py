@@ -255,7 +255,7 @@ def _layer(model: ModelConfig, number: int) -> Layer:
         experts = None
     mixer: Part
     if model.experimental_attention_variant and is_dealt(model.linear_attention_freq, model.num_layers, number):
-        mixer = gated_delta_of(model)
+        mixer = gated_delta_of(model, final_norm(model))
     else:
         attends = latent_attention_of if model.multi_latent_attention else attention_of
         mixer = attends(model, final_norm(model), number)

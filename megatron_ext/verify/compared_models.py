@@ -98,7 +98,7 @@ _COMMAND_R = (
 MODELS |= {
     "Command R": _COMMAND_R,
     "Command R7B": f"{_COMMAND_R} --window-size 15,0 --window-attn-skip-freq 4 --no-rope-freq 4",
-    "Command R+": f"{_COMMAND_R} --qk-layernorm --qk-layernorm-over each-head",
+    "Command R Plus": f"{_COMMAND_R} --qk-layernorm --qk-layernorm-over each-head",
     "GPT-NeoX": (
         f"--num-layers 4 --position-embedding-type rope --rotary-percent 0.25 {_UNTIED} --parallel-residual two-norms"
     ),
@@ -161,6 +161,9 @@ _DELTA_SIZES = (
 )
 MODELS |= {
     "delta rules": f"--num-layers 4 {_LLAMA} {_UNTIED} {_DELTA_SIZES}",
+    "delta rules with LayerNorm": (
+        f"--num-layers 4 {_LLAMA.replace('--normalization RMSNorm ', '')} {_UNTIED} {_DELTA_SIZES}"
+    ),
     "delta rules, packed": f"{MODELS['packed']} {_DELTA_SIZES}",
     "Qwen3-Next": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} {_DELTA_SIZES} --attention-output-gate --qk-layernorm --rotary-percent 0.5 "

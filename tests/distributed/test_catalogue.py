@@ -16,7 +16,7 @@ from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
 from megatron_ext.parts import stack as config_layers
 from megatron_ext.parts.catalogue import Parameter, count_per_rank, parameters, stages, states, tensor_size
-from megatron_ext.parts.stack import Layer
+from megatron_ext.parts.stack import Layer, stack
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.several_models import in_turn
 from tests.support.small_models import DELTA, LATENTS, LLAMA, OLMO2, build_small_model, small_config
@@ -72,6 +72,7 @@ MODELS["OLMo-2"] = OLMO2
 MODELS["latents"] = LATENTS
 MODELS["latents of keys alone, biases"] = {**LATENTS, "q_lora_rank": None, "disable_bias_linear": False}
 MODELS["delta rules"] = DELTA
+MODELS["delta rules with LayerNorm"] = {**DELTA, "normalization": "LayerNorm"}
 MODELS["sinks and gates"] = {
     **LLAMA,
     "softmax_type": "learnable",
@@ -280,5 +281,8 @@ def test_the_catalogue_knows_what_is_saved_besides_parameters(model: str) -> Non
     [saved] = run_ranks(1, _saved_besides_parameters, config)
     named = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
     found = {state.name: named.fullmatch(state.name) for state in states(config)}
+    if stack(config).has_mixed_parameters:
+        assert saved == {f"{name}/shard_0_1" for name in found}
+        return
     stacked = {f"decoder.layers.{one[2]}/shard_{one[1]}_{FEW}" for one in found.values() if one is not None}
     assert saved == stacked | {f"{name}/shard_0_1" for name, one in found.items() if one is None}

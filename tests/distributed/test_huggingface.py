@@ -149,6 +149,7 @@ def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_pa
                 rows = torch.from_numpy(mapping.transposed_rows(matrix, span, span.start, span.count)).view_as(part)
             else:
                 theirs = theirs.flatten(0, 1) if mapping.stacked else theirs
+                theirs = theirs.view(-1, *part.shape[1:])  # where a row of a matrix is a vector there
                 rows = theirs[span.tensor_start : span.tensor_start + span.count]
             assert (part - rows).norm() <= TOLERANCE * theirs.norm(), mapping.parameter.name
 

@@ -51,14 +51,15 @@ def _refused_by_megatron(args: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_megatron(args: Mapping[str, Any]) -> dict[str, Any]:
-    kind, heads = args.get("position_embedding_type"), args.get("num_attention_heads")
+    kind: Any = args.get("position_embedding_type")
+    heads = args.get("num_attention_heads")
     groups = args.get("num_key_value_heads") or heads
     fused = args.get("bias_gelu_fusion", False) and not (args.get("swiglu") or args.get("squared_relu"))
     known = {
         **args,
         "position_embedding_type": "rope"
         if args.get("use_rotary_position_embeddings")
-        else _POSITIONS.get(kind, kind or "learned_absolute"),  # pyright: ignore[reportArgumentType]
+        else _POSITIONS.get(kind, kind or "learned_absolute"),
         "normalization": _NORMS.get(str(args.get("normalization")), "LayerNorm"),
         "add_bias_linear": args.get("add_bias_linear", True),
         "rotary_base": args.get("rope_theta"),

@@ -181,7 +181,6 @@ class ModelConfig:
         refused={"dsa": "sparse attention by an indexer of keys is not in this version"},
         needs={
             "gated_delta_net": [
-                Need("normalization", "RMSNorm", "norms of its heads"),
                 Need("disable_bias_linear", True, "projections without bias"),
             ]
         },
@@ -234,7 +233,7 @@ class ModelConfig:
         "Epsilon of the norms of what queries, keys and values are made of there; default --norm-epsilon.",
         resume="function",
         positive=True,
-        read_with=ReadWith("multi_latent_attention", "without --multi-latent-attention there are no such norms"),
+        read_with=ReadWith("qk_layernorm", "without --qk-layernorm there are no such norms"),
     )
     rope_type: str | None = option(
         None,

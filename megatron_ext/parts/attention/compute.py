@@ -230,7 +230,7 @@ class SDPAttention(torch.nn.Module):
         attend: Any = self._whole if self._is_whole(documents) else partial(self._divided, documents)
         heads = query_BHSD, key_BGSD, value_BGSV
         if self._measures and self.training:
-            self._measure(query_BHSD, key_BGSD, documents)
+            self._measure(query_BHSD.detach(), key_BGSD.detach(), documents)
         if self.training and self.dropout > 0.0 and self.fork_generator:
             # Ranks hold different heads, so that their dropout masks must differ.
             with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
@@ -240,7 +240,6 @@ class SDPAttention(torch.nn.Module):
         return context_BHSV.permute(2, 0, 1, 3).flatten(2)
 
     @torch.compiler.disable
-    @torch.no_grad()
     def _measure(self, query: torch.Tensor, key: torch.Tensor, documents: Documents | None) -> None:
         """Take the products of these queries with the keys that they see, on whatever rank these are, into account."""
         group, length = self.cp_group, key.size(2)

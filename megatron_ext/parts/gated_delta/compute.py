@@ -16,7 +16,7 @@ Shapes: P pieces of S positions, B samples, G key heads of this rank, R value he
 and of a value head, M channels of a key head in the projection (X in the convolution), K positions of the convolution.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,11 +40,11 @@ _L2_EPSILON = 1e-6
 
 
 class Weight(torch.nn.Module):
-    """Holds one weight, which other modules compute with."""
+    """Holds a weight, and a bias if there is one, which other modules compute with."""
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
+    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None = None) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.bias = weight, bias
 
 
 class GatedDeltaNet(MegatronModule):
@@ -82,9 +82,12 @@ class GatedDeltaNet(MegatronModule):
         heads, channels = (size // self.tp_group.size() for size in (described.value_heads, described.convolved_size))
         self.conv1d = Weight(_divided(config, channels, 1, described.kernel))
         self.dt_bias, self.A_log = _divided(config, heads), _divided(config, heads)
-        self.out_norm = Weight(uninitialized(config, described.value_size))
-        # Ranks add up its gradient in any case, since each has other heads.
-        self.out_norm.weight.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+        self.out_norm = Weight(
+            *(uninitialized(config, described.value_size) for _ in range(1 + described.norm.has_bias))
+        )
+        for own in self.out_norm.parameters():
+            # Ranks add up its gradient in any case, since each has other heads.
+            own.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
         self.out_proj = RowLinear(
             *(described.context_size, config.hidden_size),
             **linear,
@@ -150,9 +153,9 @@ class GatedDeltaNet(MegatronModule):
         if begins_BS is not None:
             ids = begins_BS.T.unflatten(0, (pieces, -1)).cumsum(1)
             ids = F.pad(ids, (0, 0, described.kernel, 0))  # of the positions before, too
-        weight = self.out_norm.weight
+        norm: list[Any] = list(self.out_norm.parameters())
         if self.tp_group.size() > 1:
-            weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
+            norm = [copy_to_tensor_model_parallel_region(vector, group=self.tp_group) for vector in norm]
         run = partial(self._run, mixed_PSBGM, ids, None if inference is None else inference.counted(length))
         kept = None if inference is None else inference.recurrent(self.layer_number)
         tail, state = kept or self._begun(mixed_PSBGM, inputs_PSBGX)
@@ -164,9 +167,9 @@ class GatedDeltaNet(MegatronModule):
                 tail = _before(latest, group)
             identity = torch.eye(described.key_size, dtype=state.dtype, device=state.device)
             map_from = torch.cat((state, identity.expand(*state.shape[:-1], -1)), dim=-1)
-            _, maps = run(tail, map_from, None)
+            _, maps = run(tail, map_from, ())
             state = _states(maps, group)
-        context_PSBC, state = run(tail, state, weight)
+        context_PSBC, state = run(tail, state, norm)
         assert context_PSBC is not None, "the norm is given"
         if inference is not None:
             inference.keep_recurrent(self.layer_number, torch.cat((tail, inputs_PSBGX), dim=1), state)
@@ -186,10 +189,10 @@ class GatedDeltaNet(MegatronModule):
         counted_SB: torch.Tensor | None,
         tail: torch.Tensor,
         state: torch.Tensor,
-        norm_weight: torch.Tensor | None,
+        norm: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return what is read, [P, S, B, G x R x V], and the state after the last position, span by span. Without the
-        norm's weight nothing is read.
+        norm's vectors nothing is read.
 
         Args:
             ids: number of each position's document in its piece, with K zeros before, [P, K + S, B].
@@ -207,10 +210,10 @@ class GatedDeltaNet(MegatronModule):
                 None if ids is None else ids[:, start : end + described.kernel],
                 None if counted_SB is None else counted_SB[start:end],
             )
-            parameters = (self.conv1d.weight, self.dt_bias, self.A_log, norm_weight)
+            parameters = (self.conv1d.weight, self.dt_bias, self.A_log, *norm)
             output, state = _AgainInBackward.apply(compute, span, tail, state, *parameters)  # pyright: ignore
             outputs.append(output)
-        return (None if norm_weight is None else torch.cat(outputs, dim=1)), state
+        return (torch.cat(outputs, dim=1) if norm else None), state
 
 
 class _AgainInBackward(torch.autograd.Function):
@@ -245,7 +248,7 @@ def _span(
     conv_weight: torch.Tensor,
     dt_bias: torch.Tensor,
     a_log: torch.Tensor,
-    norm_weight: torch.Tensor | None,
+    *norm: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return what is read in a span, [P, S, B, G x R x V], if anything is, and the state after it."""
     groups, per_key, wide = mixed_PSBGM.size(3), described.per_key, state.dtype
@@ -268,13 +271,17 @@ def _span(
     if ids is not None:
         number = ids[:, described.kernel :] - ids[:, described.kernel - 1, None]
         documents = number.permute(0, 2, 1)[:, :, None, None]
-    if norm_weight is None:
+    if not norm:
         value = F.pad(value, (0, state.size(-1) - value.size(-1)))
         return None, delta_rule(None, key, value, log_decay, beta, state, documents)[1]
     query = query * described.key_size**-0.5
     read, state = delta_rule(query, key, value, log_decay, beta, state, documents)
     assert read is not None, "there are queries"
-    normed = F.rms_norm(read, norm_weight.shape, norm_weight.to(wide), described.epsilon)
+    vectors, epsilon = [vector.to(wide) for vector in norm], described.norm.epsilon
+    if described.norm.kind == "RMSNorm":
+        normed = F.rms_norm(read, norm[0].shape, *vectors, eps=epsilon)
+    else:
+        normed = F.layer_norm(read, norm[0].shape, *vectors, eps=epsilon)
     gate = mixed[1].unflatten(-1, (per_key, -1)).to(wide)
     output = normed.permute(0, 4, 1, 2, 3, 5) * F.silu(gate)
     return output.flatten(3).to(mixed_PSBGM.dtype), state

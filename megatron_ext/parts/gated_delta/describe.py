@@ -14,9 +14,10 @@ and 2 B (K - 1) g (2 D + R V) inputs of the convolution: both whatever the lengt
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Core, Exchange, Part, Place, Product, Share, State
 from megatron_ext.parts.ways import Asked
@@ -47,8 +48,8 @@ class GatedDelta(Part):
     kernel: int
     """Positions that the convolution sees."""
 
-    epsilon: float
-    """Epsilon of the norm of what a head gives."""
+    norm: Norm
+    """The norm of what a head gives."""
 
     @property
     def per_key(self) -> int:
@@ -89,6 +90,8 @@ class GatedDelta(Part):
         yield place.vector("dt_bias", self.value_heads, "ones", tp_dim=0)
         yield Parameter(f"{place.name}.A_log", (self.value_heads,), place.stage, "log-uniform", tp_dim=0)
         yield place.vector("out_norm.weight", self.value_size, "ones")
+        if self.norm.has_bias:
+            yield place.vector("out_norm.bias", self.value_size)
 
     def state(self, place: Place) -> Iterator[State]:
         """Yield what is saved with each linear layer."""
@@ -126,8 +129,9 @@ class GatedDelta(Part):
     def sent(self, share: Share) -> Iterator[Exchange]:
         """Yield the gradient of the norm's weight, and what context-parallel ranks exchange."""
         if share.tensor > 1:
-            weight = 2 * (share.tensor - 1) / share.tensor * share.width * self.value_size
-            yield Exchange("tp", "all-reduce", 0.0, weight, (0, 1), "2 m {layers} (t-1)/t w V", "core")
+            vectors = 2 if self.norm.has_bias else 1
+            weight = vectors * 2 * (share.tensor - 1) / share.tensor * share.width * self.value_size
+            yield Exchange("tp", "all-reduce", 0.0, weight, (0, vectors), "2 m {layers} (t-1)/t w V", "core")
         if share.context == 1:
             return
         samples = share.tokens * share.context // share.length
@@ -182,13 +186,13 @@ class GatedDelta(Part):
             )
 
 
-def gated_delta_of(model: ModelConfig) -> GatedDelta:
-    """Return the gated delta rule of the model's layers."""
+def gated_delta_of(model: ModelConfig, norm: Norm) -> GatedDelta:
+    """Return the gated delta rule of the model's layers, whose norms are of this kind."""
     return GatedDelta(
         model.linear_num_key_heads,
         model.linear_num_value_heads,
         model.linear_key_head_dim,
         model.linear_value_head_dim,
         model.linear_conv_kernel_dim,
-        model.norm_epsilon,
+        norm if norm.has_weight else replace(norm, owns="weight"),
     )

@@ -40,7 +40,7 @@ class OneStep(Callback):
         length = query.size(2)
         seen = torch.ones(length, length, dtype=torch.bool).tril()
         products = (query @ key.mT * scale).masked_fill(~seen, -torch.inf).amax((0, 2, 3))
-        self.largest[id(core)] = torch.maximum(self.largest.get(id(core), products), products)
+        self.largest[id(core)] = torch.maximum(self.largest.setdefault(id(core), products), products)
 
     def on_step_end(self, trainer: Any, result: Any) -> None:
         self.result = result

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.verify import cases, parity
+from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.gather import Shard, assemble
 from megatron_ext.verify.parity import bf16_distance, compare, farthest
 from megatron_ext.verify.recorded_training import RunRecord
@@ -187,7 +188,7 @@ def test_a_reference_is_trained_once_and_a_case_has_its_own_flags(monkeypatch: p
     experiment.reference("tied", bf16=True)
     case = cases.CASES["TP2 SP, tied"]
     experiment.train(case, bf16=True, sabotage=len)  # pyright: ignore[reportArgumentType]
-    base = [*cases.RECIPE.split(), *cases.MODELS["tied"].split(), "--data", "here"]
+    base = [*RECIPE.split(), *MODELS["tied"].split(), "--data", "here"]
     assert trained == [
         (base, 1, 7, None),
         ([*base, "--bf16"], 1, 7, None),

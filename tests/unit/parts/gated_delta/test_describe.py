@@ -68,7 +68,6 @@ def test_flops_grow_with_the_length() -> None:
             "--linear-attention-freq [1,0] is neither a number of layers nor a",
         ),
         ("--linear-attention-freq 1", "that --linear-attention-freq names, but 1 names none"),
-        ("--normalization LayerNorm", "--normalization RMSNorm"),
         ("--bf16 --fp8-format hybrid --fp8-recipe blockwise", "in gated delta rules"),
         (
             "--context-parallel-size 2 --world-size 2 --seq-length 12",
