@@ -230,7 +230,8 @@ class SDPAttention(torch.nn.Module):
         attend: Any = self._whole if self._is_whole(documents) else partial(self._divided, documents)
         heads = query_BHSD, key_BGSD, value_BGSV
         if self._measures and self.training:
-            self._measure(query_BHSD.detach(), key_BGSD.detach(), documents)
+            measure: Any = self._measure  # whose decorator hides its arguments' types
+            measure(query_BHSD.detach(), key_BGSD.detach(), documents)
         if self.training and self.dropout > 0.0 and self.fork_generator:
             # Ranks hold different heads, so that their dropout masks must differ.
             with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
