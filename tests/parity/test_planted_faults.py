@@ -186,6 +186,9 @@ def test_a_piece_that_ranks_compute_otherwise(name: str, fault: Callable[[], Non
         pytest.param("TP2 SP, untied, Muon", planted.take_keys_for_queries, marks=pytest.mark.slow),
         pytest.param("FSDP2, untied, Muon", planted.leave_rows_of_the_momentum_on_their_ranks, marks=pytest.mark.slow),
         pytest.param("DP2, untied, Muon", planted.give_every_rank_its_own_momentum, marks=pytest.mark.slow),
+        ("ZeRO-3, clipped products", planted.bound_the_products_of_own_tokens),
+        pytest.param("CP2 p2p, clipped products", planted.look_at_the_keys_of_own_positions, marks=pytest.mark.slow),
+        pytest.param("ZeRO-3, clipped products", planted.rescale_rows_of_another_rank, marks=pytest.mark.slow),
     ],
 )
 def test_updates_of_matrices(name: str, fault: Callable[[], None], all_steps: Experiment) -> None:

@@ -3,6 +3,7 @@
 Each sabotage runs on every rank, before its model is built, and replaces one piece of the real program.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -394,6 +395,41 @@ def scale_by_the_shape_of_a_part() -> None:
 
     scale = muon.scale
     muon.scale = lambda mode, rows, columns: scale(mode, rows // 2, columns)
+
+
+def bound_the_products_of_own_tokens() -> None:
+    """Of ranks that have the same weights and other tokens."""
+    from megatron_ext.optim.qk_clip import LargestScores
+
+    take: Any = LargestScores.take
+
+    def of_rank(self: Any) -> Any:
+        self._group = torch.distributed.new_subgroups(1)[0]
+        return take(self)
+
+    setattr(LargestScores, "take", of_rank)  # noqa: B010
+
+
+def look_at_the_keys_of_own_positions() -> None:
+    """Of context-parallel ranks, as if a sample were no longer."""
+    from megatron_ext.parts.attention.compute import SDPAttention
+
+    measure: Any = SDPAttention._measure
+
+    def of_rank(self: Any, *heads: Any) -> None:
+        group, self.cp_group = self.cp_group, None
+        measure(self, *heads)
+        self.cp_group = group
+
+    setattr(SDPAttention, "_measure", of_rank)  # noqa: B010
+
+
+def rescale_rows_of_another_rank() -> None:
+    """Where data-parallel ranks have rows of a weight."""
+    from megatron_ext.optim import qk_clip
+
+    shard_of: Any = qk_clip.row_shard
+    qk_clip.row_shard = lambda weight: shard_of(weight) and dataclasses.replace(shard_of(weight), first=0)
 
 
 def give_every_rank_its_own_momentum() -> None:
