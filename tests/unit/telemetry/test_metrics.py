@@ -174,6 +174,7 @@ def test_a_step_in_lines_for_programs_and_for_people() -> None:
         "grad_norm": "grad norm: 2.500 | ",
         "num_zeros": "num zeros: 26 | ",
         "params_norm": "params norm: 27.500 | ",
+        "max_attention_logit": "max attention logit: 27.750 | ",
     }
     end = "number of skipped iterations:   7 | number of nan iterations:   8 |"
     assert step_line(STEP, now) == begin + time + rates + "".join(norms.values()) + end
