@@ -1,13 +1,17 @@
 """A gated delta rule on context-parallel ranks, each with two parts of every sample, against whole samples, in fp64."""
 
 import itertools
+import shlex
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_ext.config.derived.rank_order import context_chunks
+from megatron_ext.verify.compared_models import MODELS, RECIPE
+from megatron_ext.verify.parity import CURVE_TOLERANCE
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.several_models import in_turn
 from tests.support.small_models import DELTA, build_small_model, small_config
@@ -93,3 +97,24 @@ def _without_inputs_of_others(case: tuple[bool, int, int]) -> dict[str, float]:
 @pytest.mark.parametrize("fault", [_without_states_of_others, _without_inputs_of_others])
 def test_what_other_ranks_give_is_needed(fault: Any) -> None:
     assert all(max(found.values()) > 1e-3 for found in run_ranks(2, fault, CASES[0]))
+
+
+def _losses(flags: str) -> list[float]:
+    from megatron_ext.train.pretrain import pretrain
+
+    return list(pretrain(shlex.split(flags)).losses)
+
+
+def test_a_run_goes_on_in_this_layout_and_in_others(tmp_path: Path) -> None:
+    """With the optimizer's state of the convolution and of each head's numbers."""
+    run = f"{RECIPE} --seq-length 16 --mock-data --vocab-size 250 --eval-interval 0 --device cpu --num-workers 0"
+    flags = f"{run} {MODELS['delta rules']}"
+    [whole] = run_ranks(1, _losses, f"{flags} --exit-interval 5")
+    [begun] = run_ranks(1, _losses, f"{flags} --exit-interval 3 --save {tmp_path}")
+    goes_on = f"{flags} --exit-interval 5 --load {tmp_path}"
+    [same] = run_ranks(1, _losses, goes_on)
+    assert begun + same == whole
+    others = ["--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer", "--use-torch-fsdp2"]
+    for layout in others:
+        found, _ = run_ranks(2, _losses, f"{goes_on} {layout}")
+        assert found == pytest.approx(whole[3:], abs=CURVE_TOLERANCE)

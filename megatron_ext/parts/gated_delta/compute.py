@@ -109,7 +109,7 @@ class GatedDeltaNet(MegatronModule):
         found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         own = {"conv1d.weight": self.conv1d.weight, "dt_bias": self.dt_bias, "A_log": self.A_log}
         return found | make_sharded_tensors_for_checkpoint(
-            {name: weight.detach() for name, weight in own.items()},
+            own,  # the parameters themselves, by which the optimizer's state finds its names
             prefix,
             dict.fromkeys(own, 0),
             sharded_offsets,
