@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import tensor_parallel
 
-from megatron_ext.parts.experts.compute import take_auxiliary_losses
+from megatron_ext.parts.experts.router import take_auxiliary_losses
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import run_microbatches
 

@@ -14,7 +14,7 @@ from megatron_ext.data.microbatch import Batch
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.model.names import biases_of_experts
 from megatron_ext.optim.loss_scale import loss_scale_of
-from megatron_ext.parts.experts.compute import take_auxiliary_losses
+from megatron_ext.parts.experts.router import take_auxiliary_losses
 from megatron_ext.parts.stack import stack
 from megatron_ext.resilience.error_injection import is_spoiled
 from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE

@@ -61,7 +61,7 @@ def _by_hand(flags: list[str]) -> tuple[dict[str, np.ndarray], float, float]:
     from megatron_ext import device
     from megatron_ext.config.derived.batch_size import num_microbatches
     from megatron_ext.model.names import by_expert, global_named_parameters
-    from megatron_ext.parts.experts.compute import Router
+    from megatron_ext.parts.experts.router import Router
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
 
@@ -137,7 +137,7 @@ def _biases(flags: list[str]) -> tuple[dict[str, list[float]], dict[str, list[fl
     """The biases of experts after three steps, and what the tokens that this process routed make of them."""
     from megatron_ext import device
     from megatron_ext.model.names import biases_of_experts
-    from megatron_ext.parts.experts.compute import Router
+    from megatron_ext.parts.experts.router import Router
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer

@@ -99,7 +99,7 @@ def _balancing_gradients(run: Any) -> list[list[Any]]:
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_ext.parts.experts.compute import Router
+    from megatron_ext.parts.experts.router import Router
 
     router: Any = next(module for module in run.chunks[0].modules() if isinstance(module, Router))
     found: list[list[Any]] = []

@@ -215,7 +215,7 @@ def weigh_no_bias_of_an_expert() -> None:
 
 def keep_what_another_rank_would() -> None:
     """Each rank but the first has the capacity of its experts taken by the tokens of the rank before it."""
-    from megatron_ext.parts.experts import compute as moe
+    from megatron_ext.parts.experts import router as moe
 
     within = moe.preferred
     moe.preferred = lambda weights, *rest: within(weights, *rest).roll(torch.distributed.get_rank(), 0)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatron_ext.model.names import unwrapped
-from megatron_ext.parts.experts.compute import Router
+from megatron_ext.parts.experts.router import Router
 from megatron_ext.parts.stack import layers
 from megatron_ext.telemetry.metrics import LayerLoad
 from megatron_ext.terminal import warn

@@ -17,7 +17,7 @@ from megatron_ext.parallel.groups import rank_groups
 from megatron_ext.parts import spec
 from megatron_ext.parts.attention.compute import SDPAttention
 from megatron_ext.parts.catalogue import parameters
-from megatron_ext.parts.experts.compute import Router
+from megatron_ext.parts.experts.router import Router
 from megatron_ext.parts.linear.compute import ColumnLinear
 from megatron_ext.parts.stack import stack
 from tests.support.small_models import LLAMA, small_config

@@ -17,7 +17,7 @@ from megatron_ext.inference.scoring import _Scored
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.loss import TokenLogits, token_loss
 from megatron_ext.optim.lion import Lion
-from megatron_ext.parts.experts.compute import Router
+from megatron_ext.parts.experts.router import Router
 from megatron_ext.parts.norm.compute import LayerNorm, RMSNorm, norm_class
 from tests.support.small_models import LLAMA, build_small_model, small_config
 

@@ -9,9 +9,10 @@ import torch
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, sinkhorn
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_ext.parts.experts import compute as moe
-from megatron_ext.parts.experts.compute import GroupedExperts, Router, preferred, rows_of_biases
+from megatron_ext.parts.experts import compute, router
+from megatron_ext.parts.experts.compute import GroupedExperts, rows_of_biases
 from megatron_ext.parts.experts.describe import Capacity
+from megatron_ext.parts.experts.router import Router, preferred
 
 
 def _router(topk: int, training: bool) -> Any:
@@ -102,10 +103,12 @@ def test_kinds_of_auxiliary_losses_are_told_apart_and_forgotten(monkeypatch: pyt
         "dropped_tokens": SimpleNamespace(values=torch.tensor([24.0])),
         "another": SimpleNamespace(values=torch.tensor([99.0])),
     }
-    monkeypatch.setattr(moe, "get_moe_metrics_tracker", lambda: SimpleNamespace(metrics=metrics, clear=metrics.clear))
+    monkeypatch.setattr(
+        router, "get_moe_metrics_tracker", lambda: SimpleNamespace(metrics=metrics, clear=metrics.clear)
+    )
     groups: Any = SimpleNamespace(dp=SimpleNamespace(size=lambda: 3), tp_dp_cp=SimpleNamespace(size=lambda: 12))
-    assert moe.take_auxiliary_losses(groups) == [1.0, 4.0, 0.0, 3.0, 2.0]
-    assert moe.take_auxiliary_losses(groups) == [0.0, 0.0, 0.0, 0.0, 0.0]
+    assert router.take_auxiliary_losses(groups) == [1.0, 4.0, 0.0, 3.0, 2.0]
+    assert router.take_auxiliary_losses(groups) == [0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -118,7 +121,7 @@ def test_experts_matrices_have_the_engines_marks(gated: bool) -> None:
         groups: Any = SimpleNamespace(
             **{name: SimpleNamespace(size=lambda size=size: size) for name, size in sizes.items()}
         )
-        built = moe.ExpertMatrices(range(2, 5), 4, 6, divided=divided, gated=gated, config=config, groups=groups)
+        built = compute.ExpertMatrices(range(2, 5), 4, 6, divided=divided, gated=gated, config=config, groups=groups)
         weight: Any = built.weight
         assert weight.shape == (3, 4, 6)
         return weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride, weight.allreduce

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import sinkhorn
 
-from megatron_ext.parts.experts.compute import Router
+from megatron_ext.parts.experts.router import Router
 
 
 def _group(rank: int, size: int) -> Any:

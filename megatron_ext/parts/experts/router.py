@@ -1,0 +1,278 @@
+"""Routes tokens to experts: megatron-core's router, with what it lacks on plain torch or computes otherwise in each
+layout.
+
+Shapes: T tokens of this rank, E experts.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    get_tokens_per_expert_and_token_count,
+    router_gating_linear,
+    sinkhorn,
+    switch_load_balancing_loss_func,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_ext.parts.experts.describe import Capacity
+from megatron_ext.parts.experts.load import RouterLoad
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+_OF_GLOBAL_BATCH, _Z_LOSS, _DROPPED = "global_load_balancing_loss", "z_loss", "dropped_tokens"
+AUXILIARY_LOSSES = ("load_balancing_loss", "seq_load_balancing_loss", _OF_GLOBAL_BATCH, _Z_LOSS)
+"""megatron-core's names of the auxiliary losses, and Megatron-LM's tags."""
+
+
+def preferred(weights_TE: torch.Tensor, topk: int, capacity: Capacity) -> torch.Tensor:
+    """Return which tokens each expert takes of a microbatch that has more for it than its capacity, [T, E].
+
+    Args:
+        weights_TE: 0 for experts that a token did not choose; it chose `topk`.
+    """
+    number = math.ceil(weights_TE.size(0) * topk / weights_TE.size(1) * capacity.factor)
+    judged_TE = weights_TE.sign() if capacity.policy == "position" else weights_TE
+    # Of equal ones the first. megatron-core's top k takes any of them, by position as well.
+    tokens = judged_TE.sort(dim=0, descending=True, stable=True).indices[:number]
+    return torch.zeros_like(weights_TE, dtype=torch.bool).scatter(0, tokens, True)
+
+
+class Router(TopKRouter):
+    """A router of megatron-core's whose logits need no GPU, and whose balance does not depend on the layout.
+
+    Args:
+        group_scores: best scores of a group of experts that are added up; None: megatron-core's number.
+        has_bias: whether its logits have a trained bias, which megatron-core ties to --disable-bias-linear alone.
+        capacity: how many tokens an expert takes in training; None: all.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        *,
+        group_scores: int | None = None,
+        has_bias: bool = False,
+        capacity: Capacity | None = None,
+    ) -> None:
+        assert pg_collection is not None
+        super().__init__(config, pg_collection, is_mtp_layer)
+        self.capacity = capacity
+        if capacity is not None:  # which megatron-core's router would apply to each rank; its dispatcher reads it
+            self.config = copy.copy(config)
+            self.config.moe_expert_capacity_factor = None
+        self.bias = torch.nn.Parameter(self.weight.new_empty(len(self.weight))) if has_bias else None
+        if self.bias is not None:
+            vars(self.bias)["sequence_parallel"] = config.sequence_parallel
+        if self.local_tokens_per_expert is not None:
+            self.local_tokens_per_expert = self.local_tokens_per_expert.long()  # exact, and not rounded with the model
+        biased_softmax = self.enable_expert_bias and self.score_function == "softmax"
+        if biased_softmax or group_scores is not None:
+            # megatron-core asks a replay of earlier choices which experts to take: the one place where it asks.
+            self.router_replay: Any = _Choice(self, group_scores)
+        self.dp_group = pg_collection.dp
+        # megatron-core's own counts would be rounded to bf16 with the model.
+        self.global_tokens_per_expert: Any = None
+        self.ga_steps: Any = None
+        self.reset_global_aux_loss_tracker()
+        self.load = RouterLoad()
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Forget the load of a global batch. megatron-core calls it at the end of a step."""
+        self._tokens_before_E: torch.Tensor | int = 0
+        self._microbatches_before = 0
+
+    def _apply(self, *args: Any, **options: Any) -> "Router":
+        """Change the dtype or the device of the weights, as `torch.nn.Module`, but leave the bias of experts in fp32.
+        megatron-core's next forward pass would do so, after a checkpoint was read into 16 bits."""
+        super()._apply(*args, **options)
+        self._maintain_float32_expert_bias()
+        return self
+
+    def apply_input_jitter(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the input times random numbers in training, with those that dropout draws on each rank for tokens of
+        its own. megatron-core's jitters in evaluation and generation, too."""
+        if self.config.moe_input_jitter_eps is None or not self.training:
+            return input
+        with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
+            return super().apply_input_jitter(input)
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts' weights and which experts are chosen, both [tokens, experts], without what is beyond an
+        expert's capacity. logits: of this rank's tokens, [..., experts]. In training what is left is counted, once
+        where activations are computed again."""
+        weights_TE, chosen_TE = super().routing(logits, padding_mask)
+        counts = self.training and torch.is_grad_enabled()
+        if self.capacity is not None and self.training:
+            dropped_TE = chosen_TE & ~self._within_capacity(weights_TE.detach() * chosen_TE, self.capacity)
+            if counts:
+                if self.local_tokens_per_expert is not None:
+                    self.local_tokens_per_expert -= dropped_TE.sum(0)
+                share = dropped_TE.sum() / (self.topk * len(dropped_TE))
+                get_moe_metrics_tracker().record(_DROPPED, share, 1, 1)
+            weights_TE, chosen_TE = weights_TE * ~dropped_TE, chosen_TE & ~dropped_TE
+        if counts:
+            self.load.add(logits, chosen_TE)
+        return weights_TE, chosen_TE
+
+    def _within_capacity(self, weights_TE: torch.Tensor, capacity: Capacity) -> torch.Tensor:
+        """Return which of this rank's tokens are among those that each expert prefers, as many as it takes of the
+        whole microbatch, [T, E]. megatron-core has each rank leave out some of its own; here the choice is the same in
+        every layout.
+
+        Args:
+            weights_TE: 0 for experts that a token did not choose.
+        """
+        group = self.tp_cp_group
+        kept = preferred(_of_microbatch(weights_TE, group), self.topk, capacity)
+        return kept.chunk(group.size())[group.rank()]
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the logits, [..., experts]. input: [..., H]."""
+        dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
+        return router_gating_linear(input, self.weight, self.bias, dtype)
+
+    def _apply_global_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        """Return the weights, to whose gradient that of the load-balancing loss with the load of the global batch is
+        added (Qiu et al. 2025, arXiv:2501.11873, section 3).
+
+        The loss of a microbatch is E sum_i f_i P_i, P_i being the mean score of expert i in this microbatch, and f_i
+        its share of the tokens in this and all earlier microbatches of the global batch. Microbatches are ordered as
+        their samples are, so that data-parallel ranks take turns. For one data-parallel rank that is megatron-core's
+        own loss. With more it counts the microbatches of all ranks at once, and divides the loss by the number of
+        ranks, so that another layout would train another model.
+        """
+        coefficient = self.get_aux_loss_coeff("global_aux_loss")
+        if coefficient == 0:
+            return probs
+        tokens_E, own_tokens, tokens = get_tokens_per_expert_and_token_count(
+            routing_map, self.tp_cp_group, self.topk, with_padding_mask
+        )
+        loss = switch_load_balancing_loss_func(
+            scores_for_aux_loss,
+            self._load_so_far(tokens_E),
+            tokens,  # pyright: ignore[reportArgumentType]
+            self.topk,
+            scores_for_aux_loss.shape[1],
+            coefficient,
+        )
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, _OF_GLOBAL_BATCH, self.tp_cp_group, valid_token_count=own_tokens
+        )
+
+    def _load_so_far(self, tokens_E: torch.Tensor) -> torch.Tensor:
+        """Return the mean number of tokens of each expert, [E], over the microbatches up to and with this one.
+
+        Args:
+            tokens_E: the numbers in this microbatch, the same on all ranks that share it.
+        """
+        group = self.dp_group
+        everyones = tokens_E.new_empty(group.size() * len(tokens_E))
+        torch.distributed.all_gather_into_tensor(everyones, tokens_E, group=group)
+        everyones_DE = everyones.view(group.size(), -1)
+        turn = group.rank() + 1
+        load_E = (self._tokens_before_E + everyones_DE[:turn].sum(0)) / (self._microbatches_before + turn)
+        self._tokens_before_E = self._tokens_before_E + everyones_DE.sum(0)
+        self._microbatches_before += group.size()
+        return load_E
+
+    def sinkhorn_load_balancing(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts' weights and which experts are chosen, both [tokens, experts]. logits: of this rank's
+        tokens.
+
+        Experts are chosen by Sinkhorn's balanced assignment (Clark et al. 2022, arXiv:2202.01169, section 3.1), in an
+        evaluation by the weights alone. megatron-core balances the tokens of each rank; here it is those of the whole
+        microbatch, so that the choice is the same in every layout.
+        """
+        weights = logits.sigmoid() if self.topk == 1 else logits.softmax(dim=-1, dtype=torch.float32).type_as(logits)
+        with torch.no_grad():
+            scores = self._balanced(logits) if self.training else weights
+            experts = scores.topk(self.topk, dim=1).indices
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+        return weights * chosen, chosen
+
+    def _balanced(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of the assignment of all tokens of the microbatch, fp32."""
+        group = self.tp_cp_group
+        return sinkhorn(_of_microbatch(logits, group)).chunk(group.size())[group.rank()]
+
+
+def _of_microbatch(rows: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """Return the rows of all tokens of the microbatch, fp32, of which each rank of the group has its own."""
+    own = rows.float().contiguous()
+    if group.size() == 1:
+        return own
+    everyones = own.new_empty(group.size() * len(own), own.size(1))
+    torch.distributed.all_gather_into_tensor(everyones, own, group=group)
+    return everyones
+
+
+class _Choice:
+    """Chooses experts where megatron-core has no such choice: by softmax's scores with a bias, as ERNIE 4.5, or from
+    groups that count another number of scores, as DeepSeek-V2 (Liu et al. 2024, arXiv:2405.04434, section 2.2.2)."""
+
+    layer_number: int | None = None  # set by the router
+
+    def __init__(self, router: Router, group_scores: int | None) -> None:
+        self.router, self.group_scores = router, group_scores
+
+    def get_replay_topk(
+        self,
+        scores_TE: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of each token's experts and their indices, both [T, topk].
+
+        Args:
+            scores_TE: of T tokens here; logits where softmax comes after the choice.
+            compute_topk: megatron-core's choice, with the same arguments.
+        """
+        router, judged_TE = self.router, scores_TE
+        if router.expert_bias is not None and router.score_function == "softmax":
+            if not router.config.moe_router_pre_softmax:
+                judged_TE = judged_TE.softmax(dim=-1, dtype=torch.float32)
+            judged_TE = judged_TE + router.expert_bias
+        if self.group_scores is not None and group_topk and num_groups:
+            groups_TGE = judged_TE.unflatten(1, (num_groups, -1))
+            best = groups_TGE.topk(self.group_scores, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
+            others = torch.ones_like(groups_TGE[..., 0], dtype=torch.bool).scatter(1, best, False)
+            judged_TE = groups_TGE.masked_fill(others.unsqueeze(-1), -math.inf).flatten(1)
+            num_groups = group_topk = None
+        experts = compute_topk(judged_TE, topk, num_groups, group_topk)[1]
+        return scores_TE.gather(1, experts), experts
+
+
+def take_auxiliary_losses(groups: ProcessGroupCollection) -> list[float]:
+    """Return this rank's part of each of `AUXILIARY_LOSSES`, and of the share of tokens beyond an expert's capacity,
+    over its layers and microbatches since the last call: added up over all ranks, the sums over layers and microbatches
+    of the means over the data-parallel ranks.
+
+    None includes its coefficient.
+    """
+    metrics, names = get_moe_metrics_tracker().metrics, (*AUXILIARY_LOSSES, _DROPPED)
+    sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in names]
+    get_moe_metrics_tracker().clear()
+    # The others are parts of sums over a microbatch's tokens, the last two are means over this rank's tokens.
+    *balance, z, dropped = sums
+    means = (one / groups.tp_dp_cp.size() for one in (z, dropped))
+    return [*(loss / groups.dp.size() for loss in balance), *means]
