@@ -326,8 +326,8 @@ def products_can_be_bounded(config: Config, facts: Facts) -> Iterator[str]:
     tensor, groups = config.layout.tensor_model_parallel_size, model.num_key_value_heads
     grouped = not model.multi_latent_attention
     if grouped and model.has_qkv_bias:
-        flag = "--add-qkv-bias: leave it out" if model.add_qkv_bias else "biases: use --disable-bias-linear"
-        yield f"--qk-clip rescales weights, whose products with others would stay where queries have {flag}"
+        fix = "leave --add-qkv-bias out" if model.add_qkv_bias else "use --disable-bias-linear"
+        yield f"--qk-clip rescales weights, and not the biases that queries and keys have; {fix}"
     if asked.optimizer == "schedule_free":
         yield (
             "--qk-clip with --optimizer schedule_free: the next update makes the weights anew from two others; use "
