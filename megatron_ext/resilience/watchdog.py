@@ -298,9 +298,9 @@ class Watch:
         self.ending.set()
         called_at = time.monotonic()
         rank, step = caller
-        own = self._report()
+        own, record = self._report(), self._flight_record()
         board.answer({"report": own.as_json(), "stopped": self._stopped_here()})
-        folder = self._write_stacks(step, own)
+        folder = self._write_stacks(step, own, record)
         if rank == board.rank:
             self._judge(board, step, folder, max(0.1, called_at + _FOR_ANSWERS - time.monotonic()))
         try:
@@ -311,7 +311,6 @@ class Watch:
             self._end_alone(f"rank {rank} called because of a hang, and did not come to name it.")
         for silent in (verdict or {}).get("silent", ()):
             self._kill(silent)
-        self._write_flight_record(folder)
         self._end(None)
 
     def _judge(self, board: Board, step: int, folder: str | None, seconds: float) -> None:
@@ -333,7 +332,6 @@ class Watch:
                 board.judge({"silent": sorted(silent)})
             for rank in silent:
                 self._kill(rank)
-            self._write_flight_record(folder)
             time.sleep(_FOR_THE_OTHERS)
 
         self._end(text, tell_the_others)
@@ -372,28 +370,30 @@ class Watch:
             counts={**counts, **({name: wait.number} if name else {})},
         )
 
-    def _write_stacks(self, step: int, report: RankReport) -> str | None:
+    def _write_stacks(self, step: int, report: RankReport, record: tuple[str, bytes] | None) -> str | None:
+        """Write where this rank is and what torch recorded of its operations; return the folder if that went well."""
         if self._status.save is None:
             return None
-        folder = Path(self._status.save) / f"hang-{step}"
         waits = f", waits in {report.operation} {report.group_title}".rstrip() if report.operation else ""
         folder, rank = Path(self._status.save) / f"hang-{step}", self._status.rank
-        written = within(_FOR_STACKS, lambda: write_stacks(folder, rank, f"{report.whereabouts}{waits}"))
-        return str(folder) if written else None
-
-    def _write_flight_record(self, folder: str | None) -> None:
-        """Write what torch recorded of this rank's operations. After the cause has been said: it may ask the device,
-        which may hang."""
-        recorder = self._flight_recorder
-        if folder is None or recorder is None:
-            return
 
         def write() -> None:
-            name, content = recorder()
-            with open(Path(folder) / f"{name}_trace_rank_{self._status.rank}", "wb", opener=only_files) as file:
-                file.write(content)
+            write_stacks(folder, rank, f"{report.whereabouts}{waits}")
+            if record is not None:
+                with open(folder / f"{record[0]}_trace_rank_{rank}", "wb", opener=only_files) as file:
+                    file.write(record[1])
 
-        within(_FOR_STACKS, write)
+        return str(folder) if within(_FOR_STACKS, write) else None
+
+    def _flight_record(self) -> tuple[str, bytes] | None:
+        """Return what torch recorded of this rank's operations; None where the device, which it may ask, does not
+        answer. Before this rank answers a call: the first to leave ends the operations in which the others wait."""
+        recorder = self._flight_recorder
+        if recorder is None:
+            return None
+        taken: list[tuple[str, bytes]] = []
+        within(_FOR_STACKS, lambda: taken.append(recorder()))
+        return taken[0] if taken else None
 
     def _stopped_here(self) -> list[int]:
         """Return the ranks of this machine that are stopped."""
@@ -435,7 +435,7 @@ class Watch:
     def _end_alone(self, cause: str) -> None:
         """End without having heard the others; `cause` is a sentence, or empty where this rank alone is to blame."""
         report = self._report()
-        folder = self._write_stacks(self._step, report)
+        folder = self._write_stacks(self._step, report, self._flight_record())
         if self._first_end is not None:
             cause = f"{self._first_end}."
         elif report.waits_for_ranks and not cause:
@@ -445,7 +445,7 @@ class Watch:
         if exit_record.is_there(self._status.save):
             self._end(None)  # another one was first
         text = self._said(self._step, cause or hang_text({self._status.rank: report}, {}), folder)
-        self._end(text, lambda: self._write_flight_record(folder))
+        self._end(text)
 
     def _end(self, text: str | None, before: Callable[[], None] = lambda: None) -> None:
         self.ending.set()

@@ -166,11 +166,17 @@ def sleep_in_loader(mark: Path) -> None:
 
 
 def skip_reduction(mark: Path) -> None:
-    """The rank leaves out the reduction of the gradients, and goes on to the collectives of the update."""
+    """The rank leaves out the reduction of the gradients, and goes on to the collectives of the update; it is slow to
+    hear why the run ends, so that the others leave before it."""
+    from megatron_ext.resilience.rank_reports import Board
     from megatron_ext.train import build
 
-    reduce = build.finalize_model_grads
+    reduce, verdict = build.finalize_model_grads, Board.verdict
     calls = [0]
+
+    def late_verdict(self: Board, seconds: float) -> Any:
+        time.sleep(1.5)
+        return verdict(self, seconds)
 
     def skipping(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -180,6 +186,7 @@ def skip_reduction(mark: Path) -> None:
         return reduce(*args, **kwargs)
 
     build.finalize_model_grads = skipping
+    Board.verdict = late_verdict
 
 
 def _in_step_4(mark: Path, happens: Any) -> None:
