@@ -60,25 +60,38 @@ class ModuleOutput:
 
 
 class Taps:
-    """Copies outputs from its construction until `close`. Outputs of a recomputation are not copied again."""
+    """Copies outputs from its construction until `close`: of each microbatch the first that a module puts out, since
+    recomputation runs it again, and depths of multi-token prediction embed words with the same module."""
 
     def __init__(self, run: Run):
         self.parts: list[ModuleOutput] = []
         groups = run.groups
         self._place = (groups.tp.rank(), groups.cp.rank(), groups.dp.rank())
         self._calls: dict[str, int] = {}
+        self._put_out: set[str] = set()
+        """Names of modules that have put out something for the microbatch under way in their chunk."""
         self._handles = [module.register_forward_hook(self._copy(name)) for name, module in named_modules(run.chunks)]
+        for chunk in unwrapped(run.chunks):
+            names = {name for name, _ in named_modules([chunk])}
+            self._handles.append(chunk.register_forward_pre_hook(self._forget(names)))
 
     def close(self) -> None:
         """Stop copying."""
         for handle in self._handles:
             handle.remove()
 
+    def _forget(self, names: set[str]) -> Any:
+        def hook(_module: torch.nn.Module, _inputs: object) -> None:
+            self._put_out -= names
+
+        return hook
+
     def _copy(self, name: str) -> Any:
         def hook(_module: torch.nn.Module, _inputs: object, output: Any) -> None:
             # Inside a backward pass, a module runs to recompute what it put out before.
-            if torch._C._current_graph_task_id() != -1:
+            if torch._C._current_graph_task_id() != -1 or name in self._put_out:
                 return
+            self._put_out.add(name)
             call = self._calls[name] = self._calls.get(name, -1) + 1
             tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
             tensor = tensor[0] if name == LOSS and tensor.dim() == 3 else tensor  # without the depths
@@ -93,7 +106,7 @@ def named_modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
     for chunk in unwrapped(chunks):
         modules = dict(chunk.named_modules())
         for name in (*_BEFORE, *_AFTER):
-            if modules.get(name) is not None:
+            if modules.get(name) is not None and (chunk.pre_process or name not in _BEFORE):
                 yield name, modules[name]
         for local, layer in enumerate(chunk.decoder.layers):
             for inner in _IN_A_LAYER:

@@ -196,6 +196,15 @@ def test_outputs_are_found_inside_of_wrappers_and_before_they_are_dropped(
     assert len(proof.gradients) == len(proof.weights) == 27
 
 
+def test_words_embedded_again_for_later_tokens_are_not_taken_for_another_microbatchs(
+    proof_of: Callable[..., Proof],
+) -> None:
+    """The last stage embeds words, too; and microbatches are divided over data-parallel ranks."""
+    proof = proof_of("two tokens ahead", PP2, world_size=4)
+    assert proof.first_difference() is None
+    assert len(proof.outputs) == 4 * 9 + 3
+
+
 def test_the_program_prints_a_verdict_and_exits_with_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
