@@ -11,8 +11,9 @@ from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.blend import missing_paths, read_blend
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.parse.eval_tasks import look_at_eval_tasks, read_eval_tasks
-from megatron_ext.config.parse.saved import adopt, read_saved
-from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.parse.saved import adopt, model_names, read_saved
+from megatron_ext.config.resolve import Facts, resolve, runs_on_cpu
+from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.errors import ConfigurationError
 
 BASE = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "seq_length": 32, "micro_batch_size": 2}
@@ -161,6 +162,21 @@ def test_what_follows_from_what_was_typed(
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("device", "cuda", "on_cpu"),
+    [("cpu", True, True), ("cpu", False, True), ("auto", True, False), ("auto", False, True), ("cuda", False, False)],
+)
+def test_which_device_a_run_is_on(device: str, cuda: bool, on_cpu: bool) -> None:
+    assert runs_on_cpu(Config(layout=LayoutConfig(device=device)), Facts(cuda_available=cuda)) == on_cpu
+
+
+@pytest.mark.parametrize(("given", "steps"), [(0, 1), (1, 1), (5, 5)])
+def test_a_capture_has_a_step_before_it(given: int, steps: int) -> None:
+    typed = {**BASE, "cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": given, "hidden_dropout": 0.0}
+    config = resolve({**typed, "attention_dropout": 0.0, "device": "cuda"}, Facts(cuda_available=True))
+    assert (config.training.cuda_graph_impl, config.training.cuda_graph_warmup_steps) == ("full_iteration", steps)
+
+
 def test_a_checkpoints_flags_stand_where_none_is_typed() -> None:
     """--use-checkpoint-args: what was typed stays, for a rule to name it."""
     saved = {"num_layers": 9, "hidden_size": 64, "tokenizer_type": "NullTokenizer", "tokenizer_model": "x", "lr": 0.5}
@@ -195,6 +211,17 @@ def test_a_checkpoints_curves_take_the_place_of_all_that_were_typed(
 ) -> None:
     asked = {"use_checkpoint_opt_param_scheduler": True, "seed": 3}
     assert adopt({**asked, **typed}, saved) == {**asked, **expected}
+
+
+def test_rows_of_positions_count_where_they_are_learned() -> None:
+    for saved, counts in (
+        ({}, True),
+        ({"position_embedding_type": "learned_absolute"}, True),
+        ({"position_embedding_type": "rope"}, False),
+    ):
+        for finetune in (True, False):
+            assert ("max_position_embeddings" in model_names(saved, finetune=finetune)) == counts
+            assert ("rotary_base" in model_names(saved, finetune=finetune)) == (not finetune)
 
 
 @pytest.mark.parametrize("text", ["num_layers: x\n", "num_layers: [\n", "num_layers: 1\nnum_layers: 2\n"])

@@ -13,6 +13,7 @@ from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import describe_sample
 from megatron_ext.data.splits import SPLITS
+from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.tokenizer.simple import ByteTokenizer
 
@@ -114,6 +115,13 @@ def test_sources_without_weights_do_not_repeat(tmp_path: Path):
         build(config(tmp_path, train_data_path=paths), train=100, valid=0)
 
 
+def test_splits_that_nobody_asks_for_are_not_built(tmp_path: Path):
+    prefix = write(tmp_path / "a", 0, 20)
+    assert build(config(tmp_path, train_data_path=(prefix,)), valid=5).valid is None
+    assert build(config(tmp_path, data_path=(prefix,), split="50,50,0"), valid=0).valid is None
+    assert build(config(tmp_path, data_path=(prefix,), split="100,0,0"), valid=5).valid is None
+
+
 def test_end_of_document_mask(tmp_path: Path):
     prefix = write(tmp_path / "a", 0, 10)
     plain, masked = (
@@ -136,6 +144,14 @@ def test_other_data_under_the_same_name_meets_no_old_cache(tmp_path: Path):
     write(tmp_path / "a", 50, 10, length=30)
     dataset = build(configuration, train=50, valid=0).train
     assert {token for row in rows(dataset) for token in row} - {256} == set(range(50, 60))
+
+
+def test_the_cache_lies_beside_the_data_by_default(tmp_path: Path):
+    prefix = write(tmp_path / "a", 0, 10)
+    build(config(tmp_path, train_data_path=(prefix,), data_cache_path=None), train=5, valid=0)
+    names = [path.name for path in (tmp_path / "a" / "cache" / "GPTDataset_indices").iterdir()]
+    assert len(names) == 4
+    assert all("-GPTDataset-train-" in name for name in names)
 
 
 def test_damaged_data_is_refused(tmp_path: Path):
@@ -174,6 +190,14 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="Give --data-cache-path a writable folder"):
         build(config(tmp_path, train_data_path=(prefix,), data_cache_path=str(tmp_path / "file" / "cache")))
+
+
+def test_mock_data(tmp_path: Path):
+    datasets = build(config(tmp_path, mock_data=True, vocab_size=33), train=12, valid=5)
+    assert isinstance(datasets.train, MockDataset)
+    assert (len(datasets.train), len(datasets.valid), datasets.test) == (12, 5, None)
+    assert rows(datasets.train, 5) != rows(datasets.valid)
+    assert max(max(row) for row in rows(datasets.train)) < 33
 
 
 def test_data_that_differs_from_a_checkpoints_is_named():

@@ -1,8 +1,10 @@
 """The checksums of a manifest find every changed byte of the data: at the start, or while a run reads it."""
 
+import itertools
 import json
 import os
 import threading
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from megatron_ext.data import data_manifest as background
 from megatron_ext.data.data_manifest import (
+    BLOCK,
     BackgroundCheck,
     Block,
     checksums,
@@ -25,6 +28,7 @@ from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.prepare.merge import merge_indexed_files
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError
+from tests.support.patched_in_one_module import replace_in
 
 
 @pytest.fixture
@@ -74,6 +78,45 @@ def test_the_background_finds_the_last_block(prefix: str) -> None:
     check._thread.join(20)
     with pytest.raises(DataError, match=r"\.idx: bytes .* --verify-data off trains on it as it is"):
         check.check()
+
+
+def test_the_background_takes_a_hundredth_of_a_core(tmp_path: Path) -> None:
+    """The rests that it asks for, against the processor time that the thread itself has used."""
+    prefix = str(tmp_path / "x")
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_tokens(bytes(64 << 20), [1 << 24, 1 << 24])
+    _write_manifest(prefix, checksums([prefix]))
+    content = json.loads(Path(f"{prefix}_manifest.json").read_text())
+    content["outputs"][prefix]["token_bytes"] = 64 << 20
+    Path(f"{prefix}_manifest.json").write_text(json.dumps(content))
+    used: list[float] = []
+    rests: list[float] = []
+
+    def pause(seconds: float) -> bool:
+        rests.append(seconds)
+        used.append(time.thread_time())
+        return True
+
+    blocks = known_blocks(prefix)
+    assert [block.size for block in blocks[:4]] == [BLOCK] * 4
+    check = BackgroundCheck(blocks, pause)
+    check._thread.join(60)
+    assert check.checked == len(blocks)
+    share = (used[-1] - used[0]) / sum(rests[1:])
+    assert share < 0.015, "processor time for each second of rest"
+
+
+@pytest.mark.parametrize(("processes", "rest"), [(1, 99.0), (4, 399.0)])
+def test_the_processes_of_a_machine_share_the_hundredth(
+    prefix: str, processes: int, rest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_second_later = itertools.count().__next__  # at each reading
+    replace_in(monkeypatch, background, "time", thread_time=a_second_later)
+    rests: list[float] = []
+    check = BackgroundCheck(known_blocks(prefix), lambda seconds: not rests.append(seconds), processes=processes)
+    check._thread.join(20)
+    assert rests == pytest.approx([rest] * len(rests))
+    assert len(rests) >= 64
 
 
 def test_a_file_that_is_replaced_or_removed_while_it_trains_is_left_out(prefix: str) -> None:

@@ -1,13 +1,36 @@
 """Which manifest speaks of a pair, and what is said of the tokenizer that it names."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ext.data.data_manifest import Judged, MadeWith, judge, made_with, read_manifest
+from megatron_ext.data.data_manifest import Judged, MadeWith, judge, made_with, manifests_of, read_manifest
 from megatron_ext.tokenizer.simple import ByteTokenizer, NullTokenizer
 from megatron_ext.tokenizer.tokenizer_record import describe_tokenizer, same_tokenizer, short_record, tokenizer_record
+
+
+def _manifest(path: Path, size: int, name: str = "one") -> None:
+    content = {"tokenizer": {"type": name}, "outputs": {"other": {"token_bytes": 1}, name: {"token_bytes": size}}}
+    path.write_text(json.dumps(content))
+
+
+def test_the_manifest_of_the_longest_name_of_this_size_speaks(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "a_text_document")
+    Path(f"{prefix}.bin").write_bytes(bytes(6))
+    assert made_with(prefix) is None
+    for size, name, expected in (
+        (6, "a", "a"),
+        (7, "a_text", "a"),  # of a file of another size
+        (6, "a_text", "a_text"),
+        (6, "a_text_document", "a_text_document"),
+        (6, "a_text_document_more", "a_text_document"),
+        (6, "other", "a_text_document"),
+    ):
+        _manifest(tmp_path / f"{name}_manifest.json", size, name)
+        assert made_with(prefix) == MadeWith({"type": expected}, f"{tmp_path}/{expected}_manifest.json")
+    assert [found["tokenizer"]["type"] for found in manifests_of(prefix)] == ["a_text_document", "a_text", "a"]
 
 
 def test_a_pair_that_is_not_there_has_no_known_tokenizer(tmp_path: Path) -> None:

@@ -7,6 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits, build_datasets
@@ -15,7 +19,7 @@ from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import share_of
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.mask import BEGINS, COUNTS, Mask, header, mask_path
-from megatron_ext.data.splits import split_files
+from megatron_ext.data.splits import split_bounds, split_files
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.simple import ByteTokenizer
 
@@ -37,6 +41,11 @@ def test_a_blend_is_exact_at_every_position(weights: Sequence[float]):
     far = 10**14
     assert sum(blend.counts(far)) == far
     assert blend.counts(far + 1)[blend.source_at(far)[0]] == blend.source_at(far)[1] + 1
+
+
+def test_shares_of_a_split_are_megatron_cores():
+    for split in ("969,30,1", "80,15,5", "1", "1,1,1", "99.5,0.5,0", "7,0,3", "0.1,0.2,0.7"):
+        assert split_bounds(split) == convert_split_vector_to_split_matrix(parse_and_normalize_split(split)), split
 
 
 def test_a_weight_of_the_only_files_of_a_split_is_left_out():
@@ -113,6 +122,13 @@ def test_each_epoch_has_every_window_once_in_an_order_of_its_own(tmp_path: Path)
         "loss_mask": np.float32,
         "position_ids": np.int64,
     }
+
+
+def test_tokens_of_four_bytes(tmp_path: Path):
+    """Of a vocabulary above 65,536, in the second split: places in the file are bytes."""
+    documents = [document for document in write(tmp_path / "a", 60_000, 60, dtype=np.int32) if document]
+    valid = build(tmp_path, train=1, data_path=(str(tmp_path / "a"),), split="80,20,0").valid
+    assert sorted(texts(valid, range(len(valid)))) == windows(documents[round(0.8 * len(documents)) :])
 
 
 def test_documents_that_were_packed_are_windows(tmp_path: Path):

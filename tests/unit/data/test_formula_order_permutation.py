@@ -1,5 +1,6 @@
 """The permutation of the formula order: every number once, in an order of its seed, for ever."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -30,3 +31,19 @@ def test_the_order_is_the_same_for_ever():
     """Another one would give every run that goes on samples that it has seen."""
     assert [Permutation(1000, b"seed 1, epoch 0")(index) for index in (0, 1, 2, 500, 999)] == PINNED
     assert [Permutation(122_000_000, b"seed 1, epoch 0")(index) for index in (0, 1, 121_999_999)] == PINNED_LARGE
+
+
+@pytest.mark.parametrize("root", [1, 2, 3, 10, 31, 11045])
+def test_the_domain_is_as_near_to_a_square_as_it_can_be(root: int):
+    """The order of every size follows from it, of squares and their neighbours too."""
+    for size in (root * root - 1, root * root, root * root + 1):
+        if size > 0:
+            order = Permutation(size, b"key")
+            assert (order._left - 1) ** 2 < size <= order._left**2
+            assert order._left * order._right - size in range(order._left)
+
+
+def test_all_orders_are_about_as_likely():
+    orders = Counter(tuple(map(Permutation(4, str(key).encode()), range(4))) for key in range(2400))
+    assert len(orders) == 24
+    assert all(50 < count < 150 for count in orders.values())  # 100 +- 5 standard deviations

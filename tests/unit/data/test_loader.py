@@ -1,3 +1,4 @@
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ import torch
 from megatron_ext.data.loader import BatchLoader, ReadAhead
 from megatron_ext.data.microbatch import Batch, StageView
 from megatron_ext.data.skipped import NOTHING, skipped_samples
+from megatron_ext.data.synthetic import MockDataset
+from megatron_ext.data.threads import DaemonThreads
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.train.run import HeldOut, Loaders
 
@@ -91,6 +94,18 @@ def test_a_skipped_sample_is_padding_and_is_not_read():
     assert batch.loss_mask is not None
     assert batch.tokens.tolist() == [[2, 3, 4, 5], [0, 0, 0, 0]]
     assert batch.loss_mask.sum(1).tolist() == [SEQ, 0]
+
+
+def test_dtypes_and_shapes():
+    batch = make(MockDataset(vocab_size=9, seq_length=SEQ, num_samples=9, seed=0, split=0)).global_batch(0, 1)[0]
+    for field in fields(batch):
+        values = getattr(batch, field.name)
+        if field.name in ("documents", "ahead"):  # test_packing.py, test_microbatch.py
+            assert values is None
+            continue
+        assert values.shape == (2, SEQ)
+        assert values.dtype == (torch.float32 if field.name == "loss_mask" else torch.int64)
+        assert values.is_contiguous()
 
 
 def test_the_following_batch_is_read_ahead_and_only_once():
@@ -303,6 +318,30 @@ def test_a_loader_ends_what_it_reads_ahead_with(reads_ahead: bool) -> None:
     assert len(begun) == 32 * reads_ahead
     loader.close()
     assert_ended(begun)
+
+
+def test_threads_take_requests_in_order_and_not_those_taken_back() -> None:
+    """An error of any kind comes to who asked; at the end what has not begun is dropped, and all threads end."""
+    gate, done = threading.Event(), []
+    threads = DaemonThreads(1, "worker")
+    [worker] = threads._threads
+    assert (worker.name, worker.daemon) == ("worker-0", True)
+    first = threads.submit(lambda: gate.wait(20))
+    second, third, broken, last = (threads.submit(one) for one in (
+        lambda: done.append("second"), lambda: done.append("third"), lambda: sys.exit(3), lambda: done.append("last")
+    ))  # fmt: skip
+    assert second.cancel()
+    gate.set()
+    assert first.result(20)
+    with pytest.raises(SystemExit):
+        broken.result(20)
+    last.result(20)
+    assert third.done()
+    assert done == ["third", "last"]
+    threads.close()
+    several = DaemonThreads(3, "several")
+    several.close()
+    assert_ended({worker, *several._threads})
 
 
 def test_samples_are_read_ahead_once_and_dropped_where_not_needed_any_more() -> None:

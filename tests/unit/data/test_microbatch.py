@@ -42,6 +42,12 @@ def test_a_stage_reads_tokens_for_either_flag() -> None:
         )
 
 
+def test_without_the_flags_nothing_is_made() -> None:
+    got = batch(StageView(eod=EOD))
+    assert got.documents is None
+    assert torch.equal(torch.as_tensor(got.position_ids), torch.arange(LENGTH).expand(len(SAMPLES), -1))
+
+
 def test_a_batch_is_mapped_with_its_documents() -> None:
     view = StageView(cp_rank=1, cp_size=2, eod=EOD, separates_documents=True)
     moved = batch(view).to("meta").documents
@@ -50,9 +56,38 @@ def test_a_batch_is_mapped_with_its_documents() -> None:
     assert {moved.query_ends.device.type, moved.key_ends.device.type, moved.key_index.device.type} == {"meta"}
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_copy_to_a_device_waits_unless_it_is_from_pinned_memory(
+    is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, device, non_blocking: asked.append((device, non_blocking)) or tensor
+    )
+    Batch(tokens=torch.zeros(1, 2), labels=torch.zeros(1, 2)).to("cuda:1")
+    assert asked == [("cuda:1", is_pinned)] * 2
+
+
 def test_a_padding_sample_counts_in_nothing() -> None:
     padding = {name: values.tolist() for name, values in padding_sample(3).items()}
     assert padding == {"tokens": [0] * 3, "labels": [0] * 3, "loss_mask": [0.0] * 3, "position_ids": [0, 1, 2]}
+
+
+def test_a_stage_reads_samples_for_any_of_its_flags() -> None:
+    """Of first and last stage, restarted positions and separated documents any."""
+    for flags in itertools.product((False, True), repeat=4):
+        first, last, restarts, separates = flags
+        view = StageView(first, last, restarts_positions=restarts, separates_documents=separates)
+        assert view.reads_tokens == (flags in TOKENS_READ)
+        assert view.reads_samples == (any(flags))
+
+
+TOKENS_READ = {
+    (first, last, restarts, separates)
+    for first, last, restarts, separates in itertools.product((False, True), repeat=4)
+    if (first, restarts, separates) != (False, False, False)
+}
 
 
 def _ahead(view: StageView, **fields: Any) -> tuple[torch.Tensor, ...]:

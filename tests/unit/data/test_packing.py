@@ -22,6 +22,10 @@ def masks_and_positions() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([~mask[0] for mask, _, _ in found]), torch.stack([positions for _, _, positions in found])
 
 
+def test_positions_are_megatrons() -> None:
+    assert torch.equal(restarted_positions(SAMPLES, EOD), masks_and_positions()[1])
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_runs_of_all_ranks_together_are_megatrons_mask(size: int) -> None:
     visible = torch.zeros(len(SAMPLES), LENGTH, len(SAMPLES) * LENGTH, dtype=torch.int)
@@ -82,6 +86,15 @@ def test_exchanged_heads_see_whole_documents() -> None:
     documents = batch(view).documents
     assert documents is not None
     assert documents.segments == documents_of(SAMPLES, EOD).segments
+
+
+def test_ends_of_keys_are_the_same_object_where_they_are_those_of_queries() -> None:
+    """By which torch's cuDNN kernel knows it; parts of documents on context-parallel ranks have ends of their own."""
+    whole = documents_of(SAMPLES, EOD)
+    assert whole.key_ends is whole.query_ends
+    part = documents_of(SAMPLES, EOD, 1, 2)
+    assert part.key_ends is not part.query_ends
+    assert not torch.equal(part.key_ends, part.query_ends)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -404,3 +404,18 @@ def test_a_stream_reads_ahead_where_it_is_read_in_order_and_keeps_little(
     assert stream.seek(2, os.SEEK_CUR) == 7
     stream.close()
     assert not stream._blocks
+
+
+@pytest.mark.parametrize(
+    ("info", "version"),
+    [
+        ({"ETag": "e", "mtime": 5}, "e"),
+        ({"mtime": 5, "created": 6}, "5"),
+        ({"LastModified": "now", "created": 6}, "now"),
+        ({"ETag": None, "sha256": "s"}, "s"),
+        ({"created": 0}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_version_of_a_file_is_what_its_store_says(info: dict[str, Any], version: str) -> None:
+    assert remote._version(info) == version

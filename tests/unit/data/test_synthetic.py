@@ -10,6 +10,13 @@ def mock(seed: int = 1, split: int = 0, vocab_size: int = 64, seq_length: int = 
     return MockDataset(vocab_size=vocab_size, seq_length=seq_length, num_samples=50, seed=seed, split=split)
 
 
+def test_a_sample_is_a_function_of_seed_split_and_number():
+    for name, values in mock()[7].items():
+        np.testing.assert_array_equal(values, mock()[7][name])
+    tokens = [dataset[i]["tokens"].tolist() for dataset in (mock(), mock(split=1), mock(seed=2)) for i in (7, 8)]
+    assert len({tuple(row) for row in tokens}) == 6
+
+
 def test_pinned_against_a_change_of_numpy():
     assert mock()[0]["tokens"][:12].tolist() == [30, 35, 36, 41, 42, 43, 46, 47, 48, 49, 51, 52]
 
@@ -31,6 +38,13 @@ def test_length():
     assert len(mock()) == 50
     with pytest.raises(IndexError):
         mock()[50]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 7, 50_000])
+def test_ids_stay_in_the_vocabulary(vocab_size: int):
+    tokens = np.concatenate([mock(vocab_size=vocab_size)[i]["tokens"] for i in range(20)])
+    assert tokens.min() >= 0
+    assert tokens.max() < vocab_size
 
 
 def test_the_next_token_can_be_predicted_as_well_as_it_says():

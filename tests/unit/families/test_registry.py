@@ -7,15 +7,92 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.families.family import usual_values
 from tests.support.family_configs import GPT2_WRITTEN, SCALING, WRITTEN, read_config
 
 _LAST = "[1,1,1,0]", "[0,0,0,1]"
+READ: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 48,
+    "ffn_hidden_size": 40,
+    "num_attention_heads": 6,
+    "kv_channels": 10,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "norm_epsilon": 2e-5,
+    "untie_embeddings_and_output_weights": True,
+    "vocab_size": 77,
+    "max_position_embeddings": 99,
+    "rotary_base": 5000.0,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 3.0,
+    "rope_scaling_low_freq_factor": 1.5,
+    "rope_scaling_high_freq_factor": 6.0,
+    "rope_scaling_original_max_position_embeddings": 33,
+}
+DECODER: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "norm_position": "before",
+    "qk_layernorm": False,
+    "qk_layernorm_over": "head",
+    "add_qkv_bias": False,
+    "disable_bias_linear": True,
+}
+MIXTURE: dict[str, Any] = {"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"}
+FAMILIES_OF_DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, DECODER),
+    "llama with biases": ({"attention_bias": True, "mlp_bias": True}, {**DECODER, "disable_bias_linear": False}),
+    "mistral": ({"sliding_window": None}, DECODER),
+    "qwen2": ({"use_sliding_window": False}, {**DECODER, "add_qkv_bias": True}),
+    "qwen3": ({"attention_bias": False}, {**DECODER, "qk_layernorm": True}),
+    "olmo2": (
+        {"attention_bias": False},
+        {**DECODER, "norm_position": "after", "qk_layernorm": True, "qk_layernorm_over": "projection"},
+    ),
+    "mixtral": (
+        {"sliding_window": None, "num_local_experts": 5, "num_experts_per_tok": 3},
+        {
+            **DECODER,
+            **MIXTURE,
+            **{"num_experts": 5, "moe_ffn_hidden_size": 40, "moe_router_topk": 3, "moe_router_pre_softmax": False},
+        },
+    ),
+    "qwen3_moe": (
+        {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False},
+        {
+            **DECODER,
+            **MIXTURE,
+            "qk_layernorm": True,
+            **{"num_experts": 5, "moe_ffn_hidden_size": 24, "moe_router_topk": 3, "moe_router_pre_softmax": True},
+        },
+    ),
+    "qwen3_moe as transformers 5 writes it": (
+        {"num_local_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 24},
+        {
+            **DECODER,
+            **MIXTURE,
+            "qk_layernorm": True,
+            **{"num_experts": 5, "moe_ffn_hidden_size": 24, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        },
+    ),
+}
 
 
 def _problems(folder: Path, content: dict[str, Any]) -> list[str]:
     with pytest.raises(ConfigurationError) as caught:
         read_config(folder, content)
     return [problem.removeprefix(f"{folder}/config.json: ") for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("family", FAMILIES_OF_DECODERS)
+def test_every_value_of_a_decoder_is_read(family: str, tmp_path: Path) -> None:
+    more, flags = FAMILIES_OF_DECODERS[family]
+    found = read_config(tmp_path, {**WRITTEN, "model_type": family.split()[0], **more})
+    assert found == {**usual_values(), **READ, **flags}
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -158,6 +235,33 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_our_model_cannot_be_is_refused_by_name(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
     content = {**WRITTEN, "model_type": "llama", "sliding_window": None, **changes}
     assert _problems(tmp_path, content) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {}),
+        ({"n_inner": None}, {"ffn_hidden_size": 192}),
+        ({"activation_function": "gelu_new"}, {"openai_gelu": True}),
+        ({"activation_function": "gelu_pytorch_tanh"}, {"openai_gelu": True}),
+        ({"activation_function": None}, {"openai_gelu": True}),
+        ({"layer_norm_epsilon": None}, {"norm_epsilon": 1e-5}),
+        ({"tie_word_embeddings": True}, {"untie_embeddings_and_output_weights": False}),
+        ({"tie_word_embeddings": None}, {"untie_embeddings_and_output_weights": False}),
+    ],
+)
+def test_every_value_of_gpt_2_is_read(changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    found = read_config(tmp_path, {**GPT2_WRITTEN, **changes})
+    assert found == {
+        **usual_values(),
+        **{"num_layers": 3, "hidden_size": 48, "ffn_hidden_size": 50, "num_attention_heads": 6, "kv_channels": 8},
+        **{"num_query_groups": 6, "openai_gelu": False, "norm_epsilon": 3e-5, "vocab_size": 77},
+        **{"untie_embeddings_and_output_weights": True, "max_position_embeddings": 99},
+        **{"position_embedding_type": "learned_absolute", "swiglu": False, "squared_relu": False},
+        **{"normalization": "LayerNorm", "norm_position": "before", "disable_bias_linear": False},
+        **{"group_query_attention": False, "qk_layernorm": False, "qk_layernorm_over": "head"},
+        **expected,
+    }
 
 
 @pytest.mark.parametrize(

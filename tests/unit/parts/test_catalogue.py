@@ -8,6 +8,8 @@ import pytest
 
 from megatron_ext.parts import slices
 from megatron_ext.parts.catalogue import (
+    OUTPUT_LAYER,
+    WORD_EMBEDDINGS,
     count,
     count_per_rank,
     count_per_stage,
@@ -35,6 +37,45 @@ def test_llama_3_8b_has_as_many_parameters_as_published() -> None:
     assert count(config) == 8_030_261_248
 
 
+def test_gpt_2_has_as_many_parameters_as_published() -> None:
+    """124,439,808, with 50,257 entries, learned positions and biases."""
+    config = small_config(
+        {
+            "num_layers": 12,
+            "hidden_size": 768,
+            "ffn_hidden_size": 3072,
+            "num_attention_heads": 12,
+            "num_query_groups": 12,
+            "kv_channels": 64,
+            "max_position_embeddings": 1024,
+            "padded_vocab_size": 50257,
+        },
+        vocab_size=50257,
+    )
+    assert count(config) == 124_439_808
+
+
+def test_names_are_unique_and_norms_and_biases_do_not_decay() -> None:
+    catalogue = parameters(small_config({"qk_layernorm": True}))
+    assert len({parameter.name for parameter in catalogue}) == len(catalogue)
+    for parameter in catalogue:
+        assert parameter.decay == (parameter.name.endswith(".weight") and "norm" not in parameter.name)
+
+
+def test_what_adds_to_the_residual_stream_begins_smaller() -> None:
+    stds = {parameter.name: parameter.std for parameter in parameters(small_config()) if parameter.init == "normal"}
+    for name, std in stds.items():
+        smaller = "linear_proj" in name or "linear_fc2" in name
+        assert std == pytest.approx(0.02 / 8**0.5 if smaller else 0.02)
+
+
+def test_padding_is_known_where_there_is_any() -> None:
+    by_name = {parameter.name: parameter for parameter in parameters(small_config(LLAMA))}
+    assert by_name[WORD_EMBEDDINGS].true_rows == by_name[OUTPUT_LAYER].true_rows == 250
+    unpadded = parameters(small_config({"padded_vocab_size": 250}))
+    assert [parameter.true_rows for parameter in unpadded] == [None] * len(unpadded)
+
+
 def test_interleaving_deals_the_layers_out_in_turn() -> None:
     layout = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "world_size": 2}
     config = small_config({"num_layers": 8}, layout)
@@ -56,9 +97,21 @@ def test_stages_add_up(untied: bool) -> None:
     assert count_per_rank(pipelined) == count_per_stage(pipelined)
 
 
+def test_a_rank_holds_its_share_of_the_matrices_and_all_of_the_rest() -> None:
+    config = small_config(layout={"tensor_model_parallel_size": 4, "world_size": 4})
+    divided = sum(parameter.size for parameter in parameters(config) if parameter.tp_dim is not None)
+    assert count_per_rank(config) == [divided // 4 + count(config) - divided]
+
+
 def test_the_catalogue_needs_no_torch() -> None:
     program = "import sys, megatron_ext.parts.catalogue; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_the_slices_of_a_stride_of_two() -> None:
+    """The picture at the head of parts/slices.py: the second rank has the second half of the gate and of the rest."""
+    assert slices.pieces(8, 2, 0, 2) == [(0, 0, 2), (4, 2, 2)]
+    assert slices.pieces(8, 2, 1, 2) == [(2, 0, 2), (6, 2, 2)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import pytest
 
 from megatron_ext.config.derived import attention_flags as attention_kernels
-from megatron_ext.config.derived.pipeline_split import core_layout, read_pipeline_layout
+from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, read_pipeline_layout
 from megatron_ext.config.derived.rank_order import coordinates, expert_coordinates, rank_of
-from megatron_ext.config.schema import LayoutConfig
+from megatron_ext.config.schema import DataConfig, LayoutConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts import own_parameters
 from megatron_ext.parts.attention.describe import Attention, Scaling
@@ -18,6 +18,7 @@ from megatron_ext.parts.catalogue import (
     count_per_rank,
     kinds_of_parameters,
     parameters,
+    stages,
     tensor_size,
 )
 from megatron_ext.parts.experts.describe import Experts
@@ -25,8 +26,23 @@ from megatron_ext.parts.linear.describe import layers_in_fp8, multiple_of
 from megatron_ext.parts.mlp.describe import Mlp
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.stack import Layer, layers, residual_std
+from megatron_ext.parts.stack import Layer, layers, residual_std, stack
 from tests.support.small_models import MIXTURE, distinct_config
+
+
+@pytest.mark.parametrize(
+    ("counts", "uneven"),
+    [
+        ([[2]], False),
+        ([[2, 2], [2, 2]], False),
+        ([[1, 3], [2, 2]], True),
+        ([[2, 2], [2, 1]], True),
+        ([[1, 3], [1, 3]], True),
+        ([[3], [3], [2]], True),
+    ],
+)
+def test_a_split_is_uneven_where_two_chunks_differ(counts: list[list[int]], uneven: bool) -> None:
+    assert is_uneven(counts) == uneven
 
 
 def test_a_split_as_the_engine_takes_it() -> None:
@@ -125,6 +141,16 @@ def test_a_layer_is_what_the_flags_say() -> None:
         assert inner.activation == activation
 
 
+def test_slices_of_layers_are_one_object_and_share_their_kinds() -> None:
+    whole = stack(distinct_config())
+    part = whole[1:3]
+    assert part is whole[1:3]
+    assert [layer.number for layer in part] == [1, 2]
+    assert part.kinds == ((next(iter(whole)), 2),)
+    assert part.kinds[0][0] is next(iter(whole))
+    assert (whole.count(lambda layer: layer.experts), whole.total(lambda _: 1.5)) == (0, 6.0)
+
+
 def test_the_catalogue_of_a_layer() -> None:
     """Every field of every parameter, of a model with biases and one with experts."""
     sp: dict[str, Any] = {"sequence_parallel": True}
@@ -196,6 +222,15 @@ def test_counts_are_those_of_the_whole_catalogue() -> None:
     assert [tensor_size(own, one) for one in (dense[0], routed[0])] == [2, 1]
 
 
+@pytest.mark.parametrize(("size", "untied", "expected"), [(1, False, [0]), (2, False, [0, 1]), (2, True, [0])])
+def test_stages_of_word_embeddings(size: int, untied: bool, expected: list[int]) -> None:
+    layout = {"world_size": size, "pipeline_model_parallel_size": size}
+    config = distinct_config({"untie_embeddings_and_output_weights": untied}, layout)
+    embeddings, positions = parameters(config)[:2]
+    assert (stages(config, embeddings), stages(config, positions)) == (expected, [0])
+    assert stages(config, parameters(config)[-1]) == [size - 1]
+
+
 @pytest.mark.parametrize(
     ("model", "matrix", "embedding"),
     [
@@ -218,6 +253,12 @@ def test_how_matrices_and_embeddings_begin(model: dict[str, Any], matrix: Any, e
     by_name = {one.name: (one.init, one.std) for one in parameters(distinct_config(model))}
     assert by_name["decoder.layers.1.self_attention.linear_qkv.weight"] == matrix
     assert by_name["embedding.word_embeddings.weight"] == embedding
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(100, 100), (128, None)])
+def test_rows_that_stand_for_entries(vocabulary: int, rows: int | None) -> None:
+    config = replace(distinct_config(), data=DataConfig(vocab_size=vocabulary))
+    assert parameters(config)[0].true_rows == rows
 
 
 @pytest.mark.parametrize(
@@ -247,6 +288,10 @@ def test_own_parameters_that_cannot_be_are_refused(parameter: Parameter, problem
         return
     with pytest.raises(ConfigurationError, match=f"layer_parameters: mix of shape .*{problem}"):
         parameters(own)
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    assert [Parameter("x", shape, 0, "zeros").decay for shape in ((1,), (1, 1), (2, 2, 2))] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts import stack as described
+from megatron_ext.parts.attention.describe import Attention, Rotary
 from megatron_ext.parts.catalogue import count, count_per_rank, layer_parameters, parameters
 from megatron_ext.parts.stack import Layer, layers, stack
 from megatron_ext.plan.activations import Activations
@@ -45,6 +46,19 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _config(**layout: int) -> Config:
     # Another epsilon than elsewhere: what other tests cached of this model is of one kind.
     return small_config({**MIXTURE, "norm_epsilon": 3e-5}, {"world_size": 1, **layout}, {"train_iters": 1})
+
+
+def test_layers_of_one_kind_are_equal_and_have_their_own_numbers() -> None:
+    held = layers(small_config(LLAMA))
+    assert [layer.number for layer in held] == [0, 1, 2, 3]
+    assert len(set(held)) == 1
+    assert stack(small_config(LLAMA)).kinds == ((held[0], 4),)
+    assert len(stack(small_config(LLAMA))[1:3]) == 2
+
+
+def test_a_share_of_a_heads_channels_is_rotated() -> None:
+    found = [Rotary(10000.0, share, None).channels(size) for share, size in ((1.0, 16), (0.5, 16), (0.4, 80))]
+    assert found == [16, 8, 32]
 
 
 @pytest.mark.usefixtures("two_kinds")
@@ -88,6 +102,22 @@ def test_only_layers_with_experts_send_tokens_to_them() -> None:
     to_experts = [sum(term.bytes for term in sent(config, stage) if term.axis == "ep") for stage in range(4)]
     assert to_experts[0] == 0
     assert to_experts[1] == to_experts[2] == to_experts[3] > 0
+
+
+def _catalogue(layer: Layer) -> dict[str, tuple[int, ...]]:
+    prefix = "decoder.layers.0."
+    return {p.name.removeprefix(prefix): p.shape for p in layer_parameters(small_config(LLAMA), layer)}
+
+
+def test_norms_may_stand_after_attention_and_mlp() -> None:
+    before = layers(small_config(LLAMA))[0]
+    usual, after, both = (_catalogue(replace(before, norm_places=places)) for places in ("before", "after", "both"))
+    norms_before = {"input_layernorm.weight", "pre_mlp_layernorm.weight"}
+    norms_after = {"post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"}
+    assert usual.keys() - after.keys() == norms_before
+    assert after.keys() - usual.keys() == norms_after
+    assert both.keys() == usual.keys() | after.keys()
+    assert {both[name] for name in norms_before | norms_after} == {(64,)}
 
 
 def _with_norms_after(model: ModelConfig, number: int) -> Layer:
@@ -141,3 +171,24 @@ def test_what_kept_gathers_hold(model: dict[str, Any], inputs: int) -> None:
         for kept in (False, True)
     ]
     assert held[1] - held[0] == 4 * inputs * (16 // 2 * 2 * 64 * 4), "4 layers, half of 2 samples of 16 tokens in fp32"
+
+
+def test_norms_of_queries_and_keys_and_sizes_of_values() -> None:
+    layer = layers(small_config(LLAMA))[0]
+    attention: Attention = replace(layer.attention, qk_norm="projection", value_head_size=8)
+    found = _catalogue(replace(layer, mixer=attention))
+    assert found["self_attention.q_layernorm.weight"] == (4 * 16,)
+    assert found["self_attention.k_layernorm.weight"] == (2 * 16,)
+    assert found["self_attention.linear_qkv.weight"] == (4 * 16 + 2 * 16 + 2 * 8, 64)
+    assert found["self_attention.linear_proj.weight"] == (64, 4 * 8)
+    norms = [p for p in layer_parameters(small_config(LLAMA), replace(layer, mixer=attention)) if "q_lay" in p.name]
+    assert [p.local_shape(2) for p in norms] == [(4 * 16,)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
+def test_the_keys_that_a_query_sees(window: int | None) -> None:
+    """Half a key a query less than counted one by one, as half of the sequence is for full attention."""
+    attention = replace(layers(small_config(LLAMA))[0].attention, window=window)
+    counted = sum(min(position + 1, window or 16) for position in range(16)) / 16
+    seen = min(window or 16, 16)
+    assert attention.mean_keys(16) == pytest.approx(counted - seen / (2 * 16))

@@ -141,3 +141,7 @@ def test_norms_after_attention_and_mlp_hold_what_the_formula_says() -> None:
     modes = {mode: flags for mode, flags in MODES.items() if "layernorm" not in flags.get("recompute_modules", ())}
     held = {mode: _held(LAYERS, OLMO2, **flags) for mode, flags in modes.items()}
     assert held == {mode: _formula(LAYERS, OLMO2, **flags) for mode, flags in modes.items()}
+
+
+def test_selective_means_core_attention() -> None:
+    assert _held(2, recompute_granularity="selective") == _held(2, **_selective("core_attn"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli import plan as plan_cli
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
@@ -54,6 +55,14 @@ def run(folder: Path, words: str) -> tuple[list[str], dict[str, Any]]:
     done = subprocess.run([*arguments, "--", *FLAGS.split()], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines(), json.loads((folder / "plan.json").read_text())
+
+
+def test_flags_reach_the_question() -> None:
+    words = "--world-size 8 --memory-share 0.5 --processor-cores 7"
+    options = plan_cli._parser().parse_args(words.split())
+    found = plan_cli._question(options, parse(FLAGS.split()), 8)
+    assert found.usable_bytes == pytest.approx(0.5 / 0.92 * asked().usable_bytes)
+    assert found.machine.constants.cores == 7
 
 
 def test_the_tool_says_what_limits_the_first_layout(tmp_path: Path) -> None:

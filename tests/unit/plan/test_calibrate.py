@@ -1,6 +1,8 @@
 """The machine that the planner computes with: what the table, the flags and a measured run say of it."""
 
 import json
+import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import calibrate
-from megatron_ext.plan.calibrate import believed, corrected, read_metrics
+from megatron_ext.plan.calibrate import believed, corrected, read_metrics, saved_values
 from megatron_ext.plan.estimate import step_time
 from megatron_ext.plan.hardware import (
     ASSUMED_RANGE,
@@ -26,6 +28,13 @@ from megatron_ext.plan.hardware import (
 from megatron_ext.plan.stage_parameters import Shapes
 from tests.support import planner_numbers
 from tests.support.planner_numbers import CASES, config_of, machine_of
+from tests.support.small_models import small_config
+
+
+def test_a_process_has_its_share_of_the_cores_of_its_node() -> None:
+    machine = Machine(hardware("cpu"), gpus_per_node=4, constants=replace(CPU, cores=2))
+    assert [machine.processes_share(world) for world in (1, 2, 3, 4, 16)] == [1.0, 1.0, 2 / 3, 0.5, 0.5]
+    assert Machine(hardware("cpu")).processes_share(64) == 1.0
 
 
 def test_what_was_given_wins_over_the_table() -> None:
@@ -49,6 +58,15 @@ def test_a_bandwidth_of_another_row_of_the_chip_means_that_row() -> None:
     assert hardware("h100", memory_gb=0.0).memory_gb == 0.0
 
 
+def test_the_peak_is_that_of_the_precision() -> None:
+    training = small_config().training
+    row = TABLE["a100"]
+    assert row.peak_flops(training) == 19.5e12
+    assert row.peak_flops(replace(training, tf32=True)) == 156e12
+    for kind in ("bf16", "fp16"):
+        assert row.peak_flops(replace(training, **{kind: True})) == 312e12
+
+
 def metrics(folder: Path, *rows: Any) -> Path:
     path = folder / "metrics.jsonl"
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
@@ -69,6 +87,11 @@ def test_the_speed_is_the_median_of_what_comes_behind_the_warm_up(tmp_path: Path
     assert read_metrics(metrics(tmp_path, row(50))).seconds == 0.05
 
 
+def test_only_steps_of_the_last_batch_size_count(tmp_path: Path) -> None:
+    rows = [row(10, 2)] * 5 + [row(40, 8), row(50, 8), row(45, 8)]
+    assert read_metrics(metrics(tmp_path, *rows)).seconds == 0.045
+
+
 def test_what_is_no_step_is_left_out(tmp_path: Path) -> None:
     others = ("", "{", "[1]", "3", row(0), row(-1), row("1"), row(None), {"iteration": 1, "validation_loss": 1.0})
     assert read_metrics(metrics(tmp_path, row(20), *others, row(30), row(40))).seconds == 0.03
@@ -76,6 +99,24 @@ def test_what_is_no_step_is_left_out(tmp_path: Path) -> None:
         read_metrics(metrics(tmp_path, *others))
     with pytest.raises(ConfigurationError, match="is no file"):
         read_metrics(tmp_path)
+
+
+def test_values_are_those_of_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "read_saved", lambda path: {"from": path.parent.name})
+    assert saved_values(tmp_path / "metrics.jsonl") is None
+    for number, when in (("1", 30), ("2", 50), ("3", 40)):
+        (tmp_path / f"iter_{number}").mkdir()
+        (tmp_path / f"iter_{number}" / "config.yaml").touch()
+        os.utime(tmp_path / f"iter_{number}" / "config.yaml", (when, when))
+    assert saved_values(tmp_path / "metrics.jsonl") == {"from": "iter_2"}
+
+
+def test_a_run_is_believed_as_far_as_programs_differ() -> None:
+    assert believed(1.0) == 1.0
+    # r t^2 / (t^2 + s^2), where r is within t^2 + s^2; else t^2 = r^2 - s^2.
+    assert believed(math.exp(0.05), 0.03, 0.05) == pytest.approx(math.exp(0.05 * 0.0009 / (0.0009 + 0.0025)))
+    assert believed(2.0, 0.03, 0.05) == pytest.approx(math.exp(math.log(2) * (1 - 0.0025 / math.log(2) ** 2)))
+    assert believed(0.5, 0.03, 0.05) == pytest.approx(1 / believed(2.0, 0.03, 0.05))
 
 
 def test_the_correction_is_that_of_the_measured_layout_and_batch() -> None:

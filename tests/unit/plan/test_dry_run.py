@@ -101,6 +101,10 @@ def test_what_the_flags_say_against_each_other_is_not_believed(line: str, words:
         dry(line)
 
 
+def test_nothing_is_believed_where_everything_is_there():
+    assert dry(f"{MOCK} --device cpu").typed.warnings == ()
+
+
 def test_the_verdict_is_that_of_the_planner():
     config = dry(f"{MOCK} --device cpu").config
     _, needed = worst_stage(config, Shapes(config), fused=False)
@@ -137,6 +141,10 @@ def test_a_model_that_does_not_fit_ends_with_1():
         )
         assert result.returncode == code, result.stderr
         assert ("does not fit, optimizer being the largest part" in result.stdout) is (code == 1)
+
+
+def test_facts_are_left_alone_where_nothing_is_asked_of_the_machine():
+    assert dry(f"{MOCK} --device cpu").config == configure(shlex.split(f"{MODEL} {MOCK} --device cpu --dry-run")).config
 
 
 @pytest.mark.parametrize("title", planner_numbers.DRY_RUNS)

@@ -7,13 +7,15 @@ import pytest
 
 from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.schema import LayoutConfig
-from megatron_ext.plan.estimate import Times, step_time
+from megatron_ext.plan import schedule
+from megatron_ext.plan.estimate import Times, _in_turn, step_time
 from megatron_ext.plan.hardware import Constants, Machine, hardware
 from megatron_ext.plan.interconnect import latency, span, transfer
-from megatron_ext.plan.schedule import Schedule
+from megatron_ext.plan.schedule import Schedule, most_held
 from megatron_ext.plan.simulate import by_formula, shortest, simulate
+from megatron_ext.plan.simulated_timeline import _shown
 from megatron_ext.plan.stage_parameters import Shapes
-from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline
+from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, slow_stages
 from megatron_ext.plan.traffic import Term, sent
 from tests.support.planner_numbers import CASES, Case, config_of, machine_of
 
@@ -106,6 +108,32 @@ def test_one_overlap_hides_what_is_its_own() -> None:
     assert hidden(plain, overlap_param_gather=True) == pytest.approx(both - sums)
 
 
+def test_the_first_moment_of_the_most_is_told() -> None:
+    works = Schedule(2, 1, 4).order(0)
+    assert most_held(works, [2.0], [1.0]) == schedule.Most(5.0, 0, [2])
+    interleaved = Schedule(2, 2, 4, 2).order(0)
+    found = most_held(interleaved, [1.0, 3.0], [0.0, 5.0])
+    now, most = [0, 0], (-1.0, 0, [0, 0])
+    for forward, chunk, *_ in interleaved:
+        now[chunk] += forward
+        held = now[0] + 3.0 * now[1] + (0.0, 5.0)[chunk]
+        if held > most[0]:
+            most = (held, chunk, now.copy())
+        now[chunk] -= not forward
+    assert (found.bytes, found.chunk, found.flight) == most
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "microbatches", "group", "few"),
+    [(4, 1, 16, 1, 16), (4, 1, 17, 1, 16), (4, 1, 99, 1, 16), (4, 2, 17, 4, 17), (4, 2, 100, 6, 28), (2, 2, 99, 4, 19)],
+)
+def test_few_microbatches_leave_the_same_last_group(
+    stages: int, chunks: int, microbatches: int, group: int, few: int
+) -> None:
+    assert Schedule(stages, chunks, microbatches, group).few().microbatches == few
+    assert few % group == microbatches % group
+
+
 def test_pipelines_of_equal_stages_wait_by_the_formula() -> None:
     forward, backward = [[1.0, 1.0]] * 4, [[2.0, 2.0]] * 4
     schedule = Schedule(4, 2, 8, 4)
@@ -117,6 +145,41 @@ def test_pipelines_of_equal_stages_wait_by_the_formula() -> None:
     times = Times(20.0, 16.0)
     assert (times.bubble, times.bubble_share) == (0.25, pytest.approx(0.2))
     assert (Times(0.0, 0.0).bubble, Times(0.0, 0.0).bubble_share) == (0.0, 0.0)
+
+
+def test_stages_that_share_cores_take_the_sum_of_their_work_or_the_longest_wait() -> None:
+    assert _in_turn(Times(30.0, 20.0), 0.5, 18.0) == Times(18.0, 18.0)
+    assert _in_turn(Times(40.0, 20.0), 0.5, 18.0) == Times(20.0, 18.0)
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "there_are", "group", "wanted", "shown"),
+    [
+        (1, 1, 99, 1, None, 4), (4, 1, 99, 1, None, 8), (4, 1, 8, 1, None, 8), (2, 2, 99, 6, None, 12),
+        (4, 1, 99, 1, 3, 3), (4, 2, 99, 4, 3, 4), (4, 2, 99, 4, 11, 8), (4, 2, 9, 4, 9, 9), (4, 2, 10, 4, 9, 8),
+    ],
+)  # fmt: skip
+def test_whole_groups_are_drawn(
+    stages: int, chunks: int, there_are: int, group: int, wanted: int | None, shown: int
+) -> None:
+    assert _shown(Schedule(stages, chunks, there_are, group), wanted) == shown
+
+
+def lane(name: str, *microbatches: float) -> Lane:
+    passes = [
+        Pass(True, 0, number, 10.0 * number, 10.0 * number + seconds) for number, seconds in enumerate(microbatches)
+    ]
+    return Lane(name, tuple(passes))
+
+
+def test_a_stage_is_slow_from_the_factor_on_against_the_others() -> None:
+    others = [lane("a", 1.0, 1.0, 9.0), lane("b", 1.0), lane("c", 1.0)]
+    assert slow_stages([*others, lane("d", 1.5)], 1.5) == [
+        "d is slow: a microbatch takes 1.5 s there, 1.50 times the 1 s of the other stages."
+    ]
+    assert slow_stages([*others, lane("d", 1.49)], 1.5) == []
+    assert len(slow_stages([lane("a", 1.0), lane("b", 2.0)], 1.5)) == 1, "itself is not among the others"
+    assert slow_stages([lane("a", 1.0)]) == []
 
 
 def test_a_pipeline_fills_until_all_have_begun_and_drains_when_the_first_is_done() -> None:

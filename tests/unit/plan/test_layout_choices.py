@@ -9,10 +9,11 @@ import pytest
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import layout_choices, sensitivity
+from megatron_ext.plan.bottlenecks import _winner
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.layout_evaluation import as_candidate, evaluate_config
 from megatron_ext.plan.search import fewest_ranks, with_offloads
-from megatron_ext.plan.search_input import question
+from megatron_ext.plan.search_input import placeholders, question
 from tests.support.planner_numbers import CASES, config_of, machine_of
 
 _SHAPE = {"num_attention_heads": 16, "num_layers": 12, "seq_length": 4096}
@@ -31,6 +32,21 @@ def test_tensor_parallelism_stays_in_a_node_and_divides_it_and_the_heads() -> No
     assert chosen(tensor, 48, 6, num_attention_heads=12) == [1, 2, 3, 6]
     assert chosen(tensor, 48, 6) == [1, 2]
     assert chosen(tensor, 16, tensor_model_parallel_size=4) == [4]
+
+
+def test_context_parallelism_leaves_1024_positions() -> None:
+    assert chosen("context_parallel_size", 64) == [1, 2, 4]
+    assert chosen("context_parallel_size", 64, seq_length=4095) == [1, 2]
+    assert chosen("context_parallel_size", 64, seq_length=512) == [1]
+    assert chosen("context_parallel_size", 64, context_parallel_size=8) == [8]
+
+
+def test_stages_have_at_least_a_layer() -> None:
+    assert chosen("pipeline_model_parallel_size", 16, num_layers=4, tensor_model_parallel_size=1) == [1, 2, 4]
+    assert chosen("pipeline_model_parallel_size", 16, num_layers=1) == [1]
+    assert chosen("sequence_parallel", 4, tensor_model_parallel_size=1) == [False]
+    assert chosen("sequence_parallel", 4, tensor_model_parallel_size=2) == [True]
+    assert chosen("sequence_parallel", 4, tensor_model_parallel_size=2, sequence_parallel=False) == [None]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +79,24 @@ def test_layers_are_divided_evenly_with_or_without_the_ends(layers: int, stages:
     assert layout_choices._splits({"account_for_loss_in_pipeline_split": True}, layers, stages) == [({}, layers)]
 
 
+@pytest.mark.parametrize(
+    ("layers", "stages", "chunks"),
+    [
+        (8, 1, [None]),
+        (8, 2, [None, 2, 4]),
+        (16, 2, [None, 2, 8]),
+        (32, 2, [None, 2, 8]),
+        (4, 2, [None, 2]),
+        (5, 5, [None]),
+    ],
+)
+def test_the_fewest_and_the_most_chunks_are_tried(layers: int, stages: int, chunks: list[int | None]) -> None:
+    name = "num_virtual_stages_per_pipeline_rank"
+    assert [choice[name] for choice in layout_choices._chunks({}, layers, stages)] == chunks
+    for given in (name, "num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers"):
+        assert layout_choices._chunks({given: 2}, layers, stages) == [{}]
+
+
 def test_experts_are_whole_and_gathered_where_that_sends_less() -> None:
     """Of 2 experts a token: below 4 ranks."""
     values = {"num_experts": 8}
@@ -83,6 +117,21 @@ def test_experts_are_whole_and_gathered_where_that_sends_less() -> None:
     assert given == [{"expert_model_parallel_size": 4, "moe_token_dispatcher_type": "alltoall"}]
 
 
+def test_copies_of_fsdp_are_one_in_each_node() -> None:
+    layout = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    assert layout_choices.hybrid({}, layout, 64, 8) == {
+        "use_torch_fsdp2": True,
+        "num_distributed_optimizer_instances": 4,
+    }
+    assert layout_choices.hybrid({}, {**layout, "tensor_model_parallel_size": 8}, 128, 8) is None, (
+        "TP has the whole node"
+    )
+    assert layout_choices.hybrid({}, layout, 16, 8) is None, "a node has all of them"
+    assert layout_choices.hybrid({}, {**layout, "pipeline_model_parallel_size": 3}, 60, 8) is None, (
+        "5 ranks are no whole pairs"
+    )
+
+
 def test_what_was_given_stays_as_it_is() -> None:
     assert list(layout_choices.shardings({})) == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"]
     assert list(layout_choices.shardings({"use_distributed_optimizer": True})) == ["ZeRO-1"]
@@ -100,6 +149,19 @@ def test_what_was_given_stays_as_it_is() -> None:
     assert layout_choices.micro_batches({"micro_batch_size": 3}, 64) == [3]
 
 
+def test_flags_are_those_that_are_no_defaults() -> None:
+    assert layout_choices.flags(
+        {
+            "tensor_model_parallel_size": 1,
+            "sequence_parallel": True,
+            "use_distributed_optimizer": False,
+            "recompute_modules": ("mlp", "layernorm"),
+            "micro_batch_size": 4,
+            "recompute_granularity": None,
+        }
+    ) == ["--sequence-parallel", "--recompute-modules", "mlp", "layernorm", "--micro-batch-size", "4"]
+
+
 def test_what_was_typed_wins_over_the_model_that_was_found() -> None:
     facts = Facts(world_size=4, cuda_available=False, huggingface={"num_layers": 3, "hidden_size": 8})
     asked = question({"num_layers": 5, "global_batch_size": 8}, facts, 16, Machine(hardware("h100")), 0.5)
@@ -109,6 +171,18 @@ def test_what_was_typed_wins_over_the_model_that_was_found() -> None:
     assert not question({"global_batch_size": 8}, facts, 16, Machine(hardware("cpu")), 0.5).facts.cuda_available
     with pytest.raises(ConfigurationError, match="a plan needs the samples of a step"):
         question({}, facts, 16, Machine(hardware("h100")), 0.5)
+
+
+def test_placeholders_are_what_is_missing() -> None:
+    assert placeholders({}) == {"lr": 1e-4, "train_iters": 1000, "mock_data": True}
+    assert placeholders({"lr": 0.0, "train_samples": 5, "data_path": ("a",)}) == {}
+    assert placeholders({"train_iters": 5, "mock_data": True}) == {"lr": 1e-4}
+    assert placeholders({"lr": 1.0, "train_iters": 5, "valid_data_path": ("a",)}) == {}
+
+
+def test_a_thousandth_is_no_win() -> None:
+    assert _winner([1.0, 0.9995, 2.0]) == 0
+    assert _winner([1.0, 0.9985, 0.9]) == 2
 
 
 def test_16_times_as_many_devices_are_still_tried(monkeypatch: pytest.MonkeyPatch) -> None:

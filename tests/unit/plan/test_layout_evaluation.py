@@ -78,6 +78,13 @@ def test_no_recomputation_can_be_said(said: list[str], capsys: pytest.CaptureFix
     assert "recompute" not in found[1]
 
 
+def test_what_limits_the_layout_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """More memory is of no use to a layout that is given."""
+    found = evaluated(capsys, own=("--world-size", "8", "--limits"))
+    assert found["limits"][0]["part"] == "matrix products"
+    assert "memory size" not in {each["part"] for each in found["limits"]}
+
+
 def test_an_illegal_layout_has_its_reason(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     own = ["--evaluate", "--world-size", "8", "--json", str(file)]
@@ -87,6 +94,19 @@ def test_an_illegal_layout_has_its_reason(tmp_path: Path) -> None:
     assert found["legal"] is False
     assert found["step_seconds"] is None
     assert any("--tensor-model-parallel-size 3" in problem for problem in found["problems"])
+
+
+def test_gradients_of_2_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    four, two = evaluated(capsys), evaluated(capsys, "--grad-reduce-in-bf16")
+    assert four["memory_bytes"] - two["memory_bytes"] == pytest.approx(2 * 6_738_415_616)
+    assert two["sent_bytes"] == pytest.approx(four["sent_bytes"] / 2)
+
+
+def test_a_bandwidth_says_which_of_a_chips_devices_it_is() -> None:
+    limited = hardware("h100", memory_gb=96.0, memory_bandwidth_gb_s=2400.0)
+    assert (limited.power_watts, limited.memory_gb) == (500.0, 96.0)
+    assert hardware("a100", memory_gb=40.0, memory_bandwidth_gb_s=1555.0).name == "a100-40"
+    assert hardware("h100", memory_bandwidth_gb_s=3000.0).power_watts == 700.0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import dry_run as verdicts
 from megatron_ext.plan.dry_run import verdict
 from megatron_ext.plan.hardware import Machine, hardware
-from megatron_ext.plan.memory import MemoryEstimate, helpful_flags, host_bytes, kept_at_least
+from megatron_ext.plan.memory import MemoryEstimate, described, helpful_flags, host_bytes, kept_at_least
 from megatron_ext.plan.stage_parameters import Shapes
 from tests.support import planner_numbers
 from tests.support.planner_numbers import CASES, Case, config_of
@@ -70,6 +70,11 @@ def test_host_memory_is_that_of_the_emptiest_or_the_fullest_stage() -> None:
     sizes = [Shapes(config).parameters_of_stage(stage)[0] * 12 * 0.5 for stage in range(4)]
     assert (host_bytes(moved), host_bytes(moved, fullest=True)) == (min(sizes), max(sizes))
     assert host_bytes(config) == 0.0
+
+
+def test_what_holds_how_much_is_said_the_largest_first() -> None:
+    assert described({"a": 1e9, "b": 3.14e9, "c": 0.02e9, "d": 0.03e9}) == "b 3.1 GB, a 1.0 GB, d 30.0 MB"
+    assert described({"a": 0.005, "b": 0.995}) == "b 0.0 MB, a 0.0 MB", "half a percent is said"
 
 
 def test_a_layout_fits_up_to_what_may_be_filled() -> None:

@@ -10,9 +10,21 @@ from megatron_ext.config.resolve import Facts
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.layout_evaluation import _alike, _communication, as_candidate, evaluate_config
 from megatron_ext.plan.memory import MemoryEstimate
-from megatron_ext.plan.plan_report import name, why
+from megatron_ext.plan.plan_report import _gb, name, simpler, why
 from megatron_ext.plan.search_input import question
+from megatron_ext.plan.timeline import duration, size
 from tests.support.planner_numbers import CASES, config_of, machine_of
+
+
+def test_times_and_sizes_change_their_unit_at_its_bound() -> None:
+    assert [duration(seconds) for seconds in (1.0, 0.9994, 0.001, 0.0009994, 999.0, 1000.0)] == [
+        "1 s", "999 ms", "1 ms", "999 us", "999 s", "1,000 s",
+    ]  # fmt: skip
+    assert (size(1e9), size(0.9994e9), duration(1.2345, "")) == ("1 GB", "999 MB", "1.23")
+
+
+def test_bytes_are_written_with_two_digits_where_there_are_few() -> None:
+    assert [_gb(held) for held in (0.0, 0.1e9, 0.0999e9, 0.00123e9, 12.34e9)] == ["0.0", "0.1", "0.1", "0.0012", "12.3"]
 
 
 def test_stages_that_need_the_same_are_in_one_row() -> None:
@@ -46,6 +58,15 @@ def test_a_layout_is_named_by_its_sizes(case: str, sizes: str, rest: str) -> Non
     found = as_candidate(evaluate_config(config_of(CASES[case]), machine_of(CASES[case]), 1.0))
     assert name(found) == f"{sizes}, as given, recompute as given, micro batch 1{rest}"
     assert name(replace(found, recomputation="none", sharding="DDP")) == f"{sizes}, DDP, micro batch 1{rest}"
+
+
+def test_what_fits_exactly_is_said_to_fit() -> None:
+    found = as_candidate(evaluate_config(config_of(CASES["one device"]), machine_of(CASES["one device"]), 1.0))
+    asked = question({"global_batch_size": 4}, Facts(), 1, Machine(hardware("h100")), 0.5)
+    for usable, words in ((found.memory.total, "fits"), (found.memory.total - 1, "does not fit")):
+        said = simpler([replace(found, recomputation="full")], replace(asked, usable_bytes=usable))
+        assert said[1].startswith(f"    {'as given, recompute full':<24}{words}, 4.0 GB: ")
+    assert simpler([found], asked)[1].startswith(f"    {'as given':<24}")
 
 
 def test_why_the_first_is_first() -> None:

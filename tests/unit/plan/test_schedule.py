@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.plan.schedule import Schedule, Work, most_held
+from megatron_ext.plan.schedule import Schedule, Work, most_held, most_held_of_stage
 from megatron_ext.plan.simulate import by_formula, ends, shortest, simulate
 
 ROOT = Path(__file__).parents[3]
@@ -85,6 +85,20 @@ def test_no_step_is_shorter_than_the_shortest(stages: int, chunks: int, groups: 
     least = shortest(schedule, forward, backward, 0.25)
     assert 0.8 * whole < least.total <= whole * (1 + 1e-12)
     assert least.busiest == simulate(schedule, forward, backward, 0.25).busiest
+
+
+@pytest.mark.parametrize(("stages", "chunks", "group", "microbatches"), [(4, 1, 4, 16), (4, 3, 4, 24), (3, 2, 5, 17)])
+def test_the_moment_of_most_is_found_without_a_look_at_all_of_a_step(
+    stages: int, chunks: int, group: int, microbatches: int
+) -> None:
+    """Chunks that are alike, as those of most stages, and such that the last holds more, as that with the loss does."""
+    schedule = pipeline(stages, chunks, microbatches, group)
+    for stage in range(stages):
+        works = schedule.order(stage)
+        for more in (0.0, 0.5):
+            held, for_a_while = (*[1.0] * (chunks - 1), 1.0 + more), (*[2.0] * (chunks - 1), 2.0 + more)
+            found = most_held_of_stage(schedule, stage, held, for_a_while)
+            assert found == most_held(works, held, for_a_while)
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(4, 8, 1), (4, 2, 1), (4, 8, 2), (2, 4, 2), (4, 16, 3)])

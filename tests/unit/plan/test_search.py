@@ -17,7 +17,8 @@ from megatron_ext.plan import plan_report
 from megatron_ext.plan import search as search_module
 from megatron_ext.plan.estimate import at_least, formula_at_least, time_of
 from megatron_ext.plan.hardware import Machine, hardware
-from megatron_ext.plan.layout_choices import RECOMPUTATIONS, SHARDINGS, hybrid, layouts
+from megatron_ext.plan.layout_choices import RECOMPUTATIONS, SHARDINGS, flags, hybrid, layouts
+from megatron_ext.plan.layout_evaluation import evaluate_config
 from megatron_ext.plan.memory import stage_memory, worst_stage
 from megatron_ext.plan.plan_report import command, simpler, speed
 from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
@@ -99,6 +100,14 @@ def test_the_winner_hangs_on_what_another_assumption_would_change(eight: tuple[Q
     said = hinges(question, replace(answer, best=[slowest]))
     assert said[0] == "the winner hangs on assumptions:"
     assert any("10% more efficiency of matrix products" in line and "wins by" in line for line in said)
+
+
+def test_the_speed_of_the_first_is_that_of_its_evaluation(eight: tuple[Question, Answer]) -> None:
+    question, answer = eight
+    exact = evaluate_config(answer.best[0].config, question.machine, question.usable_bytes)
+    numbers = f"{exact.tokens_per_second:,.0f} tokens a second, {exact.tokens_per_second / 8:,.0f} a device"
+    said = speed(answer.best[0], question.machine)
+    assert said == f"1 trains {numbers}: {exact.mfu(full_attention=False):.1%} of the peak (causal attention)"
 
 
 def test_what_lies_in_host_memory_is_said() -> None:
@@ -217,10 +226,41 @@ def test_rules_that_a_search_asks_once_read_nothing_that_it_chooses() -> None:
             assert not chosen & {name for _, names in watched.values() for name in names}, (rule, line)
 
 
+@pytest.mark.parametrize("kind", RECOMPUTATIONS)
+def test_whether_a_kind_of_recomputation_is_legal_does_not_depend_on_the_layout(kind: str) -> None:
+    """A search asks once for all layouts."""
+    line = f"{BASE} {' '.join(flags(RECOMPUTATIONS[kind]))}"
+    config = resolve(parse(shlex.split(line)).values, Facts(cuda_available=True))
+    layout, read = _unread(config.layout)
+    watched = replace(config, layout=layout)
+    assert [found for rule in RULES_OF_RECOMPUTATION for found in rule(watched, Facts(cuda_available=True))] == []
+    assert read <= {"sequence_parallel_keep_gathered"}, "which no search chooses"
+
+
 EXPERTS = (
     f"--num-layers 8 --hidden-size 1024 --num-attention-heads 16 {_LLAMA} --num-experts 8 --moe-router-topk 2 "
     "--tensor-model-parallel-size 2"
 )
+
+
+def test_what_layouts_share_is_the_same_for_each_by_itself() -> None:
+    """Layouts with the same tensor- and context-parallel sizes and micro batch hold the same of a layer, whatever their
+    stages, experts' ranks and sharding."""
+    question = asked(16, f"{EXPERTS} --global-batch-size 16", memory_gb=12.0)
+    candidates = list(search_module._candidates(question))
+    layouts_found = [each.config.layout for each in candidates]
+    assert {1, 2, 4} <= {layout.expert_model_parallel_size for layout in layouts_found}
+    assert {1, 2, 4} <= {layout.pipeline_model_parallel_size for layout in layouts_found}
+    assert {1, 2, 4} <= {each.config.training.micro_batch_size for each in candidates}
+    assert {"none", "full"} < {each.recomputation for each in candidates}
+    for each in candidates:
+        alone = Workload(each.config, Shapes(each.config), fused=True)
+        assert stage_memory(alone, each.stage) == each.memory
+        assert at_least(each.work, question.machine) == at_least(alone, question.machine)
+        assert at_least(each.work.plain, question.machine) <= at_least(alone, question.machine)
+        assert time_of(each.work, question.machine, bubble="formula") == time_of(
+            alone, question.machine, bubble="formula"
+        )
 
 
 def test_what_a_search_sums_once_is_the_same_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:

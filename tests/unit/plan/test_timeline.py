@@ -21,7 +21,7 @@ from megatron_ext.plan.search_input import placeholders
 from megatron_ext.plan.simulate import ends, simulate
 from megatron_ext.plan.simulated_timeline import equal_stages, preview
 from megatron_ext.plan.stage_parameters import Shapes
-from megatron_ext.plan.timeline import Lane, Pass, as_text, duration, slow_stages
+from megatron_ext.plan.timeline import Lane, Pass, Timeline, as_text, duration, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
 from tests.support import plans
 from tests.support.golden_text import section
@@ -59,6 +59,18 @@ def test_the_pictures_of_the_page_are_those_of_the_tool() -> None:
         assert f"python tools/draw_pipeline.py --stages 4 {words}--microbatches 8\n\n{drawn}\n" in page
 
 
+def test_the_text_is_as_wide_as_it_may_be_and_no_wider() -> None:
+    for width in (60, 79, 100, 200):
+        lines = as_text(equal_stages(4, 2, 8), width)
+        assert max(len(line) for line in lines if line.startswith("stage 0")) <= width
+
+
+def test_fill_and_drain_are_those_of_the_formula() -> None:
+    timeline = equal_stages(4, 1, 8)
+    assert (timeline.fill, timeline.total - timeline.drain) == (3.0, pytest.approx(6.0))
+    assert timeline.total == pytest.approx(3 * (8 + 3))
+
+
 @pytest.mark.parametrize("flags", ["", "--num-virtual-stages-per-pipeline-rank 2", "--recompute-activations"])
 def test_the_picture_shows_what_the_estimates_say(flags: str) -> None:
     resolved = config(flags)
@@ -73,6 +85,15 @@ def test_the_picture_shows_what_the_estimates_say(flags: str) -> None:
         assert lane.peak is not None
         assert lane.peak[1] == pytest.approx(memory(resolved, stage, Shapes(resolved), fused=True).total, rel=1e-12)
         assert lane.communicated > 0.0
+
+
+def test_a_few_microbatches_show_the_memory_of_all() -> None:
+    resolved = config("--global-batch-size 256 --num-virtual-stages-per-pipeline-rank 2")
+    few = preview(resolved, MACHINE)
+    assert len({each.microbatch for each in few.lanes[0].passes}) == 8 < 256 // 2
+    for stage, lane in enumerate(few.lanes):
+        assert lane.peak is not None
+        assert lane.peak[1] == pytest.approx(memory(resolved, stage, Shapes(resolved), fused=True).total, rel=1e-12)
 
 
 @pytest.mark.parametrize(("stages", "chunks", "group"), [(1, 1, 1), (2, 2, 2), (4, 1, 1), (3, 2, 5), (4, 3, 4)])
@@ -110,6 +131,15 @@ def test_the_page_has_each_pass_where_it_is() -> None:
     assert sum(path.attrib["class"] == "memory" for path in memories.iter("path")) == 4
 
 
+def test_memory_is_drawn_from_when_it_is_known() -> None:
+    """A recorded stage says it first when its first pass ends, which is no memory of 0 before."""
+    passes = (Pass(True, 0, 0, 0.2, 0.5), Pass(False, 0, 0, 0.5, 1.0))
+    timeline = Timeline("one", (Lane("stage 0", passes, (), ((0.5, 3e9), (1.0, 2e9))),), 1, 1.0)
+    [area] = [path for path in svgs(as_page(timeline))[1].iter("path") if path.attrib["class"] == "memory"]
+    half = 110 + 0.5 * (1120 - 110 - 84)
+    assert area.attrib["d"].startswith(f"M{half:.2f} ")
+
+
 def test_a_slow_stage_is_named_and_equal_ones_are_not() -> None:
     assert slow_stages(equal_stages(4, 2, 8).lanes) == []
 
@@ -118,6 +148,23 @@ def test_a_slow_stage_is_named_and_equal_ones_are_not() -> None:
 
     found = slow_stages([lane("stage 0", 0.010), lane("stage 1", 0.016), lane("stage 2", 0.011)])
     assert found == ["stage 1 is slow: a microbatch takes 48 ms there, 1.52 times the 31.5 ms of the other stages."]
+
+
+def test_times_are_written_with_three_digits() -> None:
+    assert [duration(seconds) for seconds in (0.0, 4.5e-5, 0.01234, 1.0, 75.25, 12345.0)] == [
+        "0 us",
+        "45 us",
+        "12.3 ms",
+        "1 s",
+        "75.2 s",
+        "12,345 s",
+    ]
+
+
+def test_an_empty_timeline_is_drawn() -> None:
+    empty = Timeline("nothing", (Lane("stage 0", ()),), 1, 0.0)
+    assert as_text(empty)
+    assert svgs(as_page(empty))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +202,16 @@ def _shell(command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("title", plans.PICTURES)
 def test_each_picture_is_drawn_as_before(title: str) -> None:
     assert plans.picture(title).rstrip() == section("pipelines.txt", title), "python tests/golden/regenerate.py"
+
+
+def test_a_phase_that_is_thinner_than_a_line_has_no_border() -> None:
+    for begins, borders in ((0.0005, 2), (0.002, 3)):
+        lanes = (
+            Lane("stage 0", (Pass(True, 0, 0, 0.0, 0.5),)),
+            Lane("stage 1", (Pass(True, 0, 0, begins, 1.0),)),
+        )
+        drawing = svgs(as_page(Timeline("two", lanes, 1, 1.0)))[0]
+        assert sum(path.attrib["class"] == "phase" for path in drawing.iter("path")) == borders
 
 
 def test_text_that_goes_to_no_terminal_has_no_colours(capsys: pytest.CaptureFixture[str]) -> None:

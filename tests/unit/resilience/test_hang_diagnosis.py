@@ -1,11 +1,12 @@
 """Who is to blame for a hang, from what the ranks say."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
 
-from megatron_ext.resilience.hang_diagnosis import RankReport, hang_text
+from megatron_ext.resilience.hang_diagnosis import RankReport, hang_text, numbers_text
 from megatron_ext.resilience.progress import LOADER
 
 
@@ -31,6 +32,11 @@ WAITERS = "Ranks 0, 2 wait in allreduce of the group all (ranks 0-2) since 4.0 s
 def test_who_does_not_answer_comes_first() -> None:
     reports = {0: WAITS, 2: WAITS}
     assert hang_text(reports, {1: "is stopped"}) == f"rank 1 did not come: it is stopped. {WAITERS}"
+
+
+def test_all_who_do_not_answer_are_named_in_their_order() -> None:
+    text = hang_text({0: WAITS}, {2: "is stopped", 1: "ended"})
+    assert text.startswith("rank 1 did not come: it ended; rank 2 did not come: it is stopped. Rank 0 waits in ")
 
 
 def test_then_who_waits_for_its_data() -> None:
@@ -71,6 +77,13 @@ def test_who_sends_no_message_is_missed() -> None:
     )
 
 
+def test_who_sends_no_message_is_missed_before_who_is_behind_for_want_of_it() -> None:
+    receives = in_collective("pair", (0, 1), {"all": 6}, "coalesced messages")
+    busy = RankReport(iteration=5, phase="the batch", counts={"all": 7})
+    text = hang_text({0: receives, 1: busy, 2: WAITS}, {})
+    assert text.startswith("rank 1 did not come: it is at iteration 5, in the batch. ")
+
+
 def test_then_who_left_out_a_collective_and_is_in_another_group() -> None:
     ahead = in_collective("all", (0, 1, 2), {"all": 7, "pair": 3})
     behind = in_collective("pair", (1, 2), {"all": 6, "pair": 4}, "barrier")
@@ -88,6 +101,13 @@ def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
     assert "rank 1 did not come to collective 2 of the group a: it has begun 1, and" in text
 
 
+def test_then_who_left_out_a_collective_and_is_in_the_same_group() -> None:
+    behind = dataclasses.replace(WAITS, counts={"all": 6})
+    text = hang_text({0: WAITS, 1: behind, 2: WAITS}, {})
+    assert text.startswith("rank 1 did not come to collective 7 of the group all: it has begun 6, and waits in ")
+    assert text.endswith(WAITERS)
+
+
 def test_last_the_network() -> None:
     text = hang_text(dict.fromkeys(range(3), WAITS), {})
     assert text.startswith("all ranks are there and none is behind, but they cannot exchange data. Ranks 0-2 wait in ")
@@ -97,6 +117,15 @@ def waits(
     seconds: float | None, members: tuple[int, ...] = (0, 1, 2, 3, 4), operation: str = "allreduce"
 ) -> RankReport:
     return dataclasses.replace(WAITS, seconds=seconds, members=members, operation=operation)
+
+
+def test_the_longest_wait_comes_first_and_is_what_a_place_is_told_by() -> None:
+    pair = waits(9.0, (2, 3), "barrier")
+    reports = {0: waits(1.0), 1: waits(5.0), 2: pair, 3: dataclasses.replace(pair, seconds=7.0)}
+    assert hang_text(reports, {4: "is stopped"}) == (
+        "rank 4 did not come: it is stopped. Ranks 2-3 wait in barrier of the group all (ranks 2-3) since 9.0 s; ranks "
+        "0-1 wait in allreduce of the group all (ranks 0-4) since 5.0 s."
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,5 +162,26 @@ def test_who_waits_for_data_waits_for_no_rank() -> None:
     assert found == [False, False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([5, 0, 1, 2], "ranks 0-2, 5"), ([1, 3], "ranks 1, 3")]
+)
+def test_numbers(ranks: list[int], text: str) -> None:
+    assert numbers_text(ranks) == text
+
+
 def test_a_report_survives_json() -> None:
     assert RankReport.from_json(json.loads(json.dumps(WAITS.as_json()))) == WAITS
+
+
+def test_ranks_are_named_in_ranges() -> None:
+    for count in range(1, 6):
+        for ranks in itertools.combinations((0, 1, 2, 3, 9, 10, 11), count):
+            title, _, listed = numbers_text(ranks[::-1]).partition(" ")
+            assert title == ("rank" if count == 1 else "ranks")
+            named = []
+            for piece in listed.split(", "):
+                first, _, last = piece.partition("-")
+                assert last != first
+                named.append(list(range(int(first), int(last or first) + 1)))
+            assert [rank for piece in named for rank in piece] == list(ranks)
+            assert all(before[-1] + 1 < after[0] for before, after in itertools.pairwise(named))

@@ -33,3 +33,17 @@ def test_the_first_is_named_and_its_elements_counted():
     named["b"][1, :2] = math.inf
     named["c"][0, 0] = math.nan
     assert first_bad(named.items()) == BadTensor("b", nan=3, inf=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_finite_values_are_fine(dtype: torch.dtype):
+    assert first_bad([("a", torch.full((1000,), torch.finfo(dtype).max, dtype=dtype))]) is None
+
+
+def test_mixed_dtypes_empty_and_integer_tensors():
+    named = tensors(torch.float32) | {"half": torch.ones(4, dtype=torch.float16), "none": torch.empty(0)}
+    named["counts"] = torch.ones(3, dtype=torch.int64)
+    assert first_bad(named.items()) is None
+    named["half"][2] = math.inf
+    assert first_bad(named.items()) == BadTensor("half", 0, 1)
+    assert first_bad([]) is None

@@ -105,6 +105,12 @@ def test_a_process_of_another_start_or_machine_is_left_alone(peers: PeerProcesse
         process.wait()
 
 
+def test_a_wait_is_as_long_as_it_was_told(peers: PeerProcesses) -> None:
+    began = time.monotonic()
+    assert peers.ended(0.05) == {}
+    assert time.monotonic() - began >= 0.05
+
+
 def test_a_descriptor_ends_the_wait_early(peers: PeerProcesses) -> None:
     reader, writer = os.pipe()
     peers.also(reader)
@@ -114,6 +120,13 @@ def test_a_descriptor_ends_the_wait_early(peers: PeerProcesses) -> None:
     assert time.monotonic() - began < 300.0
     os.close(reader)
     os.close(writer)
+
+
+def test_a_name_survives_json() -> None:
+    own = ProcessName.own()
+    assert own.is_here
+    assert own.state() == "R"
+    assert ProcessName.from_json(own.as_json()) == own
 
 
 def test_stopped_ranks_of_the_same_launch_are_ended_where_nobody_has_met(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,10 @@ def found(line: str, facts: Facts | None = None) -> list[str]:
     return problems(resolve(parse(shlex.split(f"{BASE} {line}")).values, facts), facts)
 
 
+def test_the_base_launch_has_no_problem():
+    assert found("") == answers("") == []
+
+
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_a_wrong_flag_is_named_and_what_the_message_says_puts_it_right(title: str, tmp_path: Path):
     wrong, right = EXAMPLES[title]
@@ -185,6 +189,11 @@ def timed(arguments: list[str]) -> tuple[float, subprocess.CompletedProcess[str]
     result = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, result
+
+
+def test_an_embedding_may_decay_to_nothing_while_the_rest_does_not():
+    assert found("--min-lr 1e-4 --decoupled-lr 5e-5 --decoupled-min-lr 0") == []
+    assert len(found("--min-lr 1e-4 --decoupled-lr 5e-5")) == 1
 
 
 @pytest.mark.parametrize("arguments", [["--help"], [*shlex.split(BASE), "--world-size", "8"]], ids=["help", "dry-run"])
@@ -341,3 +350,11 @@ def test_each_rule_of_a_room_is_asked() -> None:
         assert there - {"split_is_right"} == {rule.__name__ for rule in room.RULES}
         assert set(room.RULES) <= set(RULES)
     assert len(set(RULES)) == len(RULES)
+
+
+@pytest.mark.parametrize("minutes", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_that_a_program_gives_is_a_time(minutes: float) -> None:
+    """The command line takes no inf; a configuration that is made in Python has whatever it was given."""
+    values = {**parse(shlex.split(BASE)).values, "distributed_timeout_minutes": minutes}
+    said = f"--distributed-timeout-minutes {minutes:g} is not above 0; use --distributed-timeout-minutes 10"
+    assert said in problems(resolve(values, Facts()), Facts())

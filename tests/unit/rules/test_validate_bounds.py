@@ -10,6 +10,7 @@ from megatron_ext.parts.catalogue import count, count_per_rank, count_per_stage,
 from megatron_ext.parts.stack import stack
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import active_parameters
+from megatron_ext.rules.suggest import divisors
 from megatron_ext.train.configure import configure
 
 _BASE = (
@@ -63,6 +64,14 @@ def test_the_largest_sizes_are_described_at_once(flags: str) -> None:
     started = time.process_time()
     assert describe(configure((_BASE + flags).split()).config)
     assert time.process_time() - started < 5
+
+
+def test_few_divisors_of_an_absurd_number() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(10**10)[-1] == 10**10
+    started = time.process_time()
+    assert divisors(10**15)[:4] == [1, 2, 4, 5]
+    assert time.process_time() - started < 0.5
 
 
 _EXPERTS = (

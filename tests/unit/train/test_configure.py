@@ -81,6 +81,21 @@ def test_why_there_is_nothing_to_load(tmp_path: Path) -> None:
         assert str(folder) in problem
 
 
+@pytest.mark.parametrize(
+    ("named", "there", "missing"),
+    [(None, "g++", None), (None, "clang++", "g++"), ("icpx", "g++", "icpx"), ("icpx", "icpx", None)],
+)
+def test_the_compiler_that_torch_would_call(
+    named: str | None, there: str, missing: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / there).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CXX", named)
+    assert module._missing_compiler() == missing
+
+
 def _config(**groups: dict[str, Any]) -> Config:
     config = small_config()
     for group, values in groups.items():

@@ -45,6 +45,15 @@ def _damage(prefix: str, place: int) -> None:
         file.write(b"\xff")
 
 
+def test_a_file_that_two_splits_name_is_compared_once_and_one_without_checksums_is_named(tmp_path: Path) -> None:
+    one, plain = _pair(tmp_path / "one"), _pair(tmp_path / "plain", with_manifest=False)
+    config = _config("start", train_data_path=(one, plain), valid_data_path=(one,))
+    blocks, without = data_check.blocks_of_run(config)
+    assert {block.path for block in blocks} == {f"{one}.bin", f"{one}.idx"}
+    assert len({(block.path, block.first) for block in blocks}) == len(blocks)
+    assert without == [plain]
+
+
 @pytest.mark.parametrize("machines", [1, 2, 3])
 @pytest.mark.parametrize("on_machine", [1, 2, 3])
 def test_the_ranks_of_each_machine_compare_all_of_its_files(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.native.resume import Resume
+from megatron_ext.config.derived.batch_size import evaluation_batch
 from megatron_ext.config.schema import Config, DataConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import use_of_sources
@@ -41,6 +42,12 @@ def _config(**training: Any) -> Config:
 def test_samples_of_a_run(training: dict[str, Any], expected: tuple[int, int]) -> None:
     train, held_out = expected
     assert samples_of_run(_config(**training)) == Splits(train, held_out, held_out)
+
+
+def test_batches_of_an_evaluation() -> None:
+    """Those of the training, unless they have flags of their own."""
+    assert evaluation_batch(_config(micro_batch_size=2)) == (8, 2)
+    assert evaluation_batch(_config(eval_global_batch_size=16, eval_micro_batch_size=4)) == (16, 4)
 
 
 def test_samples_of_a_step() -> None:
@@ -110,6 +117,11 @@ def test_a_checkpoint_gives_the_flags_of_another_only_if_they_are_the_same() -> 
     assert not one.gives_the_flags_of(Resume(Path("a"), 1, None, {"lr": 2.0})), "it was read from elsewhere"
     assert not one.gives_the_flags_of(Resume(Path("b"), 1, None, {"lr": 1.0}))
     assert not one.gives_the_flags_of(None)
+
+
+def test_synthetic_data_without_a_tokenizer_has_ids_alone() -> None:
+    config = dataclasses.replace(_config(), data=DataConfig(vocab_size=31))
+    assert datasets.tokenizer_of_run(config).vocab_size == 31
 
 
 def _corpus(tmp_path: Path, *names: str) -> dict[str, str]:

@@ -30,6 +30,15 @@ PARTS: dict[str, Any] = {
 }
 
 
+def test_every_own_part_has_its_name() -> None:
+    """An empty list of callbacks is none."""
+    assert set(PARTS) == {field.name for field in dataclasses.fields(Extensions)}
+    for name, part in PARTS.items():
+        assert Extensions(**{name: part}).named() == (name,)
+    assert Extensions(**PARTS).named() == tuple(PARTS)
+    assert NONE.named() == Extensions(callbacks=[]).named() == ()
+
+
 def test_callbacks_are_taken_as_they_are_or_made() -> None:
     class Own(Callback):
         """One that is given as a class."""

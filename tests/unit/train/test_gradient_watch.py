@@ -90,6 +90,17 @@ def test_a_rank_that_is_alone_reads_gradients_when_they_are_bad(monkeypatch: pyt
     assert len(taken) == 1
 
 
+def test_a_rank_that_is_alone_is_told_the_norms_of_a_step_that_is_over() -> None:
+    watch, evidence = _watch(alone=True)
+    parameters = _bucket(watch, {FIRST: torch.ones(2), LAST: torch.ones(2)})
+    watch.before_reduction(parameters)
+    watch.take_norms(parameters, torch.tensor([1.0, torch.nan]))
+    after = watch.begin(torch.tensor(1.0))
+    watch.before_reduction(parameters)
+    assert watch.diagnose(evidence) == ((1, 1), f"NaN or infinite values in the gradient of {LAST}")
+    assert watch.diagnose(after) is None
+
+
 def test_replayed_norms_are_those_of_their_own_step() -> None:
     watch, _ = _watch()
     parameters = _bucket(watch, {FIRST: torch.ones(2), LAST: torch.full((2,), 2.0)})
@@ -127,6 +138,23 @@ def test_norms_of_an_update_tell_nothing_where_other_ranks_have_had_a_part_in_it
         assert [[float(norm) for norm in norms] for _, norms in evidence.norms] == (
             [[1.0, pytest.approx(float("nan"), nan_ok=True)]] if alone else []
         )
+
+
+def test_a_later_steps_gradients_are_not_counted_for_this_one() -> None:
+    """Both are bad, of other numbers."""
+    watch, evidence = _watch()
+    parameters = _bucket(watch, {LAST: torch.tensor([torch.nan, 1.0])})
+    watch.before_reduction(parameters)
+    watch.begin(torch.tensor(1.0))
+    parameters[0].main_grad = torch.tensor([torch.inf, torch.nan])
+    assert watch.diagnose(evidence) == ((1, 1), f"NaN or infinite values in the gradient of {LAST}")
+
+
+def test_a_step_that_is_like_another_is_not_that_step() -> None:
+    loss = torch.tensor(1.0)
+    watch, evidence = _watch(loss)
+    after = watch.begin(loss)
+    assert (watch.is_of_these_gradients(evidence), watch.is_of_these_gradients(after)) == (False, True)
 
 
 def test_a_rank_that_is_alone_forgets_whose_gradients_there_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from megatron_ext.train.spikes import (
     _differing,
     _distance,
     _mean,
+    _shifts,
     _suspects,
     judge,
     random_state,
@@ -56,6 +57,14 @@ def test_a_mean_is_over_the_tokens_of_all_parts() -> None:
 )
 def test_distances_are_relative(one: float, other: float, far: float) -> None:
     assert _distance(one, other) == far
+
+
+@pytest.mark.parametrize(
+    ("replicas", "sharing", "shifts"), [(1, 1, (0, 0)), (2, 1, (1, 0)), (3, 1, (1, 2)), (8, 2, (2, 4)), (2, 2, (1, 0))]
+)
+def test_the_third_run_is_in_yet_another_place(replicas: int, sharing: int, shifts: tuple[int, int]) -> None:
+    """Ranks that share experts meet the same ones again, unless they move on by as many."""
+    assert _shifts(_run(replicas, sharing)) == shifts
 
 
 def test_what_a_replica_computed_belongs_to_the_one_it_stood_for() -> None:
@@ -107,6 +116,15 @@ def test_of_two_runs_the_one_without_a_number_is_suspected_wherever_it_stands() 
 
 def _drawn() -> list[float]:
     return torch.rand(3).tolist()
+
+
+def test_generators_can_be_put_back_more_than_once() -> None:
+    with built() as run:
+        before = random_state(run)
+        expected = _drawn()
+        for _ in range(2):
+            set_random_state(run, before)
+            assert _drawn() == expected
 
 
 class Fails(Exception):

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.parallel.operations import COLLECTIVES, END_OF_BATCH, MESSAGES
 from megatron_ext.resilience import progress, stacks
-from megatron_ext.resilience.progress import Progress, Wait
+from megatron_ext.resilience.progress import LOADER, Progress, Wait
 from megatron_ext.train import start_watchdog
 from megatron_ext.train.start_watchdog import OperationMarks
 
@@ -120,6 +120,35 @@ def test_the_collective_that_failed_is_remembered(
     assert (marked.issued is None) == (where == "begin"), "what failed was not handed over"
 
 
+def test_the_longest_wait_is_that_which_began_first() -> None:
+    early, late = Wait("a", None, 1, 5.0), Wait("b", None, 1, 6.0)
+    assert Progress().longest() is None
+    for waits in ({1: early, 2: late}, {1: late, 2: early}):
+        assert Progress(waits=waits).longest() == early
+
+
+def test_a_batch_begins_in_its_phase_with_nothing_handed_over(marked: Progress) -> None:
+    group = Group("all")
+    marked.begin_microbatch()
+    assert marked.issued is None
+    group.allreduce()  # pyright: ignore[reportAttributeAccessIssue]
+    marked.begin_microbatch()
+    assert marked.issued == Wait("allreduce", group, 1, 102.0), "the same, from now on"
+    marked.begin_batch("the evaluation")
+    assert (marked.issued, marked.phase) == (None, "the evaluation")
+
+
+def test_a_loader_is_waited_for_and_then_no_more(marked: Progress) -> None:
+    def load() -> None:
+        with marked.loading():
+            assert marked.waits == {threading.get_ident(): Wait(LOADER, None, 0, 101.0)}
+            raise ValueError("bad data")
+
+    with pytest.raises(ValueError, match="bad data"):
+        load()
+    assert marked.waits == {}
+
+
 def test_progress_of_two_ranks_is_their_own() -> None:
     one, other = Progress(), Progress()
     one.counts["all"] = 1
@@ -184,3 +213,9 @@ def test_stacks_of_all_threads_stand_below_what_the_kernel_says(
     ]
     assert len(re.findall(r"^(?:Current t|T)hread 0x", python, re.MULTILINE)) >= 2
     assert "in other_thread" in python
+
+
+def test_kernels_without_tasks_have_stacks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_TASKS", tmp_path / "none")
+    stacks.write_stacks(tmp_path, 0, "somewhere")
+    assert "in test_kernels_without_tasks" in (tmp_path / "rank-0.txt").read_text()

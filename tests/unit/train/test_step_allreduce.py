@@ -4,8 +4,18 @@ import math
 
 import torch
 
-from megatron_ext.train.step_allreduce import SharedNumbers, StopVotes
+from megatron_ext.train.step_allreduce import SharedNumbers, StopVotes, summed
 from tests.support.small_runs import built
+
+
+def test_the_sums_have_their_names() -> None:
+    found = summed([6.0, 12.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert found == (0.5, 12, 1, 2, StopVotes(by_sigterm=3, otherwise=4, overdue=5), ())
+    assert summed([0.25, 0.5, 0.0, 0.0])[:1] == (0.5,), "weights of tokens may be below one"
+    assert math.isnan(summed([0.0, 0.0, 0.0, 0.0]).loss)
+    assert summed([6.0, 12.0, 0.0, 0.0]).votes is None
+    ahead = summed([6.0, 12.0, 0.0, 0.0, 3.0, 9.0, 1.0, 0.0, 0.0], depths=2)
+    assert (ahead.mtp_losses, ahead.votes) == ((0.25, 0.75), StopVotes(by_sigterm=1))
 
 
 def test_each_number_of_a_rank_has_its_place_on_the_device() -> None:

@@ -1,16 +1,22 @@
 """A launch script written for Megatron starts as it is: what it takes, what it leaves out with a warning, what it
 refuses, all in one round."""
 
+import argparse
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ext.config.compat import other_programs
+from megatron_ext.config.compat.megatron_options import find
 from megatron_ext.config.parse.arguments import parse, read
+from megatron_ext.config.parse.options import options_by_flag
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.rules.validate import problems
+from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.train.configure import Configured, configure
 from tests.support.wrong_flags import BASE
 
@@ -85,6 +91,28 @@ def test_unknown_flags_are_left_out_where_asked_with_a_warning_each(tmp_path: Pa
     assert len(read(shlex.split(line)).problems) == 3
 
 
+def test_underscores_stand_for_hyphens():
+    assert parse(shlex.split("--num_layers 4 --logging_level 5")).values == {"num_layers": 4}
+    assert read(["--mla_down_proj_fusion"]).problems[0].startswith("--mla-down-proj-fusion is not supported")
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("--tokenizer-type Llama2Tokenizer", {"tokenizer_type": "SentencePieceTokenizer"}),
+        ("--tokenizer-type GPTSentencePieceTokenizer", {"tokenizer_type": "SentencePieceTokenizer"}),
+        ("--vocab-file v --merge-file m", {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"}),
+        ("--use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
+        ("--use-rotary-position-embeddings --position-embedding-type rope", {"position_embedding_type": "rope"}),
+        ("--encoder-num-layers 4 --encoder-seq-length 8", {"num_layers": 4, "seq_length": 8}),
+        ("--sequence-parallel=false", {}),
+    ],
+)
+def test_an_old_spelling_is_taken_silently_as_the_new_one(line: str, values: dict[str, Any], tmp_path: Path):
+    typed = parse(line.split())
+    assert (typed.values, typed.warnings) == (values, ())
+
+
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
@@ -116,6 +144,11 @@ def test_attention_dropout_chooses_the_exchange_that_has_it(flags: str, exchange
     assert ["--cp-comm-type a2a" in warning for warning in found.typed.warnings] == [True] * (exchange == "a2a")
 
 
+def test_heads_that_do_not_divide_leave_the_ring_which_is_refused():
+    [problem] = problems_of("--world-size 16 --context-parallel-size 16")
+    assert problem.startswith("--cp-comm-type p2p puts attention together from blocks, whose kernels have no dropout")
+
+
 @pytest.mark.parametrize(
     ("given", "left"),
     [
@@ -130,6 +163,14 @@ def test_what_is_not_recomputed_by_itself_is_left_out(given: str, left: dict[str
     dropped = [part for part in given.split() if part in ("moe_act", "mla_up_proj")]
     said = [warning.partition(" changes nothing here")[0] for warning in typed.warnings]
     assert said == ([f"--recompute-modules {' '.join(dropped)}"] if dropped else [])
+
+
+def test_the_equivalents_of_other_programs_flags_are_flags():
+    foreign = {"--nnodes", "--node-rank", "--master-addr", "--nproc-per-node", "--from"}  # torchrun's and a tool's
+    for flag, text in other_programs.FLAGS.items():
+        assert flag not in options_by_flag()
+        assert find(flag) is None
+        assert set(re.findall(r"--[a-z][a-z0-9-]*", text)) <= foreign | set(options_by_flag()), flag
 
 
 def test_a_file_takes_old_spellings_too(tmp_path: Path):
@@ -277,6 +318,19 @@ def test_what_was_dropped_is_not_in_the_configuration():
     assert (config.layout.use_distributed_optimizer, config.layout.overlap_grad_reduce) == (False, False)
     kept = configured("--save-interval 5 --save checkpoints").config.checkpoint
     assert kept.save_interval == 5
+
+
+def test_quotes_that_a_script_has_twice_are_taken_off():
+    plain, twice = (configured(f"--split {split}") for split in ("99,1,0", "\"'99,1,0'\""))
+    assert twice.config == plain.config
+    assert twice.typed.warnings == ()
+
+
+def test_tools_take_old_names_of_tokenizers_too():
+    parser = argparse.ArgumentParser()
+    add_tokenizer_flags(parser, required=True)
+    line = ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "m"]
+    assert tokenizer_values(parser.parse_args(line))["tokenizer_type"] == "SentencePieceTokenizer"
 
 
 @pytest.mark.parametrize("flag", ["--check-before-update", "--no-triton-kernels"])

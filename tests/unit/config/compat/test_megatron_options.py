@@ -152,6 +152,16 @@ def test_what_is_ours_alone_is_what_we_say():
     assert set(options_by_flag()) - set(wheel_options()) == OUR_OWN
 
 
+def test_an_option_takes_as_many_values_as_megatrons():
+    ours = {flag: {0: "0", 1: "1"}.get(known.most_values, "many") for flag, known in megatron_options().items()} | {
+        flag: "0" if option.is_switch else "many" if option.many else "1" for flag, option in options_by_flag().items()
+    }
+    ours |= {flag: "0" if value else "1" for flag, (_, value) in FLAGS.items()}
+    assert {flag: ours[flag] for flag in wheel_options()} == {
+        flag: option.values for flag, option in wheel_options().items()
+    }
+
+
 def test_defaults_are_megatrons_but_for_the_ones_listed():
     different = {}
     for flag, ours in options_by_flag().items():

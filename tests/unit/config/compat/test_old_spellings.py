@@ -99,6 +99,12 @@ def test_a_problem_names_the_flag_that_was_typed(flags: str, problem: str) -> No
     assert [problem in found for found in caught.value.problems] == [True], caught.value.problems
 
 
+def test_a_warning_names_the_flag_that_was_typed() -> None:
+    assert [warning.partition(" ")[0] for warning in parse(["--persistent-save-interval", "5"]).warnings] == [
+        "--persistent-save-interval"
+    ]
+
+
 def test_two_values_of_one_option_are_the_only_problem() -> None:
     """What follows from either of them is not said."""
     with pytest.raises(ConfigurationError) as caught:

@@ -6,9 +6,34 @@ from typing import Any
 import pytest
 
 from megatron_ext.config.derived import batch_size
-from megatron_ext.config.derived.lr_scale import scaling_text
+from megatron_ext.config.derived.lr_scale import scale, scaling_text
+from megatron_ext.config.derived.optimizers import OPTIMIZERS, has_own_optimizer, run_by, traits_of
 from megatron_ext.config.schema import OptimizerConfig
-from tests.support.small_models import distinct_config
+from tests.support.small_models import MIXTURE, distinct_config
+
+
+@pytest.mark.parametrize(
+    ("consumed", "ramp", "schedule"),
+    [
+        (0, 4, 4),
+        (31, 4, 4),
+        (32, 4, 8),
+        (33, 4, 8),
+        (99, 4, 12),
+        (100, 8, 12),
+        (199, 8, 12),
+        (200, 12, 12),
+        (900, 12, 12),
+    ],
+)
+def test_the_next_batch(consumed: int, ramp: int, schedule: int) -> None:
+    """A ramp of two steps of 4 over 200 samples; a schedule whose thresholds are 32 and 64 samples, in tokens."""
+    training = {"rampup_batch_size": (4, 4, 200)}
+    assert batch_size.global_batch_size(distinct_config(training=training), consumed) == ramp
+    training = {"step_batch_size_schedule": "0:4 1024:8 2.079K:12"}
+    expected = 12 if consumed >= 64 else schedule
+    assert batch_size.global_batch_size(distinct_config(training=training), consumed) == expected
+    assert batch_size.global_batch_size(distinct_config(), consumed) == 12
 
 
 @pytest.mark.parametrize(
@@ -75,6 +100,51 @@ def test_a_run_as_phases(training: dict[str, Any], expected: list[tuple[int, int
     assert batch_size.training_steps(config) == sum(steps for _, _, steps in expected)
 
 
+def test_batches_of_an_evaluation_and_of_replicas() -> None:
+    own = {"eval_global_batch_size": 6, "eval_micro_batch_size": 3}
+    assert [batch_size.evaluation_batch(distinct_config(training=training)) for training in ({}, own)] == [
+        (12, 2),
+        (6, 3),
+    ]
+    layout = {"world_size": 12, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    config = distinct_config(MIXTURE, {**layout, "expert_model_parallel_size": 2, "context_parallel_size": 2})
+    assert (config.layout.data_parallel_size, config.layout.expert_data_parallel_size) == (3, 6)
+    assert (batch_size.num_microbatches(config, 12), batch_size.num_microbatches(config, 12, 1)) == (2, 4)
+    with pytest.raises(AssertionError):
+        batch_size.num_microbatches(config, 13)
+
+
+@pytest.mark.parametrize(
+    ("given", "rates"),
+    [
+        ({"lr_scale_base_batch_size": 1}, [12.0, 6.0, 0.0]),
+        ({"lr_scale_base_batch_size": 48}, [0.25, 0.125, 0.0]),
+        ({"lr_scale_base_batch_size": None}, [1.0, 0.5, 0.0]),
+        ({"lr_scale_base_batch_size": 0}, [1.0, 0.5, 0.0]),
+        ({"lr_scale_base_batch_size": 48, "lr_scale_rule": "sqrt"}, [0.5, 0.25, 0.0]),
+        ({"lr_scale_base_batch_size": 48, "lr_scale_rule": "none"}, [1.0, 0.5, 0.0]),
+        ({"lr_scale_base_batch_size": 1, "global_batch_size": 1}, [1.0, 0.5, 0.0]),
+    ],
+)
+def test_rates_that_are_scaled(given: dict[str, Any], rates: list[float]) -> None:
+    values = {
+        "lr_scale_rule": "linear",
+        "global_batch_size": 12,
+        "lr": 1.0,
+        "decoupled_lr": 0.5,
+        "min_lr": 0.0,
+        **given,
+    }
+    base = values["lr_scale_base_batch_size"]
+    scale(values)
+    assert [values[name] for name in ("lr", "decoupled_lr", "min_lr")] == rates
+    takes_part = bool(base) and values["lr_scale_rule"] != "none"
+    assert values["lr_scale_base_batch_size"] == (values["global_batch_size"] if takes_part else base)
+    again = dict(values)
+    scale(again)
+    assert again == values, "once"
+
+
 @pytest.mark.parametrize(
     ("training", "whose"),
     [
@@ -91,3 +161,34 @@ def test_how_a_rate_came_about(training: dict[str, Any], whose: str) -> None:
         f"{whose} over the base batch)"
     )
     assert scaling_text({}, replace(config, optimizer=OptimizerConfig(lr=0.5))) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "short"),
+    [("fp32", "fp32", False), ("bf16", "fp32", True), ("fp32", "bf16", True), ("fp16", "fp16", True)],
+)
+def test_averages_in_16_bits_are_those_of_another_class(first: str, second: str, short: bool) -> None:
+    settings = OptimizerConfig(exp_avg_dtype=first, exp_avg_sq_dtype=second)
+    traits, names = traits_of(settings), {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    assert [state.dtype for state in traits.kept(settings)] == [names[first], names[second]]
+    assert traits.bytes_each(settings) == sum(4 if one == "fp32" else 2 for one in (first, second))
+    assert (traits.torch_class == "torch.optim:AdamW") == (not short)
+    assert traits.is_the_engines == (not short)
+
+
+def test_what_is_known_of_optimizers() -> None:
+    sgd = OPTIMIZERS["sgd"]
+    settings = [OptimizerConfig(optimizer="sgd", sgd_momentum=momentum) for momentum in (0.0, 0.5)]
+    assert [sgd.state_names(one) for one in settings] == [(), ("momentum_buffer",)]
+    assert [has_own_optimizer(saved) for saved in ({}, {"optimizer": "adam"}, {"optimizer": "mine"})] == [
+        False,
+        False,
+        True,
+    ]
+    names = {
+        scheme: [one.name for one in run_by(scheme)] for scheme in ("use_distributed_optimizer", "use_torch_fsdp2")
+    }
+    assert names == {
+        "use_distributed_optimizer": ["adam", "lion", "muon", "ademamix", "schedule_free"],
+        "use_torch_fsdp2": ["adam", "sgd", "lion", "muon", "ademamix", "schedule_free"],
+    }

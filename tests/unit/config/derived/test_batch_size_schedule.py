@@ -42,6 +42,16 @@ def test_a_schedule_may_be_several_words_as_a_shell_makes_of_an_array_without_qu
     assert typed.values["step_batch_size_schedule"] == "0:2 1K:4 2.4K:6"
 
 
+def test_a_run_in_samples_takes_no_step_that_needs_more():
+    config = resolved("0:2 1K:4 2.4K:6", "--train-samples 60")
+    phases = batch_phases(config)
+    assert [(phase.global_batch_size, phase.first_sample, phase.steps) for phase in phases] == [
+        (2, 0, 8),
+        (4, 16, 6),
+        (6, 40, 3),
+    ]
+
+
 def test_thresholds_are_tokens_rounded_down_to_samples():
     assert read_schedule("0:8 8K:16 1.5M:32 2B:64 1T:128", 1024) == [
         (0, 8),

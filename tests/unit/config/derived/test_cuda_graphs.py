@@ -17,6 +17,7 @@ from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.train import configure as configuring
 from megatron_ext.train.configure import Configured, configure
+from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.pretrain import graphs_of, pretrain
 from tests.support import small_runs
 from tests.support.small_models import small_config
@@ -98,10 +99,25 @@ def test_what_is_in_the_way_is_named_with_a_way_out(named: str, monkeypatch: pyt
     assert not [warning for warning in found.typed.warnings if GRAPHS in warning]
 
 
+def test_gathers_in_hooks_are_in_the_way_next_to_reductions() -> None:
+    flags = "--world-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    assert in_the_way(flags) == ["--overlap-grad-reduce", "--overlap-param-gather"]
+
+
 def test_transformer_engine_is_in_the_way() -> None:
     flags = shlex.split(f"{MODEL} {GRAPHS} --device cuda --transformer-impl transformer_engine --dry-run")
     [warning] = [each for each in configure(flags, believing=True).typed.warnings if each.startswith(GRAPHS)]
     assert "In the way: --transformer-impl transformer_engine (" in warning
+
+
+def test_one_warning_names_everything() -> None:
+    flags = "--world-size 2 --tensor-model-parallel-size 2 --hidden-dropout 0.1 --fp16 --log-straggler"
+    assert in_the_way(flags) == [
+        "--tensor-model-parallel-size 2",
+        "--hidden-dropout 0.1",
+        "--fp16",
+        "--log-straggler",
+    ]
 
 
 def test_cpu_processes_have_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +125,14 @@ def test_cpu_processes_have_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_the_way("--device cpu") == ["--device cpu"], "whichever torch they have"
     monkeypatch.setattr(configuring, "shows_gpu", lambda: False)
     assert in_the_way("--device auto") == ["this machine shows no NVIDIA GPU"]
+
+
+def test_a_dry_run_believes_in_the_gpu_that_graphs_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configuring, "shows_gpu", lambda: False)
+    found = configure(shlex.split(f"{MODEL} {GRAPHS} --dry-run"), believing=True)
+    assert makes_graphs(found.config)
+    [warning] = found.typed.warnings
+    assert warning.endswith(f"does not have: an NVIDIA GPU ({GRAPHS})")
 
 
 def test_a_torch_that_cannot_capture_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +151,16 @@ def test_whether_torch_captures_is_read_from_its_file(tmp_path: Path, monkeypatc
     assert graph_support.uncapturing_torch() == "2.11.0"
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     assert graph_support.uncapturing_torch() is None
+
+
+def test_torch_is_asked_for_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else's start waits for its file."""
+
+    def asked() -> None:
+        raise AssertionError("nobody asked for graphs")
+
+    monkeypatch.setattr(configuring, "uncapturing_torch", asked)
+    assert configure(shlex.split(f"{MODEL} --dry-run --cuda-graph-impl none")).typed.warnings == ()
 
 
 def test_at_least_one_step_runs_before_the_capture() -> None:
@@ -149,6 +183,23 @@ def test_rank_0_prints_the_warning(rank: int, lines: int, capsys: pytest.Capture
     words = shlex.split(f"{MODEL} {GRAPHS} --dry-run --device cpu --fp16")
     assert main(words, RunStatus(rank=rank)) == 0
     assert capsys.readouterr().err.count(f"warning: {SAYS}--device cpu (") == lines
+
+
+@pytest.mark.parametrize(("part", "others"), [("loss", {}), ("layer_spec", {}), ("loss", {"layer_spec": print})])
+def test_what_a_user_brings_is_not_replayed(
+    part: str, others: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = Extensions(**{part: print, **others})
+    config = small_config(training={"cuda_graph_impl": "full_iteration"})
+    assert own.applied(config).training.cuda_graph_impl == "none"
+    [warning] = own.warnings({"cuda_graph_impl": "full_iteration"})
+    assert warning.startswith(f"{SAYS}{part}= (nobody knows ")
+    assert [name for name in ("loss= (", "layer_spec= (") if name in warning] == [f"{n}= (" for n in (part, *others)]
+    assert own.warnings({}) == own.warnings({"cuda_graph_impl": "local"}) == []
+    assert NONE.applied(config) == config
+    assert NONE.warnings({"cuda_graph_impl": "full_iteration"}) == []
+    plain = small_config()
+    assert own.applied(plain) == plain
 
 
 def test_a_dry_run_tells_what_own_parts_leave_out(capsys: pytest.CaptureFixture[str]) -> None:

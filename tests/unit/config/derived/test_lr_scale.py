@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from megatron_ext.config.derived.lr_scale import scale
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import options
 from megatron_ext.config.resolve import Facts, resolve
@@ -47,3 +48,17 @@ def test_the_rate_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         "learning rate        0.0012 = --lr 0.0006 x sqrt(1024 / 256), lowest 0.00012 "
         "(--lr-scale-rule sqrt: the global batch over the base batch)\n"
     ) in capsys.readouterr().out
+
+
+def test_batches_of_one_sample_scale_as_others() -> None:
+    for base, batch, expected in ((4, 1, 2.0), (1, 4, 32.0)):
+        values = {"lr_scale_rule": "linear", "lr_scale_base_batch_size": base, "global_batch_size": batch, "lr": 8.0}
+        scale(values)
+        assert (values["lr"], values["lr_scale_base_batch_size"]) == (expected, batch)
+
+
+def test_all_four_rates_are_scaled() -> None:
+    rates = {"lr": 8.0, "min_lr": 1.0, "decoupled_lr": 2.0, "decoupled_min_lr": 0.5}
+    values = {"lr_scale_rule": "linear", "lr_scale_base_batch_size": 2, "global_batch_size": 6, **rates}
+    scale(values)
+    assert {name: values[name] for name in rates} == {name: 3 * rate for name, rate in rates.items()}

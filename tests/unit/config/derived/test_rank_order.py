@@ -7,6 +7,7 @@ import pytest
 from megatron.core.parallel_state import RankGenerator
 
 from megatron_ext.config.derived.batch_size import (
+    BatchPhase,
     batch_phases,
     global_batch_size,
     samples_at_iteration,
@@ -16,6 +17,7 @@ from megatron_ext.config.derived.rank_order import (
     AXES,
     axis_sizes,
     chunk_layers,
+    context_chunks,
     coordinates,
     expert_axis_sizes,
     expert_coordinates,
@@ -29,7 +31,9 @@ from megatron_ext.config.schema import Config, TrainingConfig
 from megatron_ext.parts.catalogue import count, count_per_rank
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import (
+    active_parameters,
     flops_per_token,
+    parameters_without_embeddings,
 )
 from megatron_ext.plan.state_bytes import StateBytes, state_bytes
 from megatron_ext.rules.validate import problems
@@ -89,6 +93,13 @@ def test_every_layer_is_in_one_chunk_and_the_pipeline_passes_them_in_order(pipel
     assert passed == list(range(8))
 
 
+def test_both_virtual_stage_flags_give_the_same_configuration():
+    line = "--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2"
+    assert configuration(f"{line} --num-virtual-stages-per-pipeline-rank 2") == configuration(
+        f"{line} --num-layers-per-virtual-pipeline-stage 2"
+    )
+
+
 RAMPS = ["--rampup-batch-size 4 4 100", "--rampup-batch-size 2 2 7", "--rampup-batch-size 4 12 33"]
 
 
@@ -103,6 +114,39 @@ def test_phases_are_what_stepping_through_the_run_gives(ramp: str, length: str):
         assert samples_at_iteration(config, step) == consumed
         consumed += size
     assert len(sizes) == training_steps(config) == config.training.train_iters
+
+
+def test_a_ramp_by_hand():
+    config = configuration("--global-batch-size 16 --rampup-batch-size 4 4 100 --train-iters 20")
+    # 3 increments over 100 samples: a larger batch from 33.3, 66.7 and 100 consumed samples on.
+    assert batch_phases(config) == [
+        BatchPhase(4, 0, 9),  # 36 samples
+        BatchPhase(8, 36, 4),  # 68
+        BatchPhase(12, 68, 3),  # 104
+        BatchPhase(16, 104, 4),
+    ]
+
+
+@pytest.mark.parametrize("samples", [4, 17, 100, 1000])
+def test_a_run_in_samples_takes_no_step_that_it_cannot_fill(samples: int):
+    line = f"--train-samples {samples} --global-batch-size 16 --rampup-batch-size 4 4 100"
+    config = resolve(
+        {**parse(shlex.split(f"{BASE} {line}")).values, "train_iters": None},
+        Facts(),
+    )
+    used = sum(phase.steps * phase.global_batch_size for phase in batch_phases(config))
+    assert samples - 16 < used <= samples
+
+
+def test_gpt2_small_has_its_published_size():
+    config = configuration(
+        "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 "
+        "--make-vocab-size-divisible-by 1"
+    )
+    assert count(config) == 124_439_808  # transformers' GPT2LMHeadModel("gpt2").num_parameters()
+    assert parameters_without_embeddings(config) == 124_439_808 - 50257 * 768 - 1024 * 768
+    matrices = 12 * 12 * 768 * 768 + 50257 * 768
+    assert flops_per_token(config) == 6 * matrices + 6 * 12 * 768 * 1024
 
 
 def test_llama_8b_has_its_published_size():
@@ -121,6 +165,14 @@ MIXTRAL = (
     "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 32 --vocab-size 32000 --seq-length 4096 "
     "--num-experts 8"
 )
+
+
+def test_mixtral_8x7b_has_its_published_size():
+    config = configuration(MIXTRAL)
+    assert count(config) == 46_702_792_704  # the tensors of the published checkpoint
+    active = 46_702_792_704 - 6 * 32 * 3 * 4096 * 14336  # two of eight experts in each layer: 12.9B
+    assert active_parameters(config) == active
+    assert flops_per_token(config) == 6 * (active - 32000 * 4096 - 65 * 4096) + 6 * 32 * 4096 * 4096
 
 
 def test_experts_are_shared_by_ranks_of_their_own():
@@ -196,6 +248,12 @@ def test_the_report_shows_layout_batch_and_length():
     assert "   7  (1, 0, 1, 1)" in report
 
 
+def test_the_report_on_many_ranks_stays_short():
+    report = describe(configuration("--world-size 4096 --pipeline-model-parallel-size 8"))
+    assert len(report.splitlines()) < 40
+    assert "    7  3584-4095      3584: (0, 0, 0, 7), 3585: (0, 0, 1, 7), 3586: (0, 0, 2, 7), ..." in report
+
+
 @pytest.mark.parametrize("tensor_parallel_size", range(1, 9))
 def test_the_vocabulary_is_padded_as_megatron_does(tensor_parallel_size: int) -> None:
     """Megatron-LM goes up by one until the divisor times the tensor-parallel size divides the number."""
@@ -206,6 +264,15 @@ def test_the_vocabulary_is_padded_as_megatron_does(tensor_parallel_size: int) ->
         assert padded_vocabulary(size, divisor, tensor_parallel_size) == expected
     values = {"vocab_size": 50257, "tensor_model_parallel_size": tensor_parallel_size}
     assert resolve(values, Facts()).model.padded_vocab_size == padded_vocabulary(50257, 128, tensor_parallel_size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 64])
+def test_every_context_parallel_rank_has_a_chunk_of_the_head_and_one_of_the_tail(size: int) -> None:
+    """Each chunk is on one rank, and the costs of a rank's two are together the same, under the causal mask."""
+    held = [context_chunks(rank, size) for rank in range(size)]
+    assert sorted(chunk for pair in held for chunk in pair) == list(range(2 * size))
+    assert {head + tail for head, tail in held} == {2 * size - 1}
+    assert all(head < size <= tail for head, tail in held)
 
 
 @pytest.mark.parametrize("ramp", [(1, 1, 295), (1, 1, 316), (1, 1, 9), (1, 1, 7), (4, 1, 100), (3, 2, 29)])

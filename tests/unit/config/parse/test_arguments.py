@@ -44,6 +44,10 @@ def test_each_kind_of_value_is_read_as_its_field_has_it():
     assert type(parse(["--lr", "1"]).values["lr"]) is float
 
 
+def test_only_what_was_typed_is_in_the_values():
+    assert parse([]) == Typed(values={})
+
+
 def test_the_last_of_a_repeated_flag_counts():
     assert parse(shlex.split("--num-layers 4 --num-layers 8")).values == {"num_layers": 8}
 
@@ -87,6 +91,18 @@ def test_refused_flags_are_named_with_their_values_and_neutral_ones_pass():
     assert problem.startswith("--spec some.module Spec is not supported: ")
     neutral = "--mask-prob 0.150 --fim-eod-token=<|endoftext|> --muon-scalar-optimizer adam"
     assert parse(shlex.split(neutral)) == Typed(values={})
+
+
+def test_accepted_flags_are_consumed_with_one_warning_each():
+    typed = parse(shlex.split("--use-flash-attn --local-rank 3 --use-flash-attn --num-layers 4"))
+    assert typed.values == {"num_layers": 4}
+    assert [warning.split()[0] for warning in typed.warnings] == ["--use-flash-attn", "--local-rank"]
+
+
+def test_text_that_looks_like_code_stays_text():
+    code = "__import__('os').system('touch canary')"
+    assert parse(["--save", code, f"--wandb-project={code}"]).values == {"save": code, "wandb_project": code}
+    assert problems_of(f'--num-layers "{code}"') == [f"--num-layers: {code!r} is not an integer"]
 
 
 def test_help_names_every_flag_and_exits_with_0(capsys: pytest.CaptureFixture[str]):

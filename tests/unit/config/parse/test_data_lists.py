@@ -22,6 +22,11 @@ def listed(folder: Path, content: Any) -> str:
     return str(path)
 
 
+def test_the_words_of_a_file_stand_for_the_data_path(tmp_path: Path) -> None:
+    path = listed(tmp_path, "0.3 /a/b\n0.7\t/c\n")
+    assert parse(["--data-args-path", path]).values == {"data_path": ("0.3", "/a/b", "0.7", "/c")}
+
+
 def test_a_list_for_each_part_stands_for_their_flags(tmp_path: Path) -> None:
     path = listed(tmp_path, {"train": [0.25, "a", 1, "b"], "valid": "2 c 3 d", "test": None})
     assert parse(["--per-split-data-args-path", path]).values == {

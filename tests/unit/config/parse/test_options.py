@@ -9,10 +9,13 @@ import pytest
 
 from megatron_ext.config.compat import megatron_options, old_spellings
 from megatron_ext.config.compat.megatron_options import MegatronOption
+from megatron_ext.config.compat.other_programs import advice
+from megatron_ext.config.parse import help_text
 from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.help_text import about, default_text
 from megatron_ext.config.parse.options import options_by_flag, options_by_name, read_texts, read_yaml_value
 from megatron_ext.config.parse.reference import other_default
+from megatron_ext.errors import listed
 
 FULL = {"recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -164,6 +167,36 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"num_layers: 4 # \xff\n")
     [problem] = read(["--config", str(tmp_path / "run.yaml")]).problems
     assert problem.startswith(f"--config {tmp_path}/run.yaml is not valid YAML: 'utf-8' codec can't decode byte 0xff")
+
+
+@pytest.mark.parametrize(("length", "own_line"), [(10, False), (41, False), (42, True), (43, True), (44, True)])
+def test_sentences_of_the_help_stand_in_one_column(length: int, own_line: bool) -> None:
+    """Two blanks at least after the flag; one that is longer has a line of its own."""
+    flag = "--" + "x" * (length - 2)
+    found = help_text._entry(flag, "word " * 40)
+    assert found[0] == f"  {flag}" if own_line else found[0].startswith(f"  {flag}   ")
+    for line in found[own_line:]:
+        assert line[:46].replace(flag, "").strip() == ""
+        assert line[46:].startswith("word word")
+        assert len(line) <= 120
+
+
+def test_unknown_flags_and_names_are_left_out_where_asked(tmp_path: Path) -> None:
+    typed = _typed("--allow-unknown-flags --zzzz 3", "yyyy: 4\n", tmp_path)
+    assert typed.problems == ()
+    assert typed.warnings == tuple(
+        f"{name} is unknown and left out, as --allow-unknown-flags says"
+        for name in ("--zzzz", f"{tmp_path}/run.yaml: yyyy")
+    )
+
+
+def test_warnings_of_the_file_come_before_those_of_the_command_line(tmp_path: Path) -> None:
+    typed = _typed("--use-mcore-models --no-rope-fusion", "use_flash_attn: true\nno_rope_fusion: true\n", tmp_path)
+    assert [warning.split()[0] for warning in typed.warnings] == [
+        "--use-flash-attn",
+        "--no-rope-fusion",
+        "--use-mcore-models",
+    ]
 
 
 DROPPED: list[tuple[str, list[str]]] = [
@@ -340,3 +373,9 @@ def test_the_tables_of_megatrons_options() -> None:
 def test_what_asks_for_nothing_passes_silently(neutral: str | None, values: list[str], silent: bool) -> None:
     option = MegatronOption("--flag", "because", accepted=True, most_values=1, neutral=neutral)
     assert option.is_neutral(values) == silent
+
+
+def test_words() -> None:
+    assert [listed(values) for values in ((), (1,), (1, 2), (1, 2, 4))] == ["", "1", "1 or 2", "1, 2 or 4"]
+    assert advice("--config_file") == advice("--config-file") is not None
+    assert advice("--seed") is None

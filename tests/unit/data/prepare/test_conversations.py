@@ -140,6 +140,13 @@ def test_an_end_of_document_counts_as_the_token_before_it() -> None:
     assert _encoded([{"text": ""}, {"text": "a"}], append_eod=True) == ([[], [97, 256]], [[], [BEGINS, COUNTS]])
 
 
+@pytest.mark.parametrize("train_on_inputs", [False, True])
+def test_inputs_are_trained_on_where_it_is_asked_for(train_on_inputs: bool) -> None:
+    """But for the first token, which nothing predicts."""
+    _, [flags] = _encoded([{"prompt": "abc", "completion": "de"}], train_on_inputs=train_on_inputs)
+    assert flags == [BEGINS, *[COUNTS if train_on_inputs else 0] * 2, COUNTS, COUNTS]
+
+
 def test_documents_are_packed_by_first_fit_the_longest_first() -> None:
     """In their order within a sequence; what is left of it is a document that counts in nothing."""
     texts = ["aa", "bbbb", "c", "ddddd", "", "ee", "ffff"]

@@ -123,6 +123,16 @@ def test_reading_goes_on_behind_any_block(tmp_path: Path, name: str):
     assert last.bytes_read == blocks[-1].bytes_read == (tmp_path / name).stat().st_size + len(b"one--two")
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_pieces_of_a_text_file_are_numbered(tmp_path: Path):
+    (tmp_path / "in.txt").write_bytes(b"a<>" + b"b" * 5000 + b"<><>c" + b"<" * 995 + b"<>")
+    pieces = [(record.position, record.payload) for record in records(tmp_path / "in.txt", split_on="<>")]
+    assert pieces == [(1, b"a"), (2, b"b" * 5000), (4, b"c" + b"<" * 995)]
+    (tmp_path / "in.txt").write_bytes(b"")
+    assert records(tmp_path / "in.txt", split_on="<>") == []
+    assert [record.payload for record in records(tmp_path / "in.txt")] == [b""]
+
+
 def test_patterns_and_folders_are_sorted(tmp_path: Path):
     for name in ("b.jsonl", "a.jsonl", "c.txt", "d.jsonl.zst", "e.md"):
         (tmp_path / name).write_bytes(b"")
@@ -216,6 +226,11 @@ def test_tables_are_read_from_any_row_on(tmp_path: Path, kind: str, start: int):
     assert [record.position for block in blocks for record in block.documents()] == list(range(start + 1, 1001))
     size = path.stat().st_size
     assert [block.bytes_read for block in blocks] == [size * offset // 1000 for offset, _ in ends]
+
+
+def test_a_table_without_rows(tmp_path: Path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], "string")}), tmp_path / "in.parquet")
+    assert records(tmp_path / "in.parquet") == []
 
 
 @pytest.mark.usefixtures("few_rows")

@@ -31,7 +31,7 @@ from megatron_ext.tokenizer import encode_many, tokenizer_protocol
 from megatron_ext.tokenizer.encode_many import plain_encoder, probe_texts
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer
-from megatron_ext.tokenizer.tokenizer_protocol import beginning, between_words
+from megatron_ext.tokenizer.tokenizer_protocol import beginning, between_words, in_pieces
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "preprocess"
 TOOL = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
@@ -149,6 +149,13 @@ def test_a_tokenizer_that_looks_around_is_not_cut(tmp_path: Path):
         (folder / "tokenizer_config.json").write_text(config)
         tokenizer = build_tokenizer("HuggingFaceTokenizer", str(folder))
         assert not tokenizer.splits_between_words(), key  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("long_is_short")
+def test_pieces_of_utf8():
+    for one in random_texts(100):
+        assert "".join(in_pieces(one.encode())) == "".join(in_pieces(one)) == one
+        assert beginning(one.encode(), 33) == one[:33]
 
 
 @pytest.mark.usefixtures("long_is_short")

@@ -58,6 +58,13 @@ def test_pairs_that_cannot_be_merged_are_refused(tmp_path: Path, parts: Path):
     assert not list(tmp_path.glob("out*"))
 
 
+def test_one_pair_merged_is_itself(tmp_path: Path, parts: Path):
+    merged = merge_indexed_files([str(parts / "b")], str(tmp_path / "copy"))
+    assert merged == Merged(documents=3, sequences=2, token_bytes=8)
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"copy.{suffix}").read_bytes() == (parts / f"b.{suffix}").read_bytes()
+
+
 def test_a_merge_over_its_own_inputs_is_refused(tmp_path: Path):
     """By whatever name."""
     prefix = write_documents(tmp_path / "a", [[1]])

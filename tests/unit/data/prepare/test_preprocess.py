@@ -17,7 +17,7 @@ from megatron_ext.data.prepare.documents import Block, ReadPosition
 from megatron_ext.data.prepare.encode import BlockEncoder
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer.encode_many import fast_encoder, plain_encoder
+from megatron_ext.tokenizer.encode_many import fast_encoder, plain_encoder, probe_texts
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer
 
@@ -80,6 +80,15 @@ def test_bytes_equal_those_of_megatron(
     assert [bool(note.startswith("fast tokenizer: equal on")) for note in notes] == [type == "HuggingFaceTokenizer"]
     for file in files:
         assert (tmp_path / file).read_bytes() == (GOLDEN / file).read_bytes()
+
+
+def test_each_key_gets_a_pair_of_files(tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text('{"text": "ab", "title": "T"}\n\n{"title": "", "text": "c"}\n')
+    encode_bytes(tmp_path, tmp_path / "in.jsonl", json_keys=("text", "title"), append_eod=True)
+    assert texts(IndexedDataset(str(tmp_path / "out_text_document"))) == ["ab|", "c|"]
+    titles = IndexedDataset(str(tmp_path / "out_title_document"))
+    assert texts(titles) == ["T|"]
+    assert titles.document_indices.tolist() == [0, 1, 1]
 
 
 def test_text_files_and_folders(tmp_path: Path):
@@ -258,6 +267,13 @@ def test_a_lone_surrogate_is_named_whatever_the_tokenizer(tmp_path: Path, kind: 
     )
     with pytest.raises(DataError, match=r"in\.jsonl:2: the text cannot be encoded: .*surrogates not allowed"):
         encode_files(job)
+
+
+def test_the_plain_encoder_gives_the_ids_of_the_tokenizer(tmp_path: Path):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(GOLDEN / "spm_unigram.model"))
+    encode_plainly = plain_encoder(tokenizer)
+    for text in probe_texts(tokenizer, 300, 21):
+        assert encode_plainly([text])[0].tolist() == tokenizer.encode(text)
 
 
 def _block(lines: list[bytes], first: int = 1) -> Block:

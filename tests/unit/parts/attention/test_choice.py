@@ -223,6 +223,50 @@ def test_a_kernel_that_cannot_run_is_refused(times: dict[Kernel, float], monkeyp
     assert left.text == "torch's choice: no fused kernel takes these heads"
 
 
+def test_nothing_to_choose() -> None:
+    cpu = SimpleNamespace(kind="cpu")
+    documents = replace(bf16(), data=replace(bf16().data, reset_attention_mask=True))
+    ring = small_config(layout={"context_parallel_size": 2, "world_size": 2})
+    for here, config in ((cpu, bf16()), (GPU, documents), (GPU, ring)):
+        assert choose(config, here, None) == attention_kernel.Choice(config)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_heads_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Heads] = []
+    monkeypatch.setattr(attention_kernel, "seconds", lambda kernel, heads, here: asked.append(heads) or 1.0)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects, src: None)
+    config = small_config(
+        layout={"tensor_model_parallel_size": 2, "world_size": 2},
+        model={"num_query_groups": 2, "group_query_attention": True},
+        training={"bf16": True, "deterministic_mode": True},
+    )
+    choose(config, GPU, None)
+    model = config.model
+    assert asked[0] == Heads(
+        batch=config.training.micro_batch_size,
+        queries=model.num_attention_heads // 2,
+        groups=1,
+        length=model.seq_length,
+        channels=model.kv_channels,
+        dtype=torch.bfloat16,
+        dropout=model.attention_dropout,
+        deterministic=True,
+    )
+
+
+def test_heads_are_those_of_ranks_that_exchange_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a2a each context-parallel rank has whole samples and a part of the heads; the wider of keys and values
+    counts."""
+    described = attention_kernel.layers(small_config({"attention_dropout": 0.125, "hidden_dropout": 0.5}))
+    wider = replace(described[0], mixer=replace(described[0].attention, value_head_size=24))
+    for kinds, channels in ((described, 16), ([wider], 24)):
+        monkeypatch.setattr(attention_kernel, "layers", lambda config, kinds=kinds: kinds)
+        layout = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "cp_comm_type": ("a2a",)}
+        config = small_config({"attention_dropout": 0.125, "hidden_dropout": 0.5}, layout={**layout, "world_size": 4})
+        heads = attention_kernel._heads(config)
+        assert heads == Heads(2, 1, 1, 16, channels, torch.float32, 0.125)
+
+
 class _Clock:
     """Stands for a device: each pass takes as many seconds as its number, once all have been waited for."""
 
@@ -320,6 +364,12 @@ def test_flags_that_choose_nothing_are_said(line: str, reason: str | None) -> No
     assert (backend, version) == (("flash", 3) if reason is None else ("auto", None))
     assert len(said) == (0 if reason is None else 2)
     assert all(reason in warning for warning in said if reason is not None)
+
+
+def test_auto_says_nothing_on_a_cpu() -> None:
+    for backend in ("auto", "local", "unfused"):
+        found = configure(shlex.split(f"{MODEL} --device cpu --attention-backend {backend}"))
+        assert (settled(found.config), found.typed.warnings) == ((backend, None), ())
 
 
 def test_a_layer_with_whole_sequences_has_its_kernel_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

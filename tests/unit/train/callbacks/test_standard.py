@@ -1,5 +1,6 @@
 """Callbacks that the flags ask for, by what they do in a real small run: what they write, which steps wait for them."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 import pytest
 
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.resilience.signals import SignalWatcher
-from megatron_ext.train.callbacks.standard import standard_callbacks
+from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
+from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
+from tests.support.small_models import small_config
 from tests.support.small_runs import MODEL, built
 
 
@@ -93,3 +95,10 @@ def test_a_log_line_of_another_form_and_with_throughput(capsys: pytest.CaptureFi
     assert "throughput per GPU" in capsys.readouterr().out
     pretrain([*MODEL, "--log-format", "short", "--log-interval", "1"])
     assert "throughput per GPU" not in capsys.readouterr().out
+
+
+def test_the_stop_file_lies_where_the_run_is_saved() -> None:
+    config = small_config()
+    assert stop_file(config) is None
+    saved = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save="folder"))
+    assert stop_file(saved) == Path("folder") / STOP_FILE

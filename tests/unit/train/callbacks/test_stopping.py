@@ -1,5 +1,6 @@
 """Who asks a run to stop, what all ranks make of it, and whether a restart of the launch goes on."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,9 @@ def test_a_rank_votes_for_one_kind_of_stop() -> None:
     }
     assert votes == {None: (0, 0, 1), "SIGTERM": (1, 0, 1), "SIGINT": (0, 1, 1)}
     assert Stopping(SignalWatcher(), None, None).votes() == StopVotes()
+
+
+def test_the_deadline_is_in_minutes() -> None:
+    deadline = Stopping(SignalWatcher(), None, 2.5).deadline
+    assert deadline is not None
+    assert 140.0 < deadline - time.monotonic() <= 150.0
