@@ -9,6 +9,7 @@ SwiGLU: autograd makes the gradients of gate and up apart, and then puts them ne
 made in its place.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,8 +49,10 @@ def gemm_by_ability() -> str:
     return "mixed" if _HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512" else "blas"
 
 
+@functools.cache
 def measured_gemm() -> str:
-    """Return the entry of `GEMMS` for this processor. Where it has AVX-512, some products tell whether BLAS uses it."""
+    """Return the entry of `GEMMS` for this processor. Where it has AVX-512, some products tell whether BLAS uses it,
+    once in a process and those that are forked from it."""
     by_ability = gemm_by_ability()
     if by_ability != "mixed":
         return by_ability

@@ -30,6 +30,10 @@ import megatron_ext.train.callbacks.history  # noqa: E402
 import megatron_ext.train.callbacks.standard  # noqa: E402
 import megatron_ext.train.pretrain  # noqa: E402
 import megatron_ext.train.start_watchdog  # noqa: E402, F401
+from megatron_ext.device.kernels import measured_gemm  # noqa: E402
+
+# Otherwise each rank would measure it for a tenth of a second.
+measured_gemm()
 
 # What is loaded stays: the collector of a rank need not look at it, which would also copy its pages.
 gc.freeze()

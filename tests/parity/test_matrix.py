@@ -1,5 +1,5 @@
 """Every layout against one process: initial weights, first gradients by name, validation with a remainder, and
-all 20 steps with --all; a plain run takes three.
+all 20 steps with --all; a plain run takes two.
 
 `python tools/parity_table.py` writes the same comparison to docs/parity.md.
 """
@@ -69,12 +69,12 @@ def test_recomputation_changes_no_bit(name: str, experiment: Experiment) -> None
 
 
 @pytest.mark.parametrize("name", BF16)
-def test_bf16_layout_stays_within_the_rounding_of_one_process(name: str, all_steps: Experiment) -> None:
+def test_bf16_layout_stays_within_the_rounding_of_one_process(name: str, rounded_steps: Experiment) -> None:
     case = CASES[name]
-    reference, other = all_steps.reference(case.model, bf16=True), all_steps.train(case, bf16=True)
+    reference, other = rounded_steps.reference(case.model, bf16=True), rounded_steps.train(case, bf16=True)
     assert other.weight_hash == reference.weight_hash
     assert other.flaws == ()
-    distance, own = bf16_distance(all_steps.reference(case.model), reference, other)
+    distance, own = bf16_distance(rounded_steps.reference(case.model), reference, other)
     assert distance <= BF16_FACTOR * own
 
 
