@@ -81,6 +81,13 @@ def test_files_are_gathered_and_scattered(
     assert (tmp_path / "b").read_bytes() == bytes(11) + first[7:3008] + first[3008:3908] + bytes(4000 - 3912)
 
 
+@pytest.mark.parametrize("lengths", [(0, 0), (1, 1), (1000, 1), (1, 1000), (0, 77), (65537, 4097)])
+def test_checksums_of_parts_are_put_together(lengths: tuple[int, int]) -> None:
+    first, second = map(_content, lengths)
+    found = copying.combined_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
+    assert found == zlib.crc32(first + second)
+
+
 def test_a_file_that_ends_too_early_is_named(tmp_path: Path, blocks_of: Callable[..., None]) -> None:
     blocks_of(1000, (copying, "BLOCK"))
     (tmp_path / "short").write_bytes(bytes(2500))

@@ -22,6 +22,13 @@ def test_a_huge_count_in_the_header_allocates_nothing(tmp_path: Path):
         summarize(prefix)
 
 
+def test_the_shortest_and_the_longest_sequence_are_found_anywhere(tmp_path: Path):
+    for documents, shortest, longest in (([[1] * 3, [1], [1] * 2], 1, 3), ([[1], [1] * 5], 1, 5), ([[1] * 4], 4, 4)):
+        found = summarize(write_documents(tmp_path / "data", documents))
+        assert (found.shortest, found.longest) == (shortest, longest)
+        assert sum(found.histogram) == len(documents)
+
+
 @pytest.mark.parametrize(("number", "taken"), [(-1, False), (0, True), (2, True), (3, False)])
 def test_a_document_outside_of_the_pair_is_refused(tmp_path: Path, number: int, taken: bool):
     prefix = write_documents(tmp_path / "data", [[5, 6], [], [7]])

@@ -1,5 +1,6 @@
 """Every flag of tools/plan.py and tools/draw_pipeline.py, changed alone, changes what they print."""
 
+import gc
 import json
 import shlex
 from pathlib import Path
@@ -91,6 +92,17 @@ def test_json_goes_into_a_file_and_the_words_to_the_screen(capsys: pytest.Captur
     alone = _said(plan.main, ONE.format(""), capsys)
     assert _said(plan.main, ONE.format("--json found.json"), capsys) not in ("", alone)
     assert Path("found.json").read_text() == alone
+
+
+def test_python_collects_its_garbage_by_itself_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gc.isenabled()
+    assert plan.main(["--evaluate", "--world-size", "16", "--", *LAYOUT.split()]) == 0
+    assert gc.isenabled()
+
+
+def test_the_ranks_may_be_named_among_the_training_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ONE.format("").replace("--world-size 16 ", "")
+    assert _said(plan.main, f"{line} --world-size 16", capsys) == _said(plan.main, ONE.format(""), capsys)
 
 
 @pytest.mark.parametrize(("memory", "code"), [("80", 0), ("0.05", 1)])

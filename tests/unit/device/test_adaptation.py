@@ -15,6 +15,7 @@ from megatron_ext.device.adaptation import (
     _names_cuda,
     _nothing_alone,
     _splits_as_numbers,
+    _type_as_on_cuda,
 )
 from megatron_ext.errors import ConfigurationError
 
@@ -42,6 +43,13 @@ def test_what_names_a_gpu_is_made_on_the_cpu(named: Any, is_cuda: bool) -> None:
     _made_on_cpu(factory)(2, 3, device=named, dtype=torch.int8)
     _made_on_cpu(factory)(4)
     assert made == [((2, 3), {"device": "cpu" if is_cuda else named, "dtype": torch.int8}), ((4,), {})]
+
+
+def test_types_have_the_names_that_the_engine_compares() -> None:
+    answers = iter(["torch.FloatTensor", "torch.cuda.HalfTensor", torch.ones(1)])
+    type_ = _type_as_on_cuda(lambda *_given: next(answers))
+    assert [type_(None), type_(None)] == ["torch.cuda.FloatTensor", "torch.cuda.HalfTensor"]
+    assert type_(None, torch.float32).tolist() == [1.0]
 
 
 def test_sizes_of_parts_are_numbers() -> None:
@@ -132,6 +140,12 @@ def test_any_c_compiler_will_do(
     assert fusions.missing_for_kernels() == missing
     (tmp_path / "Python.h").unlink()
     assert fusions.missing_for_kernels() == (missing or "Python's header files are not installed (python3-dev)")
+
+
+def test_the_compiler_is_as_it_was() -> None:
+    genuine = torch.compile
+    fusions.leave_uncompiled()
+    assert torch.compile is genuine
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +16,11 @@ from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
 
 from megatron_ext import device
+from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device import fusions
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.model.config import transformer_config
+from megatron_ext.parallel import groups
 from tests.support.plain_process import plain_python
 from tests.support.small_models import small_config
 
@@ -43,6 +49,46 @@ def test_on_fake_gpus_and_in_tritons_interpreter() -> None:
 @pytest.mark.slow
 def test_every_combination_on_fake_gpus_and_in_tritons_interpreter() -> None:
     run_there("-m", "slow")
+
+
+class Gpu:
+    """A device that says it is a GPU, and remembers what it was asked, by which thread."""
+
+    kind = "cuda"
+    backend = backend_with_host = "nccl"
+    torch_device = torch.device("cuda", 3)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_args: self.asked.append((name, threading.get_ident()))
+
+
+def test_groups_connect_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device_id, torch connects each at once, and sends of one group wait for each other."""
+    started: list[dict[str, Any]] = []
+    made: list[dict[str, Any]] = []
+    here: Any = Gpu()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **options: started.append(options))
+    monkeypatch.setattr(
+        groups.parallel_state,
+        "initialize_model_parallel",
+        lambda **options: made.append(options) or here.model_parallel(),
+    )
+    monkeypatch.setattr(groups, "own_groups_only", nullcontext)
+    monkeypatch.setattr(groups.ProcessGroupCollection, "use_mpu_process_groups", lambda: None)
+    groups.initialize(LayoutConfig(world_size=1), here)
+    assert started[0]["backend"] == "nccl"
+    assert started[0]["timeout"] == timedelta(minutes=10, seconds=5)  # the watch, which says who is to blame, is first
+    assert started[0].get("device_id") is None
+    assert [name for name, _ in here.asked] == ["bind_group", "model_parallel"], "before any barrier"
+    assert made[0]["distributed_timeout_minutes"] == 10 + 5 / 60
+    assert made[0]["virtual_pipeline_model_parallel_size"] is None, "megatron-core refuses 1"
+    assert made[0]["create_gloo_process_groups"] is False, "as many connections again"
+    groups.initialize(LayoutConfig(world_size=1, distributed_backend="gloo"), here)
+    assert started[1]["backend"] == "gloo", "the flag is stronger than the device"
 
 
 def test_no_synchronization_after_batched_sends() -> None:

@@ -50,6 +50,19 @@ def test_the_first_product_is_written(dtypes: tuple[torch.dtype, torch.dtype]) -
         assert torch.equal(main, zeros)
 
 
+def test_apexs_kernels_stay_where_megatron_core_has_found_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel import layers
+
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", "apex", raising=False)
+    weight_gradients.stand_in()
+    assert layers.fused_weight_gradient_mlp_cuda == "apex"  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    weight_gradients.stand_in()
+    assert layers.fused_weight_gradient_mlp_cuda is ProductsOfTorch  # pyright: ignore[reportAttributeAccessIssue]
+    assert layers._grad_accum_fusion_available
+
+
 def main_gradients(model: dict[str, Any], fused: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of two microbatches, and the main gradients of both."""
     config = small_config(model, training={"gradient_accumulation_fusion": fused})

@@ -1,12 +1,14 @@
 """What inference changes of a model and puts back."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
 
 from megatron_ext.inference.inference_model import Model
+from megatron_ext.inference.tasks import length_of
 from tests.support.scripted_model import scripted_model
 
 
@@ -44,3 +46,17 @@ def test_after_inference_the_model_is_as_it_was_before() -> None:
         assert not torch.is_inference_mode_enabled(), "some of the weights are trained"
     with _model([chunk.requires_grad_(False) for chunk in chunks]).at_work():
         assert torch.is_inference_mode_enabled()
+
+
+def test_padding_of_the_vocabulary_is_no_token() -> None:
+    assert scripted_model(padded_vocab_size=264).whole_vocabulary(torch.zeros(3, 264)).shape == (3, 257)
+
+
+def test_numbers_of_a_model_by_its_configuration() -> None:
+    for kind, length, positions in itertools.product(("learned_absolute", "rope"), (16, 32), (16, 64)):
+        model = scripted_model(position_embedding_type=kind, seq_length=length, max_position_embeddings=positions)
+        learned = kind == "learned_absolute"
+        assert model.longest == (positions if learned else None)
+        assert length_of(model) == (min(length, positions) if learned else length)
+        assert (model.vocab_size, model.eod) == (257, 256)
+    assert dataclasses.replace(scripted_model(), tokenizer=None).eod is None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_ext.inference.scoring import Scorable, _batches, score
+from megatron_ext.inference.scoring import Scorable, _batch, _batches, score
 from tests.support.scripted_model import LETTERS, logits_of, scripted_model
 
 
@@ -44,6 +44,16 @@ def test_scores_are_those_of_a_plain_loop() -> None:
         found = score(scripted_model(), sequences, rows)
         assert [(one.log_likelihood, one.greedy) for one in found] == expected
     assert score(scripted_model(), [], 2) == []
+
+
+def test_a_batch_says_which_position_predicts_which_token() -> None:
+    """Position s of row b is number s x B + b; the last token is predicted by the one before it, and is no input."""
+    sequences = [Scorable([1, 2, 3], 1), Scorable([4, 5, 6, 7, 8], 2)]
+    found = _batch(sequences, [1, 0], 2, 4, 5, torch.device("cpu"))
+    assert found.tokens_BS.tolist() == [[4, 5, 6, 7], [1, 2, 0, 0]]
+    assert found.wanted_N.tolist() == [2 * 2, 3 * 2, 1 * 2 + 1, 0, 0]
+    assert found.targets_N.tolist() == [7, 8, 3, 0, 0]
+    assert found.owners_N.tolist() == [1, 1, 0, -1, -1]
 
 
 @pytest.mark.parametrize(("count", "rows", "replicas"), [(1, 4, 1), (7, 2, 3), (13, 4, 2), (5, 1, 4), (24, 3, 2)])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.model.names import AFTER_ALL, forward_place, global_named_parameters, is_of_an_expert
+from megatron_ext.model.names import AFTER_ALL, by_expert, forward_place, global_named_parameters, is_of_an_expert
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.parts.stack import layers
 from tests.support.small_models import LLAMA, OLMO2, small_config
@@ -61,6 +61,17 @@ def test_names_are_those_of_the_whole_model(tied: bool) -> None:
         "embedding.word_embeddings.weight" if tied else "output_layer.weight",
     ]
     assert [is_of_an_expert(name) for name in names] == [False, False, True, False, False]
+
+
+def test_stacked_matrices_are_those_of_single_experts() -> None:
+    stacked = torch.arange(6.0).view(2, 3)
+    found = list(by_expert("decoder.layers.7.mlp.experts.4:6.linear_fc1.weight", stacked))
+    assert [name for name, _ in found] == [f"decoder.layers.7.mlp.experts.{n}.linear_fc1.weight" for n in (4, 5)]
+    assert [matrix.tolist() for _, matrix in found] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    found[1][1].fill_(9.0)
+    assert stacked[1].tolist() == [9.0] * 3, "a view"
+    [(name, same)] = by_expert("decoder.layers.7.mlp.router.weight", stacked)
+    assert (name, same is stacked) == ("decoder.layers.7.mlp.router.weight", True)
 
 
 MIXTURE = {**LLAMA, "num_experts": 2, "moe_ffn_hidden_size": 24, "qk_layernorm": True}

@@ -39,6 +39,17 @@ def test_the_ranks_of_each_group(layout: dict[str, Any], expected: dict[str, lis
     assert found == expected
 
 
+def test_chunks_of_a_stage_are_those_of_the_layout() -> None:
+    from megatron.core import parallel_state
+
+    for chunks in (1, 3):
+        layout: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": chunks}
+        with played(0, 4):
+            groups.initialize(LayoutConfig(world_size=4, **layout), device.install("cpu"))
+            found = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        assert found == (chunks if chunks > 1 else None)
+
+
 def _seconds(group: Any) -> float:
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 

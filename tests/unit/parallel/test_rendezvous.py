@@ -11,6 +11,7 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.parallel import rendezvous
 from megatron_ext.parallel.rendezvous import agree
+from tests.support.patched_in_one_module import replace_in
 
 LONG = timedelta(seconds=60)
 
@@ -80,3 +81,13 @@ def test_the_launchers_store_is_shared_by_attempts(monkeypatch: pytest.MonkeyPat
     assert (rank, size, store.check(["key"]), found.check(["key"])) == (0, 1, False, True)
     [token] = [store.get("meeting/token").decode()]
     assert store.get(f"attempt/{token}/key") == b"value"
+
+
+def test_pauses_grow_to_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    replace_in(monkeypatch, rendezvous, "time", sleep=slept.append)
+    pause = 0.01
+    for _ in range(12):
+        pause = rendezvous._wait(pause)
+    assert slept[:3] == pytest.approx([0.01, 0.015, 0.0225])
+    assert slept[-1] == pause == 0.25

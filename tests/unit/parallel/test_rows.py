@@ -21,3 +21,7 @@ def test_a_part_is_the_rows_or_all_of_a_weight() -> None:
     mark(weight, shard)
     assert row_shard(weight) is shard
     assert local_part(weight) is shard.local
+
+
+def test_rows_end_where_their_first_axis_does() -> None:
+    assert RowShard(torch.zeros(2, 5), 3, (8, 5), None).stop == 5

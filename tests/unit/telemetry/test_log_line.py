@@ -16,6 +16,10 @@ def test_the_line_is_the_pinned_one():
     assert step_line(step(), NOW, throughput=True) == GOLDEN
 
 
+def test_throughput_is_printed_only_when_asked():
+    assert step_line(step(), NOW) == GOLDEN.replace(" throughput per GPU (TFLOP/s/GPU): 41.7 |", "")
+
+
 def test_a_nan_loss_and_a_skipped_step():
     line = step_line(step(lm_loss=math.nan, grad_norm=None, skipped_iterations=2, nan_iterations=1), NOW)
     assert " | lm loss: nan | loss scale: 1.0 | number of skipped iterations:   2 | " in line
@@ -43,3 +47,11 @@ def test_several_validation_sources_come_before_all_of_them():
     assert lines[4].startswith(" validation-1 loss at iteration 10 | lm loss value: 2.000000E+00 |")
     assert lines[7].startswith(" validation loss at iteration 10 | lm loss value: 1.500000E+00 |")
     assert lines[0] == lines[2] == lines[3] == lines[5] == "-" * (len(lines[1]) + 1)
+
+
+def test_validation_perplexity_is_capped_and_keeps_nan():
+    def line(loss: float) -> str:
+        return evaluation_lines(ValidationMetrics(iteration=1, consumed_samples=1, validation_loss=loss)).split("\n")[1]
+
+    assert "lm loss PPL: 4.851652E+08 | " in line(25.0)
+    assert "lm loss value: nan | lm loss PPL: nan | " in line(math.nan)

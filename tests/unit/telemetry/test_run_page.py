@@ -46,6 +46,27 @@ def lines(chart: ElementTree.Element) -> list[str]:
     return [path.attrib["d"] for path in chart.iter("path") if path.attrib["class"].startswith("line")]
 
 
+def test_the_chart_is_the_drawn_one(tmp_path: Path):
+    history = write_run(tmp_path, {1: 9.0, 2: 7.0, 3: 6.0, 4: 5.0, 5: 5.0, 6: 5.0}, {4: 6.0, 6: 5.0})
+    assert loss_chart(history, width=6, height=5) == (
+        "      loss in nats per token (. training, o validation)\n"
+        "9.00 |.\n"
+        "     |\n"
+        "7.00 | .\n"
+        "     |  .o\n"
+        "5.00 |   ..o\n"
+        "     +------\n"
+        "      1    6"
+    )
+
+
+def test_many_points_share_a_column_by_their_mean(tmp_path: Path):
+    history = write_run(tmp_path, {i: float(i % 2) for i in range(1, 1001)}, {})
+    plot = [line for line in loss_chart(history, width=10, height=3).split("\n") if "|" in line]
+    assert plot[0].startswith("0.5")
+    assert sum(line.count(".") - line.startswith("0.") for line in plot) == 10
+
+
 def test_summary(tmp_path: Path):
     history = write_run(tmp_path, {1: 9.0, 2: math.nan, 3: 5.0}, {3: 2.0})
     assert summary(history) == [
@@ -59,6 +80,11 @@ def test_summary(tmp_path: Path):
 def of_rows(*rows: dict[str, Any]) -> RunHistory:
     plain = {"lm_loss": 2.0, "consumed_tokens": 0}
     return RunHistory(steps=[plain | row | {"iteration": number} for number, row in enumerate(rows, 1)], evaluations=[])
+
+
+def test_a_value_of_zero_is_one() -> None:
+    history = of_rows({"grad_norm": 0.0}, {"grad_norm": None}, {}, {"grad_norm": 2.0})
+    assert history.points("grad_norm") == [(1, 0.0), (4, 2.0)]
 
 
 def test_slow_ranks_are_named_with_the_rows_in_which_they_were() -> None:

@@ -1,15 +1,22 @@
 """Who is slow, from the ranks' compute times: planted slowness is found in time, noise is not."""
 
+import json
 import math
 import random
+import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron_ext.telemetry import stragglers
 from megatron_ext.telemetry.stragglers import SlowRanks
 from megatron_ext.train.callbacks.straggler_report import _became_text
 
 STEP = 0.1  # seconds
+RECORDED = Path(__file__).parents[2] / "data" / "compute_times.json"
+SLOW_CORES = RECORDED.with_name("slow_cores.json")
 
 
 def noisy(ranks: int, seed: int) -> Iterator[list[float]]:
@@ -74,12 +81,32 @@ def test_the_eleventh_slow_step_of_sixteen_names_a_rank(ratio: float, step: int 
     assert named([[0.1, 0.1 * ratio]] * 16 + [[0.1, 0.1]] * 30) == ([(16, 1)] if step else [])
 
 
+def test_ten_slow_steps_name_nobody_and_five_may_be_quick_between() -> None:
+    quick, slow = [0.1, 0.1], [0.1, 0.2]
+    assert named([quick] * 30 + [slow] * 10 + [quick] * 30) == []
+    assert named([quick] * 30 + [slow] * 6 + [quick] * 5 + [slow] * 5) == [(46, 1)]
+    assert named([quick] * 30 + [slow] * 6 + [quick] * 6 + [slow] * 11) == [(53, 1)]
+
+
 def test_a_rank_is_slow_until_half_of_the_steps_are_quick() -> None:
     slow = SlowRanks([0, 0])
     for _ in range(16):
         slow.add([0.1, 0.2])
     ended = [[one.rank for one in slow.add([0.1, 0.1])[1]] for _ in range(16)]
     assert ended == [[]] * 8 + [[1]] + [[]] * 7
+
+
+@pytest.mark.parametrize("episode", sorted(json.loads(RECORDED.read_text()).keys() - {"about"}))
+def test_a_core_that_is_taken_for_a_second_makes_nobody_slow(episode: str) -> None:
+    """Recorded on two cores, where other programs ran: by the clock one rank was slow for so long that it would be
+    named. What each computed in was not."""
+    rows = np.array(json.loads(RECORDED.read_text())[episode]) / 1000.0
+    clock, own = rows[:, 0::2].tolist(), rows[:, 1::2].tolist()
+    assert len(named(clock)) == 1
+    assert named(own, clock) == []
+    for rank in range(2):
+        slowed = [[value * (2.0 if one == rank else 1.0) for one, value in enumerate(step)] for step in own]
+        assert named(slowed, clock) == [(16, rank)]
 
 
 @pytest.mark.parametrize("ratio", [1.17, 1.19, 1.3, 2.0])
@@ -90,6 +117,18 @@ def test_a_slow_rank_is_named_as_soon_where_cores_are_shared(ratio: float) -> No
     for rank in range(2):
         shared = [[step[one] / (0.3 if one == rank else 1.0) for one in range(2)] for step in own]
         assert named(own, shared)[:1] == named(own)
+
+
+@pytest.mark.parametrize("episode", sorted(json.loads(SLOW_CORES.read_text()).keys() - {"about"}))
+def test_a_core_that_is_slow_for_a_second_makes_nobody_slow(episode: str) -> None:
+    rows = np.array(json.loads(SLOW_CORES.read_text())[episode])
+    clock, own, loops = (rows[:, column::3] for column in range(3))
+    assert len(named(own.tolist())) == 1, "its own time alone would have named a rank"
+    assert named(own.tolist(), clock.tolist(), loops.tolist()) == []
+    for rank in range(2):
+        slowed = own * [2.0 if one == rank else 1.0 for one in range(2)]
+        ((step, found),) = named(slowed.tolist(), (clock + slowed - own).tolist(), loops.tolist())
+        assert (step <= 18, found) == (True, rank)
 
 
 def test_only_a_loop_that_is_a_tenth_longer_counts_and_a_step_is_less_longer_than_its_loop() -> None:
@@ -148,6 +187,14 @@ def test_a_core_that_others_often_use_is_not_named() -> None:
     assert named([alone] * 1000, [[0.2, 0.2]] * 1000) == []
     assert named([alone] * 1000, [[0.1, 0.12]] * 1000) == []
     assert named([[0.1, 0.2]] * 1000, [[0.1, 0.2]] * 1000) == [(16, 1)]
+
+
+def test_each_rank_is_compared_with_the_median_of_all_others() -> None:
+    chance = np.random.default_rng(1)
+    for ranks in (2, 3, 4, 7, 8):
+        values = chance.choice(5, ranks) / 4.0 if ranks > 4 else chance.random(ranks)
+        expected = [statistics.median(np.delete(values, rank).tolist()) for rank in range(ranks)]
+        assert stragglers._medians_of_others(values).tolist() == expected
 
 
 def test_stages_are_compared_within_themselves() -> None:

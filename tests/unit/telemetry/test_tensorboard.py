@@ -12,6 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from megatron_ext import durable
 from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.metrics import LayerLoad, Sample, SampleMetrics, SourceLoss, StepMetrics, ValidationMetrics
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter, drop_after
@@ -123,6 +124,17 @@ def test_a_whole_record_at_the_end_stays_and_a_torn_one_goes(tmp_path: Path) -> 
         assert whole.startswith(kept)
         assert (kept == whole) == (cut == 0)
         assert points(read(tmp_path), "lm loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_records_of_more_than_a_block_are_copied_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "_BLOCK", 7)
+    write(tmp_path, [at(1, 1.0), at(2, 2.0), at(3, 3.0), at(4, 4.0)])
+    [path] = tmp_path.iterdir()
+    before = path.read_bytes()
+    drop_after(tmp_path, 2, 48)  # a point against samples beyond the iteration's stays: each axis has its limit
+    assert points(read(tmp_path), "lm loss") == [(1, 1.0), (2, 2.0)]
+    assert points(read(tmp_path), "lm loss vs samples") == [(16, 1.0), (32, 2.0), (48, 3.0)]
+    assert 0 < path.stat().st_size < len(before)
 
 
 def test_a_pipe_among_the_files_of_a_resumed_run_is_not_waited_for(tmp_path: Path) -> None:

@@ -2,7 +2,12 @@
 
 import pytest
 
-from megatron_ext.telemetry.throughput import peak_tflops
+from megatron_ext.telemetry.throughput import model_flops_utilization, peak_tflops, tflops_per_gpu
+
+
+def test_tflops_per_gpu():
+    # 7e9 parameters at 6 FLOPs each, 10,000 tokens per second on 8 GPUs: 4.2e14 / 8 = 52.5 TFLOP/s.
+    assert tflops_per_gpu(6 * 7e9, 10_000.0, world_size=8) == 52.5
 
 
 @pytest.mark.parametrize(
@@ -33,3 +38,8 @@ from megatron_ext.telemetry.throughput import peak_tflops
 )
 def test_peaks_of_the_names_that_devices_give_themselves(name: str, peak: float | None):
     assert peak_tflops(name) == peak
+
+
+def test_utilization():
+    assert model_flops_utilization(156.0, "NVIDIA A100-SXM4-80GB") == 0.5
+    assert model_flops_utilization(156.0, "cpu") is None

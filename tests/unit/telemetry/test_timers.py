@@ -40,6 +40,16 @@ def test_what_the_device_had_to_do_before_is_left_out_and_what_it_was_given_is_c
     assert timers.take() == {"part": 3.0, "other": 0.0}
 
 
+@pytest.mark.parametrize(("level", "names"), [(0, ["a"]), (1, ["a", "b"]), (2, ["a", "b", "c"])])
+def test_timers_up_to_the_level_run(level: int, names: list[str]) -> None:
+    timers = Timers(level=level)
+    for number, name in enumerate("abc"):
+        timers(name, log_level=number).start()
+        timers(name).stop()
+    timers("never told its level").start()
+    assert list(timers.take()) == names
+
+
 def test_a_timer_that_is_a_range_counts_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     timers = Timers(level=1, synchronize=clock.synchronize, open_range=lambda name: contextlib.nullcontext())
@@ -48,6 +58,16 @@ def test_a_timer_that_is_a_range_counts_its_time_too(monkeypatch: pytest.MonkeyP
         clock.now += 1.0
         timers(name).stop()
     assert timers.take() == {"optimizer": 4.0}
+
+
+def test_a_timer_is_started_once_and_stopped_once() -> None:
+    timers = Timers(level=1, open_range=None)
+    timers("part", log_level=1).start()
+    with pytest.raises(AssertionError, match="runs already"):
+        timers("part").start()
+    timers("part").stop()
+    with pytest.raises(AssertionError, match="was not started"):
+        timers("part").stop()
 
 
 def test_a_timer_adds_up_what_lies_between_start_and_stop():

@@ -105,6 +105,11 @@ def test_json_in_a_template_is_as_transformers_writes_it() -> None:
     assert written("tojson(indent=1)") == '{\n "b": "é<",\n "a": [\n  1,\n  null\n ]\n}'
 
 
+def test_lines_of_a_template_are_trimmed_as_transformers_trims_them() -> None:
+    source = "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\nend"
+    assert ChatTemplate(source, {}).text([{"content": "a"}, {"content": "b"}]) == "a\nb\nend"
+
+
 @pytest.mark.parametrize(
     ("source", "refused"),
     [

@@ -18,8 +18,10 @@ from megatron_ext.tokenizer.encode_many import (
     fast_encoder,
     first_difference,
     has_unassigned,
+    joined,
     plain_encoder,
     probe_texts,
+    special_texts,
 )
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.tokenizer_protocol import Text, as_string
@@ -194,6 +196,22 @@ def test_what_the_reference_alone_accepts_is_a_difference(together: bool):
     assert first_difference(refusing("xy"), refusing("x"), texts) == "y"
     assert first_difference(refusing("x"), refusing("xy"), texts) is None
     assert first_difference(refusing(""), refusing("xyz"), texts) is None
+
+
+def test_special_texts_are_thirty_at_most(tmp_path: Path):
+    special = [f"<{number}>" for number in range(40)]
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", HF, special_tokens=special)
+    assert special_texts(tokenizer) == ["<|endoftext|>", *special[:29]]
+    assert special_texts(build_tokenizer("ByteTokenizer")) == []
+    named = probe_texts(tokenizer)
+    assert {f" {text}." for text in special[:29]} <= set(named)
+    assert probe_texts(tokenizer) == named
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_no_texts_and_one_are_joined(length: int):
+    ids, lengths = joined([np.array([5, 6])] * length)
+    assert (ids.tolist(), lengths.tolist()) == ([5, 6] * length, [2] * length)
 
 
 def test_ids_of_a_template_stand_around_each_text_in_their_order():

@@ -18,6 +18,14 @@ SPM = str(GOLDEN / "spm_unigram.model")
 ROOT = Path(__file__).parents[3]
 
 
+def test_bytes_are_utf8_and_256_ends_a_document():
+    tokenizer = build_tokenizer("ByteTokenizer")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    assert tokenizer.encode("aé\0") == [97, 0xC3, 0xA9, 0]
+    assert tokenizer.decode([97, 0xC3, 0xA9, 256]) == "aé"
+    assert tokenizer.decode([0xFF]) == "\ufffd"
+
+
 def test_null_reads_numbers():
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
@@ -33,6 +41,12 @@ def test_text_comes_back(type: str, model: str):
     assert 0 < len(ids) < len(text)
     assert max(ids) < tokenizer.vocab_size
     assert tokenizer.decode(ids) == text
+
+
+def test_huggingface_special_tokens():
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", HF)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (1200, 0)
+    assert 0 in tokenizer.encode("one<|endoftext|>two")
 
 
 def test_tokens_that_only_the_config_names_are_added_in_transformers_order(tmp_path: Path):
@@ -209,6 +223,12 @@ def test_what_ends_and_begins_a_document(tmp_path: Path) -> None:
     assert ids == {"a": build_tokenizer("HuggingFaceTokenizer", HF).encode("a")[0], "<new>": 1200}
     assert _changed(tmp_path, bos_token={"content": "<new>"}).bos == 1200
     assert _changed(tmp_path, bos_token=None).bos is None
+
+
+def test_special_tokens_are_characters_where_the_folder_says_so(tmp_path: Path) -> None:
+    ids = [_changed(tmp_path, split_special_tokens=value).encode("<|endoftext|>") for value in (None, False, True)]
+    assert ids[0] == ids[1] == [0]
+    assert 0 not in ids[2]
 
 
 def test_tokens_of_the_config_are_appended_by_number(tmp_path: Path) -> None:

@@ -10,8 +10,25 @@ import pytest
 
 from megatron_ext.checkpoint.huggingface import huggingface_folder as hf_folder
 from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
-from megatron_ext.checkpoint.huggingface.safetensors import create
+from megatron_ext.checkpoint.huggingface.safetensors import Entry, create
 from megatron_ext.errors import DataError
+from megatron_ext.families import FAMILIES
+
+
+def _folder(**dtypes: str) -> Any:
+    made: Any = object.__new__(HFFolder)
+    made.family = FAMILIES["llama"]
+    made.entries = {name: Entry(Path("x"), code, (2,), 0) for name, code in dtypes.items()}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("codes", "all_held_by"),
+    [("F16", "F16"), ("BF16", "BF16"), ("F16 BF16", "F32"), ("F16 BF16 F32", "F32"), ("F16 BF16 F64", "F64"),
+     ("BF16 F32", "F32"), ("F32 F64", "F64"), ("I64 BF16", "BF16"), ("I64", "F16"), ("", "F16")],
+)  # fmt: skip
+def test_a_dtype_that_holds_all_weights(codes: str, all_held_by: str) -> None:
+    assert _folder(**{f"t{number}": code for number, code in enumerate(codes.split())}).dtype() == all_held_by
 
 
 def test_a_tied_head_may_be_there_twice_and_not_differ(tmp_path: Path) -> None:

@@ -172,6 +172,18 @@ def test_an_export_is_there_whole_or_not_at_all(tmp_path: Path, watched_disk: Ca
     assert left[-2:] == [whole, whole]
 
 
+def test_files_are_no_larger_than_asked_for(tmp_path: Path) -> None:
+    """Two tensors of 40 bytes fit in 100, a third does not; one that is larger has a file of its own."""
+    shapes = {"a": (10,), "b": (10,), "c": (10,), "d": (30,)}
+    entries = exporter._files(tmp_path, shapes, "F32", 100)
+    assert [entries[name].path.name[:11] for name in shapes] == [
+        "model-00001",
+        "model-00001",
+        "model-00002",
+        "model-00003",
+    ]
+
+
 def test_what_ends_a_text_is_added_and_what_begins_one_is_kept(tmp_path: Path) -> None:
     """The tokenizer's folder may name the token that begins a text, and not the one that ends it."""
     (tmp_path / "generation_config.json").write_text('{"bos_token_id": 7, "top_k": 3}')

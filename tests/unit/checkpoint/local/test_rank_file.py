@@ -118,3 +118,15 @@ def test_a_file_that_cannot_be_named_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Is a directory"):
         rank_file.write(tmp_path / "rank_00000", {}, tensors())
     assert os.listdir(tmp_path) == ["rank_00000"]
+
+
+def test_short_writes_are_gone_on_with() -> None:
+    """A call may write less than it is given."""
+    written = bytearray()
+
+    def write(piece: memoryview) -> int:
+        written.extend(piece[:3])
+        return len(piece[:3])
+
+    rank_file._write_all(write, b"0123456789")
+    assert bytes(written) == b"0123456789"

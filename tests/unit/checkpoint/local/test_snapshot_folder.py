@@ -20,6 +20,11 @@ def snapshots(at: Path) -> Path:
     return at
 
 
+def test_snapshots_are_listed_by_number(tmp_path: Path) -> None:
+    assert snapshot_folder.iterations(snapshots(tmp_path)) == sorted(STEPS)
+    assert snapshot_folder.iterations(tmp_path / "none") == []
+
+
 def test_the_newest_two_stay_and_later_ones_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A faster rank of the machine may have begun the next one."""
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -80,6 +80,14 @@ def test_flags_of_another_kind_or_size_are_not_read(tmp_path: Path, monkeypatch:
     assert saved_flags.read_args(tmp_path) is None
 
 
+def test_the_model_under_our_names() -> None:
+    """A bias that is added is one that is not left out; epsilon has another name there."""
+    given = {"layernorm_epsilon": 1e-6, "add_bias_linear": True, "hidden_size": 8}
+    assert saved_flags.model_flags(given) == {**given, "norm_epsilon": 1e-6, "disable_bias_linear": False}
+    assert saved_flags.model_flags({"add_bias_linear": False})["disable_bias_linear"] is True
+    assert saved_flags.model_flags({}) == {"norm_epsilon": None, "disable_bias_linear": None}
+
+
 def test_latent_attention_has_heads_and_a_rotation_of_its_own() -> None:
     found = saved_flags.model_flags({"multi_latent_attention": True, "kv_channels": 16, "rope_type": None})
     assert (found["kv_channels"], found["rope_type"]) == (None, "yarn")
@@ -281,3 +289,9 @@ def test_extra_states_are_left_out_of_every_chunk() -> None:
     assert {key: list(part) for key, part in state.items()} == {
         "model0": ["a.weight"], "model1": ["b.weight"], "optimizer": ["d._extra_state"]
     }  # fmt: skip
+
+
+def test_who_wrote_a_checkpoint() -> None:
+    assert megatron_lm.wrote({"args": Namespace()})
+    assert not megatron_lm.wrote({"args": {"num_layers": 2}})
+    assert not megatron_lm.wrote({"iteration": 3})

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_ext.checkpoint.native import safe_reading, torch_dist
 from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files, read_metadata
-from megatron_ext.checkpoint.native.torch_archive import check_archive, place_of_elements, tensor_pickle
+from megatron_ext.checkpoint.native.torch_archive import archive, check_archive, place_of_elements, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 
 
@@ -197,6 +197,10 @@ def test_records_of_more_than_four_gigabytes_are_found(tmp_path: Path) -> None:
         assert place_of_elements(file, 0, length, (size // 4,), "F32") == len(head) + len(local)
         with pytest.raises(pickle.UnpicklingError):
             check_archive(file, 0, length - 1)
+
+
+def test_an_archive_without_elements_is_one(tmp_path: Path) -> None:
+    checked(archive(b"\x80\2}.", None)[0], tmp_path)
 
 
 def test_a_part_of_a_chunk_goes_to_its_place_in_the_tensor(tmp_path: Path) -> None:

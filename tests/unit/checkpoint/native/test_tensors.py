@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.checkpoint.native.tensors import differences
+from megatron_ext.checkpoint.native.tensors import Tensors, differences
 
 
 class _Held:
@@ -38,3 +38,9 @@ def test_tensors_that_differ_are_named_with_how_much() -> None:
         "a: only in A",
         "b: only in B",
     ]
+
+
+def test_weights_are_listed_before_the_optimizers_state() -> None:
+    made: Any = object.__new__(Tensors)
+    made._entries = dict.fromkeys(("optimizer.state.exp_avg.a", "z.weight", "b.weight", "optimizer.state.exp_avg"))
+    assert made.names() == ["b.weight", "z.weight", "optimizer.state.exp_avg", "optimizer.state.exp_avg.a"]

@@ -12,11 +12,17 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megatron_ext.checkpoint.dtypes import code_of
 from megatron_ext.checkpoint.native import safe_reading, torch_dist
 from megatron_ext.checkpoint.native.part_reading import read_part
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Properties, Saved, Tensor
 from megatron_ext.untrusted.inert_pickle import read as read_inert
+
+
+def test_a_dtype_that_no_weights_have_keeps_torchs_name() -> None:
+    names = ("bfloat16", "float32", "float16", "float64", "int64", "float8_e4m3fn")
+    assert [code_of(name) for name in names] == ["BF16", "F32", "F16", "F64", "int64", "float8_e4m3fn"]
 
 
 def _content() -> Any:
@@ -170,3 +176,6 @@ def test_torchs_metadata_says_what_the_file_says(monkeypatch: pytest.MonkeyPatch
         places = {index: (i.relative_path, i.offset, i.length) for index, i in found.storage_data.items()}
         assert places == {MetadataIndex("w", (4, 0)): ("x", 5, 6), MetadataIndex("o"): ("y", 7, 8)}  # pyright: ignore
         assert [index.index for index in found.storage_data] == [0, None]
+
+
+SIZES = {"e": 5, "a": 50, "d": 4, "b": 40, "c": 4}
