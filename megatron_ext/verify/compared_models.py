@@ -165,6 +165,8 @@ MODELS |= {
         f"--num-layers 4 {_LLAMA.replace('--normalization RMSNorm ', '')} {_UNTIED} {_DELTA_SIZES}"
     ),
     "delta rules, packed": f"{MODELS['packed']} {_DELTA_SIZES}",
+    "Kimi delta rules": f"--num-layers 4 {_LLAMA} {_UNTIED} {_DELTA_SIZES.replace('gated_delta_net', 'kda')}",
+    "Kimi delta rules, packed": f"{MODELS['packed']} {_DELTA_SIZES.replace('gated_delta_net', 'kda')}",
     "Qwen3-Next": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} {_DELTA_SIZES} --attention-output-gate --qk-layernorm --rotary-percent 0.5 "
         "--num-experts 8 --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate "

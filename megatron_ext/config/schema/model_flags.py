@@ -174,15 +174,14 @@ class ModelConfig:
     )
     experimental_attention_variant: str | None = option(
         None,
-        "What takes the place of attention in the layers of --linear-attention-freq: Gated DeltaNet, a recurrence over "
-        "a state of one size.",
+        "What takes the place of attention in the layers of --linear-attention-freq, a recurrence over a state of one "
+        "size: Gated DeltaNet, or Kimi Delta Attention (kda).",
         resume="shape",
-        choices=("gated_delta_net",),
+        choices=("gated_delta_net", "kda"),
         refused={"dsa": "sparse attention by an indexer of keys is not in this version"},
         needs={
-            "gated_delta_net": [
-                Need("disable_bias_linear", True, "projections without bias"),
-            ]
+            variant: [Need("disable_bias_linear", True, "projections without bias")]
+            for variant in ("gated_delta_net", "kda")
         },
     )
     linear_attention_freq: str | None = option(
