@@ -21,7 +21,7 @@ from megatron_ext.parts.stack import layers
 RULE_KINDS = ("full_attention", "linear_attention")
 """What `layer_types` says of a layer."""
 
-_SIZES = (
+RULE_SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
     "linear_num_value_heads",
 )
@@ -30,7 +30,7 @@ _INTERVAL = "full_attention_interval"
 DELTA_FLAGS: dict[str, Any] = {**DECODER_FLAGS, "qk_layernorm": True, "attention_output_gate": True}
 DELTA_DEFAULTS: dict[str, Any] = {
     **{"partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "head_dim": 256, "num_attention_heads": 16},
-    **dict(zip(_SIZES, (4, 128, 128, 16, 32), strict=True)),
+    **dict(zip(RULE_SIZES, (4, 128, 128, 16, 32), strict=True)),
 }
 CONVOLUTION = {"self_attention.conv1d": Sections((3,), by_groups=False)}
 """How its channels lie there: all queries, all keys, all values."""
@@ -50,7 +50,7 @@ def delta_values(reading: Reading) -> dict[str, Any]:
     """Return the values of our flags of such a decoder, but for its MLP or experts."""
     every = reading.integer(_INTERVAL, 4)
     usual = [(number + 1) % every != 0 for number in layer_numbers(reading)]
-    sizes = {name: reading.integer(name) for name in _SIZES}
+    sizes = {name: reading.integer(name) for name in RULE_SIZES}
     of_values, of_keys = sizes["linear_num_value_heads"], sizes["linear_num_key_heads"]
     if of_values % of_keys:
         reading.problems.append(
@@ -71,7 +71,7 @@ def rule_values(reading: Reading, variant: str, usual: Sequence[bool]) -> dict[s
         has_rule = [kind == RULE_KINDS[1] for kind in kinds]
     elif kinds is not None:
         reading.problems.append(
-            f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of {number} times {' or '.join(RULE_KINDS)}"
+            f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of num_hidden_layers {number} times {' or '.join(RULE_KINDS)}"
         )
     return {
         "experimental_attention_variant": variant if any(has_rule) else None,
@@ -95,7 +95,7 @@ def delta_json(config: Config) -> dict[str, Any]:
     return {
         **decoder_json(config, partial=True, biases="attention"),
         "layer_types": [RULE_KINDS[not layer.has_attention] for layer in layers(config)],
-        **{name: getattr(config.model, name) for name in _SIZES},
+        **{name: getattr(config.model, name) for name in RULE_SIZES},
     }
 
 

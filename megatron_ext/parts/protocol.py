@@ -203,6 +203,10 @@ class Part:
         """Return the bytes of gradients that are there at once in its backward pass."""
         return max(self.held(share).values())
 
+    def computed_again(self, share: Share) -> float:
+        """Return the bytes that are there for a while in its backward pass, of what that computes again in any case."""
+        return 0.0
+
     def sent(self, share: Share) -> Iterator[Exchange]:
         """Yield what a rank sends, besides gathering the part's input and scattering its output."""
         yield from ()

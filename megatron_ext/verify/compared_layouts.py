@@ -283,6 +283,8 @@ DELTA = {
         f"{_CP2} p2p --recompute-granularity selective --recompute-modules core_attn mlp layernorm",
     ),
     "CP4 all_gather, Kimi delta rules, packed": (4, f"{_CP4} all_gather"),
+    "TP2 SP EP2, Kimi Linear": (4, f"{TP2_SP} {_EP2}"),
+    "TP2 SP PP2 VPP2, OLMo hybrid": (4, f"{TP2_SP} {_PP2_VPP2}"),
 }
 QUICK_DELTA = {
     "CP4 all_gather, delta rules, packed",

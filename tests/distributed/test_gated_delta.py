@@ -111,7 +111,7 @@ def _losses(flags: str) -> list[float]:
     return list(pretrain(shlex.split(flags)).losses)
 
 
-@pytest.mark.parametrize("model", ["delta rules", "Kimi delta rules"])
+@pytest.mark.parametrize("model", ["delta rules", "Kimi Linear", "OLMo hybrid"])
 def test_a_run_goes_on_in_this_layout_and_in_others(model: str, tmp_path: Path) -> None:
     """With the optimizer's state of the convolution and of each head's numbers."""
     run = f"{RECIPE} --seq-length 16 --mock-data --vocab-size 250 --eval-interval 0 --device cpu --num-workers 0"
@@ -121,7 +121,7 @@ def test_a_run_goes_on_in_this_layout_and_in_others(model: str, tmp_path: Path) 
     goes_on = f"{flags} --exit-interval 5 --load {tmp_path}"
     [same] = run_ranks(1, _losses, goes_on)
     assert begun + same == whole
-    others = ["--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer", "--use-torch-fsdp2"]
+    others = ["--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer", "--use-torch-fsdp2"]
     for layout in others:
         found, _ = run_ranks(2, _losses, f"{goes_on} {layout}")
         assert found == pytest.approx(whole[3:], abs=CURVE_TOLERANCE)

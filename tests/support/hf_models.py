@@ -420,6 +420,16 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"mlp_layer_types": ["dense"] * 4, "linear_conv_kernel_dim": 3, **_UNTIED},
         "layer_types": ["full_attention", "linear_attention"] * 2,
     },
+    "OLMo hybrid": {
+        **{"model_type": "olmo_hybrid", **_DELTA, **_UNTIED, "layer_types": None, "partial_rotary_factor": 1.0},
+        **{"pad_token_id": None, "rope_parameters": {"rope_theta": None}, "rms_norm_eps": 1e-3},
+    },
+    "OLMo hybrid with rotation": {
+        **{"model_type": "olmo_hybrid", **_DELTA, "num_key_value_heads": 1, "linear_num_value_heads": 4},
+        **{"layer_types": ["full_attention", "linear_attention"] * 2, "linear_allow_neg_eigval": False},
+        **{"pad_token_id": None, "partial_rotary_factor": 1.0, "attention_bias": True, "tie_word_embeddings": True},
+        "rms_norm_eps": 1e-3,
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }
@@ -459,7 +469,22 @@ def _kimi_linear(_config: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tup
         yield re.sub(r"block_sparse_moe\.(?=(gate|up|down)_proj)", "mlp.", name), tensor
 
 
-_AS_PUBLISHED = {"kimi_linear": _kimi_linear}
+def _olmo_hybrid(config: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The convolution's tensors have the channels of queries, keys and values, and norms their usual names."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    for name, tensor in tensors.items():
+        name = name.replace("attention_layer_norm", "input_layernorm")
+        name = name.replace("feedforward_layer_norm", "post_attention_layernorm")
+        prefix, found, _ = name.partition("q_conv1d")
+        if found:
+            names = [f"{prefix}{part}_conv1d.weight" for part in "qkv"]
+            parts = torch.cat([tensors[one] for one in names]).tensor_split((keys, 2 * keys))
+            yield from zip(names, (part.contiguous() for part in parts), strict=True)
+        elif "conv1d" not in name:
+            yield name, tensor
+
+
+_AS_PUBLISHED = {"kimi_linear": _kimi_linear, "olmo_hybrid": _olmo_hybrid}
 
 
 def write_gradients(model: Any, folder: Path) -> None:

@@ -284,7 +284,7 @@ def _span(
     beta, step = (x.unflatten(-1, (per_key, -1)).permute(0, 2, 3, 4, 1, 5).to(wide) for x in mixed[2:])
     of_heads = (groups, per_key, 1, -1)
     log_decay = -a_log.to(wide).exp().view(of_heads) * F.softplus(step + dt_bias.to(wide).view(of_heads))
-    beta = beta.sigmoid()
+    beta = described.furthest_write * beta.sigmoid()
     if counted_SB is not None:
         counted = counted_SB.T[None, :, None, None, :, None]
         beta, log_decay = beta * counted, log_decay * counted

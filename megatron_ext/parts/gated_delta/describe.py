@@ -13,7 +13,7 @@ value head, K positions of the convolution, c context-parallel ranks, w bytes of
     core          4 B g R D V n                 the state before each of the n spans of its part of a sample
     projection    w T g R V                     input of the output projection
 
-What lies between these is computed again in the backward pass. With --context-parallel-size a rank has two parts of
+What lies between these is computed again in the backward pass, span by span (`computed_again`). With --context-parallel-size a rank has two parts of
 every sample, computes what each makes of a state before it, and sends all others that, 2 B g R D (D + V) fp32 numbers,
 and 2 B (K - 1) g (2 D + R V) inputs of the convolution: both whatever the length of a sample.
 """
@@ -61,6 +61,9 @@ class GatedDelta(Part):
 
     by_channel: bool = False
     """Whether each channel of the key decays by itself, as in Kimi Delta Attention."""
+
+    furthest_write: float = 1.0
+    """How far a write may go: 2 takes what was read at a key to its opposite."""
 
     @property
     def per_key(self) -> int:
@@ -164,6 +167,24 @@ class GatedDelta(Part):
             "projection": share.width * share.tokens * self.context_size // share.tensor,
         }
 
+    def computed_again(self, share: Share) -> float:
+        """Return the bytes of what autograd keeps of one span, within a tenth: between positions of a chunk decays and
+        products, with a decay for each channel of each; of each position convolved channels, keys, queries and values in
+        the order of heads, both sides of the triangular system, what is read, normed and gated; of each chunk a state.
+        Where a state is mapped, keys stand next to values, and nothing is read."""
+        pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
+        part = share.length // (share.context * pieces)
+        keys, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
+        size, wide, chunk = self.key_size, self.value_size, min(self._chunk, part)
+        of_pairs = heads * chunk * (size + 1) if self.by_channel else chunk * (4 * heads + 2 * keys) / 3
+        of_keys = 6 * keys * size + heads * (9 * size if self.by_channel else 7 * size + 8)
+        read = 3 * of_pairs + of_keys + heads * wide * (9 + size / chunk)
+        mapped = 0.0
+        if share.context > 1:
+            columns = size + wide
+            mapped = 2 * of_pairs + of_keys - 2 * heads * size + heads * (2 * wide + columns * (4 + size / chunk))
+        return _FP32 * pieces * samples * min(SPAN, part) * max(read, mapped)
+
     def _of_maps(self, share: Share, spans: int) -> float:
         """Return the bytes of what maps of states are made from, and of the maps of all pieces."""
         return self._maps(share) * (spans / 2 + share.context) if share.context > 1 else 0.0
@@ -255,12 +276,14 @@ class GatedDelta(Part):
 
 def gated_delta_of(model: ModelConfig, norm: Norm) -> GatedDelta:
     """Return the gated delta rule of the model's layers, whose norms are of this kind."""
+    epsilon = norm.epsilon if model.linear_norm_epsilon is None else model.linear_norm_epsilon
     return GatedDelta(
         model.linear_num_key_heads,
         model.linear_num_value_heads,
         model.linear_key_head_dim,
         model.linear_value_head_dim,
         model.linear_conv_kernel_dim,
-        norm if norm.has_weight else replace(norm, owns="weight"),
+        replace(norm, owns=norm.owns if norm.has_weight else "weight", epsilon=epsilon),
         by_channel=model.experimental_attention_variant == "kda",
+        furthest_write=2.0 if model.linear_allow_neg_eigval else 1.0,
     )

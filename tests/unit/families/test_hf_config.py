@@ -101,6 +101,10 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA, **_SHARED},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**{name: _DELTA[name] for name in _DELTA if name != "intermediate_size"}, **_SHARED},
+    "olmo_hybrid": {
+        **{name: _DELTA[name] for name in _DELTA if name not in ("head_dim", "full_attention_interval")},
+        "layer_types": ["full_attention", "linear_attention"],
+    },
     "kimi_linear": {
         **{**_LATENTS, **{name: _MIXTURE[name] for name in _MIXTURE if name != "first_k_dense_replace"}},
         **{"linear_head_dim": 4, "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention"]},
