@@ -71,7 +71,8 @@ def rule_values(reading: Reading, variant: str, usual: Sequence[bool]) -> dict[s
         has_rule = [kind == RULE_KINDS[1] for kind in kinds]
     elif kinds is not None:
         reading.problems.append(
-            f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of num_hidden_layers {number} times {' or '.join(RULE_KINDS)}"
+            f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of num_hidden_layers {number} times "
+            f"{' or '.join(RULE_KINDS)}"
         )
     return {
         "experimental_attention_variant": variant if any(has_rule) else None,

@@ -1,5 +1,5 @@
-"""OLMo hybrid: gated delta rules in most layers, with norms before them, and OLMo-3's attention in the others, with norms
-after it; the released model knows no positions.
+"""OLMo hybrid: gated delta rules in most layers, with norms before them, and OLMo-3's attention in the others, with
+norms after it; the released model knows no positions.
 
 Files are as published. transformers 5.23 reads them; what it writes itself divides the convolution's channels into
 three equal parts, whatever their sizes, and names norms otherwise.

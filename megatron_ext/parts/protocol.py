@@ -42,7 +42,9 @@ class Place:
         init = matrix_init(self.model, (rows, columns), self.residual_std if adds else None)
         return Parameter(f"{self.name}.{name}", (rows, columns), self.stage, *init, **divided)
 
-    def vector(self, name: str, size: int, init: Literal["ones", "zeros", "time-step"] = "zeros", **divided: Any) -> Parameter:
+    def vector(
+        self, name: str, size: int, init: Literal["ones", "zeros", "time-step"] = "zeros", **divided: Any
+    ) -> Parameter:
         """Return a vector, such as a bias."""
         return Parameter(f"{self.name}.{name}", (size,), self.stage, init, **divided)
 

@@ -13,9 +13,10 @@ value head, K positions of the convolution, c context-parallel ranks, w bytes of
     core          4 B g R D V n                 the state before each of the n spans of its part of a sample
     projection    w T g R V                     input of the output projection
 
-What lies between these is computed again in the backward pass, span by span (`computed_again`). With --context-parallel-size a rank has two parts of
-every sample, computes what each makes of a state before it, and sends all others that, 2 B g R D (D + V) fp32 numbers,
-and 2 B (K - 1) g (2 D + R V) inputs of the convolution: both whatever the length of a sample.
+What lies between these is computed again in the backward pass, span by span (`computed_again`). With --context-
+parallel-size a rank has two parts of every sample, computes what each makes of a state before it, and sends all
+others that, 2 B g R D (D + V) fp32 numbers, and 2 B (K - 1) g (2 D + R V) inputs of the convolution: both whatever
+the length of a sample.
 """
 
 from collections.abc import Iterator, Mapping
@@ -169,9 +170,9 @@ class GatedDelta(Part):
 
     def computed_again(self, share: Share) -> float:
         """Return the bytes of what autograd keeps of one span, within a tenth: between positions of a chunk decays and
-        products, with a decay for each channel of each; of each position convolved channels, keys, queries and values in
-        the order of heads, both sides of the triangular system, what is read, normed and gated; of each chunk a state.
-        Where a state is mapped, keys stand next to values, and nothing is read."""
+        products, with a decay for each channel of each; of each position convolved channels, keys, queries and values
+        by heads, both sides of the triangular system, what is read, normed and gated; of each chunk a state. Where a
+        state is mapped, keys stand next to values, and nothing is read."""
         pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
         part = share.length // (share.context * pieces)
         keys, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
