@@ -424,12 +424,6 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "olmo_hybrid", **_DELTA, **_UNTIED, "layer_types": None, "partial_rotary_factor": 1.0},
         **{"pad_token_id": None, "rope_parameters": {"rope_theta": None}, "rms_norm_eps": 1e-3},
     },
-    "OLMo hybrid with rotation": {
-        **{"model_type": "olmo_hybrid", **_DELTA, "num_key_value_heads": 1, "linear_num_value_heads": 4},
-        **{"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]},
-        **{"pad_token_id": None, "partial_rotary_factor": 1.0, "attention_bias": True, "tie_word_embeddings": True},
-        **{"rms_norm_eps": 1e-3, "linear_allow_neg_eigval": False},
-    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }
