@@ -195,6 +195,8 @@ def reduce(values: Mapping[str, Any], most_ranks: int) -> tuple[dict[str, Any], 
     tiny = {**kept, **_TINY, **given, **sizes, "num_layers": layers, "global_batch_size": 8}
     if "moe_layer_freq" in values:
         tiny["moe_layer_freq"] = f"[0]+[1]*{layers - 1}"
+    if str(values.get("linear_attention_freq")).startswith("["):
+        tiny["linear_attention_freq"] = "2"
     if sizes["tensor_model_parallel_size"] == 1:
         tiny.pop("sequence_parallel", None)
     if sizes["pipeline_model_parallel_size"] == 1:

@@ -200,7 +200,8 @@ def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
         values["position_embedding_type"] = "rope"
         _fill(values, "rope_type", "yarn")
     if values.get("multi_latent_attention"):
-        _fill(values, "rope_type", "yarn")
+        if values.get("position_embedding_type") != "none":
+            _fill(values, "rope_type", "yarn")
         # Read by nothing that attends: the heads have sizes of their own.
         sizes = [values.get(name, getattr(ModelConfig, name)) for name in ("qk_head_dim", "qk_pos_emb_head_dim")]
         _fill(values, "kv_channels", sum(sizes) if positive(*sizes) else None)

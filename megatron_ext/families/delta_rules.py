@@ -1,7 +1,8 @@
-"""Holds what Qwen3-Next and Qwen3.5 have in common: gated delta rules in most layers, attention with gates in the
-others, norms that hold what they differ from 1."""
+"""Holds what families with gated delta rules in most layers have in common, and Qwen3-Next and Qwen3.5 among them:
+attention with gates in the others, norms that hold what they differ from 1."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
@@ -17,8 +18,10 @@ from megatron_ext.families.shared import (
 )
 from megatron_ext.parts.stack import layers
 
-_KINDS = ("full_attention", "linear_attention")
-_SIZES = (
+RULE_KINDS = ("full_attention", "linear_attention")
+"""What `layer_types` says of a layer."""
+
+RULE_SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
     "linear_num_value_heads",
 )
@@ -27,7 +30,7 @@ _INTERVAL = "full_attention_interval"
 DELTA_FLAGS: dict[str, Any] = {**DECODER_FLAGS, "qk_layernorm": True, "attention_output_gate": True}
 DELTA_DEFAULTS: dict[str, Any] = {
     **{"partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "head_dim": 256, "num_attention_heads": 16},
-    **dict(zip(_SIZES, (4, 128, 128, 16, 32), strict=True)),
+    **dict(zip(RULE_SIZES, (4, 128, 128, 16, 32), strict=True)),
 }
 CONVOLUTION = {"self_attention.conv1d": Sections((3,), by_groups=False)}
 """How its channels lie there: all queries, all keys, all values."""
@@ -45,18 +48,9 @@ def delta_names(*projections: str) -> dict[str, tuple[str, ...]]:
 
 def delta_values(reading: Reading) -> dict[str, Any]:
     """Return the values of our flags of such a decoder, but for its MLP or experts."""
-    numbers, kinds, every = layer_numbers(reading), reading.get("layer_types"), reading.integer(_INTERVAL, 4)
-    usual = [_KINDS[(number + 1) % every != 0] for number in numbers]
-    if kinds is not None and not (
-        isinstance(kinds, list) and len(kinds) == len(numbers) and {*map(str, kinds)} <= {*_KINDS}
-    ):
-        reading.problems.append(
-            f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of {len(numbers)} times "
-            f"{' or '.join(_KINDS)}"
-        )
-        kinds = None
-    has_rule = [kind == _KINDS[1] for kind in kinds or usual]
-    sizes = {name: reading.integer(name) for name in _SIZES}
+    every = reading.integer(_INTERVAL, 4)
+    usual = [(number + 1) % every != 0 for number in layer_numbers(reading)]
+    sizes = {name: reading.integer(name) for name in RULE_SIZES}
     of_values, of_keys = sizes["linear_num_value_heads"], sizes["linear_num_key_heads"]
     if of_values % of_keys:
         reading.problems.append(
@@ -64,9 +58,25 @@ def delta_values(reading: Reading) -> dict[str, Any]:
         )
     return {
         **decoder_values(reading, partial=True, biases="attention"),
-        "experimental_attention_variant": "gated_delta_net" if any(has_rule) else None,
-        "linear_attention_freq": pattern(has_rule) if any(has_rule) else None,
+        **rule_values(reading, "gated_delta_net", usual),
         **sizes,
+    }
+
+
+def rule_values(reading: Reading, variant: str, usual: Sequence[bool]) -> dict[str, Any]:
+    """Return the flags of the layers that have this rule by `layer_types`; `usual`: where it is missing."""
+    kinds, number = reading.get("layer_types"), len(usual)
+    has_rule = usual
+    if isinstance(kinds, list) and len(kinds) == number and {*map(str, kinds)} <= {*RULE_KINDS}:
+        has_rule = [kind == RULE_KINDS[1] for kind in kinds]
+    elif kinds is not None:
+        reading.problems.append(
+            f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of num_hidden_layers {number} times "
+            f"{' or '.join(RULE_KINDS)}"
+        )
+    return {
+        "experimental_attention_variant": variant if any(has_rule) else None,
+        "linear_attention_freq": pattern(has_rule) if any(has_rule) else None,
     }
 
 
@@ -85,8 +95,8 @@ def delta_json(config: Config) -> dict[str, Any]:
     """Return the content of `config.json` of such a decoder, but for its MLP or experts."""
     return {
         **decoder_json(config, partial=True, biases="attention"),
-        "layer_types": [_KINDS[not layer.has_attention] for layer in layers(config)],
-        **{name: getattr(config.model, name) for name in _SIZES},
+        "layer_types": [RULE_KINDS[not layer.has_attention] for layer in layers(config)],
+        **{name: getattr(config.model, name) for name in RULE_SIZES},
     }
 
 

@@ -118,6 +118,9 @@ class Family:
     alternating: frozenset[str] = frozenset()
     """Those of the transposed modules whose rows, gate and up projection, take turns there."""
 
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Whole names of vectors of ours, in a layer -> their shape there; -1 stands for the vector's size."""
+
     added: Mapping[str, float] = field(default_factory=dict)
     """Modules of ours -> what their weight has more than theirs: 1.0 for a norm whose file holds what it differs from
     1."""

@@ -5,30 +5,30 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.families import latents
 from megatron_ext.families.family import Family
-from megatron_ext.families.mixtures import BIASED_SIGMOID, MIXTURE_NAMES, Mixture, ahead_json, ahead_values
+from megatron_ext.families.mixtures import (
+    BIASED_SIGMOID,
+    MIXTURE_NAMES,
+    MLP_KINDS,
+    Mixture,
+    ahead_json,
+    ahead_values,
+    typed_mixtures,
+)
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import NEXT_TOKEN_NAMES, layer_numbers
+from megatron_ext.families.shared import NEXT_TOKEN_NAMES
 from megatron_ext.parts.stack import layers
 
 _MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
-_KINDS = ("dense", "sparse")
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    numbers = list(layer_numbers(reading))
-    kinds = reading.get("mlp_layer_types")
-    first = 1 if not isinstance(kinds, list) else kinds.count(_KINDS[0])
-    expected = [_KINDS[number >= first] for number in numbers]
-    words = f"but supported are dense layers first and sparse ones after them, of num_hidden_layers {len(numbers)}"
-    reading.refuse_unless("mlp_layer_types", expected, expected, words)
-    usual = f"but by mlp_layer_types, or its default, it is {first}"
-    reading.refuse_unless("first_k_dense_replace", first, first, usual)
+    first = typed_mixtures(reading, 1)
     return {**latents.latent_values(reading), **_MIXTURE.values(reading, first), **ahead_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
     decoder = [layer for layer in layers(config) if layer.next_token is None]
-    kinds = {"mlp_layer_types": [_KINDS[layer.experts is not None] for layer in decoder]}
+    kinds = {"mlp_layer_types": [MLP_KINDS[layer.experts is not None] for layer in decoder]}
     return {**latents.latent_json(config), **_MIXTURE.json(config), **kinds, **ahead_json(config)}
 
 

@@ -126,6 +126,22 @@ class Mixture:
         return None if groups is None or topk // groups == self.group_scores else self.group_scores
 
 
+MLP_KINDS = ("dense", "sparse")
+"""What `mlp_layer_types` says of a layer."""
+
+
+def typed_mixtures(reading: Reading, usual: int) -> int:
+    """Return the first layer with experts by `mlp_layer_types`; `usual`: where it is missing."""
+    numbers, kinds = layer_numbers(reading), reading.get("mlp_layer_types")
+    first = usual if not isinstance(kinds, list) else kinds.count(MLP_KINDS[0])
+    expected = [MLP_KINDS[number >= first] for number in numbers]
+    words = f"but supported are dense layers first and sparse ones after them, of num_hidden_layers {len(numbers)}"
+    reading.refuse_unless("mlp_layer_types", expected, expected, words)
+    by_kinds = f"but by mlp_layer_types, or its default, it is {first}"
+    reading.refuse_unless("first_k_dense_replace", first, first, by_kinds)
+    return first
+
+
 def ahead_values(reading: Reading) -> dict[str, Any]:
     """Return the value of the flag of depths of multi-token prediction, whose weights transformers leaves out."""
     return {"mtp_num_layers": reading.integer("num_nextn_predict_layers", 0, least=0) or None}

@@ -113,7 +113,10 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
         "unsloth_version",
     ),
     "each file of weights says its dtype, and flags that of the run": ("dtype", "torch_dtype", "use_bfloat16"),
-    "weights are read, not drawn": ("initializer_range",),
+    "weights are read, not drawn": (
+        *("initializer_range", "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max"),
+        "linear_dt_init_floor",
+    ),
     "are about training, which flags describe: --attention-dropout, --hidden-dropout, --moe-aux-loss-coeff": (
         "attention_dropout",
         "attn_pdrop",

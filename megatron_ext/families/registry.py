@@ -71,7 +71,7 @@ def _has_experts(config: Config) -> bool:
 def _normalized(config: Config) -> ModelConfig:
     """Return the model's values with switches that change nothing next to others put to one form."""
     model = config.model
-    without = ("rotary_", "use_rope", "no_rope") if model.position_embedding_type != "rope" else ()
+    without = ("rotary_", "use_rope", "no_rope", "rope_type") if model.position_embedding_type != "rope" else ()
     without += ("moe_",) if model.num_experts is None else ()
     usual = {name: value for name, value in usual_values().items() if name.startswith(without)}
     model = dataclasses.replace(model, **usual)

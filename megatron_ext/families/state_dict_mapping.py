@@ -49,6 +49,9 @@ class ParameterMapping:
     """Number of matrices that lie one below the other in each of the tensors, of which this is one; 0 where it is
     not."""
 
+    shape: tuple[int, ...] | None = None
+    """The shape of a vector there, where it is no vector; -1 stands for its size."""
+
     dtype: str | None = None
     """The dtype that it has here and there, as in safetensors, whatever that of the weights."""
 
@@ -62,6 +65,8 @@ class ParameterMapping:
         rows: dict[str, int] = {}
         for span in self.ranges:
             rows[span.tensor] = rows.get(span.tensor, 0) + span.count
+        if self.shape is not None:
+            return {name: tuple(count if size == -1 else size for size in self.shape) for name, count in rows.items()}
         columns = self.parameter.shape[1:]
         across = columns if self.stacked else columns or (1,)
         stack = (self.stacked,) if self.stacked else ()
@@ -142,7 +147,8 @@ def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family)
         count = rows // len(tensors)
         first = (parameter.expert or 0) * count if stacked and not transposed else 0
         ranges = tuple(RowRange(tensor, first, index * count, count) for index, tensor in enumerate(tensors))
-    return ParameterMapping(parameter, ranges, transposed=transposed, added=added, stacked=stacked)
+    shape = family.shapes.get(f"{module}.{kind}")
+    return ParameterMapping(parameter, ranges, transposed=transposed, added=added, stacked=stacked, shape=shape)
 
 
 def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:

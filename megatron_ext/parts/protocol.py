@@ -42,7 +42,9 @@ class Place:
         init = matrix_init(self.model, (rows, columns), self.residual_std if adds else None)
         return Parameter(f"{self.name}.{name}", (rows, columns), self.stage, *init, **divided)
 
-    def vector(self, name: str, size: int, init: Literal["ones", "zeros"] = "zeros", **divided: Any) -> Parameter:
+    def vector(
+        self, name: str, size: int, init: Literal["ones", "zeros", "time-step"] = "zeros", **divided: Any
+    ) -> Parameter:
         """Return a vector, such as a bias."""
         return Parameter(f"{self.name}.{name}", (size,), self.stage, init, **divided)
 
@@ -202,6 +204,10 @@ class Part:
     def gradients(self, share: Share) -> float:
         """Return the bytes of gradients that are there at once in its backward pass."""
         return max(self.held(share).values())
+
+    def computed_again(self, share: Share) -> float:
+        """Return the bytes that are there for a while in its backward pass, of what that computes again in any case."""
+        return 0.0
 
     def sent(self, share: Share) -> Iterator[Exchange]:
         """Yield what a rank sends, besides gathering the part's input and scattering its output."""

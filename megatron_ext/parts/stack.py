@@ -259,12 +259,15 @@ def _layer(model: ModelConfig, number: int) -> Layer:
     else:
         attends = latent_attention_of if model.multi_latent_attention else attention_of
         mixer = attends(model, final_norm(model), number)
+    places = model.norm_position
+    if places == "after-attention":
+        places = "after" if isinstance(mixer, Attention) else "before"
     return Layer(
         number=number,
         mixer=mixer,
         mlp=mlp_of(model, model.ffn_hidden_size) if experts is None else experts_of(model, experts),
         norm=final_norm(model),
-        norm_places=model.norm_position,  # pyright: ignore[reportArgumentType]
+        norm_places=places,  # pyright: ignore[reportArgumentType]
         parallel=None if (form := model.parallel_residual) == "none" else form,  # pyright: ignore[reportArgumentType]
     )
 

@@ -18,8 +18,9 @@ Source of the scheme: Korthikanti et al. 2022 (arXiv:2205.05198, section 4), who
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megatron_ext.config.derived.batch_size import LOSS_CHUNKS
 from megatron_ext.config.schema import Config
@@ -53,8 +54,8 @@ class ChunkBytes:
     """Bytes of the embedding's dropout mask and the rotary table."""
 
     recomputed: float
-    """Bytes held for a while in the backward pass: the activations of the layers, or parts, that are computed anew. By
-    then what the loss held is gone."""
+    """Bytes held for a while in the backward pass: the activations of the layers, or parts, that are computed anew, and
+    what a mixer computes again in any case. By then what the loss held is gone."""
 
     logits: float
     """Bytes held for a while around the loss, which its logits need beyond `loss`."""
@@ -158,16 +159,43 @@ class Activations:
             shared = self.stream if own_input else 0.0
             if training.recompute_method == "block":
                 again = layers[:units]
-                largest = max(self.layer(kind).total for kind, _ in again.kinds)
-                return len(again) * self.stream + self.total(layers[units:]), largest - shared
+                largest = max(self._alone(kind) for kind, _ in again.kinds)
+                rest = layers[units:]
+                return len(again) * self.stream + self.total(rest), max(largest - shared, self._again(rest))
             if units == 1:
-                return len(layers) * self.stream, max(self.layer(kind).total for kind, _ in layers.kinds) - shared
+                return len(layers) * self.stream, max(self._alone(kind) for kind, _ in layers.kinds) - shared
             parts = [layers[start : start + units] for start in range(0, len(layers), units)]
-            return len(parts) * self.stream, max(map(self.total, parts)) - shared
+            most = max(self.total(part) + self._again(part) for part in parts)
+            return len(parts) * self.stream, most - shared
         if training.recompute_granularity == "selective":
             dropped = {kind: self._dropped(kind) for kind, _ in layers.kinds}
-            return layers.total(lambda layer: self.layer(layer).total - dropped[layer]), max(dropped.values())
-        return self.total(layers) + self._gathered(layers), 0.0
+            held = layers.total(lambda layer: self.layer(layer).total - dropped[layer])
+            return held, max(*dropped.values(), self._again(layers, dropped))
+        return self.total(layers) + self._gathered(layers), self._again(layers)
+
+    def _alone(self, layer: Layer) -> float:
+        """Return the most bytes that one layer holds, from its forward pass to the end of its backward pass."""
+        return self.layer(layer).total + self._again((layer,))
+
+    def _again(self, layers: Iterable[Layer], dropped: Mapping[Layer, float] = MappingProxyType({})) -> float:
+        """Return the bytes beyond those held by layers at which their backward passes hold most, of what a mixer
+        computes again in any case: what comes after it is gone by then.
+
+        Args:
+            dropped: bytes of a layer that are not held, its core among them.
+        """
+        most = freed = 0.0
+        if not any(branch.part.computed_again(self.share) for kind, _ in self.kinds for branch in kind.branches):
+            return most
+        for layer in reversed([*layers]):
+            parts, without = self.layer(layer).parts, dropped.get(layer, 0.0)
+            if layer.mixer is not None and (again := layer.mixer.computed_again(self.share)):
+                behind = sum(layer.mlp.held(self.share).values()) if layer.mlp is not None else 0.0
+                behind += (parts["residual"] + parts["norms"]) / 2 if layer.mlp is not None else 0.0
+                core = min(without, parts["core"])
+                most = max(most, again + core - freed - behind - parts["projection"] + (without - core))
+            freed += self.layer(layer).total - without
+        return most
 
     def _gathered(self, layers: Stack) -> float:
         """Return the bytes of the other ranks' parts of the inputs of attention and MLP, where these are kept. That

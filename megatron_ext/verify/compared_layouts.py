@@ -274,8 +274,23 @@ DELTA = {
     ),
     "CP4 all_gather, delta rules, packed": (4, f"{_CP4} all_gather"),
     "TP2 SP EP2, Qwen3-Next": (4, f"{TP2_SP} {_EP2}"),
+    "TP2 SP PP2 VPP2, Kimi delta rules": (4, f"{TP2_SP} {_PP2_VPP2}"),
+    "TP2 CP2 all_gather, Kimi delta rules": (4, f"--tensor-model-parallel-size 2 {_CP2} all_gather"),
+    "TP2 SP FSDP2, Kimi delta rules": (4, f"{TP2_SP} {_FSDP2}"),
+    "TP2 SP ZeRO-3, Kimi delta rules": (4, f"{TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
+    "CP2 p2p, recompute selective, Kimi delta rules": (
+        2,
+        f"{_CP2} p2p --recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+    ),
+    "CP4 all_gather, Kimi delta rules, packed": (4, f"{_CP4} all_gather"),
+    "TP2 SP EP2, Kimi Linear": (4, f"{TP2_SP} {_EP2}"),
+    "TP2 SP PP2 VPP2, OLMo hybrid": (4, f"{TP2_SP} {_PP2_VPP2}"),
 }
-QUICK_DELTA = {"CP4 all_gather, delta rules, packed", "TP2 SP PP2 VPP2, delta rules"}
+QUICK_DELTA = {
+    "CP4 all_gather, delta rules, packed",
+    "TP2 SP PP2 VPP2, delta rules",
+    "TP2 SP PP2 VPP2, Kimi delta rules",
+}
 
 # Multi-token prediction: the last stage has word embeddings, and labels come from another rank's chunk of a sample.
 _PP2 = "--pipeline-model-parallel-size 2"

@@ -165,10 +165,22 @@ MODELS |= {
         f"--num-layers 4 {_LLAMA.replace('--normalization RMSNorm ', '')} {_UNTIED} {_DELTA_SIZES}"
     ),
     "delta rules, packed": f"{MODELS['packed']} {_DELTA_SIZES}",
+    "Kimi delta rules": f"--num-layers 4 {_LLAMA} {_UNTIED} {_DELTA_SIZES.replace('gated_delta_net', 'kda')}",
+    "Kimi delta rules, packed": f"{MODELS['packed']} {_DELTA_SIZES.replace('gated_delta_net', 'kda')}",
     "Qwen3-Next": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} {_DELTA_SIZES} --attention-output-gate --qk-layernorm --rotary-percent 0.5 "
         "--num-experts 8 --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate "
         "--moe-aux-loss-coeff 0.1"
+    ),
+    "Kimi Linear": (
+        f"--num-layers 4 {_LATENT_SIZES.replace('type rope', 'type none')} {_UNTIED} "
+        f"{_DELTA_SIZES.replace('gated_delta_net', 'kda')} --num-experts 8 --moe-ffn-hidden-size 48 "
+        "--moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 48 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-dtype fp32"
+    ),
+    "OLMo hybrid": (
+        f"{MODELS['OLMo-2'].replace('position after', 'position after-attention')} {_DELTA_SIZES} "
+        "--linear-allow-neg-eigval --linear-norm-epsilon 1e-2"
     ),
 }
 

@@ -122,6 +122,8 @@ CHANGES: dict[str, tuple[str, str]] = {
     "linear_value_head_dim": ("delta rules", "--linear-value-head-dim 4"),
     "linear_num_key_heads": ("delta rules", "--linear-num-key-heads 1"),
     "linear_num_value_heads": ("delta rules", "--linear-num-value-heads 2"),
+    "linear_norm_epsilon": ("delta rules", "--linear-norm-epsilon 0.5"),
+    "linear_allow_neg_eigval": ("delta rules", "--linear-allow-neg-eigval"),
     "q_lora_rank": ("latents", "--q-lora-rank 4"),
     "kv_lora_rank": ("latents", "--kv-lora-rank 4"),
     "qk_head_dim": ("latents", "--qk-head-dim 4"),

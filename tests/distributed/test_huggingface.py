@@ -56,6 +56,7 @@ CUT_IN_THEIR_OWN_WAY = {
         "Granite with experts",
         "GPT-OSS",
         "GPT-2",
+        "Kimi Linear",
     ),
 }
 

@@ -91,6 +91,10 @@ PARTS = {
         f"{_LLAMA} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
         "--linear-num-value-heads 4"
     ),
+    "Kimi delta rules": (
+        f"{_LLAMA} --experimental-attention-variant kda --linear-attention-freq 2 --linear-num-key-heads 2 "
+        "--linear-num-value-heads 4"
+    ),
     "sinks, bounds, output gates and clips": (
         f"{_LLAMA} --softmax-type learnable --attention-logit-softcapping 2 --final-logit-softcapping 5 --qkv-clip 0.5 "
         "--attention-output-gate"

@@ -1,6 +1,7 @@
 """Small models made by transformers, in shapes where a swapped or mis-sliced tensor shows, and our logits for them."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 1003
 LENGTH = 64
@@ -409,6 +411,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3.5 with experts": {
         **{"model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED_EXPERT, **_UNTIED},
     },
+    "Kimi Linear": {
+        **{"model_type": "kimi_linear", **_LATENTS, **_EXPERTS, "linear_head_dim": 6, "linear_num_heads": 4, **_UNTIED},
+        **{"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"], "num_local_experts": 12},
+    },
+    "Kimi Linear without experts": {
+        **{"model_type": "kimi_linear", **_LATENTS, "linear_head_dim": 5, "linear_num_heads": 4, "q_lora_rank": 20},
+        **{"mlp_layer_types": ["dense"] * 4, "linear_conv_kernel_dim": 3, **_UNTIED},
+        "layer_types": ["full_attention", "linear_attention"] * 2,
+    },
+    "OLMo hybrid": {
+        **{"model_type": "olmo_hybrid", **_DELTA, **_UNTIED, "layer_types": None, "partial_rotary_factor": 1.0},
+        **{"pad_token_id": None, "rope_parameters": {"rope_theta": None}, "rms_norm_eps": 1e-3},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }
@@ -429,8 +444,41 @@ def write_model(folder: Path, name: str, **changes: Any) -> torch.nn.Module:
         for name, kept in [*model.named_buffers(), *model.named_parameters()]:
             if name.endswith("e_score_correction_bias"):
                 kept.copy_(0.1 * torch.randn_like(kept))
-    model.save_pretrained(folder)
+    _write(model, folder)
     return model
+
+
+def _write(model: Any, folder: Path) -> None:
+    """Write a model as files are published, which transformers 5.23 reads, but does not write, of some families."""
+    model.save_pretrained(folder)
+    if (respelled := _AS_PUBLISHED.get(model.config.model_type)) is None:
+        return
+    file = folder / "model.safetensors"
+    save_file(dict(respelled(model.config, load_file(file))), file, {"format": "pt"})
+
+
+def _kimi_linear(_config: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Layers without experts have an `mlp`."""
+    for name, tensor in tensors.items():
+        yield re.sub(r"block_sparse_moe\.(?=(gate|up|down)_proj)", "mlp.", name), tensor
+
+
+def _olmo_hybrid(config: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The convolution's tensors have the channels of queries, keys and values, and norms their usual names."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    for name, tensor in tensors.items():
+        name = name.replace("attention_layer_norm", "input_layernorm")
+        name = name.replace("feedforward_layer_norm", "post_attention_layernorm")
+        prefix, found, _ = name.partition("q_conv1d")
+        if found:
+            names = [f"{prefix}{part}_conv1d.weight" for part in "qkv"]
+            parts = torch.cat([tensors[one] for one in names]).tensor_split((keys, 2 * keys))
+            yield from zip(names, (part.contiguous() for part in parts), strict=True)
+        elif "conv1d" not in name:
+            yield name, tensor
+
+
+_AS_PUBLISHED = {"kimi_linear": _kimi_linear, "olmo_hybrid": _olmo_hybrid}
 
 
 def write_gradients(model: Any, folder: Path) -> None:
@@ -445,7 +493,7 @@ def write_gradients(model: Any, folder: Path) -> None:
             if parameter.requires_grad:
                 assert parameter.grad is not None
                 parameter.copy_(parameter.grad)
-    model.save_pretrained(folder)
+    _write(model, folder)
 
 
 @contextmanager
@@ -455,8 +503,12 @@ def _rules_step_by_step(model: torch.nn.Module) -> Iterator[None]:
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     with ExitStack() as stack:
         for one in modules:
-            if step_by_step := getattr(one, "torch_recurrent_gated_delta_rule", None):
-                stack.enter_context(mock.patch.object(one, "torch_chunk_gated_delta_rule", step_by_step))
+            for chunks, steps in (
+                ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+                ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+            ):
+                if step_by_step := getattr(one, steps, None):
+                    stack.enter_context(mock.patch.object(one, chunks, step_by_step))
         yield
 
 

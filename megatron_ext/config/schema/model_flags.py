@@ -174,15 +174,14 @@ class ModelConfig:
     )
     experimental_attention_variant: str | None = option(
         None,
-        "What takes the place of attention in the layers of --linear-attention-freq: Gated DeltaNet, a recurrence over "
-        "a state of one size.",
+        "What takes the place of attention in the layers of --linear-attention-freq, a recurrence over a state of one "
+        "size: Gated DeltaNet, or Kimi Delta Attention (kda).",
         resume="shape",
-        choices=("gated_delta_net",),
+        choices=("gated_delta_net", "kda"),
         refused={"dsa": "sparse attention by an indexer of keys is not in this version"},
         needs={
-            "gated_delta_net": [
-                Need("disable_bias_linear", True, "projections without bias"),
-            ]
+            variant: [Need("disable_bias_linear", True, "projections without bias")]
+            for variant in ("gated_delta_net", "kda")
         },
     )
     linear_attention_freq: str | None = option(
@@ -207,6 +206,19 @@ class ModelConfig:
     )
     linear_num_value_heads: int = option(
         32, "Number of its value heads, which share key heads.", resume="shape", at_least=1, read_with=_VARIANT
+    )
+    linear_norm_epsilon: float | None = option(
+        None,
+        "Epsilon inside the norm of what its heads give; default --norm-epsilon.",
+        resume="function",
+        positive=True,
+        read_with=_VARIANT,
+    )
+    linear_allow_neg_eigval: bool = option(
+        False,
+        "Let a write go twice as far, to the opposite of what is read at its key (arXiv:2411.12537).",
+        resume="function",
+        read_with=_VARIANT,
     )
     q_lora_rank: int | None = option(
         None,
@@ -336,9 +348,10 @@ class ModelConfig:
     )
     norm_position: str = option(
         "before",
-        "Whether norms stand before attention and MLP, after them, on what they add to the residual stream, or both.",
+        "Whether norms stand before attention and MLP, after them, on what they add to the residual stream, or both; "
+        "after-attention: after them in layers with attention, before them in the others.",
         resume="shape",
-        choices=("before", "after", "both"),
+        choices=("before", "after", "both", "after-attention"),
     )
     parallel_residual: str = option(
         "none",

@@ -6,6 +6,9 @@ what it gives is normalized head by head, gated, and projected. Several value he
 projection lie key head by key head: tensor-parallel ranks divide all of it by key heads. megatron-core's GatedDeltaNet
 needs `fla` and a GPU; names are as there.
 
+Kimi Delta Attention (arXiv:2510.26692, section 4) is the same with a decay for each channel of the key; what decays and
+output gates are projected from is made of the tokens that a rank has, as the latents of attention are.
+
 All of it between the two projections is computed span by span, and again in the backward pass, so that the projection's
 output and a state for each span are all that is kept of a sequence.
 
@@ -13,7 +16,8 @@ Context-parallel ranks have two pieces of every sample. What a piece makes of th
 C: all ranks gather A and C of all pieces, and the last inputs of the convolution of each, and go on from there.
 
 Shapes: P pieces of S positions, B samples, G key heads of this rank, R value heads of each, D and V channels of a key
-and of a value head, M channels of a key head in the projection (X in the convolution), K positions of the convolution.
+and of a value head, M channels of a key head in all that is projected (X in the convolution, which come first; then
+gates, how far is written, decays), K positions of the convolution.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,6 +37,7 @@ from megatron_ext.config.derived.rank_order import context_chunks
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.gated_delta.describe import SPAN, GatedDelta
 from megatron_ext.parts.gated_delta.rule import delta_rule
+from megatron_ext.parts.latent_attention.compute import WholeLinear
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 from megatron_ext.parts.norm.compute import uninitialized
 
@@ -72,16 +77,18 @@ class GatedDeltaNet(MegatronModule):
             config.recompute_modules or ()
         )
         linear: Any = {"config": config, "bias": False, "tp_group": self.tp_group}
-        self.in_proj = ColumnLinear(
-            *(config.hidden_size, described.projected_size),
-            **linear,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
+        column: Any = partial(
+            ColumnLinear, **linear, init_method=config.init_method, gather_output=False, skip_bias_add=False
         )
+        self.in_proj = column(config.hidden_size, described.projected_size)
+        if described.by_channel:
+            rank = described.value_size
+            self.gates_in_proj = WholeLinear(config, config.hidden_size, described.gates_size)
+            self.decay_out_proj = column(rank, described.value_heads * described.key_size)
+            self.gate_out_proj = column(rank, described.context_size)
         heads, channels = (size // self.tp_group.size() for size in (described.value_heads, described.convolved_size))
         self.conv1d = Weight(_divided(config, channels, 1, described.kernel))
-        self.dt_bias, self.A_log = _divided(config, heads), _divided(config, heads)
+        self.dt_bias, self.A_log = _divided(config, heads * described.decays), _divided(config, heads)
         self.out_norm = Weight(
             *(uninitialized(config, described.value_size) for _ in range(1 + described.norm.has_bias))
         )
@@ -127,7 +134,7 @@ class GatedDeltaNet(MegatronModule):
         """Return the projected output, [S, B, hidden], and no bias. hidden_states: [S, B, hidden]. With
         `packed_seq_params` states begin anew in each document, or some positions alone are read, [N, 1, hidden]."""
         assert attention_mask is None, "the mask is causal"
-        mixed_SBM, _ = self.in_proj(hidden_states)
+        mixed_SBM = self._mixed(hidden_states)
         core: Any = partial(self._core, packed_seq_params)
         if self.checkpoint_core_attention and self.training:
             context: Any = tensor_parallel.checkpoint(core, False, mixed_SBM)
@@ -136,6 +143,19 @@ class GatedDeltaNet(MegatronModule):
         if packed_seq_params is not None:
             context = packed_seq_params.narrowed(context, self)
         return self.out_proj(context)
+
+    def _mixed(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        """Return all that is projected from each position, [S, B, G x M]."""
+        mixed_SBM, _ = self.in_proj(hidden_SBH)
+        if not self.described.by_channel:
+            return mixed_SBM
+        groups = self.described.key_heads // self.tp_group.size()
+        halves = self.gates_in_proj(hidden_SBH).chunk(2, dim=-1)
+        layers = (self.decay_out_proj, self.gate_out_proj)
+        decays, gates = (layer(half.contiguous())[0] for layer, half in zip(layers, halves, strict=True))
+        mixed, decays, gates = (x.unflatten(-1, (groups, -1)) for x in (mixed_SBM, decays, gates))
+        inputs, writes = mixed.tensor_split((-self.described.per_key,), dim=-1)
+        return torch.cat((inputs, gates, writes, decays), dim=-1).flatten(2)
 
     @torch.compiler.disable
     def _core(self, sequences: Sequences | None, mixed_SBM: torch.Tensor) -> torch.Tensor:
@@ -253,17 +273,18 @@ def _span(
     """Return what is read in a span, [P, S, B, G x R x V], if anything is, and the state after it."""
     groups, per_key, wide = mixed_PSBGM.size(3), described.per_key, state.dtype
     values = per_key * described.value_size
-    mixed = mixed_PSBGM.split((tail_PKBGX.size(-1), values, per_key, per_key), dim=-1)
+    decays = described.decays
+    mixed = mixed_PSBGM.split((tail_PKBGX.size(-1), values, per_key, per_key * decays), dim=-1)
     inputs = torch.cat((tail_PKBGX, mixed[0]), dim=1).to(wide)
     convolved = F.silu(_convolved(inputs, conv_weight.to(wide).view(groups, -1, described.kernel), ids))
     convolved = convolved.to(mixed_PSBGM.dtype).to(wide)  # as a convolution of 16-bit numbers rounds
     query, key, value = convolved.split((described.key_size, described.key_size, values), dim=-1)
     query, key = (_normed(x).permute(0, 2, 3, 1, 4).unsqueeze(3) for x in (query, key))
     value = value.unflatten(-1, (per_key, -1)).permute(0, 2, 3, 4, 1, 5)
-    beta, step = (x.permute(0, 2, 3, 4, 1).unsqueeze(-1).to(wide) for x in mixed[2:])
-    of_heads = (groups, per_key, 1, 1)
+    beta, step = (x.unflatten(-1, (per_key, -1)).permute(0, 2, 3, 4, 1, 5).to(wide) for x in mixed[2:])
+    of_heads = (groups, per_key, 1, -1)
     log_decay = -a_log.to(wide).exp().view(of_heads) * F.softplus(step + dt_bias.to(wide).view(of_heads))
-    beta = beta.sigmoid()
+    beta = described.furthest_write * beta.sigmoid()
     if counted_SB is not None:
         counted = counted_SB.T[None, :, None, None, :, None]
         beta, log_decay = beta * counted, log_decay * counted
@@ -283,7 +304,7 @@ def _span(
     else:
         normed = F.layer_norm(read, norm[0].shape, *vectors, eps=epsilon)
     gate = mixed[1].unflatten(-1, (per_key, -1)).to(wide)
-    output = normed.permute(0, 4, 1, 2, 3, 5) * F.silu(gate)
+    output = normed.permute(0, 4, 1, 2, 3, 5) * (gate.sigmoid() if described.by_channel else F.silu(gate))
     return output.flatten(3).to(mixed_PSBGM.dtype), state
 
 

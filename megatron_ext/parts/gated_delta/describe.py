@@ -1,16 +1,22 @@
 """Describes Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): in the place of keys and values of all positions each
-head has a state of one size, which every position decays, reads, and writes to.
+head has a state of one size, which every position decays, reads, and writes to. In Kimi Delta Attention (Kimi Team
+2025, arXiv:2510.26692, section 4) each channel of a state decays by itself; decays and output gates are projected from
+a few numbers of each token, as many as a value head has channels, and gates are sigmoids.
 
 With T tokens of a rank, B samples, g key heads of a rank, R value heads of each, D and V channels of a key and of a
 value head, K positions of the convolution, c context-parallel ranks, w bytes of an element, a rank holds of each layer
 
-    projected     w T g (2 D + 2 R V + 2 R)     queries, keys, values, gates, decays and steps, before all else
+    projected     w T g (2 D + 2 R V + 2 R)     queries, keys, values, gates, decays and steps, before all else; with a
+                                                decay for each channel w T g (2 D + 2 R V + R + R D)
+    gates         w T 2 V                       then: what gates and decays are projected from (/t with sequence
+                                                parallelism)
     core          4 B g R D V n                 the state before each of the n spans of its part of a sample
     projection    w T g R V                     input of the output projection
 
-What lies between these is computed again in the backward pass. With --context-parallel-size a rank has two parts of
-every sample, computes what each makes of a state before it, and sends all others that, 2 B g R D (D + V) fp32 numbers,
-and 2 B (K - 1) g (2 D + R V) inputs of the convolution: both whatever the length of a sample.
+What lies between these is computed again in the backward pass, span by span (`computed_again`). With --context-
+parallel-size a rank has two parts of every sample, computes what each makes of a state before it, and sends all
+others that, 2 B g R D (D + V) fp32 numbers, and 2 B (K - 1) g (2 D + R V) inputs of the convolution: both whatever
+the length of a sample.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,15 +33,18 @@ _FP32 = 4
 SPAN = 1024
 """Positions after each of which a state is kept for the backward pass."""
 
-_CHUNK = 64
-"""Positions of a chunk (`rule.CHUNK`)."""
+_CHUNK, _WIDE_CHUNK = 64, 16
+"""Positions of a chunk (`rule.CHUNK`, `rule.WIDE_CHUNK`)."""
 
 
 @dataclass(frozen=True)
 class GatedDelta(Part):
     """A gated delta rule. Sizes are of the whole model; several value heads share each key head."""
 
-    modules = ("in_proj", "conv1d", "dt_bias", "A_log", "out_norm", "out_proj")
+    modules = (
+        *("in_proj", "gates_in_proj", "decay_out_proj", "gate_out_proj", "conv1d", "dt_bias", "A_log", "out_norm"),
+        "out_proj",
+    )
 
     key_heads: int
     value_heads: int
@@ -51,6 +60,12 @@ class GatedDelta(Part):
     norm: Norm
     """The norm of what a head gives."""
 
+    by_channel: bool = False
+    """Whether each channel of the key decays by itself, as in Kimi Delta Attention."""
+
+    furthest_write: float = 1.0
+    """How far a write may go: 2 takes what was read at a key to its opposite."""
+
     @property
     def per_key(self) -> int:
         """Value heads that share a key head."""
@@ -58,14 +73,32 @@ class GatedDelta(Part):
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """Rows of a key head in the projection: query, key, values, gates, how far it writes, and how it decays."""
+        """Rows of a key head in the projection: query, key, values, gates, how far it writes, and how it decays; gates
+        and decays have projections of their own where these are of channels."""
         values, per_key = self.per_key * self.value_size, self.per_key
-        return self.key_size, self.key_size, values, values, per_key, per_key
+        apart = (per_key,) if self.by_channel else (values, per_key, per_key)
+        return self.key_size, self.key_size, values, *apart
 
     @property
     def projected_size(self) -> int:
         """Channels of the projection's output."""
         return self.key_heads * sum(self.sections)
+
+    @property
+    def decays(self) -> int:
+        """Decays of a value head."""
+        return self.key_size if self.by_channel else 1
+
+    @property
+    def mixed_size(self) -> int:
+        """Channels of all that is projected from a token."""
+        apart = self.value_heads * (self.key_size + self.value_size) if self.by_channel else 0
+        return self.projected_size + apart
+
+    @property
+    def gates_size(self) -> int:
+        """Numbers of a token from which decays and gates are projected, of each half."""
+        return 2 * self.value_size if self.by_channel else 0
 
     @property
     def convolved_size(self) -> int:
@@ -82,12 +115,19 @@ class GatedDelta(Part):
         hidden, channels = place.model.hidden_size, self.convolved_size
         yield place.matrix("out_proj.weight", hidden, self.context_size, adds=True, tp_dim=1)
         yield place.matrix("in_proj.weight", self.projected_size, hidden, tp_dim=0, sections=self.sections)
+        if self.by_channel:
+            halves = (self.value_size,) * 2
+            yield place.matrix("gates_in_proj.weight", self.gates_size, hidden, sequence_parallel=True, sections=halves)
+            yield place.matrix("decay_out_proj.weight", self.value_heads * self.key_size, self.value_size, tp_dim=0)
+            yield place.matrix("gate_out_proj.weight", self.context_size, self.value_size, tp_dim=0)
         # Up to 1 / sqrt(positions), as torch begins a convolution of single channels, and megatron-core with it.
         std = (3.0 * self.kernel) ** -0.5
         name = f"{place.name}.conv1d.weight"
         shape, sections = (channels, 1, self.kernel), self.sections[:3]
         yield Parameter(name, shape, place.stage, "uniform", std, tp_dim=0, sections=sections)
-        yield place.vector("dt_bias", self.value_heads, "ones", tp_dim=0)
+        # As transformers and `fla` begin each; Megatron-LM's Gated DeltaNet has ones.
+        steps = "time-step" if self.by_channel else "ones"
+        yield place.vector("dt_bias", self.value_heads * self.decays, steps, tp_dim=0)
         yield Parameter(f"{place.name}.A_log", (self.value_heads,), place.stage, "log-uniform", tp_dim=0)
         yield place.vector("out_norm.weight", self.value_size, "ones")
         if self.norm.has_bias:
@@ -95,14 +135,20 @@ class GatedDelta(Part):
 
     def state(self, place: Place) -> Iterator[State]:
         """Yield what is saved with each linear layer."""
-        for name in ("in_proj", "out_proj"):
+        for name in ("in_proj", "out_proj", *(("decay_out_proj", "gate_out_proj") if self.by_channel else ())):
             yield State(f"{place.name}.{name}._extra_state", "extra")
 
     def products(self, share: Share) -> list[Product]:
         """Return the projections."""
+        tokens, of_gates = share.tokens, []
+        if self.by_channel:
+            up = (self.mixed_size - self.projected_size) // share.tensor
+            of_gates = [Product(tokens / share.divided, self.gates_size, share.hidden)]
+            of_gates += [Product(tokens, up, self.value_size)]
         return [
-            Product(share.tokens, self.projected_size // share.tensor, share.hidden),
-            Product(share.tokens, share.hidden, self.context_size // share.tensor),
+            Product(tokens, self.projected_size // share.tensor, share.hidden),
+            *of_gates,
+            Product(tokens, share.hidden, self.context_size // share.tensor),
         ]
 
     def held(self, share: Share) -> Mapping[str, float]:
@@ -111,11 +157,34 @@ class GatedDelta(Part):
         spans = pieces * -(-share.length // (share.context * pieces) // SPAN)
         state = _FP32 * samples * self.value_heads // share.tensor * self.key_size * self.value_size
         tails = share.width * pieces * samples * (self.kernel - 1) * self.convolved_size // share.tensor
+        of_gates = share.width * share.tokens * self.gates_size / share.divided
+        if self.by_channel and share.config.layout.sequence_parallel_keep_gathered:
+            # Those of all ranks, and the input once more that the whole projection has a part of.
+            of_gates = share.width * share.tokens * self.gates_size + share.stream
         return {
-            "projected": share.width * share.tokens * self.projected_size // share.tensor,
+            **({"gates": of_gates} if self.by_channel else {}),
+            "projected": share.width * share.tokens * self.mixed_size // share.tensor,
             "core": spans * state + tails + self._of_maps(share, spans),
             "projection": share.width * share.tokens * self.context_size // share.tensor,
         }
+
+    def computed_again(self, share: Share) -> float:
+        """Return the bytes of what autograd keeps of one span, within a tenth: between positions of a chunk decays and
+        products, with a decay for each channel of each; of each position convolved channels, keys, queries and values
+        by heads, both sides of the triangular system, what is read, normed and gated; of each chunk a state. Where a
+        state is mapped, keys stand next to values, and nothing is read."""
+        pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
+        part = share.length // (share.context * pieces)
+        keys, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
+        size, wide, chunk = self.key_size, self.value_size, min(self._chunk, part)
+        of_pairs = heads * chunk * (size + 1) if self.by_channel else chunk * (4 * heads + 2 * keys) / 3
+        of_keys = 6 * keys * size + heads * (9 * size if self.by_channel else 7 * size + 8)
+        read = 3 * of_pairs + of_keys + heads * wide * (9 + size / chunk)
+        mapped = 0.0
+        if share.context > 1:
+            columns = size + wide
+            mapped = 2 * of_pairs + of_keys - 2 * heads * size + heads * (2 * wide + columns * (4 + size / chunk))
+        return _FP32 * pieces * samples * min(SPAN, part) * max(read, mapped)
 
     def _of_maps(self, share: Share, spans: int) -> float:
         """Return the bytes of what maps of states are made from, and of the maps of all pieces."""
@@ -132,6 +201,7 @@ class GatedDelta(Part):
             vectors = 2 if self.norm.has_bias else 1
             weight = vectors * 2 * (share.tensor - 1) / share.tensor * share.width * self.value_size
             yield Exchange("tp", "all-reduce", 0.0, weight, (0, vectors), "2 m {layers} (t-1)/t w V", "core")
+            yield from self._sent_of_gates(share)
         if share.context == 1:
             return
         samples = share.tokens * share.context // share.length
@@ -142,13 +212,32 @@ class GatedDelta(Part):
         yield Exchange("cp", "all-gather", each, 0.0, (calls, 0), formula, "core")
         yield Exchange("cp", "reduce-scatter", 0.0, each, (0, calls), formula, "core")
 
+    def _sent_of_gates(self, share: Share) -> Iterator[Exchange]:
+        """Yield what ranks exchange of what gates and decays are projected from."""
+        if not self.by_channel:
+            return
+        size = (share.tensor - 1) / share.tensor * share.width * share.tokens * self.gates_size
+        formula = "m {layers} (t-1)/t w T 2 V"
+        if not share.config.layout.sequence_parallel:
+            yield Exchange("tp", "all-reduce", 0.0, 2 * size, (0, 2), f"2 {formula}", "mixer")
+            return
+        yield Exchange("tp", "all-gather", size, 0.0, (2, 0), formula, "mixer")
+        if not share.config.layout.sequence_parallel_keep_gathered:
+            yield Exchange("tp", "all-gather", 0.0, size, (0, 2), formula, "mixer")
+        yield Exchange("tp", "reduce-scatter", 0.0, size, (0, 2), formula, "mixer")
+
     def core_flops(self, length: int) -> float:
         """Return the operations of one token, forward: of the state what reads and writes it, of a chunk half of its
         square, which causality leaves, for the products of keys and queries, the triangular system and its result. The
-        convolution is among the matrices."""
-        keys, values, chunk = self.key_size, self.value_size, min(_CHUNK, length)
+        convolution is among the matrices. With a decay for each channel every product of two channels has one."""
+        keys, values, chunk = self.key_size, self.value_size, min(self._chunk, length)
         of_states = 6 * self.value_heads * keys * values
-        return of_states + chunk * (2 * self.key_heads * keys + self.value_heads * (keys + 2 * values))
+        pairs = 3 * self.value_heads * keys if self.by_channel else 2 * self.key_heads * keys
+        return of_states + chunk * (pairs + self.value_heads * (keys + 2 * values))
+
+    @property
+    def _chunk(self) -> int:
+        return _WIDE_CHUNK if self.by_channel else _CHUNK
 
     def core(self, share: Share) -> Core:
         """Return the same of a rank's microbatch, which its backward pass computes once more; with context parallelism
@@ -158,11 +247,11 @@ class GatedDelta(Part):
             maps += 1.0 + self.key_size / self.value_size / 2
         flops = maps * share.tokens * self.core_flops(share.length) / share.tensor
         heads = self.value_heads / share.tensor
-        return Core(flops, 3.0, flops, self.key_size, heads * share.tokens * _CHUNK)
+        return Core(flops, 3.0, flops, self.key_size, heads * share.tokens * self._chunk * self.decays)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return what it asks of a way of computing it."""
-        return {"delta": Asked("--experimental-attention-variant is gated_delta_net")}
+        return {"delta": Asked(f"--experimental-attention-variant is {config.model.experimental_attention_variant}")}
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what its flags cannot be."""
@@ -188,11 +277,14 @@ class GatedDelta(Part):
 
 def gated_delta_of(model: ModelConfig, norm: Norm) -> GatedDelta:
     """Return the gated delta rule of the model's layers, whose norms are of this kind."""
+    epsilon = norm.epsilon if model.linear_norm_epsilon is None else model.linear_norm_epsilon
     return GatedDelta(
         model.linear_num_key_heads,
         model.linear_num_value_heads,
         model.linear_key_head_dim,
         model.linear_value_head_dim,
         model.linear_conv_kernel_dim,
-        norm if norm.has_weight else replace(norm, owns="weight"),
+        replace(norm, owns=norm.owns if norm.has_weight else "weight", epsilon=epsilon),
+        by_channel=model.experimental_attention_variant == "kda",
+        furthest_write=2.0 if model.linear_allow_neg_eigval else 1.0,
     )

@@ -122,10 +122,11 @@ class LatentSelfAttention(MegatronModule):
         [s, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal; `packed_seq_params` may attend in
         another way, and read some positions alone, [N, 1, hidden]."""
         assert attention_mask is None, "the mask is causal"
-        assert rotary_pos_emb is not None, "some channels are rotated"
-        assert self.rotary_columns is not None, "some channels are rotated"
-        table = rotary_pos_emb[..., self.rotary_columns]
-        query, latent, shared_key = self._projected(hidden_states, table.contiguous())
+        table = None
+        if self.rotary_columns is not None:
+            assert rotary_pos_emb is not None, "some channels are rotated"
+            table = rotary_pos_emb[..., self.rotary_columns].contiguous()
+        query, latent, shared_key = self._projected(hidden_states, table)
         if isinstance(packed_seq_params, WholeSequences):
             return self._inferred(query, latent, shared_key, packed_seq_params)
         core: Any = self.core_attention
@@ -138,7 +139,7 @@ class LatentSelfAttention(MegatronModule):
         return self.linear_proj(context)
 
     def _projected(
-        self, hidden_sBM: torch.Tensor, table: torch.Tensor
+        self, hidden_sBM: torch.Tensor, table: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, [B, H, S, D], the latent of keys and values, [s, B, R], and the channels of the key that all
         heads share, [B, 1, S, P]. What is rotated is rotated."""
@@ -155,10 +156,12 @@ class LatentSelfAttention(MegatronModule):
             shared_SBP = gather_from_sequence_parallel_region(shared_SBP.contiguous(), group=self.tp_group)
         elif self.tp_group.size() > 1:
             shared_SBP = copy_to_tensor_model_parallel_region(shared_SBP, group=self.tp_group)
-        query_BHSD = query_SBM.unflatten(-1, (-1, described.head_size)).permute(1, 2, 0, 3)
-        plain, turned = query_BHSD.split((described.head_size - described.position_size, described.position_size), -1)
-        query = torch.cat((plain, rotate(turned, table, interleaved=True)), dim=-1)
-        shared_key = rotate(shared_SBP.transpose(0, 1)[:, None], table, interleaved=True)
+        query = query_SBM.unflatten(-1, (-1, described.head_size)).permute(1, 2, 0, 3)
+        shared_key = shared_SBP.transpose(0, 1)[:, None]
+        if table is not None:
+            plain, turned = query.split((described.head_size - described.position_size, described.position_size), -1)
+            query = torch.cat((plain, rotate(turned, table, interleaved=True)), dim=-1)
+            shared_key = rotate(shared_key, table, interleaved=True)
         # The product would keep a copy next to the whole that this is a part of.
         latent_sBR = latent_sBR.contiguous() if self.kv_layernorm is None else self.kv_layernorm(latent_sBR)
         return query, latent_sBR, shared_key

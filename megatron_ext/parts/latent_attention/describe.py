@@ -1,6 +1,7 @@
 """Describes multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are
 projected from one small vector of each token, the latent, and so may be the queries; a few channels are rotated by the
-position, and all heads share those of the key.
+position, and all heads share those of the key. With --position-embedding-type none nothing is rotated, and the heads
+share them all the same.
 
 In training it is attention with as many key heads as query heads. With T tokens of a rank, H hidden, h heads of a rank,
 D = N + P and V channels of a key and of a value head, P of them rotated, R and Q channels of the latents of keys and
@@ -53,7 +54,7 @@ class LatentAttention(Attention):
     """Channels of the latent of a token's keys and values."""
 
     position_size: int
-    """Channels of a head, its last, that are rotated; all heads share those of the key."""
+    """Channels of a head, its last, that are rotated, if any are; all heads share those of the key."""
 
     @property
     def blocks(self) -> int:
@@ -195,12 +196,12 @@ class LatentAttention(Attention):
                 f"--no-rope-freq {model.no_rope_freq} with --multi-latent-attention, all of whose layers rotate; leave "
                 "--no-rope-freq out"
             )
-        if model.position_embedding_type not in ("rope", "learned_absolute"):
+        if model.position_embedding_type == "alibi":
             yield (
-                f"--position-embedding-type {model.position_embedding_type} with --multi-latent-attention, all of "
-                "whose layers rotate; use --position-embedding-type rope"
+                "--position-embedding-type alibi with --multi-latent-attention, whose layers rotate, or know no "
+                "positions; use --position-embedding-type rope"
             )
-        if self.position_size % 2:
+        if self.position_size % 2 and self.rotary is not None:
             yield (
                 f"--qk-pos-emb-head-dim {self.position_size} is odd, but channels are rotated in pairs; use "
                 f"--qk-pos-emb-head-dim {self.position_size + 1}"
@@ -214,6 +215,7 @@ class LatentAttention(Attention):
 
 def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAttention:
     """Return the latent attention of layer `number`, with norms of this kind."""
+    rotary = Rotary(model.rotary_base, 1.0, scaling_of(model), interleaved=True)
     return LatentAttention(
         kind="latent",
         query_heads=model.num_attention_heads,
@@ -221,7 +223,7 @@ def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAt
         head_size=model.qk_head_dim + model.qk_pos_emb_head_dim,
         value_head_size=model.v_head_dim,
         window=window_of(model, number),
-        rotary=Rotary(model.rotary_base, 1.0, scaling_of(model), interleaved=True),
+        rotary=None if model.position_embedding_type == "none" else rotary,
         qk_norm="head" if model.qk_layernorm else None,
         qk_norm_after_rotation=False,
         norm=norm if model.latent_norm_epsilon is None else replace(norm, epsilon=model.latent_norm_epsilon),

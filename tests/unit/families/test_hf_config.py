@@ -101,6 +101,15 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA, **_SHARED},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**{name: _DELTA[name] for name in _DELTA if name != "intermediate_size"}, **_SHARED},
+    "olmo_hybrid": {
+        **{name: _DELTA[name] for name in _DELTA if name not in ("head_dim", "full_attention_interval")},
+        "layer_types": ["full_attention", "linear_attention"],
+    },
+    "kimi_linear": {
+        **{**_LATENTS, **{name: _MIXTURE[name] for name in _MIXTURE if name != "first_k_dense_replace"}},
+        **{"linear_head_dim": 4, "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention"]},
+        **{"mlp_layer_types": ["dense", "sparse"], "num_experts": 8, "norm_topk_prob": True},
+    },
     "gpt2": _GPT2,
 }
 _OTHER = {
@@ -216,7 +225,8 @@ def test_two_names_of_a_key_say_the_same(family: str, tmp_path: Path) -> None:
         assert _read(tmp_path, renamed) == _read(tmp_path, base) == _read(tmp_path, {**renamed, key: base[key]})
         problems = _read(tmp_path, {**base, other: 2 * base[key]})
         assert isinstance(problems, list)
-        assert any(f"{key} is {base[key]}" in one and f"{other} is {2 * base[key]}" in one for one in problems)
+        said = [f"{name} is {json.dumps(value)}" for name, value in ((key, base[key]), (other, 2 * base[key]))]
+        assert any(all(words in one for words in said) for one in problems)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -299,6 +309,35 @@ def test_keys_of_published_files_are_known(family: str, content: dict[str, Any],
     """SmolLM2, Falcon 3, Vicuna, Qwen2.5, Qwen3-Coder, GPT-2 and its smaller copies have them."""
     base = {"model_type": family, **BASES[family]} | ({"use_sliding_window": False} if "qwen" in family else {})
     assert _read(tmp_path, {**base, **content}) == _read(tmp_path, base)
+
+
+def test_the_published_config_of_kimi_linear_is_known(tmp_path: Path) -> None:
+    """Kimi-Linear-48B-A3B's, whose keys are others than those that transformers writes."""
+    ends = [4, 8, 12, 16, 20, 24, 27]
+    rules = [number for number in range(1, 28) if number not in ends]
+    linear = {"full_attn_layers": ends, "kda_layers": rules, "head_dim": 128, "num_heads": 32}
+    content: dict[str, Any] = {
+        **{"model_type": "kimi_linear", "first_k_dense_replace": 1, "head_dim": 72, "hidden_act": "silu"},
+        **{"hidden_size": 2304, "intermediate_size": 9216, "kv_lora_rank": 512, "mla_use_nope": True},
+        **{"linear_attn_config": {**linear, "short_conv_kernel_size": 4}, "model_max_length": 1048576},
+        **{"moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": True, "num_attention_heads": 32},
+        **{"moe_router_activation_func": "sigmoid", "num_expert_group": 1, "num_experts": 256, "topk_group": 1},
+        **{"num_experts_per_token": 8, "num_hidden_layers": 27, "num_key_value_heads": 32, "num_shared_experts": 1},
+        **{"num_nextn_predict_layers": 0, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        **{"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446},
+        **{"tie_word_embeddings": False, "use_grouped_topk": True, "v_head_dim": 128, "vocab_size": 163840},
+    }
+    found = _read(tmp_path, content)
+    assert isinstance(found, dict)
+    freq = [int(number not in ends) for number in range(1, 28)]
+    assert found["linear_attention_freq"] == str(freq).replace(" ", "")
+    assert found["moe_layer_freq"] == str([0] + [1] * 26).replace(" ", "")
+    assert found["max_position_embeddings"] == 1048576
+    assert found["position_embedding_type"] == "none"
+    for change in ({"kda_layers": rules[1:]}, {"use_full_rank_gate": True}):
+        problems = _read(tmp_path, {**content, "linear_attn_config": {**linear, **change}})
+        assert isinstance(problems, list)
+        assert any(next(iter(change)) in problem for problem in problems)
 
 
 def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def config_with(name: str) -> Config:
     flags |= dict.fromkeys(("mup_base_hidden_size", "mup_base_head_dim", "mup_base_num_layers"), MUP)
     flags |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq"), DELTA)
     flags["latent_norm_epsilon"] = LATENT
+    flags["linear_norm_epsilon"] = f"{DELTA} --linear-norm-epsilon 1e-3"
     flags["activation_func_clamp_value"] += " --activation-func-clamp-value 3"
     return config_of(flags.get(name, EVERY_PART))
 

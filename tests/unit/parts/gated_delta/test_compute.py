@@ -13,6 +13,8 @@ from megatron_ext.parts.gated_delta import compute
 from tests.support.small_models import DELTA, build_small_model, small_config
 
 PROMPTS, FILLED, MORE = (9, 6, 1), 9, 4
+KDA: dict[str, Any] = {"experimental_attention_variant": "kda", "linear_num_value_heads": 4, "linear_value_head_dim": 6}
+SHARED_KEYS: dict[str, Any] = {**KDA, "linear_num_value_heads": 8, "linear_value_head_dim": 10}
 ODD = {"linear_key_head_dim": 5, "linear_value_head_dim": 3, "linear_num_key_heads": 1, "linear_num_value_heads": 3}
 
 
@@ -83,10 +85,63 @@ def test_a_layer_is_that_of_transformers(changes: dict[str, Any], span: int, mon
         assert (one - other).norm() <= 1e-5 * one.norm()
 
 
-def test_documents_are_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changes", [KDA, {**KDA, "linear_num_key_heads": 1, "linear_num_value_heads": 1}], ids=str)
+@pytest.mark.parametrize("span", [compute.SPAN, 70])
+def test_a_layer_with_decays_of_channels_is_that_of_transformers(
+    changes: dict[str, Any], span: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import KimiLinearConfig
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+    monkeypatch.setattr(compute, "SPAN", span)
+    ours = _layer(changes)
+    described = ours.described
+    heads, size = described.key_heads, described.key_size
+    sizes: Any = {"linear_num_heads": heads, "linear_head_dim": size, "rms_norm_eps": 1e-6}
+    settings = KimiLinearConfig(hidden_size=64, num_hidden_layers=1, layer_types=["linear_attention"], **sizes)
+    theirs: Any = KimiLinearDeltaAttention(settings, 0)
+
+    def of_heads(rows: torch.Tensor, sections: tuple[int, ...]) -> list[torch.Tensor]:
+        parts = rows.view(heads, sum(sections), -1).split(sections, dim=1)
+        return [part.flatten(0, 1) for part in parts]
+
+    def arranged(of: Any) -> list[torch.Tensor]:
+        """Ours, or their gradients, in the order of `divided`."""
+        convolution = torch.cat(of_heads(of(ours.conv1d.weight), described.sections[:3]))[:, None]
+        low = of(ours.gates_in_proj.weight).chunk(2)
+        up = of(ours.decay_out_proj.weight), of(ours.gate_out_proj.weight)
+        rest = of(ours.out_norm.weight), of(ours.out_proj.weight)
+        decays = of(ours.dt_bias), of(ours.A_log).view(1, 1, -1, 1)
+        return [*of_heads(of(ours.in_proj.weight), described.sections), convolution, *low, *up, *rest, *decays]
+
+    gate, projections = theirs.forget_gate, (theirs.q_proj, theirs.k_proj, theirs.v_proj, theirs.b_proj, theirs.conv1d)
+    gates = (gate.f_a_proj, theirs.g_a_proj, gate.f_b_proj, theirs.g_b_proj, theirs.o_norm, theirs.o_proj)
+    divided = [*(module.weight for module in (*projections, *gates)), gate.dt_bias, gate.A_log]
+    with torch.no_grad():
+        for parameter, value in zip(divided, arranged(lambda own: own), strict=True):
+            parameter.copy_(value)
+    x, weight = torch.randn(150, 3, 64), torch.randn(150, 3, 64)
+    found, expected = ours(x)[0], theirs(x.transpose(0, 1)).transpose(0, 1)
+    assert expected.abs().max() > 0.1
+    assert (found - expected).abs().max() < 1e-5
+    for output in (found, expected):
+        (output * weight).sum().backward()
+    own = arranged(lambda parameter: parameter.grad.clone())
+    wide = ours.double()
+    wide.zero_grad()
+    (wide(x.double())[0] * weight).sum().backward()
+    of_decay = theirs.forget_gate.A_log  # as above: theirs is further from fp64 than ours
+    for parameter, one, exact in zip(divided, own, arranged(lambda parameter: parameter.grad), strict=True):
+        assert (one - exact).norm() <= 1e-5 * exact.norm()
+        assert parameter.grad is not None
+        assert (parameter.grad - exact).norm() <= (1e-4 if parameter is of_decay else 1e-5) * exact.norm()
+
+
+@pytest.mark.parametrize("changes", [{}, SHARED_KEYS], ids=str)
+def test_documents_are_as_each_by_itself(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one is shorter than the convolution, and where one begins or ends a span."""
     monkeypatch.setattr(compute, "SPAN", 40)
-    layer = _layer().double()
+    layer = _layer(changes).double()
     lengths = [3, 37, 1, 2, 80, 27]
     x = torch.randn(sum(lengths), 2, 64, dtype=torch.float64)
     begins = torch.zeros(2, len(x), dtype=torch.bool)
@@ -100,7 +155,7 @@ def test_documents_are_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(in_a_row, apart, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("changes", [{}, {"linear_conv_kernel_dim": 1}, ODD], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"linear_conv_kernel_dim": 1}, ODD, SHARED_KEYS], ids=str)
 def test_generation_goes_on_from_a_state_of_one_size(changes: dict[str, Any]) -> None:
     """Prompts of different lengths, then one token after the other: each as at its place in the whole text."""
     layer = _layer(changes).double()
@@ -129,16 +184,19 @@ def test_generation_goes_on_from_a_state_of_one_size(changes: dict[str, Any]) ->
     assert not cache._kept
 
 
-def test_what_is_kept_for_the_backward_pass_is_the_projection_and_a_state_for_each_span() -> None:
+@pytest.mark.parametrize("changes", [{}, SHARED_KEYS], ids=str)
+def test_what_is_kept_for_the_backward_pass_is_the_projection_and_a_state_for_each_span(
+    changes: dict[str, Any],
+) -> None:
     from tests.support.saved_bytes import bytes_held_for_backward
 
-    layer = _layer()
+    layer = _layer(changes)
     held = []
     for length in (compute.SPAN, 2 * compute.SPAN, 4 * compute.SPAN):
         x = torch.randn(length, 1, 64)
         held.append(bytes_held_for_backward(lambda x=x: layer(x)[0], [*layer.parameters(), x]))
     described = layer.described
-    of_span = 4 * compute.SPAN * (described.projected_size + described.context_size)
+    of_span = 4 * compute.SPAN * (described.mixed_size + described.gates_size + described.context_size)
     of_state = 4 * described.value_heads * described.key_size * described.value_size
     tails = 4 * (described.kernel - 1) * described.convolved_size
     assert held == [spans * (of_span + of_state) + tails for spans in (1, 2, 4)]
@@ -156,4 +214,12 @@ def test_weights_begin_as_megatrons() -> None:
     assert layer.conv1d.weight.abs().max().item() == pytest.approx(0.5, rel=0.01)
     assert layer.conv1d.weight.std().item() == pytest.approx(0.5 / math.sqrt(3), rel=0.05)
     assert layer.conv1d.weight[:, 0].std(dim=1).min() > 0.0, "each position has a weight of its own"
+    groups.destroy()
+    [gpt], _ = build_small_model(small_config({**DELTA, **KDA, "linear_key_head_dim": 128}))
+    layer = gpt.decoder.layers[0].self_attention
+    steps = torch.nn.functional.softplus(layer.dt_bias).log10()
+    assert -3.0 <= steps.min() < -2.9
+    assert -1.1 < steps.max() <= -1.0
+    assert steps.mean().item() == pytest.approx(-2.0, abs=0.1)
+    assert steps.std().item() == pytest.approx(2 / math.sqrt(12), rel=0.1)
     groups.destroy()

@@ -38,6 +38,23 @@ def test_sizes_are_those_of_megatrons_flags() -> None:
     assert decayed == {"in_proj.weight", "conv1d.weight", "out_proj.weight"}, "megatron-core decays all but vectors"
 
 
+def test_sizes_with_decays_of_channels_are_those_of_megatrons_flags() -> None:
+    config = _config("--experimental-attention-variant kda")
+    own = [p for p in parameters(config) if p.stage == 0 and "self_attention." in p.name]
+    assert {p.name.partition("self_attention.")[2]: p.shape for p in own} == {
+        "in_proj.weight": (2 * 3 * 7 + 6 * 11 + 6, 60),
+        "gates_in_proj.weight": (2 * 11, 60),
+        "decay_out_proj.weight": (6 * 7, 11),
+        "gate_out_proj.weight": (6 * 11, 11),
+        "conv1d.weight": (2 * 3 * 7 + 6 * 11, 1, 5),
+        "dt_bias": (6 * 7,),
+        "A_log": (6,),
+        "out_norm.weight": (11,),
+        "out_proj.weight": (60, 6 * 11),
+    }
+    assert not problems(config, Facts())
+
+
 def test_layers_are_dealt_as_megatron_deals_them() -> None:
     assert [layer.has_attention for layer in layers(_config())] == [False, True, False, True]
     assert [layer.has_attention for layer in layers(_config("--linear-attention-freq [0,1,1,0]"))] == [
