@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures an update of the matrices of a model on a CPU: Muon of this program next to torch's own and to AdamW.
+"""Measures an update of the matrices of a model on a CPU, by every optimizer of this program, and by torch's Muon.
 
     python benchmarks/optimizer_update.py --output benchmarks/results    # a minute
 
@@ -27,7 +27,11 @@ def optimizers(layers: int, width: int) -> dict[str, Any]:
     import torch
 
     from megatron_ext import device
+    from megatron_ext.optim.ademamix import AdEMAMix
+    from megatron_ext.optim.lion import Lion
     from megatron_ext.optim.muon import Muon
+    from megatron_ext.optim.schedule_free import ScheduleFree
+    from megatron_ext.optim.short_adam import ShortAdam
 
     device.install("cpu")
     torch.set_num_threads(1)
@@ -42,6 +46,11 @@ def optimizers(layers: int, width: int) -> dict[str, Any]:
 
     return {
         "AdamW, fused": torch.optim.AdamW(weights(), fused=True),
+        "AdamW in bf16": ShortAdam(weights()),
+        "SGD": torch.optim.SGD(weights(), momentum=0.9),
+        "Lion": Lion(weights()),
+        "AdEMAMix": AdEMAMix(weights()),
+        "schedule-free": ScheduleFree(weights()),
         "Muon": Muon(weights()),
         "torch.optim.Muon": torch.optim.Muon(weights()),
     }

@@ -23,6 +23,7 @@ from megatron_ext.checkpoint.native.resume import look
 from megatron_ext.commandline import ToolParser, split_at_dashes, write_output
 from megatron_ext.config.parse.arguments import Typed, parse
 from megatron_ext.config.parse.options import flag_of
+from megatron_ext.config.parse.stages import largest, read_stages
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families.hf_config import read_hf_config
 from megatron_ext.foreign.megatron_deepspeed import read
@@ -107,7 +108,8 @@ def _question(options: argparse.Namespace, typed: Typed, world_size: int) -> Que
     )
     constants = replace(constants_of(devices), cores=options.processor_cores)
     machine = Machine(devices, options.gpus_per_node, options.efficiency, options.link_efficiency, constants)
-    values = {name: value for name, value in typed.values.items() if name != "world_size"}
+    values = largest(read_stages(typed.values), typed.values).of(typed.values)
+    values = {name: value for name, value in values.items() if name not in ("world_size", "stages")}
     facts = gather_facts(typed, look(typed.values))
     return question({**_model(options), **values}, facts, world_size, machine, options.memory_share)
 

@@ -94,11 +94,14 @@ def _if_member(create: Callable[..., Any]) -> Callable[..., Any]:
 _SECONDS_FOR_THE_WATCH = 5.0
 
 
-def start(layout: LayoutConfig, device: Device, *, from_host: bool = False) -> Store | None:
+def start(
+    layout: LayoutConfig, device: Device, *, from_host: bool = False, before: Store | None = None
+) -> Store | None:
     """Start torch.distributed, with the group of all ranks alone, unless it has been started.
 
     Args:
         from_host: whether tensors in host memory are communicated, too.
+        before: the store of these ranks, where they had groups that have been destroyed.
     Returns:
         The store of these ranks; None where torch.distributed had been started.
     """
@@ -106,7 +109,7 @@ def start(layout: LayoutConfig, device: Device, *, from_host: bool = False) -> S
         return None
     timeout = timedelta(minutes=layout.distributed_timeout_minutes)
     rendezvous.keep_to_this_machine()
-    store, rank, world_size = rendezvous.meet(timeout) if "RANK" in os.environ else _alone()
+    store, rank, world_size = rendezvous.meet(timeout, before) if "RANK" in os.environ else _alone()
     backend = layout.distributed_backend or device.backend
     # No device_id: it makes every group's communicator at once, and unbatched sends and receives, with which
     # interleaved pipelines overlap, then wait for everything else of their group.

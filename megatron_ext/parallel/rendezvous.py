@@ -152,14 +152,20 @@ _TOKEN = "token"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between two looks at the store
 
 
-def meet(timeout: timedelta) -> tuple[Store, int, int]:
+def meet(timeout: timedelta, before: Store | None = None) -> tuple[Store, int, int]:
     """Return the launcher's store with keys of this attempt's own, this rank, and the number of ranks.
 
+    Args:
+        timeout: how long they wait for each other.
+        before: what this returned before in these processes, whose ranks meet again: its host has not let go of it.
     Raises:
         PeerLostError: some ranks did not come within `timeout`.
         ConfigurationError: the launcher's variables do not say where the ranks meet, or not the same to all.
     """
-    store, rank, world_size = open_store(timeout)
+    if isinstance(before, PrefixStore):
+        store, rank, world_size = before.underlying_store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        store, rank, world_size = open_store(timeout)
     return PrefixStore(f"attempt/{agree(store, rank, world_size, timeout)}", store), rank, world_size
 
 

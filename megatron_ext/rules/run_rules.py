@@ -206,6 +206,31 @@ def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def stages_go_on_from_what_is_saved(config: Config, facts: Facts) -> Iterator[str]:
+    """Require what each stage of --stages goes on from: all of a checkpoint."""
+    flags, training = config.checkpoint, config.training
+    if training.stages is None:
+        return
+    if flags.save is None:
+        yield (
+            f"--stages {training.stages} needs --save, since each stage goes on from a checkpoint; add --save "
+            "checkpoints"
+        )
+    for name in ("no_save_optim", "no_save_rng"):
+        if getattr(flags, name):
+            yield f"--stages {training.stages} with {flag_of(name)}: no stage could go on from another; leave it out"
+    if training.step_batch_size_schedule is not None:
+        yield (
+            f"--stages {training.stages} with --step-batch-size-schedule, whose thresholds in tokens move with the "
+            "sequence length; use --rampup-batch-size, which counts samples"
+        )
+    if not facts.global_batch_is_given:
+        yield (
+            f"--stages {training.stages} needs --global-batch-size, which would otherwise follow --micro-batch-size; "
+            f"add --global-batch-size {training.global_batch_size}"
+        )
+
+
 def snapshots_have_a_place(config: Config, facts: Facts) -> Iterator[str]:
     """Require what --non-persistent-save-interval needs."""
     flags = config.checkpoint
@@ -386,6 +411,7 @@ RULES = (
     vocabulary_covers_the_tokenizer,
     model_is_the_one_to_load,
     saving_has_a_folder,
+    stages_go_on_from_what_is_saved,
     snapshots_have_a_place,
     elastic_runs_go_on,
     load_names_checkpoints,

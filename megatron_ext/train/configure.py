@@ -15,6 +15,7 @@ from megatron_ext.checkpoint.native.checkpoint_folder import load_problem
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.derived import attention_flags as attention_kernels
+from megatron_ext.config.derived.batch_size import training_steps
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
 from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.parse.arguments import Typed
@@ -23,6 +24,7 @@ from megatron_ext.config.parse.eval_tasks import look_at_eval_tasks
 from megatron_ext.config.parse.options import flag_of, names_by_resume, options_by_name
 from megatron_ext.config.parse.paths import path_problems
 from megatron_ext.config.parse.saved import adopt, shapes_and_function
+from megatron_ext.config.parse.stages import Stage, at_iteration, largest, read_stages
 from megatron_ext.config.resolve import Facts, graph_obstacles, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.data_flags import DataConfig
@@ -54,6 +56,10 @@ class Configured:
     """What is in the --load folder; None without --load."""
     resume: Resume | None = None
     """The checkpoint that `config` was made with."""
+    begins_stage: bool = False
+    """Whether the checkpoint is the end of the stage of --stages that is before."""
+    stage_end: int | None = None
+    """Iterations before the next stage; None in the last."""
 
 
 def configure(argv: Sequence[str], *, believing: bool = False, world_size: int | None = None) -> Configured:
@@ -113,17 +119,37 @@ def _configured(
 ) -> Configured:
     saved = _saved_values(resume)
     typed = command_line if saved is None else replace(command_line, values=adopt(command_line.values, saved))
+    begun = 0 if resume is None or typed.values.get("finetune") else resume.iteration
+    stages = at_iteration(read_stages(typed.values), begun)
     facts = gather_facts(typed, search)
-    facts = replace(facts, saved=saved, unread=facts.unread | _not_given_by_the_checkpoint(typed, saved))
+    facts = replace(facts, unread=facts.unread | _not_given_by_the_checkpoint(typed, saved))
     if world_size is not None:
         facts = replace(facts, world_size=world_size)
     if believing:
         facts, warnings = assumed_facts(facts, typed)
         typed = replace(typed, warnings=(*typed.warnings, *warnings))
-    config = resolve(typed.values, facts)
-    refusals = problems(config, facts) or _other_curves(config, facts)
+    refusals: dict[str, None] = {}
+    made: list[tuple[Stage, dict[str, Any], Facts, Config]] = []
+    for stage in stages:
+        values = stage.of(typed.values)
+        # Where a stage begins, the checkpoint is that of the one before.
+        was = saved if saved is None or stage.first < begun else stage.of(saved)
+        missing = missing_paths(values) if stage.values and not believing else facts.missing_paths
+        of_stage = replace(facts, saved=was, missing_paths=missing)
+        config = resolve(values, of_stage)
+        found = [*path_problems(stage.values), *(problems(config, of_stage) or _other_curves(config, of_stage))]
+        refusals |= dict.fromkeys(stage.named + text for text in typed.as_typed(found))
+        made.append((stage, values, of_stage, config))
     if refusals:
-        raise ConfigurationError(typed.as_typed(refusals))
+        raise ConfigurationError(list(refusals))
+    chosen = stages.index(largest(stages, typed.values)) if typed.dry_run else 0
+    stage, values, facts, config = made[chosen]
+    steps = training_steps(config)
+    notes = [f"{one.named}the run ends before, after {steps} iterations" for one in stages[1:] if one.first >= steps]
+    if typed.dry_run and stage.path is not None:
+        notes.append(f"{stage.named}this stage, the largest, is what is judged")
+    typed = replace(typed, values=values, warnings=(*typed.warnings, *notes))
+    ends = [one.first for one in stages[chosen + 1 :] if one.first < steps]
     warnings = (
         *typed.warnings,
         *typed.as_typed(warnings_of_flags(typed, config, facts)),
@@ -131,7 +157,25 @@ def _configured(
         *_forgetful_restarts(config),
     )
     typed = replace(typed, warnings=warnings)
-    return Configured(config, typed, command_line, search, resume)
+    begins = stage.path is not None and resume is not None and resume.iteration == stage.first
+    return Configured(config, typed, command_line, search, resume, begins, ends[0] if ends else None)
+
+
+_NOT_AGAIN = ("finetune", "no_load_optim", "no_load_rng", "ckpt_step", "moe_use_upcycling")
+"""Fields of what is loaded at the start of a run, and not at that of its later stages."""
+
+
+def next_stage(configured: Configured) -> Configured:
+    """Return the configuration of the stage that follows, which goes on from what this one has saved.
+
+    Raises:
+        ConfigurationError: the flags do not fit that checkpoint.
+    """
+    values = {name: value for name, value in configured.command_line.values.items() if name not in _NOT_AGAIN}
+    values["load"] = configured.config.checkpoint.save
+    search = look(values)
+    resume = None if search is None else search.resume
+    return _configured(replace(configured.command_line, values=values), search, resume)
 
 
 _OF_GPUS = {

@@ -1,6 +1,7 @@
 """Runs the main job: build the run, load a checkpoint if there is one, train."""
 
 import contextlib
+import gc
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -26,11 +27,13 @@ from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher, StopDeadline
 from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.terminal import say, warn
-from megatron_ext.train.configure import Configured, configure, configure_for
+from megatron_ext.train.configure import Configured, configure, configure_for, next_stage
 from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets
 from megatron_ext.train.training_result import Trained
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from megatron_ext.device.device_protocol import Device
     from megatron_ext.train.callbacks.history import History
     from megatron_ext.train.run import Run
@@ -83,32 +86,58 @@ def pretrain(
         here = _install_device(configured.config, status)
         # Only now may megatron-core be imported.
         from megatron_ext.model.names import unwrapped
-        from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
+        from megatron_ext.train.callbacks.stopping import STAGE_OVER
 
-        _meet(configured, here, status, ends)
-        configured = _with_agreed_checkpoint(configured, extensions)
-        if layer_spec is None:  # the formulas are those of our layers
-            check_it_fits(configured.config, here)
-        with telling_of_memory(configured.config, here):
-            configured, attention = _with_chosen_kernels(configured, here)
-            run = _build(configured, here, status, extensions, ends)
-            _load(run, configured.config.checkpoint, configured.resume)
-            if run.rank == 0:
-                say(banner(run.config, _begun(run, extensions, attention)))
-            history, stop_reason = _train(run, status, extensions, ends)
-            ends.close()
+        losses: list[float] = []
+        validation_losses: dict[int, float] = {}
+        store = None
+        while True:
+            store = _meet(configured, here, status, ends, store)
+            run, history, stop_reason = _train_stage(configured, here, status, extensions, ends)
+            losses += history.losses
+            validation_losses |= history.validation_losses
+            if stop_reason != STAGE_OVER:
+                break
+            del run, history
+            gc.collect()  # the model, before there is the next
+            configured = next_stage(configured)
+            configured = replace(configured, config=extensions.applied(configured.config))
         if status.rank == 0:
             _record_end(status, run.state.iteration, stop_reason)
         elastic.dismiss_spares()
     names = run.config.checkpoint.save, run.config.logging.metrics_file, run.config.logging.tensorboard_dir
     return Trained(
         run.state.iteration,
-        tuple(history.losses),
-        history.validation_losses,
+        tuple(losses),
+        validation_losses,
         stop_reason,
         *(None if name is None else Path(name) for name in names),
         model=tuple(unwrapped(run.chunks)) if returns_model else (),
     )
+
+
+def _train_stage(
+    configured: Configured, here: "Device", status: RunStatus, extensions: Extensions, ends: ExitStack
+) -> "tuple[Run, History, str | None]":
+    """Build the run, load what it goes on from, and train to the end of its stage, or of the run.
+
+    Returns:
+        The run, its losses, and why it ended before the planned end.
+    """
+    from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
+
+    configured = _with_agreed_checkpoint(configured, extensions)
+    if extensions.layer_spec is None:  # the formulas are those of our layers
+        check_it_fits(configured.config, here)
+    with telling_of_memory(configured.config, here):
+        configured, attention = _with_chosen_kernels(configured, here)
+        run = _build(configured, here, status, extensions, ends)
+        _load(run, configured)
+        if run.rank == 0:
+            say(banner(run.config, _begun(run, extensions, attention)))
+        history, stop_reason = _train(run, configured.stage_end, status, extensions, ends)
+        ends.close()
+    return run, history, stop_reason
 
 
 def _tell(warnings: Sequence[str]) -> None:
@@ -167,9 +196,17 @@ def _install_device(config: Config, status: RunStatus) -> "Device":
     return here
 
 
-def _meet(configured: Configured, here: "Device", status: RunStatus, ends: ExitStack) -> None:
+def _meet(
+    configured: Configured, here: "Device", status: RunStatus, ends: ExitStack, before: "Store | None"
+) -> "Store | None":
     """Make the group of all ranks, and watch them from now on. It follows from typed flags alone, which no checkpoint
-    changes."""
+    changes.
+
+    Args:
+        before: the store of an earlier stage of the run.
+    Returns:
+        The store of the ranks; None where another has made their group.
+    """
     import torch
 
     from megatron_ext.parallel import groups
@@ -187,13 +224,14 @@ def _meet(configured: Configured, here: "Device", status: RunStatus, ends: ExitS
     if configured.search is None:  # before the ranks meet, where it can be known
         _require_checkpoint(config.checkpoint, configured.resume)
     try:
-        store = groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
+        store = groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host, before=before)
     except PeerLostError as error:
         raise PeerLostError(f"{error}{end_stopped_ranks()}") from error
     ends.callback(groups.destroy)
     elastic.keep_spares()
     status.watch = begin_watch(status, config.layout, here, store)
     ends.callback(status.watch.close)
+    return store
 
 
 def _with_agreed_checkpoint(configured: Configured, extensions: Extensions) -> Configured:
@@ -258,14 +296,17 @@ def _build(configured: Configured, here: "Device", status: RunStatus, extensions
     return run
 
 
-def _train(run: "Run", status: RunStatus, extensions: Extensions, ends: ExitStack) -> "tuple[History, str | None]":
-    """Take the steps; return their losses, and why they ended before the planned end.
+def _train(
+    run: "Run", stage_end: int | None, status: RunStatus, extensions: Extensions, ends: ExitStack
+) -> "tuple[History, str | None]":
+    """Take the steps up to the end of the stage; return their losses, and why they ended before the planned end.
 
     Raises:
         StoppedBySignal: the run was stopped, and is saved.
     """
     from megatron_ext.train.callbacks.history import History
     from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
+    from megatron_ext.train.callbacks.stopping import STAGE_OVER, StageEnd
     from megatron_ext.train.trainer import Trainer
 
     config, save, history = run.config, run.config.checkpoint.save, History()
@@ -278,7 +319,12 @@ def _train(run: "Run", status: RunStatus, extensions: Extensions, ends: ExitStac
             config.training.exit_signal_deadline, signals, status, lambda: saved_iterations(save) if save else []
         ),
     ):
-        callbacks = [*standard_callbacks(run, signals, status), history, *extensions.made_callbacks()]
+        callbacks = [
+            *standard_callbacks(run, signals, status),
+            StageEnd(stage_end),
+            history,
+            *extensions.made_callbacks(),
+        ]
         for callback in callbacks:
             ends.callback(callback.close)
         trainer = Trainer(run, callbacks, extensions.learning_rate)
@@ -290,7 +336,7 @@ def _train(run: "Run", status: RunStatus, extensions: Extensions, ends: ExitStac
                 launcher.remember_stop(stop.exit_code, str(stop))
                 elastic.dismiss_spares()
             raise
-        if trainer.stop_reason is not None:
+        if trainer.stop_reason not in (None, STAGE_OVER):
             launcher.remember_stop(0, trainer.stop_reason)
     return history, trainer.stop_reason
 
@@ -304,8 +350,9 @@ def _require_checkpoint(flags: CheckpointConfig, resume: Resume | None) -> None:
         )
 
 
-def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
+def _load(run: "Run", configured: Configured) -> None:
     """Load the agreed checkpoint, or the Hugging Face model that the flags name in its place; say which."""
+    flags, resume = run.config.checkpoint, configured.resume
     run.progress.phase = "loading what it begins with"
     if resume is not None:
         from megatron_ext.checkpoint.local.writer import restore_snapshot
@@ -316,7 +363,7 @@ def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
             restore_snapshot(run, resume.iteration)
         else:
             load_saved(run, resume)
-        if not flags.finetune:
+        if not flags.finetune and not configured.begins_stage:
             check_data_is_that_of_the_checkpoint(run, resume)
     if flags.load is not None and run.rank == 0:
         verb = "finetuning from" if flags.finetune else "resuming at"

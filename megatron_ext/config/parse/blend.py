@@ -64,7 +64,7 @@ def _needed_paths(typed: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
                 continue  # a store is asked when the data is opened
             for suffix in (".bin", ".idx"):
                 yield flag_of(name), prefix + suffix
-    for name in (*LIST_NAMES, "eval_tasks", "sample_prompts"):
+    for name in (*LIST_NAMES, "eval_tasks", "sample_prompts", "stages"):
         if typed.get(name) is not None:
             yield flag_of(name), typed[name]
 

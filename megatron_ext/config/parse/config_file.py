@@ -37,11 +37,13 @@ def to_yaml(config: Config) -> str:
     return "".join(parts)
 
 
-def read_yaml(path: str, whose: str = "--config") -> dict[str, Any]:
+def read_yaml(path: str, whose: str = "--config", keys: type = str, example: str = "num_layers: 4") -> dict[Any, Any]:
     """Return the names and values of a configuration file, as YAML gives them (plain data; no tag builds an object).
 
     Args:
         whose: whose file it is, for messages.
+        keys: type of the names.
+        example: a line of such a file, for messages.
     Raises:
         ConfigurationError: the file is missing, is no YAML, names a key twice, or is not a list of `name: value`.
         ExcessiveFile: it is larger, deeper or of more values than a configuration can be.
@@ -51,11 +53,11 @@ def read_yaml(path: str, whose: str = "--config") -> dict[str, Any]:
     except OSError as error:
         raise ConfigurationError(f"{whose} {path}: {error.strerror}; give the path of a YAML file") from None
     except ExcessiveError as error:
-        raise ExcessiveFile(f"{whose} {path} is not read: {error}; give lines of the form `num_layers: 4`") from None
+        raise ExcessiveFile(f"{whose} {path} is not read: {error}; give lines of the form `{example}`") from None
     except (TextError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{whose} {path} is not valid YAML: {error}") from None
     if content is None:
         return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigurationError(f"{whose} {path}: expected lines of the form `num_layers: 4`")
+    if not isinstance(content, dict) or not all(type(key) is keys for key in content):
+        raise ConfigurationError(f"{whose} {path}: expected lines of the form `{example}`")
     return content

@@ -18,7 +18,7 @@ Use = Literal["read", "folder", "written"]
 
 _READ = (
     *("load", "load_hf", "data_args_path", "per_split_data_args_path", "tokenizer_model", "vocab_file", "merge_file"),
-    *("eval_tasks", "sample_prompts"),
+    *("eval_tasks", "sample_prompts", "stages"),
 )
 _FOLDERS = ("save", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "non_persistent_local_ckpt_dir")
 _FILES = ("metrics_file", "log_sample_ids", "memory_snapshot_path")

@@ -135,7 +135,6 @@ class OptimizerConfig:
         "Keep an exponential moving average of the weights with this decay, 0.999 for example, in checkpoints, too; 0 "
         "for none.",
         share=True,
-        read_with=ReadWith("no_save_optim", "--no-save-optim leaves the averages out", only=(None, False)),
     )
     eval_ema: bool = free(
         False,

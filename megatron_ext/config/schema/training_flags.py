@@ -42,6 +42,12 @@ class TrainingConfig:
     train_samples: int | None = free(
         None, "Stop after this many samples; the other way to give the length.", at_least=1
     )
+    stages: str | None = free(
+        None,
+        "YAML file of the blend, length, rotary base and micro batch from an iteration on; the run saves, and goes on "
+        "as resumed, where a stage begins.",
+        metavar="FILE",
+    )
     eval_interval: int = free(1000, "Steps between two evaluations on the validation data; 0 for none.", at_least=0)
     eval_iters: int = free(
         100,

@@ -83,3 +83,22 @@ class Stopping(Callback):
         if not self.signals.requested:
             return 0
         return _BY_SIGTERM if self.signals.reason == "SIGTERM" else _OTHERWISE
+
+
+STAGE_OVER = "the next stage of --stages begins"
+
+
+class StageEnd(Callback):
+    """Stops after `end` iterations, where a stage of --stages is over; never, if that is None."""
+
+    phase = "the end of a stage"
+
+    def __init__(self, end: int | None):
+        self.end = end
+
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return trainer.position.iteration == self.end
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if trainer.run.state.iteration == self.end:
+            trainer.stop(STAGE_OVER)

@@ -93,6 +93,7 @@ OUR_OWN = {
     "--mup-base-num-layers",
     "--ema-decay",
     "--eval-ema",
+    "--stages",
     "--ademamix-beta3",
     "--ademamix-alpha",
     "--ademamix-warmup",

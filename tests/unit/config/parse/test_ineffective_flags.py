@@ -1,0 +1,33 @@
+"""Flags that change nothing next to the others are named, and only they."""
+
+import shlex
+
+import pytest
+
+from megatron_ext.train.configure import configure
+from tests.support.small_runs import MODEL
+
+UNUSED = (
+    "--ema-decay changes nothing here: the averages are neither saved (--save without --no-save-optim) nor evaluated "
+    "(--eval-ema)"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_used"),
+    [
+        ("--ema-decay 0.9", False),
+        ("--ema-decay 0.9 --save folder --no-save-optim", False),
+        ("--ema-decay 0.9 --save folder", True),
+        ("--ema-decay 0.9 --eval-ema", True),
+        ("--ema-decay 0.9 --eval-ema --save folder --no-save-optim", True),
+    ],
+)
+def test_averages_of_weights_are_used_where_they_are_saved_or_evaluated(flags: str, is_used: bool) -> None:
+    warnings = [text for text in configure([*MODEL, *shlex.split(flags)]).typed.warnings if "ema" in text]
+    assert warnings == ([] if is_used else [UNUSED])
+
+
+def test_evaluated_averages_need_averages() -> None:
+    warnings = configure([*MODEL, "--eval-ema"]).typed.warnings
+    assert "--eval-ema changes nothing here: without --ema-decay there are no averages" in warnings

@@ -1,0 +1,71 @@
+"""--stages: a run of several stages is, to the bit, runs made one after another by hand, resumed anywhere."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import DataError
+from megatron_ext.train.pretrain import pretrain
+from tests.support.corpora import write_corpus
+from tests.support.small_runs import MODEL
+
+FLAGS = [*(word for word in MODEL if word != "--mock-data"), "--tokenizer-type", "NullTokenizer", "--eval-iters", "0"]
+FLAGS += ["--train-iters", "6", "--log-interval", "1", "--hidden-dropout", "0.1"]
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    for name in "ab":
+        write_corpus(tmp_path / name, 6000 + 1000 * (name == "b"))
+    stages = tmp_path / "stages.yaml"
+    stages.write_text(
+        f"2: {{data_path: [0.7, {tmp_path}/a, 0.3, {tmp_path}/b]}}\n"
+        "4: {seq_length: 32, rotary_base: 70000, micro_batch_size: 1}\n"
+    )
+    return [*FLAGS, "--data-path", str(tmp_path / "a"), "--stages", str(stages)]
+
+
+def _run(folder: Path, flags: list[str], *more: str) -> Any:
+    return pretrain([*flags, "--save", str(folder), "--load", str(folder), *more])
+
+
+def test_stages_are_runs_that_go_on_with_other_flags(flags: list[str], tmp_path: Path) -> None:
+    staged = _run(tmp_path / "staged", flags)
+    assert (staged.iteration, len(staged.losses), staged.stop_reason) == (6, 6, None)
+    plain = flags[: flags.index("--stages")]
+    blend = ["--data-path", "0.7", str(tmp_path / "a"), "0.3", str(tmp_path / "b")]
+    longer = ["--seq-length", "32", "--micro-batch-size", "1", "--rotary-base", "70000"]
+    by_hand = list(_run(tmp_path / "hand", plain, "--exit-interval", "2").losses)
+    other = ["--accept-changed-data"]
+    by_hand += _run(tmp_path / "hand", plain, *blend, *other, "--exit-interval", "4").losses
+    # Resuming by hand refuses another rotary base: it is written into the checkpoint's configuration.
+    saved = tmp_path / "hand/iter_0000004/config.yaml"
+    saved.write_text(saved.read_text().replace("rotary_base: 10000", "rotary_base: 70000"))
+    (tmp_path / "hand/iter_0000004/manifest.json").unlink(missing_ok=True)
+    by_hand += _run(tmp_path / "hand", plain, *blend, *longer, *other).losses
+    assert list(staged.losses) == by_hand
+
+
+def test_a_file_that_changes_nothing_changes_nothing(flags: list[str], tmp_path: Path) -> None:
+    once = pretrain(flags[: flags.index("--stages")])
+    (tmp_path / "stages.yaml").write_text("1: {seq_length: 16}\n3: {seq_length: 16}")
+    assert _run(tmp_path / "same", flags).losses == once.losses
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_a_run_goes_on_in_the_middle_of_a_stage_and_between_two(step: int, flags: list[str], tmp_path: Path) -> None:
+    whole = _run(tmp_path / "whole", flags)
+    begun = _run(tmp_path / "cut", flags, "--exit-interval", str(step))
+    assert begun.iteration == step
+    ended = _run(tmp_path / "cut", flags)
+    assert [*begun.losses, *ended.losses] == list(whole.losses)
+    rows = [(tmp_path / name / "metrics.jsonl").read_text().count("lm_loss") for name in ("whole", "cut")]
+    assert rows == [6, 6]
+
+
+def test_data_that_changes_within_a_stage_is_refused(flags: list[str], tmp_path: Path) -> None:
+    _run(tmp_path / "save", flags, "--exit-interval", "3")
+    write_corpus(tmp_path / "b", 9000)
+    with pytest.raises(DataError, match="the data is not that of the checkpoint"):
+        _run(tmp_path / "save", flags)
