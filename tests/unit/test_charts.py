@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_ext.charts import Series, chart, page, ticks
+from megatron_ext.charts import Point, Series, chart, page, ticks
 
 
 def drawn(*series: Series, doublings: bool = False) -> ElementTree.Element:
@@ -39,6 +39,24 @@ def labels(svg: ElementTree.Element, anchor: str) -> list[str | None]:
 )
 def test_ticks_are_round_and_lie_within(low: float, high: float, about: int, found: list[float]) -> None:
     assert ticks(low, high, about) == pytest.approx(found, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("points", "line", "values"),
+    [
+        # The plot is from x 64 to 532 and from y 230 up to 12, with a twentieth of the range below and above.
+        ([(0, 0.0), (10, 1.0)], "M64.0 220.1L532.0 21.9", ["0", "0.5", "1"]),
+        # A constant has a twentieth of itself on both sides, a negative one too; zero has one.
+        ([(3, 40.0), (4, 40.0)], "M64.0 121.0L532.0 121.0", ["38", "39", "40", "41", "42"]),
+        ([(3, -40.0), (4, -40.0)], "M64.0 121.0L532.0 121.0", ["-42", "-41", "-40", "-39", "-38"]),
+        ([(3, 0.0), (4, 0.0)], "M64.0 121.0L532.0 121.0", ["-1", "-0.5", "0", "0.5", "1"]),
+        ([(7, 40.0)], "M64.0 121.0", ["38", "39", "40", "41", "42"]),  # the first point of a run
+    ],
+)
+def test_where_points_lie(points: list[Point], line: str, values: list[str]) -> None:
+    svg = drawn(Series(points))
+    assert line_of(svg) == line
+    assert labels(svg, "end") == ["step", *values]
 
 
 def test_doublings_are_equally_far_apart() -> None:

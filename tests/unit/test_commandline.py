@@ -103,6 +103,16 @@ def test_output_that_is_refused_only_when_all_is_written_is_noticed(
     assert capsys.readouterr().err == ("" if code == 141 else "error: [Errno 28] No space left on device\n")
 
 
+def test_the_examples_are_the_first_paragraph_that_is_indented() -> None:
+    parser = ToolParser(
+        "A tool.",
+        "Does a thing.\n\n    python tools/tool.py 5%\n      and more\n\nThen this.\n\n    content = read(file)\n",
+    )
+    assert parser.format_help().endswith("\nexamples:\n  python tools/tool.py 5%\n    and more\n")
+    for without in (None, "", "Does a thing.\n\nThen this."):
+        assert "examples:" not in ToolParser("A tool.", without).format_help()
+
+
 @pytest.mark.parametrize(
     ("program", "shown"),
     [

@@ -44,6 +44,13 @@ def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypat
     assert path.read_bytes() == b"all of it"
 
 
+def test_another_name_until_then(tmp_path: Path) -> None:
+    with replacing(tmp_path / "file", tmp_path / "mine") as file:
+        file.write(b"new")
+        assert os.listdir(tmp_path) == ["mine"]
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def test_what_cannot_be_opened_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
