@@ -45,7 +45,7 @@ COLUMN_PARTS = 64
 
 _MOST_THREADS = 8  # each with a block of 4 MB
 
-_DRAWN = ("normal", "uniform", "log-uniform")
+_DRAWN = ("normal", "uniform", "log-uniform", "time-step")
 """Ways to begin that draw numbers."""
 
 
@@ -163,6 +163,9 @@ def _draw(parameter: Parameter, seed: int, block: _Block, columns: range) -> np.
         _fill_numbers(numbers, parameter, name)
         if parameter.init == "log-uniform":
             np.log(8.5 + 7.5 * numbers, out=numbers)
+        elif parameter.init == "time-step":
+            np.power(10.0, numbers - np.float32(2.0), out=numbers)
+            numbers += np.log(-np.expm1(-numbers))  # what softplus takes back
         else:
             numbers *= scale
         return numbers[:, columns.start : columns.stop]

@@ -16,8 +16,9 @@ class Parameter:
     stage: int | Literal["embedding", "output"]
     """Index of the layer that it belongs to, or the first or last pipeline stage."""
 
-    init: Literal["normal", "uniform", "ones", "zeros", "constant", "log-uniform"]
-    """How it begins; log-uniform: as logarithms of uniform numbers from 1 to 16."""
+    init: Literal["normal", "uniform", "ones", "zeros", "constant", "log-uniform", "time-step"]
+    """How it begins; log-uniform: as logarithms of uniform numbers from 1 to 16; time-step: so that softplus of it is a
+    number from 0.001 to 0.1 whose logarithm is uniform."""
 
     std: float = 0.0
     """Standard deviation of a normal or uniform initialization; of a constant one, the value."""

@@ -83,7 +83,7 @@ def test_parts_of_samples_are_computed_as_whole_ones(size: int) -> None:
 def _without_states_of_others(case: tuple[bool, int, int]) -> dict[str, float]:
     from megatron_ext.parts.gated_delta import compute
 
-    compute._states = lambda maps, group: torch.zeros_like(maps[..., : -maps.size(-2)])
+    compute.states = lambda maps, group: torch.zeros_like(maps[..., : -maps.size(-2)])
     return _differences(2, case)
 
 
