@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.batch_size import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
-from megatron_ext.config.derived.layer_patterns import LATENT, LETTERS, PIPE
+from megatron_ext.config.derived.layer_patterns import LATENT, PIPE
 from megatron_ext.config.derived.lr_scale import scale
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
@@ -138,11 +138,14 @@ def padded_vocabulary(vocab_size: int, divisor: int, tensor_parallel_size: int) 
 
 
 def _resolve_pattern(values: dict[str, Any]) -> None:
-    """Fill in the layers of a pattern of letters, latent attention where it has some, and the chunks of the pipeline
-    by its pipes, which are no part of the model."""
+    """Fill in the layers of a pattern of letters, latent attention where it has some, the heads of Mamba-2, and the
+    chunks of the pipeline by its pipes, which are no part of the model."""
     letters = values.get("hybrid_layer_pattern")
-    if letters is None or not letters or {*letters} - {*LETTERS, PIPE}:
-        return  # a rule names it
+    if not letters:
+        return
+    hidden, head = values.get("hidden_size"), values.get("mamba_head_dim", ModelConfig.mamba_head_dim)
+    if positive(hidden, head) and 2 * hidden % head == 0:
+        _fill(values, "mamba_num_heads", 2 * hidden // head)
     chunks = letters.split(PIPE)
     if len(chunks) > 1:
         _fill(values, "pipeline_model_parallel_layout", f"E{'|'.join('t' * len(chunk) for chunk in chunks)}L")

@@ -66,6 +66,23 @@ _DELTA: dict[str, Any] = {
 _SHARED_EXPERT: dict[str, Any] = {
     **{"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 40},
 }
+_NEMOTRON_H: dict[str, Any] = {
+    **{"model_type": "nemotron_h", **_DECODER, "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 10},
+    **{"n_groups": 2, "time_step_min": 1e-20, "pad_token_id": None, "num_hidden_layers": None, **_UNTIED},
+}
+_GRANITE_4: dict[str, Any] = {
+    **{name: value for name, value in _DECODER.items() if name != "head_dim"},
+    **{
+        "model_type": "granitemoehybrid",
+        "mamba_n_heads": 8,
+        "mamba_d_state": 6,
+        "mamba_n_groups": 2,
+        "mamba_d_head": 12,
+    },
+    **{"shared_intermediate_size": 40, "intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"]},
+    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 6.0, "attention_multiplier": 0.3},
+    "tie_word_embeddings": True,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 2": {"model_type": "llama", **_DECODER, "num_key_value_heads": 6, "tie_word_embeddings": False},
     "Llama 3.1": {
@@ -408,6 +425,29 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Qwen3.5 with experts": {
         **{"model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED_EXPERT, **_UNTIED},
+    },
+    "Mamba-2": {
+        **{"model_type": "mamba2", "hidden_size": 48, "num_heads": 8, "head_dim": 12, "state_size": 6, "n_groups": 2},
+        **{"num_hidden_layers": 4, "vocab_size": VOCABULARY, "pad_token_id": None, "tie_word_embeddings": True},
+    },
+    "Mamba-2 of one group": {
+        **{"model_type": "mamba2", "hidden_size": 48, "num_heads": 32, "head_dim": 3, "state_size": 5, "n_groups": 1},
+        **{"num_hidden_layers": 2, "vocab_size": VOCABULARY, "conv_kernel": 3, "chunk_size": 16, **_UNTIED},
+        "pad_token_id": None,
+    },
+    "Nemotron-H": {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    "Nemotron-H with experts": {
+        **{**_NEMOTRON_H, **_EXPERTS, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+        **{"moe_shared_expert_intermediate_size": 40, "n_groups": 4, "num_key_value_heads": 1},
+    },
+    "Nemotron-H with latents of experts": {
+        **{**_NEMOTRON_H, **_EXPERTS, "layers_block_type": ["moe", "linear_attention", "mlp", "linear_attention"]},
+        **{"moe_shared_expert_intermediate_size": 24, "moe_latent_size": 20},
+    },
+    "Granite 4": {**_GRANITE_4, "num_local_experts": 0},
+    "Granite 4 with experts": {
+        **{**_GRANITE_4, "num_local_experts": 6, "num_experts_per_tok": 3, "position_embedding_type": "rope"},
+        **{"mamba_n_groups": 2, "mamba_d_head": "auto", "rope_theta": 700.0, "num_key_value_heads": 1, **_UNTIED},
     },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},

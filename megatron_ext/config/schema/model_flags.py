@@ -221,9 +221,7 @@ class ModelConfig:
     mamba_state_dim: int = option(
         128, "Numbers of the state for each channel of a Mamba-2 head.", resume="shape", at_least=1, read_with=_PATTERN
     )
-    mamba_head_dim: int = option(
-        64, "Channels of a Mamba-2 head.", resume="shape", at_least=1, read_with=_PATTERN
-    )
+    mamba_head_dim: int = option(64, "Channels of a Mamba-2 head.", resume="shape", at_least=1, read_with=_PATTERN)
     mamba_num_groups: int = option(
         8, "Groups of Mamba-2 heads that share B and C.", resume="shape", at_least=1, read_with=_PATTERN
     )
