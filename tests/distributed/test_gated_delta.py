@@ -1,4 +1,5 @@
-"""A gated delta rule on context-parallel ranks, each with two parts of every sample, against whole samples, in fp64."""
+"""A gated delta rule, and Mamba-2, on context-parallel ranks, each with two parts of every sample, against whole
+samples, in fp64."""
 
 import itertools
 import shlex
@@ -14,21 +15,29 @@ from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.parity import CURVE_TOLERANCE
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.several_models import in_turn
-from tests.support.small_models import DELTA, build_small_model, small_config
+from tests.support.small_models import DELTA, MAMBA, build_small_model, small_config
 
 LENGTH, ROWS = 96, 2
 BORDERS = (0, 1, 2, 3, 11, 12, 22, 47, 48, 50, 61, 70, 84, 95)
 """Where documents begin: within and at the border of a part, and some shorter than the convolution."""
 
 
-def _differences(size: int, case: tuple[bool, int, int]) -> dict[str, float]:
+Case = tuple[bool, int, int, bool]
+
+
+def _differences(size: int, case: Case) -> dict[str, float]:
     """The largest difference of output and gradients on this rank, over the largest number."""
     from megatron_ext.data.packing import documents_of
     from megatron_ext.parts.attention.cached import Sequences
     from megatron_ext.parts.gated_delta import compute
 
-    documents, kernel, compute.SPAN = case
-    sizes = {**DELTA, "seq_length": LENGTH, "max_position_embeddings": LENGTH, "linear_conv_kernel_dim": kernel}
+    documents, kernel, compute.SPAN, is_mamba = case
+    sizes = {
+        **(MAMBA if is_mamba else DELTA),
+        "seq_length": LENGTH,
+        "max_position_embeddings": LENGTH,
+        "linear_conv_kernel_dim": kernel,
+    }
     [gpt], groups = build_small_model(small_config(sizes, {"context_parallel_size": size, "world_size": size}))
     layer: Any = gpt.decoder.layers[0].self_attention.double()
     rank = groups.cp.rank()
@@ -70,7 +79,7 @@ def _differences(size: int, case: tuple[bool, int, int]) -> dict[str, float]:
     return {name: ((one - other).abs().max() / other.abs().max()).item() for name, one, other in pairs}
 
 
-CASES = list(itertools.product((False, True), (4, 1), (1024, 7)))
+CASES = list(itertools.product((False, True), (4, 1), (1024, 7), (False, True)))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -80,14 +89,16 @@ def test_parts_of_samples_are_computed_as_whole_ones(size: int) -> None:
             assert max(differences.values()) < 1e-10, (case, differences)
 
 
-def _without_states_of_others(case: tuple[bool, int, int]) -> dict[str, float]:
+def _without_states_of_others(case: Case) -> dict[str, float]:
     from megatron_ext.parts.gated_delta import compute
+    from megatron_ext.parts.mamba import compute as of_mamba
 
     compute.states = lambda maps, group: torch.zeros_like(maps[..., : -maps.size(-2)])
+    of_mamba.states = lambda maps, *_: torch.zeros_like(maps[..., :-1])
     return _differences(2, case)
 
 
-def _without_inputs_of_others(case: tuple[bool, int, int]) -> dict[str, float]:
+def _without_inputs_of_others(case: Case) -> dict[str, float]:
     from megatron_ext.parts.gated_delta import compute
 
     compute._before = lambda last, group: torch.zeros_like(last)
@@ -96,7 +107,8 @@ def _without_inputs_of_others(case: tuple[bool, int, int]) -> dict[str, float]:
 
 @pytest.mark.parametrize("fault", [_without_states_of_others, _without_inputs_of_others])
 def test_what_other_ranks_give_is_needed(fault: Any) -> None:
-    assert all(max(found.values()) > 1e-3 for found in run_ranks(2, fault, CASES[0]))
+    for case in CASES[:2]:
+        assert all(max(found.values()) > 1e-3 for found in run_ranks(2, fault, case))
 
 
 def _losses(flags: str) -> list[float]:
@@ -105,16 +117,18 @@ def _losses(flags: str) -> list[float]:
     return list(pretrain(shlex.split(flags)).losses)
 
 
-def test_a_run_goes_on_in_this_layout_and_in_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["delta rules", "Mamba-2 hybrid"])
+def test_a_run_goes_on_in_this_layout_and_in_others(model: str, tmp_path: Path) -> None:
     """With the optimizer's state of the convolution and of each head's numbers."""
     run = f"{RECIPE} --seq-length 16 --mock-data --vocab-size 250 --eval-interval 0 --device cpu --num-workers 0"
-    flags = f"{run} {MODELS['delta rules']}"
+    flags = f"{run} {MODELS[model]}"
     [whole] = run_ranks(1, _losses, f"{flags} --exit-interval 5")
     [begun] = run_ranks(1, _losses, f"{flags} --exit-interval 3 --save {tmp_path}")
     goes_on = f"{flags} --exit-interval 5 --load {tmp_path}"
     [same] = run_ranks(1, _losses, goes_on)
     assert begun + same == whole
     others = ["--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer", "--use-torch-fsdp2"]
+    others.append("--pipeline-model-parallel-size 2")
     for layout in others:
-        found, _ = run_ranks(2, _losses, f"{goes_on} {layout}")
+        found = run_ranks(2, _losses, f"{goes_on} {layout}")[-1]
         assert found == pytest.approx(whole[3:], abs=CURVE_TOLERANCE)
