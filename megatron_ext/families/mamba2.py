@@ -31,7 +31,9 @@ def _read(reading: Reading) -> dict[str, Any]:
         "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5),
         "vocab_size": reading.integer("vocab_size"),
         "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", False),
-        # Of attention, which no layer has.
+        # Of attention and MLP, which no layer has.
+        "ffn_hidden_size": 4 * reading.integer("hidden_size"),
+        "num_query_groups": values["mamba_num_heads"],
         "num_attention_heads": values["mamba_num_heads"],
         "kv_channels": values["mamba_head_dim"],
     }
@@ -46,7 +48,7 @@ def _write(config: Config) -> dict[str, Any]:
 
 
 def _dependent(model: ModelConfig) -> dict[str, Any]:
-    attention = ("num_query_groups", "ffn_hidden_size", "group_query_attention", "max_position_embeddings", "swiglu")
+    attention = ("group_query_attention", "max_position_embeddings", "swiglu")
     same = {name: getattr(model, name) for name in (*attention, "squared_relu", "disable_bias_linear")}
     return {**same, **whole_expansion(model), "hybrid_layer_pattern": "M" * model.num_layers}
 

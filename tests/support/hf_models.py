@@ -81,7 +81,7 @@ _GRANITE_4: dict[str, Any] = {
         "mamba_d_head": 12,
     },
     **{"shared_intermediate_size": 40, "intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"]},
-    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 6.0, "attention_multiplier": 0.3},
+    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5, "attention_multiplier": 0.3},
     "tie_word_embeddings": True,
 }
 MODELS: dict[str, dict[str, Any]] = {
@@ -443,7 +443,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"moe_shared_expert_intermediate_size": 40, "n_groups": 4, "num_key_value_heads": 1},
     },
     "Nemotron-H with latents of experts": {
-        **{**_NEMOTRON_H, **_OF_NEMOTRON, "layers_block_type": ["moe", "linear_attention", "mlp", "linear_attention"]},
+        **{**_NEMOTRON_H, **_OF_NEMOTRON, "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"]},
         **{"moe_shared_expert_intermediate_size": 24, "moe_latent_size": 20},
     },
     "Granite 4": {**_GRANITE_4, "num_local_experts": 0},

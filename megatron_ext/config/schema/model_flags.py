@@ -212,7 +212,7 @@ class ModelConfig:
     )
     hybrid_layer_pattern: str | None = option(
         None,
-        "What each layer is, alone: M Mamba-2, G Gated DeltaNet, * attention, + attention of latents, - MLP, E experts; "
+        "What each layer is, alone: M Mamba-2, G Gated DeltaNet, * attention, + that of latents, - MLP, E experts; "
         "| ends a chunk of the pipeline. A layer has one norm and one branch, and there are as many as letters.",
         resume="shape",
         metavar="LETTERS",

@@ -180,7 +180,7 @@ class GatedDelta(Part):
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what its flags cannot be."""
-        model, layout = config.model, config.layout
+        layout = config.layout
         if self.value_heads % self.key_heads:
             yield (
                 f"--linear-num-value-heads {self.value_heads} is not divisible by --linear-num-key-heads "
