@@ -16,6 +16,7 @@ from typing import Any
 from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.batch_size import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
+from megatron_ext.config.derived.layer_patterns import LATENT, PIPE
 from megatron_ext.config.derived.lr_scale import scale
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
@@ -81,6 +82,7 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
         facts: what was found outside of the flags.
     """
     values = {**facts.huggingface, **typed}
+    _resolve_pattern(values)
     _resolve_layout(values, facts)
     _resolve_implementation(values)
     _resolve_model(values, facts)
@@ -135,6 +137,24 @@ def padded_vocabulary(vocab_size: int, divisor: int, tensor_parallel_size: int) 
     return -(-vocab_size // multiple) * multiple
 
 
+def _resolve_pattern(values: dict[str, Any]) -> None:
+    """Fill in the layers of a pattern of letters, latent attention where it has some, the heads of Mamba-2, and the
+    chunks of the pipeline by its pipes, which are no part of the model."""
+    letters = values.get("hybrid_layer_pattern")
+    if not letters:
+        return
+    hidden, head = values.get("hidden_size"), values.get("mamba_head_dim", ModelConfig.mamba_head_dim)
+    if positive(hidden, head) and 2 * hidden % head == 0:
+        _fill(values, "mamba_num_heads", 2 * hidden // head)
+    chunks = letters.split(PIPE)
+    if len(chunks) > 1:
+        _fill(values, "pipeline_model_parallel_layout", f"E{'|'.join('t' * len(chunk) for chunk in chunks)}L")
+    values["hybrid_layer_pattern"] = "".join(chunks)
+    _fill(values, "num_layers", len(values["hybrid_layer_pattern"]))
+    if LATENT in letters:
+        values["multi_latent_attention"] = True
+
+
 def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
     _fill(values, "world_size", facts.world_size if facts.world_size is not None else 1)
     if "cp_comm_type" in values:
@@ -174,10 +194,12 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
 
 def _resolve_implementation(values: dict[str, Any]) -> None:
     """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides,
-    documents that are kept apart, latent attention, multi-token prediction, and products in FP8, which are torch's.
+    documents that are kept apart, latent attention, recurrences, multi-token prediction, and products in FP8, which are
+    torch's.
     What is computed is the same, in FP8 up to how each rounds."""
     ours = ("num_experts", *FSDP, "fp8_format", "multi_latent_attention", "mtp_num_layers", "reset_attention_mask")
-    if any(values.get(name) for name in (*ours, "reset_position_ids", "experimental_attention_variant")):
+    ours += ("reset_position_ids", "experimental_attention_variant", "hybrid_layer_pattern")
+    if any(values.get(name) for name in ours):
         values["transformer_impl"] = "local"
 
 

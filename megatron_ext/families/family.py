@@ -37,6 +37,9 @@ class Sections(NamedTuple):
     by_groups: bool
     """Whether those of a group lie together there as well, or each of all groups."""
 
+    order: tuple[int, ...] = ()
+    """Indices of the sections in the order in which they lie in the one tensor there; empty: as here."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -82,6 +85,9 @@ class Family:
 
     layers: str = "model.layers.{}."
     """Prefix of a layer's modules."""
+
+    halves: bool = False
+    """Whether a layer there is two of ours, a mixer and what comes after it (--hybrid-layer-pattern)."""
 
     other_names: tuple[str, ...] = ()
     """Names in `config.json` of models that are the same."""

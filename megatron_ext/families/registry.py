@@ -85,7 +85,7 @@ def _normalized(config: Config) -> ModelConfig:
         add_output_bias=model.add_output_bias and not everywhere,
         add_mlp_bias=model.add_mlp_bias and not everywhere,
         window_size=None if window is None or read_window(window) is None else window,
-        moe_layer_freq=pattern(has_experts) if len({*has_experts}) > 1 else None,
+        moe_layer_freq=pattern(has_experts) if len({*has_experts}) > 1 and not model.hybrid_layer_pattern else None,
         no_rope_freq=None if fixed is None else pattern(read_pattern(fixed, model.num_layers, "the last")),
         add_qkv_bias=model.add_qkv_bias and not everywhere,
         group_query_attention=model.num_key_value_heads != model.num_attention_heads,

@@ -123,7 +123,8 @@ def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family)
     prefix = ""
     if found := _LAYER.match(module):
         module = module[found.end() :]
-        prefix = family.layers.format(parameter.stage)
+        assert isinstance(parameter.stage, int)
+        prefix = family.layers.format(parameter.stage // 2 if family.halves else parameter.stage)
     if parameter.expert is not None:
         module = _EXPERT + module.removeprefix(f"{_EXPERT}{parameter.expert}.")
     whole = family.names.get(f"{module}.{kind}")
@@ -184,8 +185,10 @@ def _in_sections(tensors: list[str], parameter: Parameter, sections: Sections) -
     start = 0
     for group in range(groups):
         for tensor, sizes in of_tensors:
-            first, together = 0, sum(sizes)
-            for size in sizes:
-                there = group * together + first if sections.by_groups else groups * first + group * size
+            order = sections.order or range(len(sizes))
+            before = dict(zip(order, itertools.accumulate((sizes[one] for one in order), initial=0), strict=False))
+            for index, size in enumerate(sizes):
+                first = before[index]
+                there = group * sum(sizes) + first if sections.by_groups else groups * first + group * size
                 yield RowRange(tensor, there, start, size)
-                start, first = start + size, first + size
+                start += size

@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, layer_counts
 from megatron_ext.config.schema import Config
-from megatron_ext.parts.mlp.describe import Activation
+from megatron_ext.parts.mlp.describe import Activation, mlp_of
 from megatron_ext.parts.stack import layers, stack
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -42,7 +42,8 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
     # Fused by torch.compile on a GPU; on a CPU they are the same operations one by one. GELU is never fused.
     fuses = on_cuda and not training.disable_jit_fuser
     counts = layer_counts(config)
-    first = next(layer.inner for layer in layers(config) if layer.inner is not None)
+    inner = (layer.inner for layer in layers(config) if layer.inner is not None)
+    first = next(inner, mlp_of(model, model.ffn_hidden_size))
     translated = TransformerConfig(
         num_layers=model.num_layers,
         mtp_num_layers=model.mtp_num_layers or None,

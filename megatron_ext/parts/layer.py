@@ -31,7 +31,8 @@ class ResidualLayer(TransformerLayer):
 
     Norms stand before (Xiong et al. 2020, figure 1b), after (OLMo 2, arXiv:2501.00656) or on both sides. The layer is
     built, named and divided as megatron-core's is; a forward pass without that one's branches for offloading and
-    cross-attention saves what is mostly Python on a CPU: 7% of a step of one small sequence.
+    cross-attention saves what is mostly Python on a CPU: 7% of a step of one small sequence. A layer of one thing alone
+    has IdentityOp in the place of the other.
 
     Args:
         norm_after: builds the norms after attention and MLP; None where there are none.
@@ -55,7 +56,9 @@ class ResidualLayer(TransformerLayer):
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None
         if norm_after is not None:
             sizes = config, config.hidden_size, config.layernorm_epsilon
-            self.post_self_attn_layernorm, self.post_mlp_layernorm = norm_after(*sizes), norm_after(*sizes)
+            alone = (isinstance(part, IdentityOp) for part in (parts.self_attention, parts.mlp))
+            norms = (None if is_none else norm_after(*sizes) for is_none in alone)
+            self.post_self_attn_layernorm, self.post_mlp_layernorm = norms
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -71,6 +74,10 @@ class ResidualLayer(TransformerLayer):
         """
         given = [name for name, value in unused.items() if value is not None]
         assert not given, f"not for plain sequences: {given}"
+        if isinstance(self.self_attention, IdentityOp):
+            if packed_seq_params is not None:
+                hidden_states = packed_seq_params.narrowed(hidden_states, self)
+            return self._with_mlp(hidden_states), None
         normed, forget = self._normed(self.input_layernorm, hidden_states, self.recompute_input_layernorm)
         attended: Any = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params)
         if packed_seq_params is not None:
@@ -79,16 +86,20 @@ class ResidualLayer(TransformerLayer):
         if self.is_parallel:
             return self._added(self._both(attended, normed, hidden_states, forget), hidden_states, None), None
         forget(attended[0])
+        if isinstance(self.mlp, IdentityOp):
+            return self._added(attended, hidden_states, self.post_self_attn_layernorm), None
         if self._adds_and_norms_at_once(attended):
             before_mlp: Any = self.pre_mlp_layernorm
             normed, hidden_states = before_mlp.of_sum(attended[0], hidden_states)
-            forget = _nothing
-        else:
-            hidden_states = self._added(attended, hidden_states, self.post_self_attn_layernorm)
-            normed, forget = self._normed(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
+            return self._added(self._expanded(normed), hidden_states, self.post_mlp_layernorm), None
+        return self._with_mlp(self._added(attended, hidden_states, self.post_self_attn_layernorm)), None
+
+    def _with_mlp(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the residual stream and of what the MLP makes of it."""
+        normed, forget = self._normed(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
         expanded = self._expanded(normed)
         forget(expanded[0])
-        return self._added(expanded, hidden_states, self.post_mlp_layernorm), None
+        return self._added(expanded, hidden_states, self.post_mlp_layernorm)
 
     def _both(
         self, attended: Branch, normed: torch.Tensor, hidden_states: torch.Tensor, forget: Callable[..., object]

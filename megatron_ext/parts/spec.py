@@ -28,6 +28,8 @@ from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
 from megatron_ext.parts.latent_attention.describe import LatentAttention
 from megatron_ext.parts.layer import ResidualLayer
 from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
+from megatron_ext.parts.mamba.compute import Mamba2
+from megatron_ext.parts.mamba.describe import Mamba
 from megatron_ext.parts.mlp.compute import FeedForward, XieluFeedForward
 from megatron_ext.parts.next_token.compute import next_token_spec
 from megatron_ext.parts.norm.compute import norm_builder, query_key_norms
@@ -95,11 +97,11 @@ def layer_spec(
             **({"is_parallel": True} if layer.parallel else {}),
         },
         submodules=TransformerLayerSubmodules(
-            input_layernorm=before,
-            self_attention=_MIXERS[type(layer.mixer)](layer, tp_group, tables),
+            input_layernorm=IdentityOp if layer.mixer is None else before,
+            self_attention=IdentityOp if layer.mixer is None else _MIXERS[type(layer.mixer)](layer, tp_group, tables),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=IdentityOp if layer.parallel == "one-norm" else before,
-            mlp=_dense_mlp(layer) if layer.experts is None else mixture_of_experts(layer.experts),
+            pre_mlp_layernorm=IdentityOp if layer.mlp is None or layer.parallel == "one-norm" else before,
+            mlp=mixture_of_experts(layer.experts) if layer.experts is not None else _dense_mlp(layer),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
@@ -147,13 +149,14 @@ def _latent_attention(layer: Layer, _tp_group: ProcessGroup, tables: Mapping[Tab
 
 def _gated_delta(layer: Layer, _tp_group: ProcessGroup, _tables: Mapping[Table, slice]) -> ModuleSpec:
     params = {"attn_mask_type": AttnMaskType.causal, "described": layer.mixer}  # the first for multi-token prediction
-    return ModuleSpec(module=GatedDeltaNet, params=params)
+    return ModuleSpec(module=Mamba2 if isinstance(layer.mixer, Mamba) else GatedDeltaNet, params=params)
 
 
 _MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[Table, slice]], ModuleSpec]] = {
     Attention: _attention,
     LatentAttention: _latent_attention,
     GatedDelta: _gated_delta,
+    Mamba: _gated_delta,
 }
 """What builds the mixer of a layer, by the class of its description."""
 
@@ -163,6 +166,8 @@ def _transformer_engine_spec(layer: Layer) -> ModuleSpec:
 
 
 def _dense_mlp(layer: Layer) -> Any:
+    if layer.mlp is None:
+        return IdentityOp
     if layer.inner is not None and layer.inner.bias:
         matrices = MLPSubmodules(linear_fc1=BiasedColumnLinear, linear_fc2=BiasedRowLinear)
     else:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from megatron_ext.config.derived.layer_patterns import is_dealt
+from megatron_ext.config.derived.layer_patterns import ATTENTION, EXPERTS, GATED_DELTA, MAMBA, MLP, is_dealt
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.attention.describe import Attention, Rotary, Temperature, attention_of
 from megatron_ext.parts.experts.describe import Experts, experts_of
 from megatron_ext.parts.gated_delta.describe import gated_delta_of
 from megatron_ext.parts.latent_attention.describe import latent_attention_of
+from megatron_ext.parts.mamba.describe import mamba_of
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.next_token.describe import NextToken
 from megatron_ext.parts.norm.describe import Norm
@@ -218,7 +219,7 @@ class Stack:
         """Whether layers differ in their parameters, with experts or an MLP, attention or another mixer: a checkpoint
         then holds each layer by itself, and otherwise the same parameter of all as one tensor."""
         decoder = [layer for layer, _ in self.kinds if layer.next_token is None]
-        return len({(layer.experts is None, type(layer.mixer)) for layer in decoder}) > 1
+        return len({(type(layer.mlp), type(layer.mixer)) for layer in decoder}) > 1
 
     def total(self, of: Callable[[Layer], float]) -> float:
         """Return the sum of `of` over the layers."""
@@ -250,26 +251,43 @@ def _stack(model: ModelConfig) -> Stack:
 
 def _layer(model: ModelConfig, number: int) -> Layer:
     """Return layer `number` of the model: where kinds of layers are dealt out."""
-    experts = model.num_experts
+    letters = model.hybrid_layer_pattern
+    if letters is not None:
+        letter = letters[number] if number < len(letters) else MLP
+        has_mixer, has_mlp = letter not in (MLP, EXPERTS), letter in (MLP, EXPERTS)
+    else:
+        is_other = is_dealt(model.linear_attention_freq, model.num_layers, number)
+        letter = GATED_DELTA if model.experimental_attention_variant and is_other else ATTENTION
+        has_mixer = has_mlp = True
+    experts = model.num_experts if letters is None or letter == EXPERTS else None
     if not is_dealt(model.moe_layer_freq, model.num_layers, number, "the first", otherwise=True):
         experts = None
-    mixer: Part
-    if model.experimental_attention_variant and is_dealt(model.linear_attention_freq, model.num_layers, number):
-        mixer = gated_delta_of(model, final_norm(model))
-    else:
-        attends = latent_attention_of if model.multi_latent_attention else attention_of
-        mixer = attends(model, final_norm(model), number)
+    mixer = _mixer(model, letter, number) if has_mixer else None
     places = model.norm_position
     if places == "after-attention":
         places = "after" if isinstance(mixer, Attention) else "before"
     return Layer(
         number=number,
         mixer=mixer,
-        mlp=mlp_of(model, model.ffn_hidden_size) if experts is None else experts_of(model, experts),
+        mlp=_mlp(model, experts) if has_mlp else None,
         norm=final_norm(model),
         norm_places=places,  # pyright: ignore[reportArgumentType]
         parallel=None if (form := model.parallel_residual) == "none" else form,  # pyright: ignore[reportArgumentType]
     )
+
+
+def _mixer(model: ModelConfig, letter: str, number: int) -> Part:
+    """Return what mixes positions in layer `number`, by its letter in --hybrid-layer-pattern."""
+    if letter == MAMBA:
+        return mamba_of(model)
+    if letter == GATED_DELTA:
+        return gated_delta_of(model, final_norm(model))
+    attends = latent_attention_of if model.multi_latent_attention else attention_of
+    return attends(model, final_norm(model), number)
+
+
+def _mlp(model: ModelConfig, experts: int | None) -> Part:
+    return mlp_of(model, model.ffn_hidden_size) if experts is None else experts_of(model, experts)
 
 
 def final_norm(model: ModelConfig) -> Norm:
@@ -294,7 +312,9 @@ def residual_std(config: Config) -> float:
     """Return the standard deviation of the initial weights whose products a layer adds to the residual stream.
 
     It shrinks with the depth, so that the sum of 2 x layers branches keeps its variance (Radford et al. 2019, "Language
-    Models are Unsupervised Multitask Learners", section 2.3). With --mup-base-num-layers the branches shrink instead.
+    Models are Unsupervised Multitask Learners", section 2.3); a layer of --hybrid-layer-pattern has one branch, as
+    megatron-core counts them. With --mup-base-num-layers the branches shrink instead.
     """
     model = config.model
-    return model.matrix_std / math.sqrt(2.0 * (model.mup_base_num_layers or model.num_layers))
+    branches = 2.0 if model.hybrid_layer_pattern is None else 1.0
+    return model.matrix_std / math.sqrt(branches * (model.mup_base_num_layers or model.num_layers))

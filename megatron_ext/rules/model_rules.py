@@ -2,7 +2,16 @@
 
 from collections.abc import Iterator
 
-from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
+from megatron_ext.config.derived.layer_patterns import (
+    ATTENTION,
+    EXPERTS,
+    LATENT,
+    LETTERS,
+    MLP,
+    PIPE,
+    read_pattern,
+    read_window,
+)
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
@@ -220,6 +229,45 @@ def layers_without_attention_are_named(config: Config, facts: Facts) -> Iterator
         )
 
 
+def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a pattern of letters which are known, as many as layers, and nothing else that says what a layer is."""
+    model, letters = config.model, config.model.hybrid_layer_pattern
+    if letters is None:
+        return
+    flag, known = f"--hybrid-layer-pattern {letters}", "M, G, *, +, - and E, and | between chunks of the pipeline"
+    working = "".join(letter if letter in LETTERS + PIPE else MLP for letter in letters) or "M-*-"
+    reasons = {
+        "D": "of attention with an indexer of keys, which is not in this version",
+        "/": "before depths of multi-token prediction, which a model of letters does not have here",
+    }
+    if letters != working:
+        wrong = next((letter for letter in letters if letter not in LETTERS + PIPE), "")
+        words = f"{wrong!r} is {reasons.get(wrong, 'no letter')}" if wrong else "there is no letter"
+        yield f"{flag}: {words}; known are {known}; use --hybrid-layer-pattern '{working}'"
+        return
+    if positive(model.num_layers) and model.num_layers != len(letters):
+        yield (
+            f"{flag} has {len(letters)} letters, but --num-layers is {model.num_layers}; use --num-layers "
+            f"{len(letters)}, or leave it out"
+        )
+    if (EXPERTS in letters) != (model.num_experts is not None):
+        other = letters.replace(EXPERTS, MLP) if model.num_experts is None else letters + EXPERTS
+        what = "without --num-experts" if model.num_experts is None else f"and --num-experts {model.num_experts}"
+        says = "names layers of experts" if model.num_experts is None else "names no layer of experts, E"
+        yield f"{flag} {says}, {what}; use --hybrid-layer-pattern '{other}'"
+    if ATTENTION in letters and model.multi_latent_attention:
+        other = letters.replace(ATTENTION, LATENT)
+        yield (
+            f"{flag} names attention, *, with --multi-latent-attention, whose letter is +; use --hybrid-layer-pattern "
+            f"'{other}'"
+        )
+    usual = {"experimental_attention_variant": None, "linear_attention_freq": None, "moe_layer_freq": None}
+    usual |= {"parallel_residual": "none", "mtp_num_layers": None, "mup_base_num_layers": None}
+    for name in (name for name, value in usual.items() if getattr(model, name) != value):
+        said = f"{flag_of(name)} is {getattr(model, name)}"
+        yield f"{flag} says what each layer is, but {said}; leave {flag_of(name)} out"
+
+
 def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require factors of rotary scaling that are in order."""
     model = config.model
@@ -331,6 +379,7 @@ RULES = (
     windows_are_well_formed,
     layers_without_rotation_are_named,
     layers_without_attention_are_named,
+    layers_have_letters,
     rope_scaling_has_a_range,
     longrope_has_a_factor_for_each_pair,
     positions_by_layer_have_layers,

@@ -292,6 +292,23 @@ QUICK_DELTA = {
     "TP2 SP PP2 VPP2, Kimi delta rules",
 }
 
+# Mamba-2, and layers of one thing alone.
+MAMBA = {
+    "TP2 SP PP2 VPP2, Mamba-2 hybrid": (4, f"{TP2_SP} {_PP2_VPP2}"),
+    "TP4, Mamba-2 hybrid": (4, "--tensor-model-parallel-size 4"),
+    "CP4 p2p, Mamba-2 hybrid": (4, f"{_CP4} p2p"),
+    "DP2 distributed optimizer, overlap, Mamba-2 hybrid": (2, _OVERLAP),
+    "TP2 SP FSDP2, Mamba-2 hybrid": (4, f"{TP2_SP} {_FSDP2}"),
+    "TP2 SP ZeRO-3, Mamba-2 hybrid": (4, f"{TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
+    "CP2 p2p, recompute selective, Mamba-2 hybrid": (
+        2,
+        f"{_CP2} p2p --recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+    ),
+    "CP4 all_gather, Mamba-2 hybrid, packed": (4, f"{_CP4} all_gather"),
+    "TP2 SP EP2, Mamba-2 hybrid with experts": (4, f"{TP2_SP} {_EP2}"),
+}
+QUICK_MAMBA = {"CP4 all_gather, Mamba-2 hybrid, packed", "TP2 SP PP2 VPP2, Mamba-2 hybrid"}
+
 # Multi-token prediction: the last stage has word embeddings, and labels come from another rank's chunk of a sample.
 _PP2 = "--pipeline-model-parallel-size 2"
 AHEAD = {

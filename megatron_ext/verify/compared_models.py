@@ -183,6 +183,20 @@ MODELS |= {
         "--linear-allow-neg-eigval --linear-norm-epsilon 1e-2"
     ),
 }
+# Layers of one thing alone: Mamba-2, attention without positions, an MLP, a gated delta rule, experts.
+_HYBRID = (
+    f"{_LLAMA.replace('--position-embedding-type rope', '--position-embedding-type none')} {_UNTIED} "
+    "--mamba-state-dim 12 --mamba-head-dim 10 --mamba-num-groups 4 --mamba-num-heads 8 --norm-epsilon 1e-3"
+)
+MODELS |= {
+    "Mamba-2 hybrid": f"{_HYBRID} --hybrid-layer-pattern M-M*",
+    "Mamba-2 hybrid, packed": f"{_HYBRID} --hybrid-layer-pattern M-M* --reset-position-ids --reset-attention-mask",
+    "Mamba-2 hybrid with experts": (
+        f"{_HYBRID} --hybrid-layer-pattern MEM*GEM- --num-experts 8 --moe-ffn-hidden-size 48 "
+        "--moe-shared-expert-intermediate-size 40 --moe-aux-loss-coeff 0.1 --linear-key-head-dim 12 "
+        "--linear-value-head-dim 10 --linear-num-key-heads 4 --linear-num-value-heads 8"
+    ),
+}
 
 # Muon with updates as large as Adam's.
 _MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"

@@ -1,4 +1,5 @@
-"""A gated delta rule on context-parallel ranks, each with two parts of every sample, against whole samples, in fp64."""
+"""A gated delta rule, and Mamba-2, on context-parallel ranks, each with two parts of every sample, against whole
+samples, in fp64."""
 
 import itertools
 import shlex
@@ -14,7 +15,7 @@ from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.parity import CURVE_TOLERANCE
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.several_models import in_turn
-from tests.support.small_models import DELTA, build_small_model, small_config
+from tests.support.small_models import DELTA, MAMBA, build_small_model, small_config
 
 LENGTH, ROWS = 96, 2
 BORDERS = (0, 1, 2, 3, 11, 12, 22, 47, 48, 50, 61, 70, 84, 95)
@@ -22,7 +23,7 @@ BORDERS = (0, 1, 2, 3, 11, 12, 22, 47, 48, 50, 61, 70, 84, 95)
 
 
 Case = tuple[bool, int, int, str]
-"""Whether there are documents, positions of the convolution and of a span, and the variant."""
+"""Whether there are documents, positions of the convolution and of a span, and the variant, or mamba."""
 
 
 def _differences(size: int, case: Case) -> dict[str, float]:
@@ -32,8 +33,8 @@ def _differences(size: int, case: Case) -> dict[str, float]:
     from megatron_ext.parts.gated_delta import compute
 
     documents, kernel, compute.SPAN, variant = case
-    sizes = {**DELTA, "seq_length": LENGTH, "max_position_embeddings": LENGTH, "linear_conv_kernel_dim": kernel}
-    sizes["experimental_attention_variant"] = variant
+    sizes = MAMBA if variant == "mamba" else {**DELTA, "experimental_attention_variant": variant}
+    sizes = {**sizes, "seq_length": LENGTH, "max_position_embeddings": LENGTH, "linear_conv_kernel_dim": kernel}
     [gpt], groups = build_small_model(small_config(sizes, {"context_parallel_size": size, "world_size": size}))
     layer: Any = gpt.decoder.layers[0].self_attention.double()
     rank = groups.cp.rank()
@@ -75,7 +76,7 @@ def _differences(size: int, case: Case) -> dict[str, float]:
     return {name: ((one - other).abs().max() / other.abs().max()).item() for name, one, other in pairs}
 
 
-CASES = list(itertools.product((False, True), (4, 1), (1024, 7), ("gated_delta_net", "kda")))
+CASES = list(itertools.product((False, True), (4, 1), (1024, 7), ("gated_delta_net", "kda", "mamba")))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -87,8 +88,10 @@ def test_parts_of_samples_are_computed_as_whole_ones(size: int) -> None:
 
 def _without_states_of_others(case: Case) -> dict[str, float]:
     from megatron_ext.parts.gated_delta import compute
+    from megatron_ext.parts.mamba import compute as of_mamba
 
-    compute._states = lambda maps, group: torch.zeros_like(maps[..., : -maps.size(-2)])
+    compute.states = lambda maps, group: torch.zeros_like(maps[..., : -maps.size(-2)])
+    of_mamba.states = lambda maps, *_: torch.zeros_like(maps[..., :-1])
     return _differences(2, case)
 
 
@@ -99,7 +102,7 @@ def _without_inputs_of_others(case: Case) -> dict[str, float]:
     return _differences(2, case)
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
 @pytest.mark.parametrize("fault", [_without_states_of_others, _without_inputs_of_others])
 def test_what_other_ranks_give_is_needed(fault: Any, case: Case) -> None:
     assert all(max(found.values()) > 1e-3 for found in run_ranks(2, fault, case))
@@ -111,7 +114,7 @@ def _losses(flags: str) -> list[float]:
     return list(pretrain(shlex.split(flags)).losses)
 
 
-@pytest.mark.parametrize("model", ["delta rules", "Kimi Linear", "OLMo hybrid"])
+@pytest.mark.parametrize("model", ["delta rules", "Kimi Linear", "OLMo hybrid", "Mamba-2 hybrid"])
 def test_a_run_goes_on_in_this_layout_and_in_others(model: str, tmp_path: Path) -> None:
     """With the optimizer's state of the convolution and of each head's numbers."""
     run = f"{RECIPE} --seq-length 16 --mock-data --vocab-size 250 --eval-interval 0 --device cpu --num-workers 0"
@@ -127,5 +130,5 @@ def test_a_run_goes_on_in_this_layout_and_in_others(model: str, tmp_path: Path) 
         *(["--use-torch-fsdp2"] if "--num-experts" not in flags else []),
     ]
     for layout in others:
-        found, _ = run_ranks(2, _losses, f"{goes_on} {layout}")
+        found = run_ranks(2, _losses, f"{goes_on} {layout}")[-1]
         assert found == pytest.approx(whole[3:], abs=CURVE_TOLERANCE)

@@ -68,6 +68,24 @@ _DELTA: dict[str, Any] = {
 _SHARED_EXPERT: dict[str, Any] = {
     **{"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 40},
 }
+_NEMOTRON_H: dict[str, Any] = {
+    **{"model_type": "nemotron_h", **_DECODER, "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 10},
+    **{"n_groups": 2, "time_step_min": 1e-20, "pad_token_id": None, "num_hidden_layers": None, **_UNTIED},
+}
+_OF_NEMOTRON = {name: value for name, value in _EXPERTS.items() if name != "first_k_dense_replace"}
+_GRANITE_4: dict[str, Any] = {
+    **{name: value for name, value in _DECODER.items() if name != "head_dim"},
+    **{
+        "model_type": "granitemoehybrid",
+        "mamba_n_heads": 8,
+        "mamba_d_state": 6,
+        "mamba_n_groups": 2,
+        "mamba_d_head": 12,
+    },
+    **{"shared_intermediate_size": 40, "intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"]},
+    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5, "attention_multiplier": 0.3},
+    "tie_word_embeddings": True,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 2": {"model_type": "llama", **_DECODER, "num_key_value_heads": 6, "tie_word_embeddings": False},
     "Llama 3.1": {
@@ -424,6 +442,30 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "olmo_hybrid", **_DELTA, **_UNTIED, "layer_types": None, "partial_rotary_factor": 1.0},
         **{"pad_token_id": None, "rope_parameters": {"rope_theta": None}, "rms_norm_eps": 1e-3},
     },
+    "Mamba-2": {
+        **{"model_type": "mamba2", "hidden_size": 48, "num_heads": 8, "head_dim": 12, "state_size": 6, "n_groups": 2},
+        **{"num_hidden_layers": 4, "vocab_size": VOCABULARY, "pad_token_id": None, "tie_word_embeddings": True},
+        "use_cache": False,  # with one transformers 5.23 asks a cache of recurrences alone how long it is, and stops
+    },
+    "Mamba-2 of one group": {
+        **{"model_type": "mamba2", "hidden_size": 48, "num_heads": 32, "head_dim": 3, "state_size": 5, "n_groups": 1},
+        **{"num_hidden_layers": 2, "vocab_size": VOCABULARY, "conv_kernel": 3, "chunk_size": 16, **_UNTIED},
+        **{"pad_token_id": None, "use_cache": False},
+    },
+    "Nemotron-H": {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    "Nemotron-H with experts": {
+        **{**_NEMOTRON_H, **_OF_NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+        **{"moe_shared_expert_intermediate_size": 40, "n_groups": 4, "num_key_value_heads": 1},
+    },
+    "Nemotron-H with latents of experts": {
+        **{**_NEMOTRON_H, **_OF_NEMOTRON, "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"]},
+        **{"moe_shared_expert_intermediate_size": 24, "moe_latent_size": 20},
+    },
+    "Granite 4": {**_GRANITE_4, "num_local_experts": 0},
+    "Granite 4 with experts": {
+        **{**_GRANITE_4, "num_local_experts": 6, "num_experts_per_tok": 3, "position_embedding_type": "rope"},
+        **{"mamba_n_groups": 2, "mamba_d_head": "auto", "rope_theta": 700.0, "num_key_value_heads": 1, **_UNTIED},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }
@@ -486,7 +528,7 @@ def write_gradients(model: Any, folder: Path) -> None:
     have the weights. The model is lost."""
     tokens = torch.tensor(TOKENS)[:, : FEWER + 1]
     with _rules_step_by_step(model):
-        logits = model(input_ids=tokens[:, :-1]).logits
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -554,6 +596,7 @@ def their_greedy(model: Any, tokens: int) -> list[list[int]]:
     """Return the same of transformers' model."""
     settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "repetition_penalty": _PENALTY}
     with torch.no_grad():
+        settings["use_cache"] = model.config.use_cache
         made = [model.generate(torch.tensor([ids]), max_new_tokens=tokens, **settings) for ids in PROMPTS]
     return [ids[0, len(prompt) :].tolist() for ids, prompt in zip(made, PROMPTS, strict=True)]
 
@@ -561,7 +604,7 @@ def their_greedy(model: Any, tokens: int) -> list[list[int]]:
 def reference_logits(model: torch.nn.Module) -> torch.Tensor:
     """[2, LENGTH, VOCABULARY] of the model itself."""
     with torch.no_grad():
-        return model(input_ids=torch.tensor(TOKENS)).logits
+        return model(input_ids=torch.tensor(TOKENS), use_cache=False).logits
 
 
 def logits_of_folder(folder: str) -> torch.Tensor:

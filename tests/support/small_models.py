@@ -37,6 +37,12 @@ DELTA: dict[str, Any] = {
 }
 """A gated delta rule in every other layer."""
 
+MAMBA: dict[str, Any] = {
+    **{**LLAMA, "position_embedding_type": "none", "hybrid_layer_pattern": "M*M-", "mamba_state_dim": 6},
+    **{"mamba_head_dim": 10, "mamba_num_groups": 2, "mamba_num_heads": 6},
+}
+"""Mamba-2, attention and an MLP in layers of their own."""
+
 MIXTURE = {
     **{"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "disable_bias_linear": True},
     **{"moe_shared_expert_intermediate_size": 32, "swiglu": True},

@@ -18,6 +18,12 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "layers are as --hybrid-layer-pattern says, and Mamba-2 keeps little of a sequence in any case",
+        """
+        --is-hybrid-model, --disable-mamba-mem-eff-path
+        """,
+    ),
+    (
         "YaRN rounds the indices of channels, unless --no-yarn-correction-range-round-to-int is given",
         """
         --yarn-correction-range-round-to-int

@@ -106,12 +106,10 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "state-space and hybrid models are not in this version; use a GPT",
+        "states of Mamba-2 are in fp32, and latest inputs of its convolution in the dtype of the weights; leave it out",
         """
-        --mamba-state-dim N =128, --mamba-head-dim N =64, --mamba-num-groups N =8, --mamba-num-heads N,
         --mamba-training-ssm-states-dtype N, --mamba-inference-conv-states-dtype N =bf16,
-        --mamba-inference-ssm-states-dtype N =bf16, --is-hybrid-model, --hybrid-layer-pattern N,
-        --hybrid-override-pattern N, --disable-mamba-mem-eff-path
+        --mamba-inference-ssm-states-dtype N =bf16
         """,
     ),
     (

@@ -1,4 +1,5 @@
-"""Reads flags that say which layers have something: a number, or a pattern over the layers, as Megatron writes them."""
+"""Reads flags that say which layers have something: a number, or a pattern over the layers, as Megatron writes them; or
+a letter for each layer."""
 
 import ast
 import functools
@@ -6,6 +7,15 @@ from typing import Literal
 
 FIELDS = ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "linear_attention_freq")
 """Fields of the model that are read here. One value may be written in several ways."""
+
+MAMBA, GATED_DELTA, ATTENTION, LATENT, MLP, EXPERTS = "M", "G", "*", "+", "-", "E"
+"""What a layer of --hybrid-layer-pattern is, alone: Mamba-2, Gated DeltaNet, attention, that of latents
+(--multi-latent-attention), an MLP, experts."""
+
+LETTERS = MAMBA + GATED_DELTA + ATTENTION + LATENT + MLP + EXPERTS
+
+PIPE = "|"
+"""Where a chunk of the pipeline ends there."""
 
 _LONGEST, _MOST_LAYERS = 1000, 100_000  # characters of a pattern, and layers in it
 

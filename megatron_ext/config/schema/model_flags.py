@@ -17,8 +17,10 @@ _SCALED = ReadWith("use_rope_scaling", "without --use-rope-scaling rotary positi
 
 _MUP = ReadWith("use_mup", "without --use-mup weights begin and learn at the same rate in any width")
 _VARIANT = ReadWith(
-    "experimental_attention_variant", "without --experimental-attention-variant all layers have attention"
+    ("experimental_attention_variant", "hybrid_layer_pattern"),
+    "without --experimental-attention-variant or --hybrid-layer-pattern all layers have attention",
 )
+_PATTERN = ReadWith("hybrid_layer_pattern", "without --hybrid-layer-pattern no layer is Mamba-2")
 
 _BY_LENGTH = ("longrope", "dynamic")
 _STRETCHED = [
@@ -193,7 +195,7 @@ class ModelConfig:
         read_with=_VARIANT,
     )
     linear_conv_kernel_dim: int = option(
-        4, "Latest positions that its convolution sees.", resume="shape", at_least=1, read_with=_VARIANT
+        4, "Latest positions that its convolution sees, or Mamba-2's.", resume="shape", at_least=1, read_with=_VARIANT
     )
     linear_key_head_dim: int = option(
         128, "Channels of its query and key heads.", resume="shape", at_least=1, read_with=_VARIANT
@@ -219,6 +221,28 @@ class ModelConfig:
         "Let a write go twice as far, to the opposite of what is read at its key (arXiv:2411.12537).",
         resume="function",
         read_with=_VARIANT,
+    )
+    hybrid_layer_pattern: str | None = option(
+        None,
+        "What each layer is, alone: M Mamba-2, G Gated DeltaNet, * attention, + that of latents, - MLP, E experts; "
+        "| ends a chunk of the pipeline. A layer has one norm and one branch, and there are as many as letters.",
+        resume="shape",
+        metavar="LETTERS",
+        aliases=("--hybrid-override-pattern",),
+    )
+    mamba_state_dim: int = option(
+        128, "Numbers of the state for each channel of a Mamba-2 head.", resume="shape", at_least=1, read_with=_PATTERN
+    )
+    mamba_head_dim: int = option(64, "Channels of a Mamba-2 head.", resume="shape", at_least=1, read_with=_PATTERN)
+    mamba_num_groups: int = option(
+        8, "Groups of Mamba-2 heads that share B and C.", resume="shape", at_least=1, read_with=_PATTERN
+    )
+    mamba_num_heads: int | None = option(
+        None,
+        "Number of Mamba-2 heads; default 2 x --hidden-size / --mamba-head-dim.",
+        resume="shape",
+        at_least=1,
+        read_with=_PATTERN,
     )
     q_lora_rank: int | None = option(
         None,

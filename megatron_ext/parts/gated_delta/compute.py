@@ -22,7 +22,7 @@ gates, how far is written, decays), K positions of the convolution.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,9 @@ class GatedDeltaNet(MegatronModule):
         described: its description.
     """
 
+    divided: ClassVar[tuple[str, ...]] = ("conv1d.weight", "dt_bias", "A_log")
+    """What tensor-parallel ranks divide besides the projections, in the order in which spans read it."""
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -87,8 +90,9 @@ class GatedDeltaNet(MegatronModule):
             self.decay_out_proj = column(rank, described.value_heads * described.key_size)
             self.gate_out_proj = column(rank, described.context_size)
         heads, channels = (size // self.tp_group.size() for size in (described.value_heads, described.convolved_size))
-        self.conv1d = Weight(_divided(config, channels, 1, described.kernel))
-        self.dt_bias, self.A_log = _divided(config, heads * described.decays), _divided(config, heads)
+        self.conv1d = Weight(divided_parameter(config, channels, 1, described.kernel))
+        self.dt_bias = divided_parameter(config, heads * described.decays)
+        self.A_log = divided_parameter(config, heads)
         self.out_norm = Weight(
             *(uninitialized(config, described.value_size) for _ in range(1 + described.norm.has_bias))
         )
@@ -114,7 +118,7 @@ class GatedDeltaNet(MegatronModule):
         """Return the parameters as megatron-core's checkpoints take them."""
         assert metadata is not None, "which ranks hold the same?"
         found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        own = {"conv1d.weight": self.conv1d.weight, "dt_bias": self.dt_bias, "A_log": self.A_log}
+        own = {name: self.get_parameter(name) for name in self.divided}
         return found | make_sharded_tensors_for_checkpoint(
             own,  # the parameters themselves, by which the optimizer's state finds its names
             prefix,
@@ -174,7 +178,7 @@ class GatedDeltaNet(MegatronModule):
             ids = begins_BS.T.unflatten(0, (pieces, -1)).cumsum(1)
             ids = F.pad(ids, (0, 0, described.kernel, 0))  # of the positions before, too
         norm: list[Any] = list(self.out_norm.parameters())
-        if self.tp_group.size() > 1:
+        if self.tp_group.size() > 1 and "out_norm.weight" not in self.divided:
             norm = [copy_to_tensor_model_parallel_region(vector, group=self.tp_group) for vector in norm]
         run = partial(self._run, mixed_PSBGM, ids, None if inference is None else inference.counted(length))
         kept = None if inference is None else inference.recurrent(self.layer_number)
@@ -185,15 +189,29 @@ class GatedDeltaNet(MegatronModule):
                 if ids is not None:  # the next piece goes on with the last document alone
                     latest = latest * (ids[:, -length:] == ids[:, -1:])[..., None, None]
                 tail = _before(latest, group)
-            identity = torch.eye(described.key_size, dtype=state.dtype, device=state.device)
-            map_from = torch.cat((state, identity.expand(*state.shape[:-1], -1)), dim=-1)
-            _, maps = run(tail, map_from, ())
-            state = _states(maps, group)
+            state = self.states_before(run, tail, state)
         context_PSBC, state = run(tail, state, norm)
         assert context_PSBC is not None, "the norm is given"
         if inference is not None:
             inference.keep_recurrent(self.layer_number, torch.cat((tail, inputs_PSBGX), dim=1), state)
         return context_PSBC.flatten(0, 1)
+
+    @property
+    def compute_span(self) -> Callable[..., tuple[torch.Tensor | None, torch.Tensor]]:
+        """What computes a span."""
+        return _span
+
+    def states_before(self, run: Any, tail: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Return the state before each of this rank's pieces.
+
+        Args:
+            run: `_run`, but for its last arguments.
+            tail: inputs of the convolution before each piece.
+            state: a state of nothing.
+        """
+        identity = torch.eye(self.described.key_size, dtype=state.dtype, device=state.device)
+        _, maps = run(tail, torch.cat((state, identity.expand(*state.shape[:-1], -1)), dim=-1), ())
+        return states(maps, self.cp_group)
 
     def _begun(self, mixed: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs of the convolution, [P, K - 1, B, G, X], and a state, [P, B, G, R, D, V], of nothing."""
@@ -219,19 +237,19 @@ class GatedDeltaNet(MegatronModule):
             counted_SB: which positions change the state; None: all.
         """
         described, outputs = self.described, []
+        own = [self.get_parameter(name) for name in self.divided if name != "out_norm.weight"]
         for start in range(0, mixed_PSBGM.size(1), SPAN):
             span = mixed_PSBGM[:, start : start + SPAN]
             if start and described.kernel > 1:
                 tail = mixed_PSBGM[:, start - described.kernel + 1 : start, ..., : tail.size(-1)]
             end = start + span.size(1)
             compute = partial(
-                _span,
+                self.compute_span,
                 described,
                 None if ids is None else ids[:, start : end + described.kernel],
                 None if counted_SB is None else counted_SB[start:end],
             )
-            parameters = (self.conv1d.weight, self.dt_bias, self.A_log, *norm)
-            output, state = _AgainInBackward.apply(compute, span, tail, state, *parameters)  # pyright: ignore
+            output, state = _AgainInBackward.apply(compute, span, tail, state, *own, *norm)  # pyright: ignore
             outputs.append(output)
         return (torch.cat(outputs, dim=1) if norm else None), state
 
@@ -276,7 +294,7 @@ def _span(
     decays = described.decays
     mixed = mixed_PSBGM.split((tail_PKBGX.size(-1), values, per_key, per_key * decays), dim=-1)
     inputs = torch.cat((tail_PKBGX, mixed[0]), dim=1).to(wide)
-    convolved = F.silu(_convolved(inputs, conv_weight.to(wide).view(groups, -1, described.kernel), ids))
+    convolved = F.silu(convolved_inputs(inputs, conv_weight.to(wide).view(groups, -1, described.kernel), ids))
     convolved = convolved.to(mixed_PSBGM.dtype).to(wide)  # as a convolution of 16-bit numbers rounds
     query, key, value = convolved.split((described.key_size, described.key_size, values), dim=-1)
     query, key = (_normed(x).permute(0, 2, 3, 1, 4).unsqueeze(3) for x in (query, key))
@@ -308,7 +326,7 @@ def _span(
     return output.flatten(3).to(mixed_PSBGM.dtype), state
 
 
-def _convolved(inputs_PKBGX: torch.Tensor, weight_GXK: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+def convolved_inputs(inputs_PKBGX: torch.Tensor, weight_GXK: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
     """Return the sum over the latest K positions of each, of its own document, with a weight for each channel and
     distance, [P, S, B, G, X]. inputs_PKBGX: [P, K - 1 + S, B, G, X]."""
     kernel = weight_GXK.size(-1)
@@ -328,7 +346,7 @@ def _normed(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPSILON)
 
 
-def _divided(config: TransformerConfig, *size: int) -> torch.nn.Parameter:
+def divided_parameter(config: TransformerConfig, *size: int) -> torch.nn.Parameter:
     """Return a parameter without values, this tensor-parallel rank's rows of the whole."""
     parameter = uninitialized(config, *size)
     del parameter.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
@@ -356,12 +374,14 @@ def _before(last: torch.Tensor, group: Any) -> torch.Tensor:
     return _own([torch.zeros_like(every[0]), *every[:-1]], group)
 
 
-def _states(maps_PBGRDX: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return the state before each of this rank's pieces, from what every piece makes of one: V columns that it adds,
-    and D that multiply the one before it."""
-    channels = maps_PBGRDX.size(-2)
+def states(
+    maps_PBGRDX: torch.Tensor, group: Any, apply: Callable[..., torch.Tensor] = torch.matmul, columns: int | None = None
+) -> torch.Tensor:
+    """Return the state before each of this rank's pieces, from what every piece makes of one: columns that it adds,
+    and the last ones (`columns`; default D), which it applies to the one before it: it multiplies by them."""
+    columns = columns or maps_PBGRDX.size(-2)
     every = _gathered(maps_PBGRDX, group)
-    states = [torch.zeros_like(every[0][..., :-channels])]
+    found = [torch.zeros_like(every[0][..., :-columns])]
     for one in every[:-1]:
-        states.append(one[..., :-channels] + one[..., -channels:] @ states[-1])
-    return _own(states, group)
+        found.append(one[..., :-columns] + apply(one[..., -columns:], found[-1]))
+    return _own(found, group)

@@ -21,6 +21,7 @@ the length of a sample.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.norm.describe import Norm
@@ -33,7 +34,7 @@ _FP32 = 4
 SPAN = 1024
 """Positions after each of which a state is kept for the backward pass."""
 
-_CHUNK, _WIDE_CHUNK = 64, 16
+CHUNK, _WIDE_CHUNK = 64, 16
 """Positions of a chunk (`rule.CHUNK`, `rule.WIDE_CHUNK`)."""
 
 
@@ -45,6 +46,14 @@ class GatedDelta(Part):
         *("in_proj", "gates_in_proj", "decay_out_proj", "gate_out_proj", "conv1d", "dt_bias", "A_log", "out_norm"),
         "out_proj",
     )
+
+    map_columns: ClassVar[int | None] = None
+    """Columns by which a piece of a sample multiplies the state before it; None: as many as a state has rows."""
+
+    map_flops: ClassVar[float | None] = None
+    """Operations that finding these takes, over those of the outputs; None: by the columns."""
+
+    sent_maps: ClassVar[str] = "4 R g D (D+V) + w (K-1) g (2D+RV)"
 
     key_heads: int
     value_heads: int
@@ -192,7 +201,8 @@ class GatedDelta(Part):
 
     def _maps(self, share: Share) -> float:
         """Return the bytes of what a rank's two pieces make of a state."""
-        samples, columns = share.tokens * share.context // share.length, self.key_size + self.value_size
+        samples = share.tokens * share.context // share.length
+        columns = (self.map_columns or self.key_size) + self.value_size
         return 2 * _FP32 * samples * self.value_heads // share.tensor * self.key_size * columns
 
     def sent(self, share: Share) -> Iterator[Exchange]:
@@ -202,13 +212,17 @@ class GatedDelta(Part):
             weight = vectors * 2 * (share.tensor - 1) / share.tensor * share.width * self.value_size
             yield Exchange("tp", "all-reduce", 0.0, weight, (0, vectors), "2 m {layers} (t-1)/t w V", "core")
             yield from self._sent_of_gates(share)
+        yield from self.sent_over_pieces(share)
+
+    def sent_over_pieces(self, share: Share) -> Iterator[Exchange]:
+        """Yield what context-parallel ranks exchange."""
         if share.context == 1:
             return
         samples = share.tokens * share.context // share.length
         inputs = 2 * share.width * samples * (self.kernel - 1) * self.convolved_size // share.tensor
         each = (share.context - 1) * (self._maps(share) + inputs)
         calls = 2 if self.kernel > 1 else 1
-        formula = "m {layers} (c-1) 2 B (4 R g D (D+V) + w (K-1) g (2D+RV))"
+        formula = f"m {{layers}} (c-1) 2 B ({self.sent_maps})"
         yield Exchange("cp", "all-gather", each, 0.0, (calls, 0), formula, "core")
         yield Exchange("cp", "reduce-scatter", 0.0, each, (0, calls), formula, "core")
 
@@ -237,14 +251,14 @@ class GatedDelta(Part):
 
     @property
     def _chunk(self) -> int:
-        return _WIDE_CHUNK if self.by_channel else _CHUNK
+        return _WIDE_CHUNK if self.by_channel else CHUNK
 
     def core(self, share: Share) -> Core:
         """Return the same of a rank's microbatch, which its backward pass computes once more; with context parallelism
         states are mapped before."""
         maps = 1.0
         if share.context > 1:
-            maps += 1.0 + self.key_size / self.value_size / 2
+            maps += self.map_flops or 1.0 + self.key_size / self.value_size / 2
         flops = maps * share.tokens * self.core_flops(share.length) / share.tensor
         heads = self.value_heads / share.tensor
         return Core(flops, 3.0, flops, self.key_size, heads * share.tokens * self._chunk * self.decays)
@@ -255,7 +269,7 @@ class GatedDelta(Part):
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what its flags cannot be."""
-        model, layout = config.model, config.layout
+        layout = config.layout
         if self.value_heads % self.key_heads:
             yield (
                 f"--linear-num-value-heads {self.value_heads} is not divisible by --linear-num-key-heads "
@@ -266,6 +280,11 @@ class GatedDelta(Part):
                 f"--linear-num-key-heads {self.key_heads} is not divisible by --tensor-model-parallel-size "
                 f"{layout.tensor_model_parallel_size}; use --tensor-model-parallel-size 1"
             )
+        yield from self.too_short_pieces(config)
+
+    def too_short_pieces(self, config: Config) -> Iterator[str]:
+        """Yield that a part of a sample has fewer positions than the convolution sees, where that is so."""
+        model, layout = config.model, config.layout
         pieces = 2 * layout.context_parallel_size
         if pieces > 2 and model.seq_length // pieces < self.kernel - 1:
             yield (

@@ -26,7 +26,7 @@ def delta_rule(
     key_SD: torch.Tensor,
     value_SV: torch.Tensor,
     log_decay_SX: torch.Tensor,
-    beta_S1: torch.Tensor,
+    beta_S1: torch.Tensor | None,
     state_DV: torch.Tensor,
     documents_S: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -37,13 +37,14 @@ def delta_rule(
         key_SD: [..., S, D].
         value_SV: [..., S, V].
         log_decay_SX: g, at most 0, [..., S, 1], or [..., S, D] with a decay for each channel.
-        beta_S1: how far each write goes, [..., S, 1].
+        beta_S1: how far each write goes, [..., S, 1]; None: values are added as they are, whatever is read at their
+            keys: S_t = exp(g_t) S_{t-1} + k_t v_t^T (Mamba-2, arXiv:2405.21060, equation 1).
         state_DV: the state before the first position, [..., D, V].
         documents_S: number of each position's document, [..., S], never falling; 0 is what `state_DV` belongs to.
     """
     length = key_SD.size(-2)
     chunk = min(CHUNK if log_decay_SX.size(-1) == 1 else WIDE_CHUNK, length)
-    key, value, log_decay, beta = (_chunks(x, chunk) for x in (key_SD, value_SV, log_decay_SX, beta_S1))
+    key, value, log_decay = (_chunks(x, chunk) for x in (key_SD, value_SV, log_decay_SX))
     # From before the chunk. In fp64: the gradient of a decay is a sum over pairs of positions, most of which cancel;
     # in fp32 that of A_log is off by 2e-5 of its norm, so by 1e-7.
     total = log_decay.double().cumsum(-2)
@@ -57,19 +58,23 @@ def delta_rule(
         opened = opened * (ids_NC == before_N1)[..., None]
         closing = closing * (ids_NC == ids_NC[..., -1:])[..., None]
         kept = kept * (ids_NC[..., -1:] == before_N1)[..., None]
-    # (I + system) writes = beta (values - what the state before the chunk has at the keys)
     between = _decay_between(total, sees, key.dtype)
-    system = beta * _products(key, key, between)
-    right = torch.cat([x.expand(*system.shape[:-1], x.size(-1)) for x in (beta * value, beta * key * opened)], dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    writes, reads = solved.split((value.size(-1), key.size(-1)), dim=-1)
-    steps = [x.unbind(-3) for x in (writes, reads, (key * closing).transpose(-1, -2), kept)]
+    writes, reads = value, None
+    if beta_S1 is not None:
+        # (I + system) writes = beta (values - what the state before the chunk has at the keys)
+        beta = _chunks(beta_S1, chunk)
+        system = beta * _products(key, key, between)
+        right = [x.expand(*system.shape[:-1], x.size(-1)) for x in (beta * value, beta * key * opened)]
+        solved = torch.linalg.solve_triangular(system, torch.cat(right, dim=-1), upper=False, unitriangular=True)
+        writes, reads = solved.split((value.size(-1), key.size(-1)), dim=-1)
+    steps = [x.unbind(-3) for x in (writes, (key * closing).transpose(-1, -2), kept)]
+    steps.append((None,) * len(steps[0]) if reads is None else reads.unbind(-3))
     outputs, state = [], state_DV
     if query_SD is not None:
         query = _chunks(query_SD, chunk)
         steps += [x.unbind(-3) for x in (query * opened, _products(query, key, between))]
-    for write, read, put, keep, *asked in zip(*steps, strict=True):
-        moved = write - read @ state
+    for write, put, keep, read, *asked in zip(*steps, strict=True):
+        moved = write if read is None else write - read @ state
         if asked:
             outputs.append(asked[0] @ state + asked[1] @ moved)
         state = keep * state + put @ moved

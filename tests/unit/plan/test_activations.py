@@ -13,7 +13,7 @@ from megatron_ext.parts.gated_delta.describe import SPAN
 from megatron_ext.parts.stack import layers, stack
 from megatron_ext.plan.activations import Activations
 from tests.support.saved_bytes import bytes_held_for_backward
-from tests.support.small_models import DELTA, LATENTS, LLAMA, OLMO2, build_small_model, small_config
+from tests.support.small_models import DELTA, LATENTS, LLAMA, MAMBA, OLMO2, build_small_model, small_config
 
 S, B, H, F, HEADS = 32, 2, 64, 96, 4
 UNIT = 4 * S * B * H
@@ -108,6 +108,8 @@ def test_a_layer_is_what_docs_say() -> None:
         {**LATENTS, "q_lora_rank": None, "v_head_dim": 20},
         {**LATENTS, "qk_layernorm": False},
         DELTA,
+        MAMBA,
+        {**MAMBA, "hybrid_layer_pattern": "MMGM", "seq_length": SPAN + 8, "max_position_embeddings": SPAN + 8},
         {**DELTA, "linear_attention_freq": "[1,1,1,1]", "seq_length": SPAN + 8, "max_position_embeddings": SPAN + 8},
     ],
     ids=lambda model: " ".join(model),
