@@ -4,7 +4,13 @@
 
 Every stage is a process; its forward pass of a microbatch sleeps for --forward-ms and its backward pass for twice that,
 a chunk of v for a v-th of it. Sends and receives are the real ones, over gloo. Sleeping takes no CPU, so that a busy
-machine adds some milliseconds to steps of seconds and no more.
+machine adds some milliseconds to steps of seconds and no more, and four stages need no four cores.
+
+    python benchmarks/pipeline_schedules.py --stages 2 --products 40 --turns 5
+
+computes in place of sleeping: so many products of matrices of 512 x 512 for a forward pass, and twice as many for a
+backward pass. That says something where there is a core for each stage, and no other work. Orders take turns, so that
+what slows the machine down for a while slows all of them; speed is the median over turns of 1F1B's time by the order's.
 
     naive         one microbatch at a time passes all stages, forward and back
     GPipe         all forward passes, then all backward passes: 1F1B with a warm-up of all microbatches
@@ -24,10 +30,11 @@ import os
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -48,6 +55,9 @@ class Outcome:
 
     order: str
     seconds: float
+    """Of the fastest step."""
+    speed: float
+    """Microbatches per second, by 1F1B's in the same turn: the median over turns."""
     bubble: float
     bubble_formula: float
     bubble_share: float
@@ -58,10 +68,15 @@ class Outcome:
 
 
 def run_order(
-    order: str, microbatches: int, chunks: int, forward_seconds: float, repeats: int
-) -> tuple[float, float, list[tuple[bool, int]]]:
-    """Run on one rank; return the fastest of some steps in seconds, the most live activations, in whole stages, and the
-    order of the last step's passes: whether each was a forward pass, and of which chunk."""
+    order: str, microbatches: int, chunks: int, forward_seconds: float, repeats: int, products: int = 0
+) -> tuple[float, float, float, list[tuple[bool, int]]]:
+    """Run on one rank; return the seconds of the fastest of some steps, and those of its work, the most live
+    activations, in whole stages, and the order of the last step's passes: whether each was a forward pass, and of which
+    chunk.
+
+    Args:
+        products: of matrices, for a forward pass; 0 for `forward_seconds` of sleep.
+    """
     import torch
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -74,12 +89,22 @@ def run_order(
     from megatron_ext.parallel import groups
     from megatron_ext.train.table_runtime import TableRuntime
 
-    splits = order in SPLIT_SCHEDULES
+    splits, factor, result = order in SPLIT_SCHEDULES, torch.ones(512, 512), torch.empty(512, 512)
+
+    def work(forward_passes: int) -> None:
+        """Do what so many forward passes of a chunk take."""
+        begin = time.perf_counter()
+        for _ in range(forward_passes * products // chunks):
+            torch.mm(factor, factor, out=result)
+        if not products:
+            time.sleep(forward_passes * forward_seconds / chunks)
+        Sleep.busy += time.perf_counter() - begin
 
     class Sleep(torch.autograd.Function):
         """The work of one chunk, and a count of the microbatches that it has in flight."""
 
         live = most = 0
+        busy = 0.0
         worked: ClassVar[list[tuple[bool, int]]] = []
 
         @staticmethod
@@ -88,17 +113,16 @@ def run_order(
             Sleep.worked.append((True, chunk))
             Sleep.live += 1
             Sleep.most = max(Sleep.most, Sleep.live)
-            time.sleep(forward_seconds / chunks)
+            work(1)
             return x + weight
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # pyright: ignore
             Sleep.worked.append((False, ctx.chunk))
             Sleep.live -= 1
-            at_once = forward_seconds / chunks
             if splits:
-                split_backward.due(gradient, lambda: time.sleep(at_once))
-            time.sleep(at_once if splits else 2 * at_once)
+                split_backward.due(gradient, lambda: work(1))
+            work(1 if splits else 2)
             return gradient, gradient.sum(), None
 
     class Chunk(torch.nn.Module):
@@ -164,10 +188,11 @@ def run_order(
             p2p_communicator=communicator,
         )
 
-    fastest = float("inf")
+    fastest = float("inf"), 0.0
     for _ in range(repeats):
         torch.distributed.barrier()
         Sleep.worked.clear()
+        Sleep.busy = 0.0
         start = time.perf_counter()
         if order == "naive":
             for _ in range(microbatches):
@@ -175,16 +200,18 @@ def run_order(
         else:
             step(microbatches)
         torch.distributed.barrier()
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest, Sleep.most / chunks, Sleep.worked
+        fastest = min(fastest, (time.perf_counter() - start, Sleep.busy))
+    return *fastest, Sleep.most / chunks, Sleep.worked
 
 
-def measure(order: str, stages: int, microbatches: int, chunks: int, forward_ms: float, repeats: int) -> Outcome:
-    """Run one order on as many processes as there are stages."""
+def measure(
+    order: str, stages: int, microbatches: int, chunks: int, forward_ms: float, repeats: int, products: int = 0
+) -> Outcome:
+    """Run one order on as many processes as there are stages, for its own speed."""
     chunks = chunks if order == "interleaved" else TABLES.get(order, 1)
-    results = run_ranks(stages, run_order, order, microbatches, chunks, forward_ms / 1000, repeats)
+    results = run_ranks(stages, run_order, order, microbatches, chunks, forward_ms / 1000, repeats, products)
     seconds = max(result[0] for result in results)
-    work = microbatches * 3 * forward_ms / 1000
+    work = max(result[1] for result in results) if products else microbatches * 3 * forward_ms / 1000
     bubble = seconds / work - 1 if work else 0.0
     formula = {"naive": stages - 1, "interleaved": (stages - 1) / (chunks * microbatches)}
     live: dict[str, float] = {
@@ -201,25 +228,41 @@ def measure(order: str, stages: int, microbatches: int, chunks: int, forward_ms:
     return Outcome(
         order=order,
         seconds=seconds,
+        speed=1.0,
         bubble=bubble,
         bubble_formula=formula.get(order, (stages - 1) / microbatches),
         bubble_share=bubble / (1 + bubble),
-        most_live=[result[1] for result in results],
+        most_live=[result[2] for result in results],
         first_stage_live_formula=live[order],
     )
+
+
+def in_turns(turns: int, *sizes: Any) -> list[Outcome]:
+    """Run the orders one after another, some times over; return each one's fastest with its speed by 1F1B's."""
+    by_turn = [[measure(order, *sizes) for order in ORDERS] for _ in range(turns)]
+    first = ORDERS.index("1F1B")
+    return [
+        replace(
+            min(outcomes, key=lambda outcome: outcome.seconds),
+            speed=median(
+                turn[first].seconds / outcome.seconds for turn, outcome in zip(by_turn, outcomes, strict=True)
+            ),
+        )
+        for outcomes in zip(*by_turn, strict=True)
+    ]
 
 
 def report(outcomes: list[Outcome]) -> str:
     """Return a Markdown table."""
     lines = [
-        "| order | step, s | bubble, measured | bubble, formula | share of the time | live activations by stage |",
-        "|---|---|---|---|---|---|",
+        "| order | step, s | speed by 1F1B's | bubble, measured | formula | share of the time | live by stage |",
+        "|---|---|---|---|---|---|---|",
     ]
     for outcome in outcomes:
         live = ", ".join(f"{count:g}" for count in outcome.most_live)
         lines.append(
-            f"| {outcome.order} | {outcome.seconds:.2f} | {outcome.bubble:.3f} | {outcome.bubble_formula:.3f} | "
-            f"{outcome.bubble_share:.1%} | {live} |"
+            f"| {outcome.order} | {outcome.seconds:.2f} | {outcome.speed:.2f} | {outcome.bubble:.3f} | "
+            f"{outcome.bubble_formula:.3f} | {outcome.bubble_share:.1%} | {live} |"
         )
     return "\n".join(lines)
 
@@ -230,11 +273,13 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--chunks", type=int, default=2, help="of a stage, for the interleaved order")
     parser.add_argument("--forward-ms", type=float, default=50.0)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--products", type=int, default=0, metavar="N", help="compute so many in place of sleeping")
+    parser.add_argument("--repeats", type=int, default=3, help="steps of a turn, of which the fastest counts")
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--write", type=Path, metavar="FILE", help="JSON file to write")
     given = parser.parse_args()
-    sizes = (given.stages, given.microbatches, given.chunks, given.forward_ms, given.repeats)
-    outcomes = [measure(order, *sizes) for order in ORDERS]
+    sizes = (given.stages, given.microbatches, given.chunks, given.forward_ms, given.repeats, given.products)
+    outcomes = in_turns(given.turns, *sizes)
     print(report(outcomes))
     if given.write is not None:
         record = {
@@ -243,12 +288,15 @@ def main() -> None:
                 "cores": os.cpu_count(),
                 "load_average": round(os.getloadavg()[0], 1),
                 "python": platform.python_version(),
-                "what": "stages sleep, so that the machine's speed and load hardly matter",
+                "what": "stages compute: a core for each, and no other work, or their speed says little"
+                if given.products
+                else "stages sleep, so that the machine's speed and load hardly matter",
             },
             "stages": given.stages,
             "microbatches": given.microbatches,
             "chunks": given.chunks,
-            "forward_ms": given.forward_ms,
+            **({"products": given.products} if given.products else {"forward_ms": given.forward_ms}),
+            "turns": given.turns,
             "orders": [asdict(outcome) for outcome in outcomes],
         }
         given.write.write_text(json.dumps(record, indent=1) + "\n")

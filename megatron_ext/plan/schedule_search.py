@@ -4,7 +4,8 @@ A greedy scheduler in the manner of Qi et al. 2023 (arXiv:2401.10241, section 3.
 wait for, a backward pass of inputs, then a forward pass where the limit allows it, and gradients of weights where it
 would wait, or has no memory left. How long a gap has to be for them, what goes first, and how many forward passes of
 the first chunk run ahead differ from try to try, and half of the tries make the order as if all passes took as long;
-the shortest step wins, of equals the one that holds least. torch's own tables are tried as well.
+the shortest step wins, of equals the one that holds least. torch's own tables are tried as well, and of a V with a
+limit the building blocks of Qi et al. 2024 (arXiv:2405.15362, section 3): V-Min, V-Half and what lies between.
 
 The limit is as in Qi et al. 2024 (arXiv:2405.15362): microbatches of activations that a rank may hold, from a forward
 pass to the gradients of its weights. A forward pass leaves room for what comes after it in the later chunks of its
@@ -23,9 +24,6 @@ from megatron_ext.config.derived.pipeline_table import rank_of, simulated
 from megatron_ext.pipeline_tables import Action, Rows
 from megatron_ext.plan.schedule import most_held
 from megatron_ext.plan.schedule_table import named
-
-_MOST_IDLE = 10_000
-"""How often a rank may look for a pass and find none before a try is given up."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,14 @@ def _found(pipeline: Pipeline) -> Iterator[Found | None]:
         of_ranks[rank_of(virtual, pipeline.ranks, v_shaped=pipeline.v_shaped)] += seconds
     work, each = max(of_ranks), [1.0] * len(each)
     alike = replace(pipeline, forward=each, inputs=each, weights=each, send=0.0)
-    makers = (
-        _Maker(of, gap, max(limit, 1.0), deepest=deepest, alternates=alternates).made()
+    makers: Iterator[_Maker] = (
+        _Maker(of, gap, max(limit, 1.0), deepest=deepest, alternates=alternates)
         for (gap, deepest, alternates, limit), of in itertools.product(tries, (pipeline, alike))
     )
-    for made in itertools.chain(_known(pipeline), makers):
+    blocks = _blocks(pipeline.ranks, pipeline.limit) if pipeline.v_shaped and pipeline.limit < float("inf") else ()
+    planned = (_Planned(pipeline, block) for block in blocks)
+    in_turns = itertools.chain.from_iterable(itertools.zip_longest(planned, makers))
+    for made in itertools.chain(_known(pipeline), (maker.made() for maker in in_turns if maker is not None)):
         if made is None or made[1] > pipeline.limit:
             yield None
         else:
@@ -109,6 +110,38 @@ def _known(pipeline: Pipeline) -> Iterator[tuple[Rows, float]]:
     for table in (named(name, ranks, chunks, microbatches) for name in names):
         each = [1.0 / chunks] * chunks, [0.0] * chunks
         yield (table.rows, max(most_held(table.order(rank), *each).bytes for rank in range(ranks)))
+
+
+_Block = list[tuple[int, int, int, int]]
+"""When each rank of a V runs the first microbatch's forward pass in its first and its second chunk, and the gradients
+of inputs in its second and first chunk, in units of one such pass; each further microbatch runs `_PERIOD` later."""
+
+_PERIOD = 6
+"""A rank's passes of a microbatch: two forward passes, and two halves of two backward passes."""
+
+
+def _blocks(ranks: int, limit: float) -> list[_Block]:
+    """Return the building blocks in which no two passes of a rank fall on the same moment: first those whose
+    microbatches live as long as the limit allows."""
+    found: list[tuple[bool, float, _Block]] = []
+    shifts = range(1, _PERIOD)
+    for down, up, back_down, back_up in itertools.product(shifts, repeat=4):
+        if down + back_up > _PERIOD or up + back_down > _PERIOD:
+            continue  # it would hold more than 1F1B
+        for turn, loss, back_turn in itertools.product(range(1, _PERIOD + 1), repeat=3):
+            block: _Block = []
+            for rank in range(ranks):
+                behind = ranks - 1 - rank
+                second = down * (ranks - 1) + turn + up * behind
+                back = second + up * rank + loss + back_down * rank
+                passes = (down * rank, second, back, back + (back_down + back_up) * behind + back_turn)
+                if len({moment % _PERIOD for moment in passes}) < len(passes):
+                    break
+                block.append(passes)
+            else:
+                held = max(last - first + back - second for first, second, back, last in block) / (2 * _PERIOD)
+                found.append((held > limit, -held, block))
+    return [block for *_, block in sorted(found)]
 
 
 def step_time(pipeline: Pipeline, table: Rows) -> float:
@@ -152,12 +185,15 @@ class _Maker:
         self.forwards[0] = [(0.0, Action(0, "F", 0))]
         free = [(0.0, rank) for rank in range(self.of.ranks)]
         left, idle = 3 * (self.last + 1) * self.of.microbatches, 0
+        times = [*self.of.forward, *self.of.inputs, *self.of.weights]
+        most_idle = self.of.ranks * (10 + 4 * (max(times) + self.of.send) / min(times))
+        """So often may ranks look for a pass and find none while another runs, or its result is sent."""
         while left:
             now, rank = heapq.heappop(free)
             action, begin = self._next(rank, now)
             if action is None:
                 idle += 1
-                if idle > _MOST_IDLE * self.of.ranks:
+                if idle > most_idle:
                     return None
                 heapq.heappush(free, (max(begin, now + 1e-9), rank))
                 continue
@@ -222,3 +258,31 @@ class _Maker:
     def _arrives(self, queues: list[list[tuple[float, Action]]], action: Action, of: int, end: float) -> None:
         rank = self.rank[action.stage]
         queues[rank].append((end + self.of.send * (rank != of), action))
+
+
+class _Planned(_Maker):
+    """A try with forward passes and gradients of inputs in the order of a building block."""
+
+    def __init__(self, pipeline: Pipeline, block: _Block):
+        super().__init__(pipeline, 0.0, pipeline.limit, deepest=True, alternates=True)
+        self.planned: list[deque[Action]] = []
+        for rank, moments in enumerate(block):
+            stages = rank, self.last - rank
+            each = list(zip(moments, (*stages, *reversed(stages)), "FFII", strict=True))
+            order = sorted(
+                (moment + _PERIOD * microbatch, Action(stage, kind, microbatch))
+                for microbatch in range(pipeline.microbatches)
+                for moment, stage, kind in each
+            )
+            self.planned.append(deque(action for _, action in order))
+
+    def _possible(self, rank: int) -> Iterator[tuple[float, Action]]:
+        room = self.held[rank] + 0.5 <= self.limit + 1e-9  # the order itself leaves room for later chunks
+        for arrival, action in (*self.inputs[rank], *(self.forwards[rank] if room else ())):
+            if action == self.planned[rank][0]:
+                yield arrival, action
+
+    def _run(self, action: Action, rank: int, end: float) -> None:
+        super()._run(action, rank, end)
+        if action.kind != "W":
+            self.planned[rank].popleft()

@@ -28,6 +28,6 @@ def test_live_activations_are_those_of_the_formula(order: str) -> None:
 @pytest.mark.parametrize(("order", "stages", "microbatches", "chunks"), [("1F1B", 3, 5, 1), ("interleaved", 4, 8, 2)])
 def test_the_planner_has_the_order_of_megatron_core(order: str, stages: int, microbatches: int, chunks: int) -> None:
     results = run_ranks(stages, run_order, order, microbatches, chunks, 0.0, 1)
-    for stage, (_, _, worked) in enumerate(results):
+    for stage, (_, _, _, worked) in enumerate(results):
         works = Schedule(stages, chunks, microbatches, stages if chunks > 1 else 1).order(stage)
         assert [(work.forward, work.chunk) for work in works] == worked

@@ -31,4 +31,5 @@ TARGETS: dict[str, Callable[[Path], Read]] = {
     "tiktoken": data_targets.tiktoken,
     "metrics": data_targets.metrics,
     "trace": data_targets.trace,
+    "schedule": data_targets.schedule,
 }

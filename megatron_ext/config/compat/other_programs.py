@@ -61,7 +61,8 @@ FLAGS: dict[str, str] = {
     "--num-machines": "it is Accelerate's: use torchrun --nnodes",
     **dict.fromkeys(
         ("--export-kd-cfg", "--export-kd-teacher-load", "--export-te-mcore-model", "--export-quant-cfg"),
-        "it is ModelOpt's: distillation and quantization are not in this version; leave it out",
+        "it is ModelOpt's: distillation and quantization are not in this version; leave it out to train on the data "
+        "alone, or use Megatron-LM's examples/post_training/modelopt",
     ),
 }
 """Flag, with hyphens -> what to do instead."""

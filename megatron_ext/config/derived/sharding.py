@@ -81,7 +81,8 @@ def _fsdp2_cannot(config: Any) -> Iterator[str]:
     if (stages := layout.pipeline_model_parallel_size) > 1:
         yield (
             f"--use-torch-fsdp2 with --pipeline-model-parallel-size {stages} would gather a stage's weights anew for "
-            "every microbatch in flight; use --pipeline-model-parallel-size 1, or --use-distributed-optimizer instead "
+            "every microbatch, and sum gradients over the ranks before a schedule that splits backward passes has "
+            "made those of weights; use --pipeline-model-parallel-size 1, or --use-distributed-optimizer instead "
             "of --use-torch-fsdp2"
         )
     if experts is not None:

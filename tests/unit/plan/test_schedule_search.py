@@ -26,6 +26,17 @@ def test_with_the_memory_of_1f1b_the_bubble_is_at_most_zbvs(ranks: int, groups: 
     assert found.held <= ranks
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_with_half_of_that_memory_the_bubble_is_at_most_half_of_1f1bs(ranks: int, groups: int) -> None:
+    """As V-Half's (Qi et al. 2024, arXiv:2405.15362, table 1), whose memory is one microbatch above the half."""
+    microbatches = ranks * groups
+    found = best(equal(ranks, microbatches, limit=ranks / 2 + 1))
+    assert list(flaws(found.rows, ranks, 2, microbatches, v_shaped=True)) == []
+    assert found.bubble <= 0.5 * (ranks - 1) / microbatches
+    assert found.held <= ranks / 2 + 1
+
+
 @pytest.mark.parametrize("limit", [1.0, 1.5, 2.0, 3.0])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_less_memory_is_kept_and_costs_time(limit: float, chunks: int) -> None:
