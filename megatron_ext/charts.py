@@ -4,9 +4,10 @@ A page needs nothing else, neither scripts nor a network, and follows the reader
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.markup import Content, Markup, document, element, joined
 
 Point = tuple[int, float]
@@ -16,6 +17,9 @@ _WIDTH, _HEIGHT = 560, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 28, 12, 30
 _MOST_POINTS = 600
 _MOST_VALUE = 1e300  # the difference of two such is finite
+
+# Told apart in light and dark, and by readers who do not see red and green as different (Okabe and Ito 2008).
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d1f23; --quiet: #63666d; --grid: #e2e3e5;
@@ -30,12 +34,15 @@ h2 span { font-weight: normal; color: var(--quiet); }
 pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; margin: 0 0 1.5rem; }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 2rem; }
 section { margin: 0; }
-svg { width: 100%; height: auto; display: block; }
+section svg { width: 100%; height: auto; display: block; }
 text { fill: var(--quiet); font-size: 12px; font-variant-numeric: tabular-nums; }
 .grid { stroke: var(--grid); }
 .line { fill: none; stroke: var(--first); stroke-width: 1.6; stroke-linejoin: round; }
 .second { stroke: var(--second); }
 .dot { fill: var(--first); } .dot.second { fill: var(--second); stroke: var(--page); }
+.paper { fill: var(--page); } .legend { fill: currentColor; }
+.title { fill: var(--ink); font-size: 14px; font-weight: 600; }
+text { font-family: system-ui, sans-serif; }
 .key { font-weight: normal; color: var(--first); } .key.second { color: var(--second); }
 .hit { fill: transparent; } .hit:hover { fill: var(--quiet); fill-opacity: .25; }
 """
@@ -118,6 +125,48 @@ def svg(width: float, height: float, label: str, *drawing: Content) -> Markup:
     return element("svg", "\n", drawing, viewBox=f"0 0 {width} {height:.0f}", role="img", aria_label=label)
 
 
+def picture(title: str, key: Sequence[tuple[str, str]], drawing: Markup, width: float, *, style: str = "") -> Markup:
+    """Return a drawing as an SVG file of its own, with a title and a key above it, for light and dark pages.
+
+    Args:
+        title: what the picture shows; it is also what readers hear who do not see it.
+        key: text and class of each entry.
+        drawing: what `svg` returned.
+        width: the drawing's width.
+        style: further rules of style.
+    """
+    assert "<" not in style
+    height = float(drawing.split('viewBox="', 1)[1].split('"', 1)[0].split()[3])
+    entries: list[Content] = [element("text", title, x=12, y=22, class_="title")]
+    x = 12.0
+    for text, kind in key:
+        entries.append(element("text", text, x=f"{x:.0f}", y=42, class_=f"{kind} legend"))
+        x += 7.2 * len(text) + 16
+    top = 52 if key else 32
+    head = [element("style", Markup(STYLE + style)), element("rect", class_="paper", width="100%", height="100%")]
+    inside = element("svg", Markup(drawing.split(">", 1)[1].removesuffix("</svg>")), y=top, width=width, height=height)
+    lines = [[each, "\n"] for each in (*head, *entries, inside)]
+    box = {"viewBox": f"0 0 {width} {height + top:.0f}", "width": width, "height": f"{height + top:.0f}"}
+    name = {"role": "img", "aria_label": title, "xmlns": "http://www.w3.org/2000/svg"}
+    return joined(element("svg", "\n", lines, **box, **name), "\n")
+
+
+def line_picture(name: str, unit: str, series: Sequence[Series], *, along: str, style: str = "") -> Markup:
+    """Return one chart as an SVG file, without the values under the pointer.
+
+    Raises:
+        ConfigurationError: no value is finite.
+    """
+    shown = finite(point for each in series for point in each.points)
+    if not shown:
+        raise ConfigurationError(f"{name}: there is no finite value to draw")
+    axes = _Axes.around(shown, doublings=False)
+    marks = [*_grid(axes, along, ()), *(_line(axes, each.points, _classes("line", each)) for each in series)]
+    key = [(f"\u2500 {each.name}", _classes("key", each)) for each in series if each.name]
+    drawing = svg(_WIDTH, _HEIGHT, name, [[mark, "\n"] for mark in marks])
+    return picture(f"{name}, {unit}", key, drawing, _WIDTH, style=style)
+
+
 def label(x: float | str, y: float, text: str, anchor: str) -> Markup:
     """Return a text of a drawing, which ends at x, lies around it or begins there (anchor `end`, `middle`, `start`)."""
     return element("text", text, x=x, y=f"{y:.1f}", text_anchor=anchor)
@@ -146,6 +195,41 @@ def chart(name: str, unit: str, series: Sequence[Series], *, along: str, doublin
         shown = finite(each.points)
         marks += _dots(axes, shown, along, each.name) if each.dotted else _hits(axes, shown, along)
     return section(heading, svg(_WIDTH, _HEIGHT, f"{name} by {along}", [[mark, "\n"] for mark in marks]))
+
+
+def bars_picture(title: str, unit: str, rows: Mapping[str, Mapping[str, float]], limit: float) -> Markup:
+    """Return an SVG file with a bar for each row, made of its parts.
+
+    Args:
+        title: what the picture shows.
+        unit: of the values.
+        rows: the parts of each row, by name.
+        limit: where a line marks what there is room for.
+    """
+    left, width, height = 170, 760, 26
+    longest = max(limit, *(sum(parts.values()) for parts in rows.values()))
+    scale = (width - left - 60) / longest
+    names = list(dict.fromkeys(name for parts in rows.values() for name, value in parts.items() if value))
+    border, bottom = left + limit * scale, height * len(rows)
+    marks, values = list[Content](), list[Content]()
+    line = element("path", class_="limit", d=f"M{border:.1f} 0V{bottom}")
+    for number, (row, parts) in enumerate(rows.items()):
+        y, x = number * height, float(left)
+        marks.append(label(left - 8, y + 17, row, "end"))
+        for name in names:
+            value = parts.get(name, 0.0)
+            hover = element("title", f"{row}: {name} {value:.1f} {unit}")
+            place = {"x": f"{x:.1f}", "y": y + 3, "width": f"{value * scale:.1f}", "height": height - 6}
+            marks.append(element("rect", hover, fill=COLOURS[names.index(name)], **place))
+            x += value * scale
+        values.append(label(f"{x + 6:.1f}", y + 17, f"{sum(parts.values()):.0f} {unit}", "start"))
+    values.append(label(f"{border:.1f}", bottom + 16, f"{limit:.0f} {unit} may be filled", "middle"))
+    rules = "".join(f".part{n} {{ color: {COLOURS[n]}; }}\n" for n in range(len(names)))
+    key = [(f"\u25a0 {name}", f"part{n}") for n, name in enumerate(names)]
+    drawing = svg(width, bottom + 24, title, [[mark, "\n"] for mark in (*marks, line, *values)])
+    rules += ".limit { stroke: var(--ink); stroke-dasharray: 4 3; }\n"
+    rules += "text { paint-order: stroke; stroke: var(--page); stroke-width: 3px; }\n"  # over the line of the limit
+    return picture(title, key, drawing, width, style=rules)
 
 
 def _classes(kind: str, series: Series) -> str:

@@ -5,7 +5,7 @@ The drawing has no script; the text under the pointer says what a box is, from w
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron_ext.charts import label, page, svg, ticks, wide
+from megatron_ext.charts import label, page, picture, svg, ticks, wide
 from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, duration, size, summary
 
@@ -48,6 +48,13 @@ def as_section(timeline: Timeline) -> Markup:
         most = element("span", f"each up to {size(timeline.most_memory)}")
         parts.append(wide(["Memory of the stages ", most], _memories(timeline)))
     return joined(parts)
+
+
+def as_picture(timeline: Timeline) -> Markup:
+    """Return the stages against time as an SVG file."""
+    key = [("\u25a0 forward", "of-forward"), ("\u25a0 backward", "of-backward")]
+    rules = ".of-forward { color: var(--first); } .of-backward { color: var(--second); }\n"
+    return picture(timeline.title, key, _stages(timeline), _WIDTH, style=STYLE + rules)
 
 
 def _key(timeline: Timeline) -> Markup:

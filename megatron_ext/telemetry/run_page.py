@@ -6,7 +6,7 @@ Shows several runs on one HTML page: each chart has a line for every run, in the
 
 from collections.abc import Mapping
 
-from megatron_ext.charts import Point, Series, chart, load_picture, main, page, section, wide
+from megatron_ext.charts import COLOURS, Point, Series, chart, line_picture, load_picture, main, page, section, wide
 from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Timeline, slow_stages
@@ -109,9 +109,6 @@ def _chart(name: str, unit: str, series: list[Series]) -> Markup:
     return chart(name, unit, series, along="iteration")
 
 
-# Told apart in light and dark, and by readers who do not see red and green as different (Okabe and Ito 2008).
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
-
 _CHARTS = (
     ("Training loss", "nats per token", "lm_loss"),
     ("Validation loss", "nats per token", None),
@@ -127,11 +124,29 @@ def runs_page(runs: Mapping[str, RunHistory]) -> str:
     Args:
         runs: the runs by name, in the order in which they are shown.
     """
-    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(runs))]
-    style = "".join(f".run{n} {{ stroke: {colour}; color: {colour}; }}\n" for n, colour in enumerate(colours))
     lines = [line for name, run in runs.items() for line in (name, *(f"    {text}" for text in summary(run)))]
     charts = [chart(title, unit, _series(runs, field), along="iteration") for title, unit, field in _CHARTS]
-    return page(f"{len(runs)} runs", lines, main(charts), style=style)
+    return page(f"{len(runs)} runs", lines, main(charts), style=_colours(len(runs)))
+
+
+def losses_picture(runs: Mapping[str, RunHistory]) -> str:
+    """Return the training losses of runs as an SVG file; later runs are drawn thinner, so that equal ones are seen.
+
+    Raises:
+        ConfigurationError: no loss is finite.
+    """
+    series = _series(runs, "lm_loss")
+    widths = "".join(f".line.run{n} {{ stroke-width: {max(1.2, 6.0 - 3.6 * n)}; }}\n" for n in range(len(runs)))
+    return line_picture(
+        "Training loss", "nats per token", series, along="iteration", style=_colours(len(runs)) + widths
+    )
+
+
+def _colours(count: int) -> str:
+    """Return the rules that give each run its colour."""
+    colours = [COLOURS[number % len(COLOURS)] for number in range(count)]
+    rules = (f".run{n} {{ stroke: {each}; color: {each}; }}\n" for n, each in enumerate(colours))
+    return "".join([*rules, ".key { stroke: none; }\n"])
 
 
 def _series(runs: Mapping[str, RunHistory], field: str | None) -> list[Series]:
