@@ -18,9 +18,12 @@ sys.path.insert(0, str(ROOT))
 from megatron_ext.cli import api  # noqa: E402
 from tools.make_docs import PAGES  # noqa: E402
 
-_LINK = re.compile(r"\]\(([^)\s:]+)\)")
+_LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s:]+)\)")
 _MADE_OF = {"contributing.md": "CONTRIBUTING.md", "benchmarks.md": "benchmarks/results/README.md"}
-_PAGE_OF = {file: page for page, file in _MADE_OF.items()} | {"README.md": "index.md", "benchmarks/results": "benchmarks.md"}
+_PAGE_OF = {file: page for page, file in _MADE_OF.items()} | {
+    "README.md": "index.md",
+    "benchmarks/results": "benchmarks.md",
+}
 
 
 def on_config(config: Any) -> Any:
@@ -42,7 +45,7 @@ def on_files(files: Files, config: Any) -> Files:
             files.remove(files.src_uris[name])
         files.append(File.generated(config, name, content=text))
     for file in list(files.documentation_pages()):
-        for target in _LINK.findall(file.content_string):
+        for _, target in _LINK.findall(file.content_string):
             outside = _outside(target, file.src_uri)
             if outside and outside not in _PAGE_OF and (ROOT / outside).is_file():
                 copy = _copy_of(outside)
@@ -55,12 +58,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Turn links that lead out of docs/ into links within the site, and leave fences their language alone."""
 
     def within(found: re.Match[str]) -> str:
-        outside = _outside(found[1], page.file.src_uri)
+        outside = _outside(found[2], page.file.src_uri)
         if outside is None:
             return found[0]
+        if outside not in _PAGE_OF and (ROOT / outside).is_dir():
+            return found[1]  # a site has no page of a folder
         target = _PAGE_OF.get(outside, _copy_of(outside))
-        anchor = found[1].partition("#")[2] if outside != "README.md" else ""
-        return f"]({_relative(target, page.file.src_uri)}{'#' * bool(anchor)}{anchor})"
+        anchor = found[2].partition("#")[2] if outside != "README.md" else ""
+        return f"[{found[1]}]({_relative(target, page.file.src_uri)}{'#' * bool(anchor)}{anchor})"
 
     return re.sub(r"^(\s*```\w+) .*$", r"\1", _LINK.sub(within, markdown), flags=re.MULTILINE)
 
@@ -85,9 +90,9 @@ def _moved(text: str, file: str, page: str) -> str:
     folder = posixpath.dirname(file)
 
     def from_docs(found: re.Match[str]) -> str:
-        name, _, anchor = found[1].partition("#")
+        name, _, anchor = found[2].partition("#")
         path = posixpath.normpath(posixpath.join(folder, name)) if name else ""
         where = posixpath.relpath(path, "docs") if path else ""
-        return f"]({where}{'#' * bool(anchor)}{anchor})"
+        return f"[{found[1]}]({where}{'#' * bool(anchor)}{anchor})"
 
     return _LINK.sub(from_docs, text)
