@@ -4,11 +4,11 @@ A page needs nothing else, neither scripts nor a network, and follows the reader
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.markup import Content, Markup, document, element, joined
+from megatron_ext.markup import Content, Markup, document, element, joined, svg_file
 
 Point = tuple[int, float]
 
@@ -39,6 +39,8 @@ text { fill: var(--quiet); font-size: 12px; font-variant-numeric: tabular-nums; 
 .grid { stroke: var(--grid); }
 .line { fill: none; stroke: var(--first); stroke-width: 1.6; stroke-linejoin: round; }
 .second { stroke: var(--second); }
+.faint { opacity: .35; stroke-width: 1; }
+.change { stroke: var(--quiet); stroke-width: 1.4; stroke-dasharray: 2 3; }
 .dot { fill: var(--first); } .dot.second { fill: var(--second); stroke: var(--page); }
 .paper { fill: var(--page); } .legend { fill: currentColor; }
 .title { fill: var(--ink); font-size: 14px; font-weight: 600; }
@@ -73,13 +75,16 @@ class _Axes:
     y_high: float
     doublings: bool = False
     """Whether equal distances along x are equal ratios; all x are above 0 then."""
+    ratios: bool = False
+    """The same for y."""
 
     @classmethod
-    def around(cls, points: Sequence[Point], *, doublings: bool) -> "_Axes":
+    def around(cls, points: Sequence[Point], *, doublings: bool, ratios: bool = False) -> "_Axes":
         xs, ys = [float(x) for x, _ in points], [y for _, y in points]
         low, high = min(ys), max(ys)
         room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-        return cls(min(xs), max(max(xs), min(xs) + 1), low - room, high + room, doublings)
+        bottom = low / (1 + 0.05 * (high / low - 1)) if ratios else low - room
+        return cls(min(xs), max(max(xs), min(xs) + 1), bottom, high + room, doublings, ratios)
 
     def x(self, value: float) -> float:
         low, high = self.x_low, self.x_high
@@ -88,7 +93,10 @@ class _Axes:
         return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        return _HEIGHT - _BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (_HEIGHT - _TOP - _BOTTOM)
+        low, high = self.y_low, self.y_high
+        if self.ratios:
+            value, low, high = math.log2(value), math.log2(low), math.log2(high)
+        return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
 
 def page(title: str, lines: Iterable[str], body: Content, *, style: str = "") -> Markup:
@@ -125,30 +133,31 @@ def svg(width: float, height: float, label: str, *drawing: Content) -> Markup:
     return element("svg", "\n", drawing, viewBox=f"0 0 {width} {height:.0f}", role="img", aria_label=label)
 
 
-def picture(title: str, key: Sequence[tuple[str, str]], drawing: Markup, width: float, *, style: str = "") -> Markup:
+def picture(
+    width: float,
+    height: float,
+    title: str,
+    *drawing: Content,
+    key: Sequence[tuple[str, str]],
+    style: str = "",
+) -> Markup:
     """Return a drawing as an SVG file of its own, with a title and a key above it, for light and dark pages.
 
     Args:
+        width: the drawing's width; its height is the next.
         title: what the picture shows; it is also what readers hear who do not see it.
+        drawing: as of `svg`.
         key: text and class of each entry.
-        drawing: what `svg` returned.
-        width: the drawing's width.
         style: further rules of style.
     """
-    assert "<" not in style
-    height = float(drawing.split('viewBox="', 1)[1].split('"', 1)[0].split()[3])
     entries: list[Content] = [element("text", title, x=12, y=22, class_="title")]
     x = 12.0
     for text, kind in key:
         entries.append(element("text", text, x=f"{x:.0f}", y=42, class_=f"{kind} legend"))
         x += 7.2 * len(text) + 16
-    top = 52 if key else 32
-    head = [element("style", Markup(STYLE + style)), element("rect", class_="paper", width="100%", height="100%")]
-    inside = element("svg", Markup(drawing.split(">", 1)[1].removesuffix("</svg>")), y=top, width=width, height=height)
-    lines = [[each, "\n"] for each in (*head, *entries, inside)]
-    box = {"viewBox": f"0 0 {width} {height + top:.0f}", "width": width, "height": f"{height + top:.0f}"}
-    name = {"role": "img", "aria_label": title, "xmlns": "http://www.w3.org/2000/svg"}
-    return joined(element("svg", "\n", lines, **box, **name), "\n")
+    paper = element("rect", class_="paper", width="100%", height="100%")
+    inside = element("g", "\n", drawing, transform="translate(0 52)")
+    return svg_file(title, STYLE + style, width, height + 52, [[each, "\n"] for each in (paper, *entries, inside)])
 
 
 def line_picture(name: str, unit: str, series: Sequence[Series], *, along: str, style: str = "") -> Markup:
@@ -161,10 +170,10 @@ def line_picture(name: str, unit: str, series: Sequence[Series], *, along: str, 
     if not shown:
         raise ConfigurationError(f"{name}: there is no finite value to draw")
     axes = _Axes.around(shown, doublings=False)
-    marks = [*_grid(axes, along, ()), *(_line(axes, each.points, _classes("line", each)) for each in series)]
+    marks = [*_grid(axes, along, _ticks(axes)), *(_line(axes, each.points, _classes("line", each)) for each in series)]
     key = [(f"\u2500 {each.name}", _classes("key", each)) for each in series if each.name]
-    drawing = svg(_WIDTH, _HEIGHT, name, [[mark, "\n"] for mark in marks])
-    return picture(f"{name}, {unit}", key, drawing, _WIDTH, style=style)
+    drawing = [[mark, "\n"] for mark in marks]
+    return picture(_WIDTH, _HEIGHT, f"{name}, {unit}", drawing, key=key, style=style)
 
 
 def label(x: float | str, y: float, text: str, anchor: str) -> Markup:
@@ -172,29 +181,90 @@ def label(x: float | str, y: float, text: str, anchor: str) -> Markup:
     return element("text", text, x=x, y=f"{y:.1f}", text_anchor=anchor)
 
 
-def chart(name: str, unit: str, series: Sequence[Series], *, along: str, doublings: bool = False) -> Markup:
+@dataclass(frozen=True)
+class Extras:
+    """What charts of the same run have in common beyond their lines."""
+
+    second: Callable[[float], str] | None = None
+    """Text under a tick of the horizontal axis, such as the tokens that were read until then."""
+    second_name: str = ""
+    marks: Sequence[tuple[int, str]] = ()
+    """Where something changed, and what."""
+
+
+def chart(
+    name: str,
+    unit: str,
+    series: Sequence[Series],
+    *,
+    along: str,
+    doublings: bool = False,
+    logarithmic: bool = False,
+    extras: Extras | None = None,
+) -> Markup:
     """Return one chart: a line for each series, with a key where there are several.
 
     Args:
         along: what the horizontal axis counts, in the singular.
         doublings: whether it counts in doublings, from 1 upwards, with a tick at each x that the data has.
+        logarithmic: whether both axes are; points that are not above 0 are left out.
+        extras: what else is drawn.
     """
+    extras = extras or Extras()
     heading: list[Content] = [name, " ", element("span", f"{unit}{f' by {along}' if doublings else ''}")]
     if len(series) > 1:
         for each in series:
             if each.name:
                 mark = "\u25cf" if each.dotted else "\u2500"
                 heading += [" ", element("span", f"{mark} {each.name}", class_=_classes("key", each))]
+    if logarithmic:
+        series = [replace(each, points=[at for at in each.points if min(at) > 0]) for each in series]
     shown = finite(point for each in series for point in each.points)
     if not shown:
         return section(heading, element("p", "Nothing to show."))
-    axes = _Axes.around(shown, doublings=doublings)
-    marks = [*_grid(axes, along, sorted({x for x, _ in shown}))]
+    axes = _Axes.around(shown, doublings=doublings or logarithmic, ratios=logarithmic)
+    along_ticks = _few(sorted({x for x, _ in shown}), 8) if doublings else _ticks(axes)
+    marks = [*_grid(axes, along, along_ticks), *_changes(axes, extras.marks)]
+    height = _HEIGHT
+    if extras.second is not None:
+        height += 16
+        marks.append(label(_LEFT - 8, _HEIGHT + 6, extras.second_name, "end"))
+        marks += [label(f"{axes.x(x):.1f}", _HEIGHT + 6, extras.second(x), "middle") for x in along_ticks]
     marks += [_line(axes, each.points, _classes("line", each)) for each in series]
     for each in series:
         shown = finite(each.points)
-        marks += _dots(axes, shown, along, each.name) if each.dotted else _hits(axes, shown, along)
-    return section(heading, svg(_WIDTH, _HEIGHT, f"{name} by {along}", [[mark, "\n"] for mark in marks]))
+        if each.dotted:
+            marks += _dots(axes, shown, along, each.name)
+        elif each.style != "smooth":
+            marks += _hits(axes, shown, along)
+    return section(heading, svg(_WIDTH, height, f"{name} by {along}", [[mark, "\n"] for mark in marks]))
+
+
+def smoothed(points: Sequence[Point], window: int) -> list[Point]:
+    """Return the means of the last values up to each point, weighted by exp(-distance / window)."""
+    mean, weight, shown = 0.0, 0.0, []
+    keep = math.exp(-1 / window)
+    for x, value in finite(points):
+        mean, weight = keep * mean + value, keep * weight + 1
+        shown.append((x, mean / weight))
+    return shown
+
+
+def _changes(axes: _Axes, marks: Sequence[tuple[int, str]]) -> Iterator[Markup]:
+    """Yield a line with its text under the pointer for each change that the axis has."""
+    for at, text in marks:
+        if axes.x_low <= at <= axes.x_high:
+            line = f"M{axes.x(at):.1f} {_TOP}V{_HEIGHT - _BOTTOM}"
+            yield element("path", element("title", f"iteration {at}: {text}"), class_="change", d=line)
+
+
+def _ticks(axes: _Axes) -> Sequence[float]:
+    """Return where the horizontal axis has its numbers."""
+    if not axes.doublings:
+        return ticks(axes.x_low, axes.x_high, 6)
+    powers = range(math.floor(math.log10(axes.x_low)), math.ceil(math.log10(axes.x_high)) + 1)
+    round_numbers = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    return _few([x for x in round_numbers if axes.x_low <= x <= axes.x_high], 8)
 
 
 def bars_picture(title: str, unit: str, rows: Mapping[str, Mapping[str, float]], limit: float) -> Markup:
@@ -226,10 +296,10 @@ def bars_picture(title: str, unit: str, rows: Mapping[str, Mapping[str, float]],
     values.append(label(f"{border:.1f}", bottom + 16, f"{limit:.0f} {unit} may be filled", "middle"))
     rules = "".join(f".part{n} {{ color: {COLOURS[n]}; }}\n" for n in range(len(names)))
     key = [(f"\u25a0 {name}", f"part{n}") for n, name in enumerate(names)]
-    drawing = svg(width, bottom + 24, title, [[mark, "\n"] for mark in (*marks, line, *values)])
+    drawing = [[mark, "\n"] for mark in (*marks, line, *values)]
     rules += ".limit { stroke: var(--ink); stroke-dasharray: 4 3; }\n"
     rules += "text { paint-order: stroke; stroke: var(--page); stroke-width: 3px; }\n"  # over the line of the limit
-    return picture(title, key, drawing, width, style=rules)
+    return picture(width, bottom + 24, title, drawing, key=key, style=rules)
 
 
 def _classes(kind: str, series: Series) -> str:
@@ -252,13 +322,13 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 def _grid(axes: _Axes, along: str, xs: Sequence[float]) -> Iterator[Markup]:
     bottom = _HEIGHT - _BOTTOM
-    if not axes.doublings:
+    if not axes.doublings or axes.ratios:
         yield label(_LEFT - 8, bottom + 20, along, "end")
     for value in ticks(axes.y_low, axes.y_high, 5):
         y = axes.y(value)
         yield element("path", class_="grid", d=f"M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}")
         yield label(_LEFT - 8, y + 4, f"{value:,.6g}", "end")
-    for value in _few(xs, 8) if axes.doublings else ticks(axes.x_low, axes.x_high, 6):
+    for value in xs:
         yield label(f"{axes.x(value):.1f}", bottom + 20, f"{value:,.0f}", "middle")
 
 

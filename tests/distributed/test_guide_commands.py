@@ -71,8 +71,6 @@ def test_the_first_guide_trains_evaluates_exports_and_writes(first: tuple[Path, 
 @pytest.mark.parametrize("page", IN_SECONDS)
 def test_the_commands_of_a_guide(page: str, first: tuple[Path, str], variables: dict[str, str], tmp_path: Path) -> None:
     folder = shutil.copytree(first[0], tmp_path / "guide", symlinks=True)
-    if page == "reading_a_run.md":  # compares with the run of another guide
-        run("training.md", folder, variables, "")
     run(page, folder, variables, "")
 
 
