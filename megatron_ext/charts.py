@@ -31,7 +31,7 @@ body { margin: 2rem auto; max-width: 1180px; padding: 0 1rem; background: var(--
 h1 { font-size: 1.35rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
 h2 { font-size: 1rem; margin: 0 0 .25rem; }
 h2 span { font-weight: normal; color: var(--quiet); }
-pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; margin: 0 0 1.5rem; }
+pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 1.5rem; }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 2rem; }
 section { margin: 0; }
 section svg { width: 100%; height: auto; display: block; }
@@ -259,12 +259,12 @@ def _changes(axes: _Axes, marks: Sequence[tuple[int, str]]) -> Iterator[Markup]:
 
 
 def _ticks(axes: _Axes) -> Sequence[float]:
-    """Return where the horizontal axis has its numbers."""
+    """Return where the horizontal axis has its numbers: not where its name stands."""
     if not axes.doublings:
-        return ticks(axes.x_low, axes.x_high, 6)
+        return [x for x in ticks(axes.x_low, axes.x_high, 6) if axes.x(x) >= _LEFT + 14]
     powers = range(math.floor(math.log10(axes.x_low)), math.ceil(math.log10(axes.x_high)) + 1)
     round_numbers = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
-    return _few([x for x in round_numbers if axes.x_low <= x <= axes.x_high], 8)
+    return _few([x for x in round_numbers if axes.x_low <= x <= axes.x_high and axes.x(x) >= _LEFT + 14], 8)
 
 
 def bars_picture(title: str, unit: str, rows: Mapping[str, Mapping[str, float]], limit: float) -> Markup:
