@@ -39,6 +39,7 @@ text { fill: var(--quiet); font-size: 12px; font-variant-numeric: tabular-nums; 
 .grid { stroke: var(--grid); }
 .line { fill: none; stroke: var(--first); stroke-width: 1.6; stroke-linejoin: round; }
 .second { stroke: var(--second); }
+.prompt { color: var(--quiet); }
 .faint { opacity: .35; stroke-width: 1; }
 .change { stroke: var(--quiet); stroke-width: 1.4; stroke-dasharray: 2 3; }
 .dot { fill: var(--first); } .dot.second { fill: var(--second); stroke: var(--page); }
@@ -241,13 +242,19 @@ def chart(
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
-    """Return the means of the last values up to each point, weighted by exp(-distance / window)."""
-    mean, weight, shown = 0.0, 0.0, []
-    keep = math.exp(-1 / window)
-    for x, value in finite(points):
-        mean, weight = keep * mean + value, keep * weight + 1
-        shown.append((x, mean / weight))
-    return shown
+    """Return the means of the values around each point, weighted by exp(-distance / window) to both sides."""
+    shown, keep = finite(points), math.exp(-1 / window)
+
+    def means(values: Iterable[float]) -> list[float]:
+        found, mean, weight = [], 0.0, 0.0
+        for value in values:
+            mean, weight = keep * mean + value, keep * weight + 1
+            found.append(mean / weight)
+        return found
+
+    values = [value for _, value in shown]
+    both = zip(means(values), reversed(means(reversed(values))), strict=True)
+    return [(x, (before + after) / 2) for (x, _), (before, after) in zip(shown, both, strict=True)]
 
 
 def _changes(axes: _Axes, marks: Sequence[tuple[int, str]]) -> Iterator[Markup]:

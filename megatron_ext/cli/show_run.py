@@ -7,14 +7,20 @@ reads metrics.jsonl in each folder (or the file that --metrics-file named). Wher
 pipeline (--record-schedule), its page draws a step of it, too.
 """
 
+import contextlib
 from pathlib import Path
 
 from megatron_ext.commandline import ToolParser, write_output
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.errors import TrainingError
+from megatron_ext.plan.calibrate import saved_values
 from megatron_ext.plan.timeline import Timeline
 from megatron_ext.telemetry import schedule_record
+from megatron_ext.telemetry.banner import described
 from megatron_ext.telemetry.loss_curve import RunHistory, loss_chart, read_history, summary
 from megatron_ext.telemetry.run_page import losses_picture, run_page, runs_page
 from megatron_ext.terminal import say
+from megatron_ext.untrusted.text import TextError, load_json, read_file
 
 
 def main(argv: list[str]) -> int:
@@ -51,7 +57,20 @@ def _page(runs: dict[str, RunHistory], first: Path) -> str:
     if len(runs) > 1:
         return runs_page(runs)
     [(name, history)] = runs.items()
-    return run_page(history, name, _pipeline(first))
+    return run_page(history, name, _pipeline(first), facts=_facts(first))
+
+
+def _facts(run: Path) -> list[str]:
+    """Return what the run trained, by its newest checkpoint, and how it ended; nothing of what is not there."""
+    folder = run if run.is_dir() else run.parent
+    facts: dict[str, str] = {}
+    with contextlib.suppress(TrainingError, OSError):  # a page without them is better than none
+        values = saved_values(folder / "metrics.jsonl")
+        facts |= described(resolve(values, Facts())) if values else {}
+    with contextlib.suppress(TrainingError, TextError, OSError, LookupError, TypeError):
+        end = load_json(read_file(folder / "exit.json", 1 << 16))
+        facts["ended"] = f"{str(end['time'])[:16].replace('T', ' ')} UTC, exit code {end['code']}"
+    return [f"{name:<17}{text}" for name, text in facts.items()]
 
 
 def _pipeline(run: Path) -> Timeline | None:

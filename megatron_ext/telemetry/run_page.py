@@ -51,7 +51,7 @@ def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None, 
         chart(
             "Speed",
             "tokens per second, whole job",
-            _curves(history, "tokens_per_second"),
+            [Series(history.points("tokens_per_second"))],
             along="iteration",
             extras=extras,
         ),
@@ -173,17 +173,21 @@ def _task_curves(history: RunHistory) -> list[tuple[str, str, list[Point]]]:
 
 
 def _samples(history: RunHistory) -> Content:
-    """Return what the model made of each prompt at the first, middle and last time."""
+    """Return what the model made of each prompt at the first, middle and last time, as it is written."""
     rows = history.samples
     if not rows:
         return ""
-    shown = sorted({0, len(rows) // 2, len(rows) - 1})
-    lines = [
-        f"iteration {rows[index]['iteration']}: {sample['prompt']!r} -> {sample['text']!r}"
-        for index in shown
-        for sample in rows[index]["samples"]
-    ]
-    return wide("Samples", element("pre", "\n".join(lines)))
+    return wide(
+        "Samples",
+        *(
+            joined(
+                element("p", f"iteration {rows[index]['iteration']}"),
+                element("pre", element("span", sample["prompt"], class_="prompt"), sample["text"]),
+            )
+            for index in sorted({0, len(rows) // 2, len(rows) - 1})
+            for sample in rows[index]["samples"]
+        ),
+    )
 
 
 def _chart(name: str, unit: str, series: list[Series]) -> Markup:

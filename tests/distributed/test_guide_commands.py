@@ -65,7 +65,9 @@ def test_the_first_guide_trains_evaluates_exports_and_writes(first: tuple[Path, 
     assert "largest difference of logits to transformers" in printed
     assert "\nThe checkpoint" in printed
     assert (folder / "model-hf/model.safetensors").is_file()
-    assert (folder / "run.html").read_text().startswith("<!DOCTYPE html>")
+    page = (folder / "run.html").read_text()
+    assert "parameters, 4 layers of width 64, fp32\n" in page
+    assert "\nlayout           1 rank, TP 1 x PP 1 x CP 1 x DP 1\nended            20" in page
 
 
 @pytest.mark.parametrize("page", IN_SECONDS)
