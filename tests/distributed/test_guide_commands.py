@@ -29,7 +29,7 @@ def run(page: str, folder: Path, variables: Mapping[str, str], *kinds: str) -> s
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE"))}
     command = ["bash", "-euo", "pipefail", "-c", script(page, kinds)]
     ended = subprocess.run(
-        command, cwd=folder, env=environment | variables, capture_output=True, text=True, timeout=540, check=False
+        command, cwd=folder, env=environment | dict(variables), capture_output=True, text=True, timeout=540, check=False
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
     return ended.stdout

@@ -47,12 +47,11 @@ def measure(page: str, width: int, folder: Path) -> dict[str, Any]:
     file = folder / f"frame-{width}.html"
     file.write_text(f"<!DOCTYPE html><body style='margin:0'>{frame}<pre></pre><script>{_MEASURE}</script>")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--window-size=1700,3000"]
-    picture = [f"--screenshot={folder}/page-{width}.png"]
-    for more in (["--dump-dom"], picture):
-        ran = subprocess.run(
-            [CHROMIUM, *options, *more, f"file://{file}"], capture_output=True, text=True, timeout=120, check=True
-        )
-        if more == ["--dump-dom"]:
-            [text] = re.findall(r"<pre>(\{.*?\})</pre><script>", ran.stdout, re.DOTALL)
-            found = json.loads(html.unescape(text))
-    return found
+
+    def laid_out(more: str) -> str:
+        words = [str(CHROMIUM), *options, more, f"file://{file}"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    laid_out(f"--screenshot={folder}/page-{width}.png")
+    [text] = re.findall(r"<pre>(\{.*?\})</pre><script>", laid_out("--dump-dom"), re.DOTALL)
+    return json.loads(html.unescape(text))
