@@ -132,7 +132,7 @@ def test_every_room_has_a_floor() -> None:
     )
 
 
-def test_the_tree_of_the_readme_has_every_room_in_order() -> None:
+def test_the_tree_of_the_tour_has_every_room_in_order() -> None:
     tree = (ROOT / "docs/tour.md").read_text().partition("\nmegatron_ext/ ")[2].partition("\ntools/ ")[0]
     assert re.findall(r"^  (\w+(?:, described)?)/? ", tree, re.MULTILINE) == FLOORS
 
