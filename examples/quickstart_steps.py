@@ -55,7 +55,7 @@ def sentence(step: float, asked: int) -> str:
         return f"{asked:,} steps of {step:.2f} s: about {_minutes(seconds)} in all on this machine"
     return (
         f"a step takes {step:.2f} s on this machine, and {asked:,} steps {_minutes(unfitted)} in all: training "
-        f"{steps:,} steps, about {_minutes(seconds)} in all (losses differ from README's; "
+        f"{steps:,} steps, about {_minutes(seconds)} in all (losses differ from docs/first_model.md's; "
         f"bash examples/quickstart.sh FOLDER {asked} takes them all)"
     )
 

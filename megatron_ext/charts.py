@@ -4,10 +4,11 @@ A page needs nothing else, neither scripts nor a network, and follows the reader
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from megatron_ext.markup import Content, Markup, document, element, joined
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.markup import Content, Markup, document, element, joined, svg_file
 
 Point = tuple[int, float]
 
@@ -16,6 +17,9 @@ _WIDTH, _HEIGHT = 560, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 28, 12, 30
 _MOST_POINTS = 600
 _MOST_VALUE = 1e300  # the difference of two such is finite
+
+# Told apart in light and dark, and by readers who do not see red and green as different (Okabe and Ito 2008).
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d1f23; --quiet: #63666d; --grid: #e2e3e5;
@@ -27,15 +31,21 @@ body { margin: 2rem auto; max-width: 1180px; padding: 0 1rem; background: var(--
 h1 { font-size: 1.35rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
 h2 { font-size: 1rem; margin: 0 0 .25rem; }
 h2 span { font-weight: normal; color: var(--quiet); }
-pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; margin: 0 0 1.5rem; }
+pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 1.5rem; }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 2rem; }
 section { margin: 0; }
-svg { width: 100%; height: auto; display: block; }
+section svg { width: 100%; height: auto; display: block; }
 text { fill: var(--quiet); font-size: 12px; font-variant-numeric: tabular-nums; }
 .grid { stroke: var(--grid); }
 .line { fill: none; stroke: var(--first); stroke-width: 1.6; stroke-linejoin: round; }
 .second { stroke: var(--second); }
+.prompt { color: var(--quiet); }
+.faint { opacity: .35; stroke-width: 1; }
+.change { stroke: var(--quiet); stroke-width: 1.4; stroke-dasharray: 2 3; }
 .dot { fill: var(--first); } .dot.second { fill: var(--second); stroke: var(--page); }
+.paper { fill: var(--page); } .legend { fill: currentColor; }
+.title { fill: var(--ink); font-size: 14px; font-weight: 600; }
+text { font-family: system-ui, sans-serif; }
 .key { font-weight: normal; color: var(--first); } .key.second { color: var(--second); }
 .hit { fill: transparent; } .hit:hover { fill: var(--quiet); fill-opacity: .25; }
 """
@@ -66,13 +76,16 @@ class _Axes:
     y_high: float
     doublings: bool = False
     """Whether equal distances along x are equal ratios; all x are above 0 then."""
+    ratios: bool = False
+    """The same for y."""
 
     @classmethod
-    def around(cls, points: Sequence[Point], *, doublings: bool) -> "_Axes":
+    def around(cls, points: Sequence[Point], *, doublings: bool, ratios: bool = False) -> "_Axes":
         xs, ys = [float(x) for x, _ in points], [y for _, y in points]
         low, high = min(ys), max(ys)
         room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-        return cls(min(xs), max(max(xs), min(xs) + 1), low - room, high + room, doublings)
+        bottom = low / (1 + 0.05 * (high / low - 1)) if ratios else low - room
+        return cls(min(xs), max(max(xs), min(xs) + 1), bottom, high + room, doublings, ratios)
 
     def x(self, value: float) -> float:
         low, high = self.x_low, self.x_high
@@ -81,7 +94,10 @@ class _Axes:
         return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        return _HEIGHT - _BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (_HEIGHT - _TOP - _BOTTOM)
+        low, high = self.y_low, self.y_high
+        if self.ratios:
+            value, low, high = math.log2(value), math.log2(low), math.log2(high)
+        return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
 
 def page(title: str, lines: Iterable[str], body: Content, *, style: str = "") -> Markup:
@@ -118,34 +134,179 @@ def svg(width: float, height: float, label: str, *drawing: Content) -> Markup:
     return element("svg", "\n", drawing, viewBox=f"0 0 {width} {height:.0f}", role="img", aria_label=label)
 
 
+def picture(
+    width: float,
+    height: float,
+    title: str,
+    *drawing: Content,
+    key: Sequence[tuple[str, str]],
+    style: str = "",
+) -> Markup:
+    """Return a drawing as an SVG file of its own, with a title and a key above it, for light and dark pages.
+
+    Args:
+        width: the drawing's width; its height is the next.
+        title: what the picture shows; it is also what readers hear who do not see it.
+        drawing: as of `svg`.
+        key: text and class of each entry.
+        style: further rules of style.
+    """
+    entries: list[Content] = [element("text", title, x=12, y=22, class_="title")]
+    x = 12.0
+    for text, kind in key:
+        entries.append(element("text", text, x=f"{x:.0f}", y=42, class_=f"{kind} legend"))
+        x += 7.2 * len(text) + 16
+    paper = element("rect", class_="paper", width="100%", height="100%")
+    inside = element("g", "\n", drawing, transform="translate(0 52)")
+    return svg_file(title, STYLE + style, width, height + 52, [[each, "\n"] for each in (paper, *entries, inside)])
+
+
+def line_picture(name: str, unit: str, series: Sequence[Series], *, along: str, style: str = "") -> Markup:
+    """Return one chart as an SVG file, without the values under the pointer.
+
+    Raises:
+        ConfigurationError: no value is finite.
+    """
+    shown = finite(point for each in series for point in each.points)
+    if not shown:
+        raise ConfigurationError(f"{name}: there is no finite value to draw")
+    axes = _Axes.around(shown, doublings=False)
+    marks = [*_grid(axes, along, _ticks(axes)), *(_line(axes, each.points, _classes("line", each)) for each in series)]
+    key = [(f"\u2500 {each.name}", _classes("key", each)) for each in series if each.name]
+    drawing = [[mark, "\n"] for mark in marks]
+    return picture(_WIDTH, _HEIGHT, f"{name}, {unit}", drawing, key=key, style=style)
+
+
 def label(x: float | str, y: float, text: str, anchor: str) -> Markup:
     """Return a text of a drawing, which ends at x, lies around it or begins there (anchor `end`, `middle`, `start`)."""
     return element("text", text, x=x, y=f"{y:.1f}", text_anchor=anchor)
 
 
-def chart(name: str, unit: str, series: Sequence[Series], *, along: str, doublings: bool = False) -> Markup:
+@dataclass(frozen=True)
+class Extras:
+    """What charts of the same run have in common beyond their lines."""
+
+    second: Callable[[float], str] | None = None
+    """Text under a tick of the horizontal axis, such as the tokens that were read until then."""
+    second_name: str = ""
+    marks: Sequence[tuple[int, str]] = ()
+    """Where something changed, and what."""
+
+
+def chart(
+    name: str,
+    unit: str,
+    series: Sequence[Series],
+    *,
+    along: str,
+    doublings: bool = False,
+    logarithmic: bool = False,
+    extras: Extras | None = None,
+) -> Markup:
     """Return one chart: a line for each series, with a key where there are several.
 
     Args:
         along: what the horizontal axis counts, in the singular.
         doublings: whether it counts in doublings, from 1 upwards, with a tick at each x that the data has.
+        logarithmic: whether both axes are; points that are not above 0 are left out.
+        extras: what else is drawn.
     """
+    extras = extras or Extras()
     heading: list[Content] = [name, " ", element("span", f"{unit}{f' by {along}' if doublings else ''}")]
     if len(series) > 1:
         for each in series:
             if each.name:
                 mark = "\u25cf" if each.dotted else "\u2500"
                 heading += [" ", element("span", f"{mark} {each.name}", class_=_classes("key", each))]
+    if logarithmic:
+        series = [replace(each, points=[at for at in each.points if min(at) > 0]) for each in series]
     shown = finite(point for each in series for point in each.points)
     if not shown:
         return section(heading, element("p", "Nothing to show."))
-    axes = _Axes.around(shown, doublings=doublings)
-    marks = [*_grid(axes, along, sorted({x for x, _ in shown}))]
+    axes = _Axes.around(shown, doublings=doublings or logarithmic, ratios=logarithmic)
+    along_ticks = _few(sorted({x for x, _ in shown}), 8) if doublings else _ticks(axes)
+    marks = [*_grid(axes, along, along_ticks), *_changes(axes, extras.marks)]
+    height = _HEIGHT
+    if extras.second is not None:
+        height += 16
+        marks.append(label(_LEFT - 8, _HEIGHT + 6, extras.second_name, "end"))
+        marks += [label(f"{axes.x(x):.1f}", _HEIGHT + 6, extras.second(x), "middle") for x in along_ticks]
     marks += [_line(axes, each.points, _classes("line", each)) for each in series]
     for each in series:
         shown = finite(each.points)
-        marks += _dots(axes, shown, along, each.name) if each.dotted else _hits(axes, shown, along)
-    return section(heading, svg(_WIDTH, _HEIGHT, f"{name} by {along}", [[mark, "\n"] for mark in marks]))
+        if each.dotted:
+            marks += _dots(axes, shown, along, each.name)
+        elif each.style != "smooth":
+            marks += _hits(axes, shown, along)
+    return section(heading, svg(_WIDTH, height, f"{name} by {along}", [[mark, "\n"] for mark in marks]))
+
+
+def smoothed(points: Sequence[Point], window: int) -> list[Point]:
+    """Return the means of the values around each point, weighted by exp(-distance / window) to both sides."""
+    shown, keep = finite(points), math.exp(-1 / window)
+
+    def means(values: Iterable[float]) -> list[float]:
+        found, mean, weight = [], 0.0, 0.0
+        for value in values:
+            mean, weight = keep * mean + value, keep * weight + 1
+            found.append(mean / weight)
+        return found
+
+    values = [value for _, value in shown]
+    both = zip(means(values), reversed(means(reversed(values))), strict=True)
+    return [(x, (before + after) / 2) for (x, _), (before, after) in zip(shown, both, strict=True)]
+
+
+def _changes(axes: _Axes, marks: Sequence[tuple[int, str]]) -> Iterator[Markup]:
+    """Yield a line with its text under the pointer for each change that the axis has."""
+    for at, text in marks:
+        if axes.x_low <= at <= axes.x_high:
+            line = f"M{axes.x(at):.1f} {_TOP}V{_HEIGHT - _BOTTOM}"
+            yield element("path", element("title", f"iteration {at}: {text}"), class_="change", d=line)
+
+
+def _ticks(axes: _Axes) -> Sequence[float]:
+    """Return where the horizontal axis has its numbers: not where its name stands."""
+    if not axes.doublings:
+        return [x for x in ticks(axes.x_low, axes.x_high, 6) if axes.x(x) >= _LEFT + 14]
+    powers = range(math.floor(math.log10(axes.x_low)), math.ceil(math.log10(axes.x_high)) + 1)
+    round_numbers = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    return _few([x for x in round_numbers if axes.x_low <= x <= axes.x_high and axes.x(x) >= _LEFT + 14], 8)
+
+
+def bars_picture(title: str, unit: str, rows: Mapping[str, Mapping[str, float]], limit: float) -> Markup:
+    """Return an SVG file with a bar for each row, made of its parts.
+
+    Args:
+        title: what the picture shows.
+        unit: of the values.
+        rows: the parts of each row, by name.
+        limit: where a line marks what there is room for.
+    """
+    left, width, height = 170, 760, 26
+    longest = max(limit, *(sum(parts.values()) for parts in rows.values()))
+    scale = (width - left - 60) / longest
+    names = list(dict.fromkeys(name for parts in rows.values() for name, value in parts.items() if value))
+    border, bottom = left + limit * scale, height * len(rows)
+    marks, values = list[Content](), list[Content]()
+    line = element("path", class_="limit", d=f"M{border:.1f} 0V{bottom}")
+    for number, (row, parts) in enumerate(rows.items()):
+        y, x = number * height, float(left)
+        marks.append(label(left - 8, y + 17, row, "end"))
+        for name in names:
+            value = parts.get(name, 0.0)
+            hover = element("title", f"{row}: {name} {value:.1f} {unit}")
+            place = {"x": f"{x:.1f}", "y": y + 3, "width": f"{value * scale:.1f}", "height": height - 6}
+            marks.append(element("rect", hover, fill=COLOURS[names.index(name)], **place))
+            x += value * scale
+        values.append(label(f"{x + 6:.1f}", y + 17, f"{sum(parts.values()):.0f} {unit}", "start"))
+    values.append(label(f"{border:.1f}", bottom + 16, f"{limit:.0f} {unit} may be filled", "middle"))
+    rules = "".join(f".part{n} {{ color: {COLOURS[n]}; }}\n" for n in range(len(names)))
+    key = [(f"\u25a0 {name}", f"part{n}") for n, name in enumerate(names)]
+    drawing = [[mark, "\n"] for mark in (*marks, line, *values)]
+    rules += ".limit { stroke: var(--ink); stroke-dasharray: 4 3; }\n"
+    rules += "text { paint-order: stroke; stroke: var(--page); stroke-width: 3px; }\n"  # over the line of the limit
+    return picture(width, bottom + 24, title, drawing, key=key, style=rules)
 
 
 def _classes(kind: str, series: Series) -> str:
@@ -168,13 +329,13 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 def _grid(axes: _Axes, along: str, xs: Sequence[float]) -> Iterator[Markup]:
     bottom = _HEIGHT - _BOTTOM
-    if not axes.doublings:
+    if not axes.doublings or axes.ratios:
         yield label(_LEFT - 8, bottom + 20, along, "end")
     for value in ticks(axes.y_low, axes.y_high, 5):
         y = axes.y(value)
         yield element("path", class_="grid", d=f"M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}")
         yield label(_LEFT - 8, y + 4, f"{value:,.6g}", "end")
-    for value in _few(xs, 8) if axes.doublings else ticks(axes.x_low, axes.x_high, 6):
+    for value in xs:
         yield label(f"{axes.x(value):.1f}", bottom + 20, f"{value:,.0f}", "middle")
 
 

@@ -63,6 +63,21 @@ def document(title: str, style: str, *content: Content) -> Markup:
     return joined(Markup("<!DOCTYPE html>\n"), element("html", "\n", [[each, "\n"] for each in lines], lang="en"), "\n")
 
 
+def svg_file(title: str, style: str, width: float, height: float, *content: Content) -> Markup:
+    """Return a drawing as a file of its own.
+
+    Args:
+        title: what readers hear who do not see it.
+        style: rules of style, which hold nothing that others have written.
+        width: of the drawing, in pixels; its height is the next.
+        content: what it shows.
+    """
+    assert "<" not in style
+    box = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": f"{width:.0f}", "height": f"{height:.0f}"}
+    name = {"role": "img", "aria_label": title, "xmlns": "http://www.w3.org/2000/svg"}
+    return joined(element("svg", "\n", element("style", Markup(style)), "\n", content, **box, **name), "\n")
+
+
 def _pieces(content: Content) -> Iterable[str]:
     if isinstance(content, Markup):
         yield content

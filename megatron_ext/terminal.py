@@ -33,6 +33,20 @@ def say(text: str = "", *, end: str = "\n", colours: Sequence[str] = ()) -> None
     _write(sys.stdout, "".join(part if part in colours else printable(part) for part in parts), end)
 
 
+def status(text: str) -> None:
+    """Show a text in the last line of a terminal until the next text takes its place; elsewhere nothing is written."""
+    if sys.stdout.isatty():
+        sys.stdout.write(f"\r\x1b[K{printable(text)}\r")  # what comes from elsewhere begins at the left, too
+        sys.stdout.flush()
+        _Status.shown = True
+
+
+class _Status:
+    """Holds whether the last line of the terminal is one of `status`."""
+
+    shown = False
+
+
 def note(text: str) -> None:
     """Print a line on the standard error output, in one piece, so that those of several processes do not mix."""
     _write(sys.stderr, f"{printable(text)}\n")
@@ -44,6 +58,10 @@ def warn(text: str) -> None:
 
 
 def _write(stream: TextIO, *pieces: str) -> None:
+    if _Status.shown:
+        _Status.shown = False
+        sys.stdout.write("\x1b[K")
+        sys.stdout.flush()
     for piece in pieces:
         stream.write(piece)
     stream.flush()

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Write the pages of docs/ that the code makes in a second, and that are therefore not committed: flags.md lists every
-flag, errors.md what the program answers to wrong ones.
+flag, errors.md what the program answers to wrong ones, formats.md the files that it writes.
 
     python tools/make_docs.py              # into docs/
     python tools/make_docs.py FOLDER
@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.config.parse.reference import flags_page
 from tests.support.errors_page import errors_page
+from tests.support.formats_page import formats_page
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"flags.md": flags_page, "errors.md": errors_page}
+PAGES = {"flags.md": flags_page, "errors.md": errors_page, "formats.md": formats_page}
 
 
 def main(argv: list[str]) -> int:

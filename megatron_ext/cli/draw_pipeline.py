@@ -25,7 +25,7 @@ from megatron_ext.plan.schedule_table import named
 from megatron_ext.plan.search_input import question
 from megatron_ext.plan.simulated_timeline import equal_stages, preview
 from megatron_ext.plan.timeline import COLOURS, Timeline, as_text, slow_stages
-from megatron_ext.plan.timeline_svg import as_page
+from megatron_ext.plan.timeline_svg import as_page, as_picture
 from megatron_ext.rules.validate import problems
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.terminal import say
@@ -60,6 +60,8 @@ def main(argv: list[str]) -> int:
     say("\n".join([*lines, *(["", *remarks] if remarks else [])]), colours=COLOURS)
     if options.html is not None:
         write_output("--html", options.html, as_page(timeline, remarks))
+    if options.svg is not None:
+        write_output("--svg", options.svg, as_picture(timeline))
     return 0
 
 
@@ -133,5 +135,6 @@ def _parser() -> ToolParser:
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="devices with fast links")
     parser.add_argument("--width", type=int, metavar="N", help="columns; default the terminal's")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the picture as a page as well")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the stages against time as a picture")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="with --run: write all ranks' traces as one")
     return parser

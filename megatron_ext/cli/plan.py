@@ -171,7 +171,10 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
     lines += report.with_short_gradients(short, asked.machine)
     lines += [report.speed(answer.best[0], asked.machine), report.why(answer.best, asked)]
     lines += hinges(asked, answer)
-    lines += report.simpler(simpler_layouts(asked), asked)
+    plain = list(simpler_layouts(asked))
+    lines += report.simpler(plain, asked)
+    if options.svg is not None and plain:
+        write_output("--svg", options.svg, report.memory_picture(plain, asked))
     lines += limits_lines
     lines += alternatives(asked)
     added = flags(placeholders(typed))
@@ -265,6 +268,7 @@ def _parser() -> ToolParser:
         parser.remove_flag(flag, "multiply the seconds a step that --json - has by the steps of the run")
     for flag in ("--over-devices", "--over-seq-lengths", "--html"):
         parser.remove_flag(flag, "run the planner for each --world-size or --seq-length and read its --json")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the memory of the plain ways to share the model")
     parser.add_argument("--json", metavar="FILE", help="write everything there as well; - is the standard output")
     return parser
 

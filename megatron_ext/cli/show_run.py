@@ -7,14 +7,20 @@ reads metrics.jsonl in each folder (or the file that --metrics-file named). Wher
 pipeline (--record-schedule), its page draws a step of it, too.
 """
 
+import contextlib
 from pathlib import Path
 
 from megatron_ext.commandline import ToolParser, write_output
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.errors import TrainingError
+from megatron_ext.plan.calibrate import saved_values
 from megatron_ext.plan.timeline import Timeline
 from megatron_ext.telemetry import schedule_record
+from megatron_ext.telemetry.banner import described
 from megatron_ext.telemetry.loss_curve import RunHistory, loss_chart, read_history, summary
-from megatron_ext.telemetry.run_page import run_page, runs_page
+from megatron_ext.telemetry.run_page import losses_picture, run_page, runs_page
 from megatron_ext.terminal import say
+from megatron_ext.untrusted.text import TextError, load_json, read_file
 
 
 def main(argv: list[str]) -> int:
@@ -22,8 +28,9 @@ def main(argv: list[str]) -> int:
     parser = ToolParser("Show runs: their loss curves in the terminal, and as a web page.", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's --save folder, or its metrics file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with loss, rate, norm and speed")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the training losses")
     options = parser.parse_args(argv)
-    runs = {str(run): read_history(run) for run in options.runs}
+    runs = {name: read_history(run) for name, run in _named(options.runs).items()}
     for number, (name, history) in enumerate(runs.items()):
         if len(runs) > 1:
             say(f"{chr(10) * bool(number)}== {name}")
@@ -31,16 +38,39 @@ def main(argv: list[str]) -> int:
         say()
         say("\n".join(summary(history)))
     if options.html is not None:
-        write_output("--html", options.html, _page(runs))
+        write_output("--html", options.html, _page(runs, options.runs[0]))
         say(f"page             {options.html}")
+    if options.svg is not None:
+        write_output("--svg", options.svg, losses_picture(runs))
+        say(f"picture          {options.svg}")
     return 0
 
 
-def _page(runs: dict[str, RunHistory]) -> str:
+def _named(runs: list[Path]) -> dict[str, Path]:
+    """Return the runs by the parts of their paths in which they differ, whole paths where these are not enough."""
+    folders = [run.parent if run.name == "metrics.jsonl" else run for run in runs]
+    depth = next((n for n in range(1, 99) if len({each.parts[-n:] for each in folders}) == len(set(folders))), 99)
+    return {str(Path(*folder.parts[-depth:])): run for folder, run in zip(folders, runs, strict=True)}
+
+
+def _page(runs: dict[str, RunHistory], first: Path) -> str:
     if len(runs) > 1:
         return runs_page(runs)
     [(name, history)] = runs.items()
-    return run_page(history, name, _pipeline(Path(name)))
+    return run_page(history, name, _pipeline(first), facts=_facts(first))
+
+
+def _facts(run: Path) -> list[str]:
+    """Return what the run trained, by its newest checkpoint, and how it ended; nothing of what is not there."""
+    folder = run if run.is_dir() else run.parent
+    facts: dict[str, str] = {}
+    with contextlib.suppress(TrainingError, OSError):  # a page without them is better than none
+        values = saved_values(folder / "metrics.jsonl")
+        facts |= described(resolve(values, Facts())) if values else {}
+    with contextlib.suppress(TrainingError, TextError, OSError, LookupError, TypeError):
+        end = load_json(read_file(folder / "exit.json", 1 << 16))
+        facts["ended"] = f"{str(end['time'])[:16].replace('T', ' ')} UTC, exit code {end['code']}"
+    return [f"{name:<17}{text}" for name, text in facts.items()]
 
 
 def _pipeline(run: Path) -> Timeline | None:

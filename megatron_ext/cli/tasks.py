@@ -118,12 +118,14 @@ def _harness(model: "Model", options: Any) -> dict[str, dict[str, float]]:
 
 def table(results: dict[str, dict[str, float]]) -> str:
     """Return the results as lines: task, metric, value."""
-    rows = [(task, name, _shown(value)) for task, metrics in results.items() for name, value in metrics.items()]
+    rows = [(task, name, _shown(name, value)) for task, metrics in results.items() for name, value in metrics.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
     return "\n".join(f"{task:<{widths[0]}}  {name:<{widths[1]}}  {value:>{widths[2]}}" for task, name, value in rows)
 
 
-def _shown(value: float) -> str:
+def _shown(name: str, value: float) -> str:
+    if name.endswith("perplexity"):  # a loss of six digits leaves no more in its exponential
+        return f"{value:,.2f}" if value < 1e6 else f"{value:.3e}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.6f}"
 
 

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_ext.charts import bars_picture
 from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.derived.sharding import ZERO_1
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config
+from megatron_ext.markup import Markup
 from megatron_ext.parts.catalogue import count
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine
@@ -161,14 +163,24 @@ def simpler(candidates: Iterable[Candidate], question: Question) -> list[str]:
     """Return which of the plain ways fit, and what those need that do not."""
     lines = []
     for candidate in candidates:
-        title = candidate.sharding
-        if candidate.recomputation not in ("none", "as given"):
-            title += f", recompute {candidate.recomputation}"
+        title = _plain_name(candidate)
         fits = candidate.memory.total <= question.usable_bytes
         need = _gb(candidate.memory.total)
         lines.append(f"    {title:<24}{'fits' if fits else 'does not fit'}, {need} GB: {_largest(candidate)}")
     head = "with no TP, CP and PP but what was given, and the smallest micro batch"
     return [f"the plain ways, {head}:", *lines] if lines else [f"no plain way is legal, {head}"]
+
+
+def memory_picture(candidates: Iterable[Candidate], question: Question) -> Markup:
+    """Return the memory of the plain ways as an SVG file, in GB, next to what may be filled."""
+    rows = {_plain_name(each): {part: size / _GIGA for part, size in each.memory.parts.items()} for each in candidates}
+    title = f"Memory of the fullest device, {question.world_size} x {question.machine.devices.name}"
+    return bars_picture(title, "GB", rows, question.usable_bytes / _GIGA)
+
+
+def _plain_name(candidate: Candidate) -> str:
+    recomputed = candidate.recomputation not in ("none", "as given")
+    return candidate.sharding + (f", recompute {candidate.recomputation}" if recomputed else "")
 
 
 def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloads: Mapping[str, Candidate]) -> list[str]:

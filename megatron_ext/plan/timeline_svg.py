@@ -3,9 +3,10 @@
 The drawing has no script; the text under the pointer says what a box is, from when to when.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from megatron_ext.charts import label, page, svg, ticks, wide
+from megatron_ext.charts import label, page, picture, svg, ticks, wide
 from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, duration, size, summary
 
@@ -50,6 +51,13 @@ def as_section(timeline: Timeline) -> Markup:
     return joined(parts)
 
 
+def as_picture(timeline: Timeline) -> Markup:
+    """Return the stages against time as an SVG file."""
+    key = [("\u25a0 forward", "of-forward"), ("\u25a0 backward", "of-backward")]
+    rules = ".of-forward { color: var(--first); } .of-backward { color: var(--second); }\n"
+    return _stages(timeline, functools.partial(picture, key=key, style=STYLE + rules))
+
+
 def _key(timeline: Timeline) -> Markup:
     names = {block.name for lane in timeline.lanes for block in lane.blocks}
     keys: list[Content] = [[_swatch("first"), "forward"], [_swatch("second"), "backward"]]
@@ -66,7 +74,7 @@ def _swatch(colour: str, opacity: float | None = None) -> Markup:
     return element("i", "", class_="swatch", style=f"background:var(--{colour}){shade}")
 
 
-def _stages(timeline: Timeline) -> Markup:
+def _stages(timeline: Timeline, frame: Callable[..., Markup] = svg) -> Markup:
     height = len(timeline.lanes) * (_LANE + _GAP)
     parts: list[Content] = [*_phases(timeline, height)]
     for row, lane in enumerate(timeline.lanes):
@@ -77,7 +85,7 @@ def _stages(timeline: Timeline) -> Markup:
         parts += [_block(timeline, block, y) for block in lane.blocks]
         share = lane.worked / (timeline.passes_end or 1.0)
         parts.append(_behind(f"{share:.0%} works", y + _LANE / 2))
-    return _drawing(timeline, timeline.title, parts, _TOP + height)
+    return _drawing(timeline, timeline.title, parts, _TOP + height, frame)
 
 
 def _memories(timeline: Timeline) -> Markup:
@@ -92,7 +100,9 @@ def _memories(timeline: Timeline) -> Markup:
     return _drawing(timeline, "memory of the stages", parts, _TOP + len(timeline.lanes) * each)
 
 
-def _drawing(timeline: Timeline, name: str, parts: Sequence[Content], bottom: float) -> Markup:
+def _drawing(
+    timeline: Timeline, name: str, parts: Sequence[Content], bottom: float, frame: Callable[..., Markup] = svg
+) -> Markup:
     """Return the parts with the axis of time under them."""
     times = [
         label(
@@ -103,7 +113,7 @@ def _drawing(timeline: Timeline, name: str, parts: Sequence[Content], bottom: fl
         )
         for second in ticks(0.0, timeline.total or 1.0, 8)
     ]
-    return svg(_WIDTH, bottom + _AXIS, name, [[part, "\n"] for part in (*parts, *times)])
+    return frame(_WIDTH, bottom + _AXIS, name, [[part, "\n"] for part in (*parts, *times)])
 
 
 def _behind(text: str, y: float) -> Markup:

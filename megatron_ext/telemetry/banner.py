@@ -50,6 +50,12 @@ def banner(config: Config, begun: Begun) -> str:
     return "\n".join(f"{name:<8}{text}" if name else text for name, text in lines.items() if text)
 
 
+def described(config: Config) -> dict[str, str]:
+    """Return what a configuration trains, on what, and how it is divided."""
+    ranks = f"{_ranks(config.layout.world_size)}, {_layout(config)}"
+    return {"model": _model(config), "data": _data(config), "layout": ranks}
+
+
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

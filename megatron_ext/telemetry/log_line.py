@@ -4,16 +4,27 @@ Writes the log line and the validation lines to standard output.
 
 Writes the short lines that a person reads in a terminal: step, loss, rate, remaining time.
 
-    step     60/100   loss 6.8123    1,234 tokens/s   0:43 left
+    step     60/100   loss 6.8123   norm 0.712      1,234 tokens/s   41.2% MFU   52.1 GB   0:43 left
 """
 
 import math
 import sys
+import time
 from collections.abc import Mapping
 from datetime import datetime
 
-from megatron_ext.telemetry.metrics import Evaluated, Metrics, SampleMetrics, StepMetrics, TaskMetrics, TestMetrics
-from megatron_ext.terminal import say
+from megatron_ext.telemetry.metrics import (
+    Evaluated,
+    Metrics,
+    SampleMetrics,
+    StepMetrics,
+    TaskMetrics,
+    TestMetrics,
+    ValidationMetrics,
+)
+from megatron_ext.terminal import say, status
+
+_SHOWN_MEMORY = 5e7  # bytes, 0.1 GB when rounded
 
 
 def short_line(metrics: Metrics) -> str:
@@ -42,7 +53,10 @@ def _step(metrics: StepMetrics) -> str:
     fields = [
         f"step {metrics.iteration:>{width}}/{metrics.train_iters}",
         f"loss {metrics.lm_loss:.4f}",
+        *([] if metrics.grad_norm is None else [f"norm {metrics.grad_norm:.3f}"]),
         f"{metrics.tokens_per_second:>9,.0f} tokens/s",
+        *([] if metrics.mfu is None else [f"{metrics.mfu:.1%} MFU"]),
+        *([f"{metrics.peak_memory_bytes / 1e9:.1f} GB"] if metrics.peak_memory_bytes >= _SHOWN_MEMORY else []),
         f"{remaining(left)} left" if metrics.iteration < metrics.train_iters else "done",
     ]
     if metrics.skipped_iterations:
@@ -130,19 +144,26 @@ def scientific(value: float) -> str:
 
 
 class Console:
-    """Prints what is logged.
+    """Prints what is logged; in the short form also, at the end, what came of the run and what to do next.
 
     Args:
         throughput: whether Megatron's line has the TFLOP/s per GPU.
         form: `megatron`; `short`, for people; or `auto`, which is short where the output is a terminal.
+        save: the folder of the run's files, where it has one.
     """
 
-    def __init__(self, *, throughput: bool, form: str = "auto"):
+    def __init__(self, *, throughput: bool, form: str = "auto", save: str | None = None):
         self._throughput = throughput
         self._short = sys.stdout.isatty() if form == "auto" else form == "short"
+        self._save = save
+        self._steps = (0, 0)
+        self._shown_at = time.monotonic()
+        self._best: ValidationMetrics | None = None
 
     def write(self, metrics: Metrics) -> None:
         """Print the line of a step or of an evaluation."""
+        if isinstance(metrics, ValidationMetrics):
+            self._best = min(filter(None, (self._best, metrics)), key=lambda each: each.validation_loss)
         if self._short:
             say(short_line(metrics))
         elif isinstance(metrics, StepMetrics):
@@ -150,5 +171,30 @@ class Console:
         else:
             say(evaluation_lines(metrics))
 
+    def alive(self, iteration: int, train_iters: int) -> None:
+        """Note that a step is done, and show it in the short form, once a second at most."""
+        self._steps = (iteration, train_iters)
+        if self._short and time.monotonic() - self._shown_at > 1.0:
+            self._shown_at = time.monotonic()
+            status(f"step {iteration:>{len(str(train_iters))}}/{train_iters}")
+
     def close(self) -> None:
-        """Do nothing: no file is held open."""
+        """Print the summary in the short form; no file is held open."""
+        if self._short and any(self._steps):
+            say("\n".join(self._summary(*self._steps)))
+
+    def _summary(self, iteration: int, train_iters: int) -> list[str]:
+        lines = [f"trained  {iteration:,} of {train_iters:,} steps"]
+        if self._best is not None:
+            loss = self._best.validation_loss
+            lines.append(
+                f"best     validation loss {loss:.4f}, perplexity {perplexity(loss):,.2f}, "
+                f"after step {self._best.iteration:,}"
+            )
+        if self._save is not None:
+            lines += [
+                f"files    {self._save}: checkpoints, metrics.jsonl, exit.json",
+                f"next     python tools/show_run.py {self._save} --html run.html",
+                f"         python tasks/generate.py --load {self._save} --prompts 'Once upon a time'",
+            ]
+        return lines

@@ -4,9 +4,24 @@ the slowest rank, and its pipeline.
 Shows several runs on one HTML page: each chart has a line for every run, in the run's colour.
 """
 
-from collections.abc import Mapping
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
 
-from megatron_ext.charts import Point, Series, chart, load_picture, main, page, section, wide
+from megatron_ext.charts import (
+    COLOURS,
+    Extras,
+    Point,
+    Series,
+    chart,
+    line_picture,
+    load_picture,
+    main,
+    page,
+    section,
+    smoothed,
+    wide,
+)
 from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Timeline, slow_stages
@@ -16,22 +31,30 @@ from megatron_ext.telemetry.loss_curve import RunHistory, summary
 _MOST_TASKS = 100
 
 
-def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None) -> str:
+_MANY = 50  # steps, from which on single ones hide the course of the loss
+
+
+def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None, *, facts: Sequence[str] = ()) -> str:
     """Return the page as text.
 
     Args:
         history: the run.
         title: its heading.
         pipeline: one step of its pipeline, where one was recorded.
+        facts: lines that say what was trained, on what and where.
     """
-    losses = [Series(history.points("lm_loss"), "training")]
-    if history.validation_points:
-        losses.append(Series(history.validation_points, "validation", dotted=True))
+    extras = _extras(history)
     charts = [
-        _chart("Loss", "nats per token", losses),
-        _chart("Learning rate", "", [Series(history.points("learning_rate"))]),
-        _chart("Gradient norm", "before clipping", [Series(history.points("grad_norm"))]),
-        _chart("Speed", "tokens per second, whole job", [Series(history.points("tokens_per_second"))]),
+        *_losses(history, extras),
+        chart("Learning rate", "", [Series(history.points("learning_rate"))], along="iteration", extras=extras),
+        chart("Gradient norm", "before clipping", _curves(history, "grad_norm"), along="iteration", extras=extras),
+        chart(
+            "Speed",
+            "tokens per second, whole job",
+            [Series(history.points("tokens_per_second"))],
+            along="iteration",
+            extras=extras,
+        ),
     ]
     if history.slowness_points:
         unit = "compute time over its peers'"
@@ -43,7 +66,65 @@ def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None) 
         charts.append(element("p", f"{len(tasks) - _MOST_TASKS} more tasks."))
     style = "" if pipeline is None else timeline_svg.STYLE
     body = [main(charts), _samples(history), "" if pipeline is None else _pipeline(pipeline)]
-    return page(title, summary(history), body, style=style)
+    return page(title, [*facts, *summary(history), *_said(extras)], body, style=style)
+
+
+def _losses(history: RunHistory, extras: Extras) -> list[Markup]:
+    """Return the loss, of long runs once more with logarithmic axes and its second half, where the differences are."""
+    validation = history.validation_points
+
+    def drawn(name: str, begin: int, *, logarithmic: bool = False) -> Markup:
+        lines = _curves(history, "lm_loss", "training", begin)
+        if validation:
+            inside = [point for point in validation if point[0] >= begin]
+            lines.append(Series(inside, "validation", dotted=True))
+        return chart(name, "nats per token", lines, along="iteration", logarithmic=logarithmic, extras=extras)
+
+    charts = [drawn("Loss", 0)]
+    if len(history.steps) >= _MANY:
+        middle = history.steps[len(history.steps) // 2]["iteration"]
+        charts += [drawn("Loss, second half", middle), drawn("Loss, logarithmic axes", 0, logarithmic=True)]
+    return charts
+
+
+def _curves(history: RunHistory, field: str, name: str = "", begin: int = 0) -> list[Series]:
+    """Return the line of a field; of many points the smoothed one before the faint line of all."""
+    points = history.points(field)
+    inside = [point for point in points if point[0] >= begin]
+    if len(points) < _MANY:
+        return [Series(inside, name)]
+    smooth = [point for point in smoothed(points, max(5, len(points) // 50)) if point[0] >= begin]
+    return [Series(inside, style="faint"), Series(smooth, f"{name}, smoothed" if name else "", style="smooth")]
+
+
+def _extras(history: RunHistory) -> Extras:
+    """Return the tokens under the axis, and where the number of ranks changed."""
+    rows = [row for row in history.steps if row.get("world_size")]
+    marks = [
+        (row["iteration"], f"{before['world_size']} -> {row['world_size']} ranks")
+        for before, row in itertools.pairwise(rows)
+        if before["world_size"] != row["world_size"]
+    ]
+    known = [(row["iteration"], row["consumed_tokens"]) for row in history.steps if row.get("consumed_tokens")]
+    if not known:
+        return Extras(marks=marks)
+
+    def tokens(iteration: float) -> str:
+        place = min(bisect.bisect_left(known, (iteration, 0)), len(known) - 1)
+        return _short(known[place][1])
+
+    return Extras(tokens, "tokens", marks)
+
+
+def _said(extras: Extras) -> list[str]:
+    return [f"changed          at iteration {at}: {text}" for at, text in extras.marks]
+
+
+def _short(count: int) -> str:
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return str(count)
 
 
 def _pipeline(timeline: Timeline) -> Markup:
@@ -92,25 +173,26 @@ def _task_curves(history: RunHistory) -> list[tuple[str, str, list[Point]]]:
 
 
 def _samples(history: RunHistory) -> Content:
-    """Return what the model made of each prompt at the first, middle and last time."""
+    """Return what the model made of each prompt at the first, middle and last time, as it is written."""
     rows = history.samples
     if not rows:
         return ""
-    shown = sorted({0, len(rows) // 2, len(rows) - 1})
-    lines = [
-        f"iteration {rows[index]['iteration']}: {sample['prompt']!r} -> {sample['text']!r}"
-        for index in shown
-        for sample in rows[index]["samples"]
-    ]
-    return wide("Samples", element("pre", "\n".join(lines)))
+    return wide(
+        "Samples",
+        *(
+            joined(
+                element("p", f"iteration {rows[index]['iteration']}"),
+                element("pre", element("span", sample["prompt"], class_="prompt"), sample["text"]),
+            )
+            for index in sorted({0, len(rows) // 2, len(rows) - 1})
+            for sample in rows[index]["samples"]
+        ),
+    )
 
 
 def _chart(name: str, unit: str, series: list[Series]) -> Markup:
     return chart(name, unit, series, along="iteration")
 
-
-# Told apart in light and dark, and by readers who do not see red and green as different (Okabe and Ito 2008).
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
 
 _CHARTS = (
     ("Training loss", "nats per token", "lm_loss"),
@@ -127,11 +209,29 @@ def runs_page(runs: Mapping[str, RunHistory]) -> str:
     Args:
         runs: the runs by name, in the order in which they are shown.
     """
-    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(runs))]
-    style = "".join(f".run{n} {{ stroke: {colour}; color: {colour}; }}\n" for n, colour in enumerate(colours))
     lines = [line for name, run in runs.items() for line in (name, *(f"    {text}" for text in summary(run)))]
     charts = [chart(title, unit, _series(runs, field), along="iteration") for title, unit, field in _CHARTS]
-    return page(f"{len(runs)} runs", lines, main(charts), style=style)
+    return page(f"{len(runs)} runs", lines, main(charts), style=_colours(len(runs)))
+
+
+def losses_picture(runs: Mapping[str, RunHistory]) -> str:
+    """Return the training losses of runs as an SVG file; later runs are drawn thinner, so that equal ones are seen.
+
+    Raises:
+        ConfigurationError: no loss is finite.
+    """
+    series = _series(runs, "lm_loss")
+    widths = "".join(f".line.run{n} {{ stroke-width: {max(1.2, 6.0 - 3.6 * n)}; }}\n" for n in range(len(runs)))
+    return line_picture(
+        "Training loss", "nats per token", series, along="iteration", style=_colours(len(runs)) + widths
+    )
+
+
+def _colours(count: int) -> str:
+    """Return the rules that give each run its colour."""
+    colours = [COLOURS[number % len(COLOURS)] for number in range(count)]
+    rules = (f".run{n} {{ stroke: {each}; color: {each}; }}\n" for n, each in enumerate(colours))
+    return "".join([*rules, ".key { stroke: none; }\n"])
 
 
 def _series(runs: Mapping[str, RunHistory], field: str | None) -> list[Series]:

@@ -28,6 +28,7 @@ from megatron_ext.parts.catalogue import parameters
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.telemetry.communication_clock import CommunicationClock
+from megatron_ext.telemetry.log_line import Console
 from megatron_ext.telemetry.metrics import Evaluated, Metrics, StepMetrics
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
@@ -121,6 +122,9 @@ class Reporting(Callback):
         self._interval_tokens += result.global_batch_size * config.model.seq_length
         self._interval_steps += 1
         to_steps, to_log = self._wanted(state.iteration)
+        for sink in self.log_sinks:
+            if isinstance(sink, Console):
+                sink.alive(state.iteration, training_steps(config))
         if not (to_steps or to_log):
             return
         norm = parameters_norm(trainer.run) if config.logging.log_params_norm else None

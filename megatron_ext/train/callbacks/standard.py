@@ -164,7 +164,8 @@ def _log_sinks(run: Run) -> list[Sink]:
     logging = run.config.logging
     if not run.is_last_rank:
         return []
-    sinks: list[Sink] = [Console(throughput=logging.log_throughput, form=logging.log_format)]
+    save = run.config.checkpoint.save
+    sinks: list[Sink] = [Console(throughput=logging.log_throughput, form=logging.log_format, save=save)]
     if logging.metrics_file is not None:
         sinks.append(MetricsFile(logging.metrics_file, run.state.iteration))
     return sinks

@@ -32,6 +32,6 @@ def test_without_the_harness_its_tasks_are_refused() -> None:
 def test_a_table_shows_counts_with_commas_and_no_decimals() -> None:
     results = {"LAMBADA": {"accuracy": 0.25, "items": 12345}, "P": {"perplexity": 1.5}}
     assert tasks.table(results) == (
-        "LAMBADA  accuracy    0.250000\nLAMBADA  items         12,345\nP        perplexity  1.500000"
+        "LAMBADA  accuracy    0.250000\nLAMBADA  items         12,345\nP        perplexity      1.50"
     )
     assert tasks.table({}) == ""

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_the_commands_of_the_page(tmp_path: Path):
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 3
     shutil.copy(ROOT / "tests" / "golden" / "preprocess" / "input.jsonl", tmp_path / "corpus.jsonl")
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     result = subprocess.run(

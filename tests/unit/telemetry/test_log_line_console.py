@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,21 @@ def test_lines_that_are_no_terminals_are_megatrons_unless_asked(
     assert capsys.readouterr().out.startswith("step" if short else " [")
 
 
+def test_a_person_is_told_at_the_end_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for form, told in (("short", True), ("megatron", False)):
+        console = Console(throughput=False, form=form, save="runs/mine")
+        for iteration, loss in ((50, 2.5), (100, 2.0), (150, 2.25)):
+            console.alive(iteration, 200)
+            console.write(ValidationMetrics(iteration=iteration, consumed_samples=1, validation_loss=loss))
+        capsys.readouterr()
+        console.close()
+        assert capsys.readouterr().out.splitlines()[:3] == told * [
+            "trained  150 of 200 steps",
+            "best     validation loss 2.0000, perplexity 7.39, after step 100",
+            "files    runs/mine: checkpoints, metrics.jsonl, exit.json",
+        ]
+
+
 def program(*words: str, python: str = sys.executable, **options: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([python, *words], cwd=ROOT, env=environment, text=True, **options)  # pyright: ignore[reportCallIssue, reportArgumentType, reportReturnType]
@@ -73,3 +89,26 @@ def test_a_terminal_shows_a_banner_and_short_lines(tmp_path: Path) -> None:
     assert [line.split("   ")[0] for line in steps] == ["step 1/2", "step 2/2"]
     assert "layout  TP 1 x PP 1 x CP 1 x DP 1" in lines
     assert not [line for line in lines if "consumed samples" in line]
+    assert lines[-1].startswith("best     validation loss ")
+
+
+def test_a_terminal_sees_that_steps_go_on_between_logged_ones(tmp_path: Path) -> None:
+    """At most once a second, in a line that the next one takes the place of."""
+    flags = [*TRAINING.replace("--log-interval 1", "--log-interval 1000").split(), "160"]
+    python = warm_python(tmp_path)["PYTHON_EXEC"]
+    ours, its = pty.openpty()
+    slow = ["--hidden-size", "512", "--seq-length", "256"]  # some 20 ms a step
+    training = program("pretrain_gpt.py", *flags, *slow, python=python, stdout=its, stderr=its)
+    os.close(its)
+    shown = b""
+    try:
+        while part := os.read(ours, 4096):
+            shown += part
+    except OSError:
+        pass
+    assert training.wait() == 0, shown
+    os.close(ours)
+    alive = re.findall(rb"\r\x1b\[Kstep ( *\d+)/160\r", shown)
+    assert alive
+    assert [int(at) for at in alive] == sorted({int(at) for at in alive})
+    assert b"\ntrained  160 of 160 steps\r\n" in shown

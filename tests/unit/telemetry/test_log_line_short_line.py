@@ -8,9 +8,11 @@ from tests.support.samples import step
 
 
 def test_the_short_line() -> None:
-    assert short_line(step()) == "step  10/100   loss 9.8451       3,278 tokens/s   0:28 left"
+    assert short_line(step()) == "step  10/100   loss 9.8451   norm 2.345       3,278 tokens/s   0:28 left"
     last = step(iteration=100, skipped_iterations=2, nan_iterations=1)
-    assert short_line(last) == "step 100/100   loss 9.8451       3,278 tokens/s   done   2 skipped   1 NaN"
+    assert short_line(last) == "step 100/100   loss 9.8451   norm 2.345       3,278 tokens/s   done   2 skipped   1 NaN"
+    known = step(mfu=0.4123, peak_memory_bytes=52_149_000_000, grad_norm=None)
+    assert short_line(known) == "step  10/100   loss 9.8451       3,278 tokens/s   41.2% MFU   52.1 GB   0:28 left"
     evaluation = ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=1.5)
     assert short_line(evaluation) == "validation after step 10   loss 1.5000   perplexity 4.48"
 

@@ -1,6 +1,7 @@
 """A run's history as text and as a page, from a real metrics file."""
 
 import html
+import itertools
 import json
 import math
 import os
@@ -166,8 +167,8 @@ def test_samples_of_the_first_the_middle_and_the_last_time_are_shown(number: int
     rows = [{"iteration": at, "samples": [{"prompt": "a<", "text": f"b{at}"}]} for at in range(number)]
     page = run_page(RunHistory([{"iteration": 1, "lm_loss": 1.0}], [], samples=rows), "run")
     lines = [line for line in page.partition("<h2>Samples</h2>")[2].splitlines() if "iteration" in line]
-    assert [html.unescape(re.sub("</?pre>", "", line)) for line in lines] == [
-        f"iteration {at}: 'a<' -> 'b{at}'" for at in shown
+    assert [html.unescape(re.sub("<[^>]*>", "|", line)) for line in lines] == [
+        f"|iteration {at}|||a<|b{at}|" for at in shown
     ]
 
 
@@ -390,3 +391,53 @@ def test_a_page_shows_the_load_of_experts_layers_against_experts(tmp_path: Path)
     assert cells[6] == ("#000000", "layer 2, expert 2: 0, 0.00 of an even load")
     assert cells[4][1] == "layer 2, expert 0: 24, 3.00 of an even load"
     assert "Busiest expert" in page
+
+
+def test_a_long_run_is_smoothed_and_drawn_again_with_logarithmic_axes(tmp_path: Path) -> None:
+    """From fifty steps on; the single steps stay, faint, with their values under the pointer."""
+    losses = {at: 8.0 / at + (at % 2) for at in range(1, 61)}
+    page = run_page(write_run(tmp_path, losses, {30: 2.0}), "run")
+    charts = {chart.attrib["aria-label"]: chart for chart in svgs(page)}
+    assert list(charts)[:3] == [
+        "Loss by iteration",
+        "Loss, second half by iteration",
+        "Loss, logarithmic axes by iteration",
+    ]
+    faint, smooth = lines(charts["Loss by iteration"])[:2]
+    assert faint.count("L") == smooth.count("L") == 59
+    heights = [[float(at.split(" ")[1]) for at in line.removeprefix("M").split("L")] for line in (faint, smooth)]
+    jumps = [sum(abs(after - before) for before, after in itertools.pairwise(line)) for line in heights]
+    assert jumps[1] < jumps[0] / 3
+    assert "iteration 60: 0.133333" in [title.text for title in charts["Loss by iteration"].iter("title")]
+    places = [float(at.split(" ")[0]) for at in lines(charts["Loss, logarithmic axes by iteration"])[0][1:].split("L")]
+    assert places[1] - places[0] == pytest.approx(places[3] - places[1], abs=0.2), "1 to 2 is as far as 2 to 4"
+    assert "Loss, second half" not in run_page(write_run(tmp_path, dict.fromkeys(range(1, 50), 2.0), {}), "run")
+
+
+def test_tokens_stand_under_the_axis_and_a_change_of_ranks_is_marked() -> None:
+    rows = [{"consumed_tokens": 1_500_000 * at, "world_size": 1 if at < 3 else 8} for at in range(1, 6)]
+    page = run_page(of_rows(*rows), "run", facts=["model            of one layer"])
+    [loss, *_] = svgs(page)
+    texts = [text.text for text in loss.iter("text")]
+    assert texts[texts.index("tokens") :] == ["tokens", "3M", "4.5M", "6M", "7.5M"]
+    [change] = [path for path in loss.iter("path") if path.attrib["class"] == "change"]
+    assert "".join(change.itertext()) == "iteration 3: 1 -> 8 ranks"
+    assert "changed          at iteration 3: 1 -&gt; 8 ranks" in page
+    assert "<pre>model            of one layer\ntraining loss" in page
+
+
+def test_runs_are_named_by_what_their_paths_do_not_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a/one", "a/two", "b/two"):
+        (tmp_path / name).mkdir(parents=True)
+        write_run(tmp_path / name, {1: 9.0, 2: 7.0}, {})
+    picture = tmp_path / "losses.svg"
+    assert show_run.main([*(str(tmp_path / name) for name in ("a/one", "a/two")), "--svg", str(picture)]) == 0
+    assert re.findall("^== (.*)$", capsys.readouterr().out, re.MULTILINE) == ["one", "two"]
+    assert show_run.main([str(tmp_path / name) for name in ("a/two/metrics.jsonl", "b/two")]) == 0
+    assert re.findall("^== (.*)$", capsys.readouterr().out, re.MULTILINE) == ["a/two", "b/two"]
+    drawn = ElementTree.fromstring(picture.read_text())
+    found = [
+        path.attrib["d"] for path in drawn.iter("{http://www.w3.org/2000/svg}path") if "line" in path.attrib["class"]
+    ]
+    assert len(found) == 2
+    assert found[0] == found[1], "equal losses lie on each other"

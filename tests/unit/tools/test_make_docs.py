@@ -17,8 +17,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_both_pages_are_written_and_say_first_that_they_are_generated(folder: Path) -> None:
-    assert {path.name for path in folder.iterdir()} == {"flags.md", "errors.md"}
+def test_all_pages_are_written_and_say_first_that_they_are_generated(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == {"flags.md", "errors.md", "formats.md"}
     for path in folder.iterdir():
         first, second, *_ = path.read_text().splitlines()
         assert first.startswith("<!-- Generated from ")
@@ -41,6 +41,16 @@ def test_the_table_of_errors_leads_to_their_sections(folder: Path) -> None:
     assert len(links) >= 12
     assert links <= anchors
     assert all(f"\n## {title}\n" in page for title in EXAMPLES)
+
+
+def test_the_formats_name_every_exit_code_and_field(folder: Path) -> None:
+    page = (folder / "formats.md").read_text()
+    for exit_code in (0, 64, 65, 70, 71, 74, 75, 76):
+        assert f"\n| {exit_code} | " in page
+    assert "\n| `lm_loss` | `float` |  |\n" in page
+    assert "\n| `elapsed_ms` | `float` | per iteration |\n" in page
+    assert "\n| `validation_loss` | `float` |  |\n" in page
+    assert ".idx   9 bytes magic | uint64 version" in page
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

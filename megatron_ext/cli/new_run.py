@@ -1,0 +1,190 @@
+"""Makes a model of one's own text: tokenizer, data, training for the time given, export, a sample and a page.
+
+    megatron-ext new my-run --text FOLDER --minutes 30
+
+The folder has .txt or .jsonl files, as `megatron-ext preprocess` reads them. The model is the largest of a few that
+sees enough tokens in the time given, by steps that are measured first. All that is made lies in my-run: `run.yaml` has
+the training's flags, which `megatron-ext pretrain --config my-run/run.yaml --load my-run/checkpoints` goes on with.
+Exit codes: 0 done, 64 the flags cannot work, else that of the part that failed, which has said why.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from megatron_ext.commandline import ToolParser
+from megatron_ext.data.prepare.inputs import find_files
+from megatron_ext.telemetry.loss_curve import read_history, summary
+from megatron_ext.terminal import say
+
+_PARTS = ("tokenizer", "tokens", "size of the model", "training", "export to Hugging Face", "a sample", "the page")
+_REST = 30.0  # seconds of export, sample and page
+_SHARE = 0.85  # of what is left, by the estimate; evaluations and saves are not in it
+_TOKENS_PER_PARAMETER = 10  # at least; about half of what is best for the operations spent (arXiv:2203.15556)
+_MOST_EPOCHS = 4  # more helps less and less (Muennighoff et al. 2023, arXiv:2305.16264)
+_FEWEST_STEPS, _BATCH = 20, 16
+
+
+class Size(NamedTuple):
+    """The shape of a model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    length: int
+
+    def parameters(self, vocabulary: int) -> int:
+        """Return their number, about."""
+        return 12 * self.layers * self.hidden**2 + vocabulary * self.hidden
+
+
+SIZES = (Size(4, 64, 4, 64), Size(4, 128, 4, 128), Size(6, 256, 4, 256), Size(8, 512, 8, 256), Size(12, 768, 12, 512))
+
+
+def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
+    parser = ToolParser("Make a model of your own text.", __doc__)
+    parser.add_argument("run", type=Path, metavar="FOLDER", help="folder that is made, for all that comes of it")
+    parser.add_argument("--text", required=True, type=Path, metavar="FOLDER", help="your .txt or .jsonl files")
+    parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="time for all of it; default 30")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+    options = parser.parse_args(argv)
+    if options.minutes <= 0:
+        parser.error(f"--minutes {options.minutes} must be above 0")
+    if options.run.exists():
+        parser.error(f"{options.run} exists; name a folder that does not, or remove it")
+    size = sum(file.size() or 0 for file in find_files([str(options.text)]))
+    options.run.mkdir(parents=True)
+    return _Making(options.run, options.text, options.minutes * 60, options.device, size).all_of_it()
+
+
+class _Making:
+    def __init__(self, run: Path, text: Path, seconds: float, device: str | None, size: int):
+        self._run, self._text, self._seconds = run, text, seconds
+        self._device = [] if device is None else ["--device", device]
+        self._vocabulary = min(8192, max(512, 1 << (size // 400).bit_length()))
+        self._documents = 0
+        self._begun = time.monotonic()
+
+    def all_of_it(self) -> int:
+        run, tokenizer = self._run, str(self._run / "tokenizer")
+        known = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]
+        self._part(0, f"{self._vocabulary} entries")
+        self._tool(
+            "train-tokenizer", "--input", self._text, "--output-dir", tokenizer, "--vocab-size", self._vocabulary
+        )
+        self._part(1)
+        self._tool("preprocess", "--input", self._text, "--output-prefix", run / "text", "--append-eod", *known)
+        tokens = (run / "text_text_document.bin").stat().st_size // 2  # ids below 65,536 are of two bytes
+        self._documents = json.loads((run / "text_manifest.json").read_text(encoding="utf-8"))["documents"]
+        self._part(2, "a few steps of each are measured")
+        values, seconds = self._sized(tokens)
+        (run / "run.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        self._part(3, f"{values['train_iters']:,} steps, about {seconds / 60:.1f} minutes")
+        saved = run / "checkpoints"
+        self._tool("pretrain", "--config", run / "run.yaml", *self._device, "--save", saved)
+        self._part(4)
+        self._tool("convert", "to-hf", "--load", saved, "--save", run / "hf")
+        self._part(5)
+        self._tool("sample", "--model", run / "hf", "--prompt", "The", "--max-new-tokens", 100)
+        self._part(6)
+        self._tool("show", saved, "--html", run / "report.html")
+        say("\n".join(["", *summary(read_history(saved)), ""]))
+        say(f"Done in {self._elapsed():.0f} s. {run}: run.yaml, tokenizer, checkpoints, hf, report.html. Next:")
+        say(f"  megatron-ext generate --load {saved} --prompts 'Once upon a time'")
+        return 0
+
+    def _sized(self, tokens: int) -> tuple[dict[str, Any], float]:
+        """Return the flags of the largest model that sees enough tokens, and the seconds of its training."""
+        room = max(0.0, self._seconds - self._elapsed() - _REST) * _SHARE
+        chosen = None
+        for shape in SIZES:
+            if shape.length * _BATCH > tokens // 20 and chosen is not None:
+                break  # too little text for a validation set of such samples
+            step = self._step_seconds(shape)
+            steps = min(int(room / step), _MOST_EPOCHS * tokens // (shape.length * _BATCH))
+            seen, parameters = steps * shape.length * _BATCH, shape.parameters(self._vocabulary)
+            say(f"  {shape.layers} layers of {shape.hidden}: {step:.3f} s a step, {seen:,} tokens in {steps:,} steps")
+            if chosen is not None and seen < _TOKENS_PER_PARAMETER * parameters:
+                break
+            steps = max(_FEWEST_STEPS, steps)
+            chosen = (self._flags(shape, steps), steps * step)
+        assert chosen is not None
+        return chosen
+
+    def _flags(self, shape: Size, steps: int) -> dict[str, Any]:
+        # Documents are not divided: of a few, one is a large share, and one alone is needed for the training.
+        each, held_out = max(1, steps // 10), 0 if self._documents < 2 else max(5, -(-100 // self._documents))
+        return {
+            **_shape(shape),
+            "data_path": [str(self._run / "text_text_document")],
+            "split": f"{100 - held_out},{held_out},0",
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str(self._run / "tokenizer"),
+            "train_iters": steps,
+            "lr": 2e-3 if shape.hidden < 256 else 1e-3,
+            "min_lr": 1e-4,
+            "lr_decay_style": "cosine",
+            "lr_warmup_iters": max(1, steps // 20),
+            "adam_beta2": 0.95,
+            "eval_interval": each,
+            "eval_iters": 2 if held_out else 0,
+            "log_interval": max(1, steps // 100),
+            "save_interval": max(each, steps // 2),
+        }
+
+    def _step_seconds(self, shape: Size) -> float:
+        """Return the seconds of the fastest of a few steps, of synthetic tokens."""
+        with tempfile.TemporaryDirectory() as folder:
+            file, rows = Path(folder) / "run.yaml", Path(folder) / "metrics.jsonl"
+            file.write_text(yaml.safe_dump({**_shape(shape), "lr": 1e-3, "train_iters": 6}), encoding="utf-8")
+            synthetic = ["--mock-data", "--vocab-size", self._vocabulary, "--eval-iters", 0, "--log-interval", 1]
+            flags = ["--config", file, *self._device, *synthetic, "--metrics-file", rows]
+            self._tool("pretrain", *flags, quiet=True)
+            return min(row["elapsed_ms"] for row in read_history(rows).steps[2:]) / 1000
+
+    def _tool(self, *words: object, quiet: bool = False) -> None:
+        """Run a command of megatron-ext; ends this process with its exit code where it fails."""
+        package = Path(__file__).resolve().parents[2]
+        path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
+        ran = subprocess.run(
+            [sys.executable, "-m", "megatron_ext", *map(str, words)],
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.DEVNULL if quiet else None,
+            check=False,
+        )
+        if ran.returncode:
+            raise SystemExit(ran.returncode)
+
+    def _part(self, number: int, remark: str = "") -> None:
+        left = max(0.0, self._seconds - self._elapsed())
+        head = f"{number + 1}/{len(_PARTS)} {_PARTS[number]}{f': {remark}' if remark else ''}"
+        say(f"\n== [{self._elapsed():3.0f} s, at most {left / 60:.1f} minutes left] {head}")
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._begun
+
+
+def _shape(shape: Size) -> dict[str, Any]:
+    """Return the flags of a Llama-shaped model, and its batch."""
+    return {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "seq_length": shape.length,
+        "position_embedding_type": "rope",
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "disable_bias_linear": True,
+        "hidden_dropout": 0,
+        "attention_dropout": 0,
+        "micro_batch_size": _BATCH,
+        "global_batch_size": _BATCH,
+    }

@@ -1,0 +1,58 @@
+"""One command makes a model of a folder of text, with everything that belongs to it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_ext.cli import new_run
+from megatron_ext.errors import ConfigurationError
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Some pages of text."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in ("glossary", "tour", "data", "symptoms"):
+        shutil.copy(DOCS / f"{name}.md", folder / f"{name}.txt")
+    return folder
+
+
+def test_a_model_of_a_folder_of_text(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In almost no time: the smallest model and the fewest steps, and all parts of it."""
+    run = tmp_path / "mine"
+    assert new_run.main([str(run), "--text", str(text), "--minutes", "0.01", "--device", "cpu"]) == 0
+    said = capfd.readouterr().out
+    assert [line.split("] ")[1].split(":")[0] for line in said.splitlines() if line.startswith("== [")] == [
+        f"{number}/7 {part}" for number, part in enumerate(new_run._PARTS, 1)
+    ]
+    values = yaml.safe_load((run / "run.yaml").read_text())
+    assert (values["hidden_size"], values["train_iters"]) == (64, 20)
+    assert (run / "hf/model.safetensors").is_file()
+    assert (run / "checkpoints/exit.json").is_file()
+    assert "4 layers of width 64" in (run / "report.html").read_text()
+    assert "largest difference of logits to transformers" in said
+    assert "\nvalidation loss  " in said
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["here", "--text", "text"], "here exists; name a folder that does not"),
+        (["new", "--text", "nowhere"], "nowhere"),
+        (["new", "--text", "text", "--minutes", "0"], "--minutes 0.0 must be above 0"),
+    ],
+)
+@pytest.mark.usefixtures("text")
+def test_what_cannot_be_begun_is_refused_and_makes_nothing(
+    words: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(ConfigurationError, match=problem):
+        new_run.main(words)
+    assert not (tmp_path / "new").exists()
