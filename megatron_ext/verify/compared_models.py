@@ -41,6 +41,9 @@ MODELS = {
         "--residual-multiplier 0.7 --logits-multiplier 0.3 --softmax-scale 0.4"
     ),
     "sinks and gates": f"--num-layers 4 {_LLAMA} {_UNTIED} --softmax-type learnable --attention-output-gate",
+    "gates of heads": (
+        f"--num-layers 4 {_LLAMA} --attention-output-gate --attention-output-gate-over head --qk-layernorm"
+    ),
     "caps and clips": (
         f"--num-layers 4 {_LLAMA} --window-size 15,0 --window-attn-skip-freq 2 --attention-logit-softcapping 2 "
         "--final-logit-softcapping 4 --qkv-clip 1 --norm-position both"

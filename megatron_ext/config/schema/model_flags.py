@@ -65,6 +65,7 @@ class ModelConfig:
         "How positions enter the model; yarn is rope with --rope-type yarn.",
         resume="shape",
         choices=("learned_absolute", "rope", "yarn", "alibi", "none"),
+        refused={"mrope": "axes of images are not in this version, and a text has the same position on all: use rope"},
     )
     no_position_embedding: bool = option(
         False,
@@ -395,6 +396,14 @@ class ModelConfig:
         False,
         "Multiply what attention gives by the sigmoid of as many channels more of the QKV projection.",
         resume="shape",
+    )
+    attention_output_gate_over: str = option(
+        "channel",
+        "What each of these channels multiplies: a channel, or a whole head, as Step-3.5 has it; there are then as many "
+        "as heads.",
+        resume="shape",
+        choices=("channel", "head"),
+        needs={"head": [Need("attention_output_gate", True, "gates of what attention gives")]},
     )
     qkv_clip: float | None = option(
         None,

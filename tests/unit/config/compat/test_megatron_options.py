@@ -74,6 +74,7 @@ OUR_OWN = {
     "--rotary-attention-factor",
     "--longrope-short-factor",
     "--longrope-long-factor",
+    "--attention-output-gate-over",
     "--attention-temperature-scale",
     "--attention-temperature-step",
     "--attention-chunk-size",
