@@ -399,7 +399,7 @@ class ModelConfig:
     )
     attention_output_gate_over: str = option(
         "channel",
-        "What each of these channels multiplies: a channel, or a whole head, as Step-3.5 has it; there are then as many "
+        "What each of these channels multiplies: a channel, or a whole head, as Step-3.5 has it; they are then as many "
         "as heads.",
         resume="shape",
         choices=("channel", "head"),
@@ -588,6 +588,13 @@ class ModelConfig:
         resume="function",
         needs={True: [Need("moe_router_topk", 1, "one expert for each token")]},
         read_with=_EXPERTS,
+    )
+    moe_router_sparsemixer_eps: float | None = option(
+        None,
+        "Choose two experts of a token one after the other by SparseMixer-v2, as Phi-3.5-MoE does: in training at "
+        "random among those whose logits are within 2 eps of the largest, relative to it; default the top k.",
+        resume="function",
+        positive=True,
     )
     moe_router_dtype: str | None = option(
         None,

@@ -75,6 +75,7 @@ OUR_OWN = {
     "--longrope-short-factor",
     "--longrope-long-factor",
     "--attention-output-gate-over",
+    "--moe-router-sparsemixer-eps",
     "--attention-temperature-scale",
     "--attention-temperature-step",
     "--attention-chunk-size",
