@@ -334,6 +334,7 @@ PIECES = {
     "EP2 ZeRO-3, experts with biases": (2, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params"),
     "EP2, expert DP2, distributed optimizer, overlap, experts with biases": (4, f"{_EP2} {_OVERLAP} {_ALLTOALL}"),
     "one process, recompute full uniform, experts with biases": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
+    "TP2 SP PP2 VPP2 EP2, sparsely mixed experts": (4, f"{TP2_SP} {_PP2_VPP2} {_EP2} --expert-tensor-parallel-size 1"),
     "EP2, experts with a capacity": (2, _EP2),
     "TP2 SP PP2 VPP2 EP2, experts with a capacity": (
         4,

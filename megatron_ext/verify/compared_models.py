@@ -64,6 +64,11 @@ MODELS = {
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-expert-capacity-factor 0.8 "
         "--moe-router-pre-softmax --moe-router-dtype fp32"
     ),
+    # Near enough for one expert alone, so that nothing is drawn at random.
+    "sparsely mixed experts": (
+        f"--num-layers 4 {_LLAMA} --num-experts 8 --moe-ffn-hidden-size 48 --moe-router-sparsemixer-eps 1e-9 "
+        "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --moe-router-dtype fp32"
+    ),
     "routing by groups": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 16 --moe-ffn-hidden-size 24 --moe-router-topk 4 "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 "
