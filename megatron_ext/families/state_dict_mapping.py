@@ -156,8 +156,8 @@ def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
     """Yield the rows of megatron-core's fused QKV: for each query group its query heads, then its key head and its
     value head. With gates these follow the group's queries, and there each follows its own query."""
     groups, keys, values = attention.groups, attention.head_size, attention.value_head_size
-    parts, heads = 2 if attention.has_gate else 1, attention.query_heads // groups
-    queries = parts * attention.query_size // groups
+    parts, heads = 2 if attention.gate else 1, attention.query_heads // groups
+    queries = sum(attention.sections[:parts])
     if len(tensors) == 1:
         tensors = tensors * 3
         first_key, first_value = queries * groups, (queries + keys) * groups
@@ -166,7 +166,7 @@ def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
     query, key, value = tensors
     for group in range(groups):
         start = group * (queries + keys + values)
-        if attention.has_gate:
+        if attention.gate:
             for part, head in itertools.product(range(parts), range(heads)):
                 there = (group * heads + head) * parts + part
                 yield RowRange(query, there * keys, start + (part * heads + head) * keys, keys)

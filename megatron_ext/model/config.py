@@ -66,7 +66,6 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         rotary_interleaved=model.rotary_interleaved,
         softmax_scale=model.softmax_scale,
         softmax_type=model.softmax_type,  # pyright: ignore[reportArgumentType]
-        attention_output_gate=model.attention_output_gate,
         qk_clip=config.optimizer.qk_clip,
         qk_clip_alpha=config.optimizer.qk_clip_alpha,
         qk_clip_threshold=config.optimizer.qk_clip_threshold,

@@ -91,10 +91,9 @@ class QKClip:
             return torch.cat([factor.expand(-1, size) for factor, size in parts], dim=1).flatten()
 
         if isinstance(attention, CausalSelfAttention):
-            keys, groups = attention.hidden_size_per_attention_head, len(factor_G1)
-            queries = attention.num_attention_heads_per_partition // groups * keys
-            gates = queries if attention.config.attention_output_gate else 0
-            return [rows((of_query, queries), (same, gates), (of_key, keys), (same, keys))]
+            queries, *gates, keys, values = attention.described.sections
+            others = ((same, gate) for gate in gates)
+            return [rows((of_query, queries), *others, (of_key, keys), (same, values))]
         described = attention.described
         plain = described.head_size - described.position_size
         return [

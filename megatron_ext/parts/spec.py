@@ -120,18 +120,16 @@ def _columns(layer: Layer, tables: Mapping[Table, slice]) -> slice | None:
 
 def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[Table, slice]) -> ModuleSpec:
     attention, columns = layer.attention, _columns(layer, tables)
-    assert attention.value_head_size == attention.head_size, "megatron-core's fused QKV has heads of one size"
     query_norm, key_norm = query_key_norms(attention, tp_group)
     return ModuleSpec(
         module=_ATTENTIONS[attention.kind],
         params={
             "attn_mask_type": AttnMaskType.causal,
             "rotary_columns": columns,
-            "clip": attention.clip,
-            "is_heated": attention.temperature is not None,
+            "described": attention,
         },
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnLinear,
+            linear_qkv=_with_outputs(ColumnLinear, attention.qkv_size),  # pyright: ignore[reportArgumentType]
             core_attention=partial(  # pyright: ignore[reportArgumentType]
                 SDPAttention, window=attention.window, softmax=attention.softmax
             ),
@@ -140,6 +138,11 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[Table, slic
             k_layernorm=key_norm,
         ),
     )
+
+
+def _with_outputs(build: Callable[..., Any], outputs: int) -> Callable[..., Any]:
+    """Return what builds a linear layer with so many outputs, whatever is asked for."""
+    return lambda inputs, _outputs, **settings: build(inputs, outputs, **settings)
 
 
 def _latent_attention(layer: Layer, _tp_group: ProcessGroup, tables: Mapping[Table, slice]) -> ModuleSpec:

@@ -101,6 +101,7 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         ("--moe-router-group-scores", model.moe_router_group_scores is not None),
         ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor not in (None, 1.0)),
         ("--moe-input-jitter-eps", model.moe_input_jitter_eps is not None),
+        ("--moe-router-sparsemixer-eps", model.moe_router_sparsemixer_eps is not None),
         ("--moe-expert-capacity-factor", model.moe_expert_capacity_factor is not None),
         ("--moe-router-force-load-balancing", model.moe_router_force_load_balancing),
         ("--moe-latent-size", model.moe_latent_size is not None),

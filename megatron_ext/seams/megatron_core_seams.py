@@ -201,6 +201,18 @@ MODEL = (
         (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
     ),
     Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter.get_aux_loss_coeff",
+        "overridden: the engine asks what chooses experts, which one that mixes sparsely does beside any loss",
+        ("aux_loss_type",),
+        (f"{_CORE}.transformer.moe.router.TopKRouter._apply_aux_loss",),
+    ),
+    Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter.routing_type",
+        "set to sinkhorn, for which the engine asks a method of ours, where two experts are mixed sparsely",
+        (),
+        (f"{_CORE}.transformer.moe.router.TopKRouter.routing",),
+    ),
+    Seam(
         f"{_CORE}.transformer.moe.router.TopKRouter.router_replay",
         "set to what chooses experts in place of the engine",
         (),

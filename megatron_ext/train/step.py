@@ -37,9 +37,6 @@ class AuxiliaryLosses:
     of_global_batch: float | None = None
     """The load-balancing loss with the load of the global batch so far."""
 
-    dropped: float | None = None
-    """Share of the experts of all tokens that were beyond their capacity; None without a capacity."""
-
 
 @dataclass(frozen=True)
 class BatchLoss:
@@ -287,14 +284,13 @@ def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
         torch.distributed.all_reduce(total)
     model = run.config.model
     routers = stack(run.config).count(lambda layer: layer.experts is not None)
-    load_balancing, of_samples, of_global_batch, z, dropped = (total / (microbatches * routers)).tolist()
+    load_balancing, of_samples, of_global_batch, z = (total / (microbatches * routers)).tolist()
     asked = model.load_balancing_losses
     return AuxiliaryLosses(
         load_balancing=load_balancing if "aux_loss" in asked else None,
         z=z if model.moe_z_loss_coeff is not None else None,
         of_samples=of_samples if "seq_aux_loss" in asked else None,
         of_global_batch=of_global_batch if "global_aux_loss" in asked else None,
-        dropped=None if model.moe_expert_capacity_factor is None else dropped,
     )
 
 

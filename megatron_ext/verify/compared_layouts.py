@@ -366,6 +366,7 @@ PIECES = {
     "EP2 ZeRO-3, experts with biases": (2, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params"),
     "EP2, expert DP2, distributed optimizer, overlap, experts with biases": (4, f"{_EP2} {_OVERLAP} {_ALLTOALL}"),
     "one process, recompute full uniform, experts with biases": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
+    "TP2 SP PP2 VPP2 EP2, sparsely mixed experts": (4, f"{TP2_SP} {_PP2_VPP2} {_EP2} --expert-tensor-parallel-size 1"),
     "EP2, experts with a capacity": (2, _EP2),
     "TP2 SP PP2 VPP2 EP2, experts with a capacity": (
         4,
@@ -384,6 +385,10 @@ PIECES = {
     "TP2 SP FSDP2, sinks and gates": (4, f"{TP2_SP} {_FSDP2}"),
     "ZeRO-3, sinks and gates": (2, f"{_MEGATRON_FSDP} optim_grads_params"),
     "DP2 distributed optimizer, overlap, sinks and gates": (2, _OVERLAP),
+    "TP2 SP PP2 VPP2, gates of heads": (4, f"{TP2_SP} {_PP2_VPP2}"),
+    "TP4, gates of heads": (4, "--tensor-model-parallel-size 4"),
+    "CP2 a2a, gates of heads": (2, f"{_CP2} a2a"),
+    "TP2 SP FSDP2, gates of heads": (4, f"{TP2_SP} {_FSDP2}"),
     "one process, recompute selective, sinks and gates": (1, RECOMPUTE["selective, all parts"]),
     "TP2 SP PP2 VPP2, caps and clips": (4, f"{TP2_SP} {_PP2_VPP2}"),
     "CP2 all_gather, caps and clips": (2, f"{_CP2} all_gather"),

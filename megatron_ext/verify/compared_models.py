@@ -41,6 +41,9 @@ MODELS = {
         "--residual-multiplier 0.7 --logits-multiplier 0.3 --softmax-scale 0.4"
     ),
     "sinks and gates": f"--num-layers 4 {_LLAMA} {_UNTIED} --softmax-type learnable --attention-output-gate",
+    "gates of heads": (
+        f"--num-layers 4 {_LLAMA} --attention-output-gate --attention-output-gate-over head --qk-layernorm"
+    ),
     "caps and clips": (
         f"--num-layers 4 {_LLAMA} --window-size 15,0 --window-attn-skip-freq 2 --attention-logit-softcapping 2 "
         "--final-logit-softcapping 4 --qkv-clip 1 --norm-position both"
@@ -60,6 +63,11 @@ MODELS = {
     "experts with a capacity": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-expert-capacity-factor 0.8 "
         "--moe-router-pre-softmax --moe-router-dtype fp32"
+    ),
+    # Near enough for one expert alone, so that nothing is drawn at random.
+    "sparsely mixed experts": (
+        f"--num-layers 4 {_LLAMA} --num-experts 8 --moe-ffn-hidden-size 48 --moe-router-sparsemixer-eps 1e-9 "
+        "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --moe-router-dtype fp32"
     ),
     "routing by groups": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 16 --moe-ffn-hidden-size 24 --moe-router-topk 4 "

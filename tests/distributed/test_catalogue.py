@@ -80,6 +80,7 @@ MODELS["sinks and gates"] = {
     "norm_position": "both",
     "embed_layernorm": True,
 }
+MODELS["gates of heads"] = {**LLAMA, "attention_output_gate": True, "attention_output_gate_over": "head"}
 MODELS["GPT-2 in parallel through one norm, bias of the logits"] = {
     "parallel_residual": "one-norm",
     "lm_head_bias": True,

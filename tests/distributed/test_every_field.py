@@ -164,6 +164,8 @@ CHANGES: dict[str, tuple[str, str]] = {
     "attention_logit_softcapping": ("plain", "--attention-logit-softcapping 0.1"),
     "final_logit_softcapping": ("plain", "--final-logit-softcapping 1"),
     "attention_output_gate": ("plain", "--attention-output-gate"),
+    "moe_router_sparsemixer_eps": ("experts", "--moe-router-sparsemixer-eps 0.3"),
+    "attention_output_gate_over": ("plain", "--attention-output-gate --attention-output-gate-over head"),
     "qkv_clip": ("plain", "--qkv-clip 0.1"),
     "squared_relu": ("plain", "--squared-relu"),
     "openai_gelu": ("plain", "--openai-gelu"),

@@ -133,7 +133,9 @@ def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any)
     ],
 )
 def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_path: Path) -> None:
-    write_gradients(write_model(tmp_path / "model", name), tmp_path / "gradients")
+    # In training Phi-MoE draws its experts: here there is one alone to draw.
+    changes = {"router_jitter_noise": 1e-9} if name == "Phi-3.5-MoE" else {}
+    write_gradients(write_model(tmp_path / "model", name, **changes), tmp_path / "gradients")
     one_batch = ["--global-batch-size", "2", "--seq-length", str(FEWER), "--clip-grad", "0"]
     arguments = [*flags(["--load-hf", str(tmp_path / "model")], tp, pp), *one_batch]
     found = record(arguments, tp * pp, 1, extensions=Extensions(datasets=fixed)).gradients
@@ -200,7 +202,11 @@ def test_query_groups(name: str, heads: int, tp: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Mixtral", "Qwen3-MoE", "Qwen3-MoE with dense layers", "DeepSeek-V3", "Granite with experts", "GPT-OSS"]
+    "name",
+    [
+        *("Mixtral", "Qwen3-MoE", "Qwen3-MoE with dense layers", "DeepSeek-V3", "Granite with experts", "GPT-OSS"),
+        "Phi-3.5-MoE",
+    ],
 )
 def test_experts_on_two_ranks(name: str, imported: dict[str, str], models: dict[str, Any]) -> None:
     folder, expected = models[name]

@@ -99,6 +99,7 @@ PARTS = {
         f"{_LLAMA} --softmax-type learnable --attention-logit-softcapping 2 --final-logit-softcapping 5 --qkv-clip 0.5 "
         "--attention-output-gate"
     ),
+    "gates of heads": f"{_LLAMA} --attention-output-gate --attention-output-gate-over head --qk-layernorm",
     "slopes and a sink": f"{_NO_DROPOUT} --position-embedding-type alibi --softmax-type off-by-one",
     "tokens ahead": f"{_LLAMA} --mtp-num-layers 2",
     "tokens ahead, norms after": f"{_NO_DROPOUT} --norm-position both --mtp-num-layers 1",

@@ -164,6 +164,7 @@ def test_bias_of_experts_added_by_every_rank_that_divides_them(all_steps: Experi
         ("CP2 p2p, ALiBi", planted.count_positions_from_each_chunk),
         ("CP2 p2p, sinks and gates", planted.leave_out_the_sink_of_the_ring),
         ("TP2 SP PP2 VPP2, sinks and gates", planted.open_every_gate),
+        ("TP2 SP PP2 VPP2, gates of heads", planted.gate_heads_in_the_order_of_the_last),
         ("TP4, Command R", planted.sum_attention_over_the_ranks_before_the_mlp_too),
         ("TP4, GPT-NeoX", planted.normalize_for_the_mlp_as_for_attention),
         ("TP4, Phi", planted.leave_the_bias_of_logits_out),

@@ -3,6 +3,7 @@ schema, shapes and types, but those as a GPU's would."""
 
 import inspect
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.data.microbatch import StageView, collate, divide, padding_sample
-from megatron_ext.data.packing import Documents, documents_of
+from megatron_ext.data.packing import Documents, Segment, documents_of
 from megatron_ext.device import cuda
 from megatron_ext.optim.gradient_norm import replace_loops, scale_by, squared_norm
 from megatron_ext.optim.torch_optimizer import mask_by, torch_optimizer
+from megatron_ext.parts.attention import flex
 from megatron_ext.parts.attention.blocks import block_backward, block_forward
 from megatron_ext.parts.attention.packed import attend_documents
+from megatron_ext.parts.attention.scores import Scores
+from megatron_ext.parts.attention.segments import attend_segments
 from megatron_ext.resilience.numeric import largest_magnitude
 from megatron_ext.train.callbacks.straggler_report import Stragglers
+from tests.support.fake_tensors import on_gpu
 from tests.support.operator_calls import Calls, aten
 
 
@@ -120,6 +125,22 @@ def test_a_gpu_is_bound_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
         here.bind_group()
     assert current == [torch.device("cuda", 0)] * 2
     assert reduced[0].device == torch.device("cuda", 0)
+
+
+OTHER_SCORES = Scores(cap=30.0), Scores(slopes=(0.5, 0.25, 0.1, 0.05)), Scores(sink_H=0.0)
+
+
+@pytest.mark.parametrize("scores", OTHER_SCORES, ids=str)
+def test_other_scores_are_computed_on_the_gpu(scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By flex_attention, which here runs as it is: torch.compile makes its kernel for a GPU alone."""
+    monkeypatch.setattr(flex, "_compiled", lambda function: function)
+    with FakeTensorMode(), torch.no_grad():
+        query = on_gpu(2, 4, 160, 32)
+        key, value = on_gpu(2, 2, 160, 32), on_gpu(2, 2, 160, 24)
+        if scores.sink_H is not None:
+            scores = replace(scores, sink_H=on_gpu(4, dtype=torch.float32))
+        out = attend_segments(query, key, value, (Segment(0, 70, 0, 70), Segment(70, 90, 70, 90)), 0.1, 64, scores)
+    assert described(out) == (torch.bfloat16, (2, 4, 160, 24), "cuda")
 
 
 def test_varlen_signature_is_the_one_that_is_read() -> None:

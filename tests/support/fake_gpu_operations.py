@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_ext.device.weight_gradients import ProductsOfTorch, add_product_, stand_in
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 from megatron_ext.model.loss import Readout
+from megatron_ext.parts.experts.compute import grouped_linear, rows_of_biases
 from tests.support.fake_tensors import backward, on_gpu
 from tests.support.operator_calls import Calls, aten
 
@@ -44,6 +45,19 @@ def test_the_product_adds_16_bit_factors_to_a_sum_in_fp32() -> None:
     assert not [
         func for func, _, _ in calls.calls if func in (aten.mm.default, aten.add_.Tensor, aten._to_copy.default)
     ]
+
+
+def test_experts_are_one_product_that_no_host_waits_for() -> None:
+    """How many rows each has stays on the device."""
+    with FakeTensorMode(), Calls() as calls:
+        counts, rows, matrices = torch.empty(4, device="cuda", dtype=torch.int64), on_gpu(96, 64), on_gpu(4, 80, 64)
+        out = grouped_linear(rows, matrices, counts)
+        biased = out + rows_of_biases(on_gpu(4, 80), counts, 96, on_gpu(96, dtype=torch.float32))
+    assert (biased.dtype, tuple(biased.shape), biased.device.type) == (torch.bfloat16, (96, 80), "cuda")
+    (_, _, ends, *_), _ = calls.of(aten._grouped_mm)
+    assert (ends.dtype, ends.device.type) == (torch.int32, "cuda")
+    names = [str(func) for func, _, _ in calls.calls]
+    assert not [name for name in names if "_local_scalar_dense" in name or "nonzero" in name]
 
 
 @pytest.mark.parametrize("graded", [True, False])

@@ -385,6 +385,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "flex_olmo", **_DECODER, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None},
         **{"eos_token_id": 2, "num_key_value_heads": 1},
     },
+    "Phi-3.5-MoE": {
+        **{"model_type": "phimoe", **_DECODER, "num_local_experts": 6, "router_jitter_noise": 0.2, **_UNTIED},
+        **{"head_dim": 8, "attention_bias": True, "lm_head_bias": True, "sliding_window": 7, "pad_token_id": None},
+    },
     "Granite with experts": {
         **{"model_type": "granitemoe", **_DECODER, "head_dim": 8, "embedding_multiplier": 0.3, "logits_scaling": 2.0},
         **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "num_local_experts": 6, "num_experts_per_tok": 3},

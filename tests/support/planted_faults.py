@@ -351,6 +351,15 @@ def open_every_gate() -> None:
     attention._gated = lambda self, context, gate: context
 
 
+def gate_heads_in_the_order_of_the_last() -> None:
+    """Each rank's first head is then multiplied by the gate of its last."""
+    from megatron_ext.parts.attention.compute import CausalSelfAttention
+
+    attention: Any = CausalSelfAttention
+    gated = attention._gated
+    attention._gated = lambda self, context, gate: gated(self, context, gate if gate is None else gate.flip(2))
+
+
 def let_logits_grow() -> None:
     from megatron_ext.model import loss
 

@@ -113,8 +113,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "other rotary variants are not in this version; leave it out, or use --position-embedding-type rope "
-        "--use-rope-scaling",
+        "rotation by the axes of images (mrope) is not in this version; leave it out, or use "
+        "--position-embedding-type rope --use-rope-scaling",
         """
         --mrope-section N...
         """,

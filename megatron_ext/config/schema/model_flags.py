@@ -67,6 +67,7 @@ class ModelConfig:
         "How positions enter the model; yarn is rope with --rope-type yarn.",
         resume="shape",
         choices=("learned_absolute", "rope", "yarn", "alibi", "none"),
+        refused={"mrope": "axes of images are not in this version, and a text has the same position on all: use rope"},
     )
     no_position_embedding: bool = option(
         False,
@@ -433,6 +434,14 @@ class ModelConfig:
         "Multiply what attention gives by the sigmoid of as many channels more of the QKV projection.",
         resume="shape",
     )
+    attention_output_gate_over: str = option(
+        "channel",
+        "What each of these channels multiplies: a channel, or a whole head, as Step-3.5 has it; they are then as many "
+        "as heads.",
+        resume="shape",
+        choices=("channel", "head"),
+        needs={"head": [Need("attention_output_gate", True, "gates of what attention gives")]},
+    )
     qkv_clip: float | None = option(
         None,
         "Largest size of each number in queries, keys and values, as OLMo and DBRX have it; default no limit.",
@@ -616,6 +625,13 @@ class ModelConfig:
         resume="function",
         needs={True: [Need("moe_router_topk", 1, "one expert for each token")]},
         read_with=_EXPERTS,
+    )
+    moe_router_sparsemixer_eps: float | None = option(
+        None,
+        "Choose two experts of a token one after the other by SparseMixer-v2, as Phi-3.5-MoE does: in training at "
+        "random among those whose logits are within 2 eps of the largest, relative to it; default the top k.",
+        resume="function",
+        positive=True,
     )
     moe_router_dtype: str | None = option(
         None,

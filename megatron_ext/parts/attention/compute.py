@@ -23,6 +23,7 @@ from megatron_ext.parts.attention import context_parallel
 from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.cached import Sequences
 from megatron_ext.parts.attention.describe import VANILLA, Softmax
+from megatron_ext.parts.attention.describe import Attention as Described
 from megatron_ext.parts.attention.packed import attend_documents, attend_window
 from megatron_ext.parts.attention.rope import TokenAngles, heated, rotate, split_and_rotate
 from megatron_ext.parts.attention.scores import PLAIN, Scores
@@ -39,20 +40,19 @@ class CausalSelfAttention(SelfAttention):
 
     Args:
         rotary_columns: this layer's columns of the table of angles; None where it rotates nothing.
-        clip: bound of the size of each number in queries, keys and values.
-        is_heated: whether queries are multiplied by the factor of their position, which is then in the columns.
+        described: what it is; `rotary_columns` hold factors of positions where it has a temperature.
     """
 
     def __init__(
         self,
         *positional: Any,
+        described: Described,
         rotary_columns: slice | None = _ALL,
-        clip: float | None = None,
-        is_heated: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(*positional, **settings)
-        self.rotary_columns, self.clip, self.is_heated = rotary_columns, clip, is_heated
+        self.rotary_columns, self.described = rotary_columns, described
+        self.is_heated = described.temperature is not None
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -88,7 +88,7 @@ class CausalSelfAttention(SelfAttention):
 
     def _heads(self, hidden_states: torch.Tensor, table: torch.Tensor | TokenAngles | None) -> tuple[Any, ...]:
         """Return queries, [B, H, S, D], keys and values, [B, G, S, D], rotated if there is a table of angles, and the
-        gate of what they give, [S, B, H, D], if there is one."""
+        gate of what they give, [S, B, H, V or 1], if there is one."""
         interleaved = self.config.rotary_interleaved
         # A GPU's kernels read heads where they are, where nothing is to be rotated.
         written = table is not None or hidden_states.device.type == "cpu"
@@ -99,9 +99,8 @@ class CausalSelfAttention(SelfAttention):
             per_group = self.num_attention_heads_per_partition // groups
             mixed_SBGM = mixed.view(*mixed.shape[:-1], groups, -1)
             return *split_and_rotate(mixed_SBGM, per_group, table, interleaved=interleaved), None
-        has_gate = self.config.attention_output_gate
-        heads_SBHD: Any = self.get_query_key_value_tensors(hidden_states, output_gate=has_gate)
-        gate_SBHD = heads_SBHD[3] if has_gate else None
+        heads_SBHD: Any = self._projected(hidden_states)
+        gate_SBHD = heads_SBHD[3] if self.described.gate else None
         heads_SBHD = [self._clipped(heads) for heads in heads_SBHD[:3]]
         if isinstance(table, TokenAngles):
             heads_SBHD, table = (*table.turned(*heads_SBHD[:2]), heads_SBHD[2]), None
@@ -110,13 +109,34 @@ class CausalSelfAttention(SelfAttention):
             query, key = rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved)
         return *self._rotated_and_normed(query, key), value, gate_SBHD
 
+    def _projected(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries, [S, B, H, D], keys, [S, B, G, D], both through their norms, values, [S, B, G, V], and gates,
+        [S, B, H, V or 1], if there are any."""
+        product: Any = self.linear_qkv
+        described, mixed = self.described, product(hidden_states)[0]
+        group, together = self.pg_collection.tp, self.world_size // described.groups
+        if together > 1:  # ranks share a group, of which each has a part of the rows
+            mixed = tensor_parallel.all_gather_last_dim_from_tensor_parallel_region(mixed, group=group)
+            mixed = mixed.chunk(described.groups, dim=-1)[group.rank() // together]
+        mixed_SBGM = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
+        *of_queries, key, value = mixed_SBGM.split(described.sections, dim=-1)
+        of_queries = [one.reshape(*mixed.shape[:2], self.num_attention_heads_per_partition, -1) for one in of_queries]
+        if together > 1:
+            of_queries = [one.chunk(together, dim=2)[group.rank() % together] for one in of_queries]
+        query, *gates = of_queries
+        norms: tuple[Any, Any] = self.q_layernorm, self.k_layernorm
+        query, key = (x if norm is None else norm(x) for x, norm in zip((query, key), norms, strict=True))
+        return query, key, value, *gates
+
     def _clipped(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.clip is None else x.clamp(-self.clip, self.clip)
+        clip = self.described.clip
+        return x if clip is None else x.clamp(-clip, clip)
 
     def _gated(self, context_SBC: torch.Tensor, gate_SBHD: torch.Tensor | None) -> torch.Tensor:
         if gate_SBHD is None:
             return context_SBC
-        return (context_SBC * gate_SBHD.flatten(2).float().sigmoid()).to(context_SBC.dtype)
+        heads_SBHV = context_SBC.unflatten(-1, (gate_SBHD.size(2), -1))
+        return (heads_SBHV * gate_SBHD.float().sigmoid()).to(context_SBC.dtype).flatten(2)
 
     def _rotated_and_normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both through their norms, where these stand after the rotation."""
@@ -127,10 +147,10 @@ class CausalSelfAttention(SelfAttention):
     def _splits_at_once(self) -> bool:
         """Whether nothing happens to queries and keys between their product and their rotation: no norm, no choice of
         heads where ranks share a group, and no gate between them."""
-        groups: Any = self.config.num_query_groups
-        if self.config.attention_output_gate:
+        described = self.described
+        if described.gate or described.value_head_size != described.head_size:
             return False
-        return self.q_layernorm is None and self.k_layernorm is None and groups >= self.world_size
+        return self.q_layernorm is None and self.k_layernorm is None and described.groups >= self.world_size
 
 
 class SDPAttention(torch.nn.Module):

@@ -159,9 +159,9 @@ class Attention(Part):
     qkv_bias: bool
     output_bias: bool
     softmax: Softmax = VANILLA
-    has_gate: bool = False
-    """Whether what queries attended to is multiplied by the sigmoid of as many channels more of the QKV projection
-    (arXiv:2505.06708)."""
+    gate: Literal["channel", "head"] | None = None
+    """What of that which queries attended to is multiplied by the sigmoid of one channel more of the QKV projection:
+    each channel, or all of a head together (arXiv:2505.06708)."""
 
     clip: float | None = None
     """Bound of the size of each number in queries, keys and values, where they go into rotation."""
@@ -176,7 +176,19 @@ class Attention(Part):
     @property
     def qkv_size(self) -> int:
         """Channels of the QKV projection's output, gates included."""
-        return self.query_size * (2 if self.has_gate else 1) + self.key_size + self.value_size
+        return self.groups * sum(self.sections)
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Channels of a group's queries, of their gates if there are any, of its key and of its value, in this order in
+        the QKV projection."""
+        gates = (self.gate_size // self.groups,) if self.gate else ()
+        return self.query_size // self.groups, *gates, self.head_size, self.value_head_size
+
+    @property
+    def gate_size(self) -> int:
+        """Number of channels that gate what all heads attended to."""
+        return {None: 0, "head": self.query_heads, "channel": self.context_size}[self.gate]
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int] | None:
@@ -220,9 +232,7 @@ class Attention(Part):
         if self.output_bias:
             yield place.vector("linear_proj.bias", hidden, sequence_parallel=True)
         yield place.matrix("linear_proj.weight", hidden, self.context_size, adds=True, tp_dim=1)
-        of_queries = [self.query_size // self.groups] * (2 if self.has_gate else 1)
-        sections = (*of_queries, self.head_size, self.value_head_size)
-        yield place.matrix("linear_qkv.weight", qkv, hidden, tp_dim=0, sections=sections)
+        yield place.matrix("linear_qkv.weight", qkv, hidden, tp_dim=0, sections=self.sections)
         if self.qkv_bias:
             yield place.vector("linear_qkv.bias", qkv, tp_dim=0)
         heads = self.query_heads, self.groups
@@ -241,7 +251,7 @@ class Attention(Part):
         # A rank has at least one group of keys and values, so that they are repeated where there are fewer of them.
         keys = max(self.groups // share.tensor, 1) * (self.head_size + self.value_head_size)
         return [
-            Product(share.tokens, self.query_size * (2 if self.has_gate else 1) // share.tensor + keys, share.hidden),
+            Product(share.tokens, (self.query_size + self.gate_size) // share.tensor + keys, share.hidden),
             Product(share.tokens, share.hidden, self.context_size // share.tensor),
         ]
 
@@ -257,8 +267,9 @@ class Attention(Part):
             numbers = 2 if self.qk_norm == "projection" else queries + groups
             heads += (share.width * (self.head_size * queries + keys) + _FP32 * numbers) * share.tokens
         context = share.width * share.tokens * self.value_head_size * queries
-        if self.has_gate:
-            heads += context + _FP32 * share.tokens * self.value_head_size * queries  # what it multiplies, and sigmoids
+        if self.gate:
+            sigmoids = _FP32 * share.tokens * self.gate_size // share.tensor
+            heads += context + sigmoids  # what it multiplies, and by what
         if self.clip is not None:
             heads += share.width * share.tokens * (self.head_size * queries + keys + values)  # before they are clipped
         core = context + _FP32 * share.tokens * queries
@@ -317,7 +328,7 @@ class Attention(Part):
             found["cap"] = Asked(text)
         if self.softmax.has_slopes:
             found["slopes"] = Asked("--position-embedding-type is alibi", "--position-embedding-type rope")
-        if self.has_gate:
+        if self.gate:
             found["gate"] = Asked("--attention-output-gate is given")
         if self.clip is not None:
             found["clip"] = Asked(f"--qkv-clip is {self.clip:g}")
@@ -387,7 +398,7 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
             model.attention_logit_softcapping,
             model.position_embedding_type == "alibi",
         ),
-        has_gate=model.attention_output_gate,
+        gate=model.attention_output_gate_over if model.attention_output_gate else None,  # pyright: ignore[reportArgumentType]
         clip=model.qkv_clip,
         temperature=None if scale is None else Temperature(scale, model.attention_temperature_step),
     )

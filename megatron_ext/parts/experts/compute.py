@@ -272,6 +272,7 @@ def mixture_of_experts(described: Experts) -> Any:
             group_scores=described.group_scores,
             has_bias=described.mlp.bias,
             capacity=described.capacity,
+            sparse_mixer=described.sparse_mixer,
         ),
     )
     if described.latent is None:

@@ -61,6 +61,9 @@ class Experts(Part):
 
     capacity: Capacity | None = None
     """None where an expert takes all tokens that are routed to it."""
+    sparse_mixer: float | None = None
+    """How near to the largest logit, relative to it and halved, those are among which two experts are chosen one after
+    the other (SparseMixer-v2, Liu et al. 2024, arXiv:2409.12136); None: the top k are chosen."""
     latent: int | None = None
     """Width of what the routed experts read and give, between two projections; None: the hidden size."""
 
@@ -171,6 +174,8 @@ class Experts(Part):
                 f"--moe-token-drop-policy position with --context-parallel-size {layout.context_parallel_size}, whose "
                 "ranks have tokens from both ends of a sample; use --moe-token-drop-policy probs"
             )
+        if self.sparse_mixer is not None:
+            yield from _otherwise_chosen(config.model)
         if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
             yield (
                 f"--num-experts with --tensor-model-parallel-size {layout.tensor_model_parallel_size} would route "
@@ -181,6 +186,26 @@ class Experts(Part):
                 "--num-experts with --torch-compile: how many tokens an expert gets differs at every step, and each "
                 "number would be compiled anew; leave --torch-compile out"
             )
+
+
+def _otherwise_chosen(model: ModelConfig) -> Iterator[str]:
+    """Yield the flags that ask for another choice of experts than SparseMixer's."""
+    for flag, value, usual in (
+        ("--moe-router-topk", model.moe_router_topk, 2),
+        ("--moe-router-score-function", model.moe_router_score_function, "softmax"),
+        ("--moe-router-load-balancing-type", "sinkhorn" if model.is_sinkhorn else "none", "none"),
+    ):
+        if value != usual:
+            of_another = f"chooses experts in its own way, but {flag} is {value}"
+            yield f"--moe-router-sparsemixer-eps {of_another}; use {flag} {usual}"
+    for flag, is_given in (
+        ("--moe-router-enable-expert-bias", model.moe_router_enable_expert_bias),
+        ("--moe-router-num-groups", model.moe_router_num_groups not in (None, 1)),
+        ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor not in (None, 1.0)),
+        ("--moe-router-pre-softmax", model.moe_router_pre_softmax),
+    ):
+        if is_given:
+            yield f"--moe-router-sparsemixer-eps chooses and weighs experts in its own way; leave {flag} out"
 
 
 def experts_of(model: ModelConfig, count: int) -> Experts:
@@ -195,5 +220,6 @@ def experts_of(model: ModelConfig, count: int) -> Experts:
         has_bias=model.moe_router_enable_expert_bias,
         group_scores=model.moe_router_group_scores,
         capacity=None if factor is None else Capacity(factor, model.moe_token_drop_policy),
+        sparse_mixer=model.moe_router_sparsemixer_eps,
         latent=model.moe_latent_size,
     )

@@ -27,7 +27,7 @@ from megatron_ext.parts.experts.load import RouterLoad
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
-_OF_GLOBAL_BATCH, _Z_LOSS, _DROPPED = "global_load_balancing_loss", "z_loss", "dropped_tokens"
+_OF_GLOBAL_BATCH, _Z_LOSS = "global_load_balancing_loss", "z_loss"
 AUXILIARY_LOSSES = ("load_balancing_loss", "seq_load_balancing_loss", _OF_GLOBAL_BATCH, _Z_LOSS)
 """megatron-core's names of the auxiliary losses, and Megatron-LM's tags."""
 
@@ -45,6 +45,38 @@ def preferred(weights_TE: torch.Tensor, topk: int, capacity: Capacity) -> torch.
     return torch.zeros_like(weights_TE, dtype=torch.bool).scatter(0, tokens, True)
 
 
+def sparsely_mixed(logits_TE: torch.Tensor, eps: float, *, draws: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of each token's two experts and which these are, both [T, E], by SparseMixer-v2 (Liu et al.
+    2024, arXiv:2409.12136, section 3.2).
+
+    Each expert's weight is its softmax among the logits that are left and near the largest of them: of the largest one,
+    or of one that is drawn. A drawn one that is not the largest has a third of it with the probability 3/4, so that the
+    weight's plain gradient is the third-order estimate of that of the draw.
+
+    Args:
+        eps: logits are near if they differ from the largest by less than 2 eps of it, or of themselves.
+        draws: whether experts are drawn, as in training.
+    """
+    left_TE, scores_TE = logits_TE, logits_TE.detach()
+    weights_TE, chosen_TE = torch.zeros_like(logits_TE), torch.zeros_like(logits_TE, dtype=torch.bool)
+    for _ in range(2):
+        largest, experts = left_TE.detach().max(dim=-1, keepdim=True)
+        far_TE = (largest - scores_TE) / scores_TE.abs().clamp(min=largest) > 2 * eps
+        near_TE = left_TE.masked_fill(far_TE, -math.inf)
+        if draws:  # by Gumbel's trick
+            experts = (
+                (near_TE.detach() - torch.empty_like(scores_TE).exponential_().log()).max(-1, keepdim=True).indices
+            )
+        shares_TE = near_TE.softmax(dim=-1)
+        weight = shares_TE.gather(-1, experts)
+        if draws:
+            is_whole = (experts == shares_TE.detach().max(-1, keepdim=True).indices) | (torch.rand_like(weight) > 0.75)
+            weight = weight - (weight * 0.6667 * ~is_whole).detach()
+        weights_TE, chosen_TE = weights_TE.scatter(-1, experts, weight), chosen_TE.scatter(-1, experts, True)
+        left_TE = left_TE.masked_fill(chosen_TE, -math.inf)
+    return weights_TE, chosen_TE
+
+
 class Router(TopKRouter):
     """A router of megatron-core's whose logits need no GPU, and whose balance does not depend on the layout.
 
@@ -52,6 +84,7 @@ class Router(TopKRouter):
         group_scores: best scores of a group of experts that are added up; None: megatron-core's number.
         has_bias: whether its logits have a trained bias, which megatron-core ties to --disable-bias-linear alone.
         capacity: how many tokens an expert takes in training; None: all.
+        sparse_mixer: the `eps` of `sparsely_mixed`, by which experts are chosen; None: they are the top k.
     """
 
     def __init__(
@@ -63,10 +96,13 @@ class Router(TopKRouter):
         group_scores: int | None = None,
         has_bias: bool = False,
         capacity: Capacity | None = None,
+        sparse_mixer: float | None = None,
     ) -> None:
         assert pg_collection is not None
         super().__init__(config, pg_collection, is_mtp_layer)
-        self.capacity = capacity
+        self.capacity, self.sparse_mixer = capacity, sparse_mixer
+        if sparse_mixer is not None:
+            self.routing_type: Any = "sinkhorn"  # by which megatron-core asks `sinkhorn_load_balancing`
         if capacity is not None:  # which megatron-core's router would apply to each rank; its dispatcher reads it
             self.config = copy.copy(config)
             self.config.moe_expert_capacity_factor = None
@@ -116,15 +152,18 @@ class Router(TopKRouter):
         counts = self.training and torch.is_grad_enabled()
         if self.capacity is not None and self.training:
             dropped_TE = chosen_TE & ~self._within_capacity(weights_TE.detach() * chosen_TE, self.capacity)
-            if counts:
-                if self.local_tokens_per_expert is not None:
-                    self.local_tokens_per_expert -= dropped_TE.sum(0)
-                share = dropped_TE.sum() / (self.topk * len(dropped_TE))
-                get_moe_metrics_tracker().record(_DROPPED, share, 1, 1)
+            if counts and self.local_tokens_per_expert is not None:
+                self.local_tokens_per_expert -= dropped_TE.sum(0)
             weights_TE, chosen_TE = weights_TE * ~dropped_TE, chosen_TE & ~dropped_TE
         if counts:
             self.load.add(logits, chosen_TE)
         return weights_TE, chosen_TE
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Return the weight of an auxiliary loss, by the flags. megatron-core goes by what chooses experts."""
+        losses: Any = self.config.moe_router_load_balancing_type
+        weights: Any = self.config.moe_aux_loss_coeff
+        return 0.0 if isinstance(losses, str) else dict(zip(losses, weights, strict=True)).get(aux_loss_type, 0.0)
 
     def _within_capacity(self, weights_TE: torch.Tensor, capacity: Capacity) -> torch.Tensor:
         """Return which of this rank's tokens are among those that each expert prefers, as many as it takes of the
@@ -200,7 +239,14 @@ class Router(TopKRouter):
         Experts are chosen by Sinkhorn's balanced assignment (Clark et al. 2022, arXiv:2202.01169, section 3.1), in an
         evaluation by the weights alone. megatron-core balances the tokens of each rank; here it is those of the whole
         microbatch, so that the choice is the same in every layout.
+
+        With `sparse_mixer` that chooses them, in training by numbers that each rank draws for tokens of its own.
         """
+        if self.sparse_mixer is not None:
+            if not self.training:
+                return sparsely_mixed(logits, self.sparse_mixer, draws=False)
+            with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
+                return sparsely_mixed(logits, self.sparse_mixer, draws=True)
         weights = logits.sigmoid() if self.topk == 1 else logits.softmax(dim=-1, dtype=torch.float32).type_as(logits)
         with torch.no_grad():
             scores = self._balanced(logits) if self.training else weights
@@ -263,16 +309,14 @@ class _Choice:
 
 
 def take_auxiliary_losses(groups: ProcessGroupCollection) -> list[float]:
-    """Return this rank's part of each of `AUXILIARY_LOSSES`, and of the share of tokens beyond an expert's capacity,
-    over its layers and microbatches since the last call: added up over all ranks, the sums over layers and microbatches
-    of the means over the data-parallel ranks.
+    """Return this rank's part of each of `AUXILIARY_LOSSES`, over its layers and microbatches since the last call:
+    added up over all ranks, the sums over layers and microbatches of the means over the data-parallel ranks.
 
     None includes its coefficient.
     """
-    metrics, names = get_moe_metrics_tracker().metrics, (*AUXILIARY_LOSSES, _DROPPED)
-    sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in names]
+    metrics = get_moe_metrics_tracker().metrics
+    sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in AUXILIARY_LOSSES]
     get_moe_metrics_tracker().clear()
-    # The others are parts of sums over a microbatch's tokens, the last two are means over this rank's tokens.
-    *balance, z, dropped = sums
-    means = (one / groups.tp_dp_cp.size() for one in (z, dropped))
-    return [*(loss / groups.dp.size() for loss in balance), *means]
+    # The others are parts of sums over a microbatch's tokens, the last is a mean over this rank's tokens.
+    *balance, z = sums
+    return [*(loss / groups.dp.size() for loss in balance), z / groups.tp_dp_cp.size()]

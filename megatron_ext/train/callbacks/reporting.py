@@ -135,6 +135,9 @@ class Reporting(Callback):
             slowest = None if self._stragglers is None else self._stragglers.summary()
             metrics = self._metrics(trainer, result, norm)
             metrics = dataclasses.replace(metrics, time_shares=shares, slowest_rank=slowest, expert_load=load)
+            if load and config.model.moe_expert_capacity_factor is not None:
+                dropped = sum(layer.dropped for layer in load) / len(load)
+                metrics = dataclasses.replace(metrics, dropped_share=dropped)
             tokens = result.global_batch_size * config.model.seq_length
             own = {"lm_loss": result.loss, "elapsed_ms": 1000.0 * seconds, "tokens_per_second": tokens / seconds}
             for sink in self.step_sinks if to_steps else ():
@@ -198,7 +201,6 @@ class Reporting(Callback):
             seq_load_balancing_loss=None if auxiliary is None else auxiliary.of_samples,
             global_load_balancing_loss=None if auxiliary is None else auxiliary.of_global_batch,
             z_loss=None if auxiliary is None else auxiliary.z,
-            dropped_share=None if auxiliary is None else auxiliary.dropped,
             mtp_losses=result.mtp_losses,
             world_size=run.world_size,
             consumed_by_source=use_of_sources(run.loaders.samples, state.consumed_samples, run.config.model.seq_length),

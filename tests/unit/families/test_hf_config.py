@@ -82,6 +82,7 @@ BASES: dict[str, dict[str, Any]] = {
         **{**_SMALL, "num_hidden_layers": 3, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12},
     },
     "minimax_m2": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1, "bos_token_id": 2},
+    "phimoe": {**_SMALL, "num_local_experts": 4},
     "granitemoe": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3},
     "gpt_oss": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
     "llama4_text": {

@@ -158,7 +158,7 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
         ),
         ({**COHERE, **WINDOWS}, "is cohere2, which has --no-rope-freq"),
         ({**MIXTRAL, "moe_layer_freq": "[0,1,1,1]"}, "is mixtral, which has no --moe-layer-freq"),
-        ({"openai_gelu": True, **EXPERTS}, "is mixtral, which has --position-embedding-type rope"),
+        ({"openai_gelu": True, **EXPERTS}, "is phimoe, which has --position-embedding-type rope"),
     ],
 )
 def test_without_a_family_the_flag_in_the_way_is_named(model: dict[str, Any], obstacle: str) -> None:

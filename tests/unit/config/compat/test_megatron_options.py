@@ -74,6 +74,8 @@ OUR_OWN = {
     "--rotary-attention-factor",
     "--longrope-short-factor",
     "--longrope-long-factor",
+    "--attention-output-gate-over",
+    "--moe-router-sparsemixer-eps",
     "--attention-temperature-scale",
     "--attention-temperature-step",
     "--attention-chunk-size",

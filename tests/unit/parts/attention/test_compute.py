@@ -1,6 +1,7 @@
 """Our core attention against attention written out in fp64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.model.config import transformer_config
+from megatron_ext.parallel import groups as groups_of_ranks
 from megatron_ext.parts.attention.compute import SDPAttention
 from megatron_ext.parts.attention.describe import SHORT
-from tests.support.small_models import small_config
+from tests.support.small_models import LLAMA, build_small_model, small_config
 
 
 def _attention(dropout: float = 0.0, scale: float | None = None) -> SDPAttention:
@@ -108,3 +110,22 @@ def test_dropout_draws_from_the_tensor_parallel_generator_and_only_in_training()
 
     attention.eval()
     assert torch.equal(attention(*tensors), attention(*tensors))
+
+
+def test_a_gate_of_heads_multiplies_all_channels_of_each() -> None:
+    """Attention with its projections against the same written out from the sections of the fused matrix, in fp64."""
+    changes = {"num_layers": 1, "attention_output_gate": True, "attention_output_gate_over": "head"}
+    [gpt], _ = build_small_model(small_config({**LLAMA, **changes}))
+    attention: Any = gpt.decoder.layers[0].self_attention.double()
+    described, hidden = attention.described, attention.config.hidden_size
+    heads, groups = described.query_heads, described.groups
+    x = torch.randn(9, 2, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    rows = attention.linear_qkv.weight.view(groups, -1, hidden).split(described.sections, dim=1)
+    query, gate, key, value = ((x @ part.reshape(-1, hidden).mT).view(9, 2, groups, -1) for part in rows)
+    of_heads = (one.reshape(9, 2, count, -1).permute(1, 2, 0, 3) for one, count in ((query, heads), (key, groups)))
+    context = _written_out(*of_heads, value.permute(1, 2, 0, 3), scale=described.head_size**-0.5)
+    gated = context.view(9, 2, heads, -1) * gate.reshape(9, 2, heads, 1).sigmoid()
+    found, _ = attention(x)
+    torch.testing.assert_close(found, attention.linear_proj(gated.flatten(2))[0], atol=1e-6, rtol=0)
+    assert rows[1].numel() == heads * hidden
+    groups_of_ranks.destroy()

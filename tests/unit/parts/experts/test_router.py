@@ -8,17 +8,18 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, sinkhorn
 from megatron.core.transformer.moe.router import TopKRouter
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from megatron_ext.parts.experts import compute, router
 from megatron_ext.parts.experts.compute import GroupedExperts, rows_of_biases
 from megatron_ext.parts.experts.describe import Capacity
-from megatron_ext.parts.experts.router import Router, preferred
+from megatron_ext.parts.experts.router import Router, preferred, sparsely_mixed
 
 
 def _router(topk: int, training: bool) -> Any:
     router: Any = Router.__new__(Router)
     torch.nn.Module.__init__(router)
-    router.config, router.topk = SimpleNamespace(moe_aux_loss_coeff=0), topk
+    router.config, router.topk, router.sparse_mixer = SimpleNamespace(moe_aux_loss_coeff=0), topk, None
     router.tp_cp_group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     return router.train(training)
 
@@ -44,6 +45,25 @@ def test_on_one_rank_it_is_the_engines(topk: int, training: bool, dtype: torch.d
 def test_the_assignment_is_balanced_in_fp32() -> None:
     logits = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(_router(1, True)._balanced(logits), sinkhorn(logits.float()))
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_two_experts_are_those_of_phi_moe(draws: bool) -> None:
+    """Those of transformers with the same seed, and gradients of weights. A drawn one weighs a third of it at times,
+    which of the second is drawn anew there."""
+    logits = torch.randn(200, 6, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    torch.manual_seed(1)
+    weights, chosen = sparsely_mixed(logits, 0.3, draws=draws)
+    torch.manual_seed(1)
+    theirs, experts = sparsemixer(logits, 0.3, draws)
+    found = weights.gather(1, experts)
+    assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, experts, True))
+    torch.testing.assert_close(found[:, 0], theirs[:, 0])
+    upstream = torch.randn_like(found)
+    gradients = (torch.autograd.grad(one, logits, upstream)[0] for one in (found, theirs))
+    torch.testing.assert_close(*gradients)
+    ratio = (found / theirs)[:, 1]
+    assert torch.isclose(ratio[:, None], torch.tensor([1.0, 3.0, 1 / 3] if draws else [1.0]), rtol=1e-3).any(1).all()
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.0, 1.7, 9.0])
@@ -95,20 +115,19 @@ def test_weights_of_experts_are_rounded_with_what_they_multiply() -> None:
 
 def test_kinds_of_auxiliary_losses_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of microbatches, samples and global batches, summed over the layers, are equal on data-parallel ranks, the
-    z-loss and the share of dropped tokens means over this rank's tokens."""
+    z-loss a mean over this rank's tokens."""
     metrics = {
         "load_balancing_loss": SimpleNamespace(values=torch.tensor([1.0, 2.0])),
         "seq_load_balancing_loss": SimpleNamespace(values=torch.tensor([4.0, 8.0])),
         "z_loss": SimpleNamespace(values=torch.tensor([16.0, 20.0])),
-        "dropped_tokens": SimpleNamespace(values=torch.tensor([24.0])),
         "another": SimpleNamespace(values=torch.tensor([99.0])),
     }
     monkeypatch.setattr(
         router, "get_moe_metrics_tracker", lambda: SimpleNamespace(metrics=metrics, clear=metrics.clear)
     )
     groups: Any = SimpleNamespace(dp=SimpleNamespace(size=lambda: 3), tp_dp_cp=SimpleNamespace(size=lambda: 12))
-    assert router.take_auxiliary_losses(groups) == [1.0, 4.0, 0.0, 3.0, 2.0]
-    assert router.take_auxiliary_losses(groups) == [0.0, 0.0, 0.0, 0.0, 0.0]
+    assert router.take_auxiliary_losses(groups) == [1.0, 4.0, 0.0, 3.0]
+    assert router.take_auxiliary_losses(groups) == [0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("gated", [False, True])
