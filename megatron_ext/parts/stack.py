@@ -254,7 +254,8 @@ def _layer(model: ModelConfig, number: int) -> Layer:
     if not is_dealt(model.moe_layer_freq, model.num_layers, number, "the first", otherwise=True):
         experts = None
     mixer: Part
-    if model.experimental_attention_variant and is_dealt(model.linear_attention_freq, model.num_layers, number):
+    is_linear = model.experimental_attention_variant not in (None, "dsa")
+    if is_linear and is_dealt(model.linear_attention_freq, model.num_layers, number):
         mixer = gated_delta_of(model, final_norm(model))
     else:
         attends = latent_attention_of if model.multi_latent_attention else attention_of

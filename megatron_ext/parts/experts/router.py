@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_ext.parts.experts.describe import Capacity
 from megatron_ext.parts.experts.load import RouterLoad
+from megatron_ext.parts.latent_attention.indexer import INDEXER_LOSS
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -263,16 +264,17 @@ class _Choice:
 
 
 def take_auxiliary_losses(groups: ProcessGroupCollection) -> list[float]:
-    """Return this rank's part of each of `AUXILIARY_LOSSES`, and of the share of tokens beyond an expert's capacity,
-    over its layers and microbatches since the last call: added up over all ranks, the sums over layers and microbatches
-    of the means over the data-parallel ranks.
+    """Return this rank's part of each of `AUXILIARY_LOSSES`, of the loss of indexers of keys, and of the share of
+    tokens beyond an expert's capacity, over its layers and microbatches since the last call: added up over all ranks,
+    the sums over layers and microbatches of the means over the data-parallel ranks.
 
     None includes its coefficient.
     """
-    metrics, names = get_moe_metrics_tracker().metrics, (*AUXILIARY_LOSSES, _DROPPED)
+    metrics, names = get_moe_metrics_tracker().metrics, (*AUXILIARY_LOSSES, INDEXER_LOSS, _DROPPED)
     sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in names]
     get_moe_metrics_tracker().clear()
     # The others are parts of sums over a microbatch's tokens, the last two are means over this rank's tokens.
-    *balance, z, dropped = sums
-    means = (one / groups.tp_dp_cp.size() for one in (z, dropped))
-    return [*(loss / groups.dp.size() for loss in balance), *means]
+    *balance, z, indexer, dropped = sums
+    z, dropped = (one / groups.tp_dp_cp.size() for one in (z, dropped))
+    *balance, indexer = (loss / groups.dp.size() for loss in (*balance, indexer))
+    return [*balance, z, indexer, dropped]

@@ -194,6 +194,7 @@ class Reporting(Callback):
             seq_load_balancing_loss=None if auxiliary is None else auxiliary.of_samples,
             global_load_balancing_loss=None if auxiliary is None else auxiliary.of_global_batch,
             z_loss=None if auxiliary is None else auxiliary.z,
+            indexer_loss=None if auxiliary is None else auxiliary.indexer,
             dropped_share=None if auxiliary is None else auxiliary.dropped,
             mtp_losses=result.mtp_losses,
             world_size=run.world_size,
