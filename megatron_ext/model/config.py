@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 
 from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, layer_counts
 from megatron_ext.config.schema import Config
@@ -66,6 +67,9 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         rotary_interleaved=model.rotary_interleaved,
         softmax_scale=model.softmax_scale,
         softmax_type=model.softmax_type,  # pyright: ignore[reportArgumentType]
+        experimental_attention_variant_loss_scale_func=(
+            DSAIndexerLossAutoScaler.set_loss_scale if model.experimental_attention_variant == "dsa" else None
+        ),
         qk_clip=config.optimizer.qk_clip,
         qk_clip_alpha=config.optimizer.qk_clip_alpha,
         qk_clip_threshold=config.optimizer.qk_clip_threshold,

@@ -257,7 +257,7 @@ def _layer(model: ModelConfig, number: int) -> Layer:
         has_mixer, has_mlp = letter not in (MLP, EXPERTS), letter in (MLP, EXPERTS)
     else:
         is_other = is_dealt(model.linear_attention_freq, model.num_layers, number)
-        letter = GATED_DELTA if model.experimental_attention_variant and is_other else ATTENTION
+        letter = GATED_DELTA if model.experimental_attention_variant not in (None, "dsa") and is_other else ATTENTION
         has_mixer = has_mlp = True
     experts = model.num_experts if letters is None or letter == EXPERTS else None
     if not is_dealt(model.moe_layer_freq, model.num_layers, number, "the first", otherwise=True):

@@ -212,7 +212,7 @@ def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[
 def layers_without_attention_are_named(config: Config, facts: Facts) -> Iterator[str]:
     """Require a pattern which can be read, and names some layer, of those that have another mixer than attention."""
     model, pattern = config.model, config.model.linear_attention_freq
-    if model.experimental_attention_variant is None or not positive(model.num_layers):
+    if model.experimental_attention_variant in (None, "dsa") or not positive(model.num_layers):
         return
     usable = f"use --linear-attention-freq 4, or [1]*{model.num_layers}"
     try:

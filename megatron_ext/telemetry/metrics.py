@@ -94,6 +94,7 @@ class StepMetrics:
     seq_load_balancing_loss: float | None = None  # that of each sample
     global_load_balancing_loss: float | None = None  # that with the load of the global batch so far
     z_loss: float | None = None
+    indexer_loss: float | None = None  # of --experimental-attention-variant dsa, a mean over layers
     dropped_share: float | None = None  # mean over layers of what `expert_load` says, with a capacity of experts
     time_shares: Mapping[str, float] | None = None  # compute, communication, idle; with --log-communication-share
     slowest_rank: Mapping[str, Any] | None = (

@@ -51,6 +51,7 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         "seq_load_balancing_loss": metrics.seq_load_balancing_loss,
         "global_load_balancing_loss": metrics.global_load_balancing_loss,
         "z_loss": metrics.z_loss,
+        "indexer loss": metrics.indexer_loss,
         "dropped_share": metrics.dropped_share,
         "iteration-time": metrics.elapsed_ms / 1000.0,
         "throughput": metrics.tflops_per_gpu,

@@ -26,8 +26,8 @@ from megatron_ext.train.step_allreduce import SharedNumbers, mean_loss
 
 @dataclass(frozen=True)
 class AuxiliaryLosses:
-    """Holds what the routers of a mixture of experts add to the loss, each a mean over layers and microbatches, without
-    its coefficient. A loss is None where it is not part of the loss."""
+    """Holds what the routers of a mixture of experts and the indexers of keys add to the loss, each a mean over layers
+    and microbatches, without its coefficient. A loss is None where it is not part of the loss."""
 
     load_balancing: float | None
     z: float | None
@@ -36,6 +36,9 @@ class AuxiliaryLosses:
 
     of_global_batch: float | None = None
     """The load-balancing loss with the load of the global batch so far."""
+
+    indexer: float | None = None
+    """The divergence of the indexers' distribution over keys from attention's, per token."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class StepResult:
     loss_scale: float
     num_zeros: float | None
     auxiliary_losses: AuxiliaryLosses | None = None
-    """Auxiliary losses of a mixture of experts."""
+    """Auxiliary losses of mixtures of experts and of indexers."""
 
     mtp_losses: tuple[float, ...] = ()
     """Mean loss of each depth of multi-token prediction over its tokens, in nats."""
@@ -126,7 +129,9 @@ def train_step(
         return StepResult(0.0, 0, global_batch, False, None, _loss_scale(run), None)
     gradients = compute_gradients(run, samples)
     microbatches = len(gradients.of_microbatches)
-    auxiliary = _auxiliary_losses(run, microbatches) if run.config.model.num_experts is not None else None
+    model = run.config.model
+    has_auxiliary = model.num_experts is not None or model.experimental_attention_variant == "dsa"
+    auxiliary = _auxiliary_losses(run, microbatches) if has_auxiliary else None
     largest = [] if run.largest_scores is None else run.largest_scores.take()
     before_update()
     run.progress.phase = UPDATE
@@ -283,14 +288,17 @@ def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
     if run.world_size > 1:
         torch.distributed.all_reduce(total)
     model = run.config.model
-    routers = stack(run.config).count(lambda layer: layer.experts is not None)
-    load_balancing, of_samples, of_global_batch, z = (total / (microbatches * routers)).tolist()
+    layers = stack(run.config)
+    indexers = microbatches * len(layers) if model.experimental_attention_variant == "dsa" else 0
+    routers = microbatches * layers.count(lambda layer: layer.experts is not None)
+    load_balancing, of_samples, of_global_batch, z, _ = (total / max(routers, 1)).tolist()
     asked = model.load_balancing_losses
     return AuxiliaryLosses(
-        load_balancing=load_balancing if "aux_loss" in asked else None,
+        load_balancing=load_balancing if routers and "aux_loss" in asked else None,
         z=z if model.moe_z_loss_coeff is not None else None,
         of_samples=of_samples if "seq_aux_loss" in asked else None,
         of_global_batch=of_global_batch if "global_aux_loss" in asked else None,
+        indexer=float(total[4]) / indexers if indexers else None,
     )
 
 

@@ -36,7 +36,7 @@ _COUNTS = (
 _NUMBERS = (
     "grad_norm learning_rate weight_decay loss_scale elapsed_ms tokens_per_second tflops_per_gpu mfu params_norm "
     "load_balancing_loss seq_load_balancing_loss global_load_balancing_loss z_loss "
-    "max_attention_logit dropped_share"
+    "max_attention_logit dropped_share indexer_loss"
 )
 _OF_EXPERTS = "max_over_mean entropy dropped router_z"
 _ROW = fields(

@@ -65,11 +65,10 @@ def _cases() -> list[Case]:
         cases.append(
             Case(f"{layout}, OLMo-2", "OLMo-2", world_size, tuple(flags.split()), slow, slow or layout == "TP4")
         )
-    quick = (
-        layouts.QUICK_WINDOWS | layouts.QUICK_LATENTS | layouts.QUICK_DELTA | layouts.QUICK_AHEAD | layouts.QUICK_MAMBA
-    )
-    quick |= layouts.QUICK_SCHEDULES
-    others = layouts.WINDOWS | layouts.LATENTS | layouts.DELTA | layouts.MAMBA | layouts.AHEAD | layouts.SCHEDULES
+    quick = layouts.QUICK_WINDOWS | layouts.QUICK_LATENTS | layouts.QUICK_DELTA | layouts.QUICK_AHEAD
+    quick |= layouts.QUICK_MAMBA | layouts.QUICK_SCHEDULES | layouts.QUICK_INDEXED
+    others = layouts.WINDOWS | layouts.LATENTS | layouts.INDEXED | layouts.DELTA | layouts.MAMBA | layouts.AHEAD
+    others |= layouts.SCHEDULES
     for name, (world_size, flags) in others.items():
         cases.append(Case(name, _model(name), world_size, tuple(flags.split()), name not in quick, slow_in_bf16=True))
     for name, (world_size, flags) in layouts.PIECES.items():

@@ -260,6 +260,21 @@ LATENTS = {
 }
 QUICK_LATENTS = {"TP2, latents", "TP2 SP CP2 PP2 all_gather, latents", "TP4 SP, latents of keys alone"}
 
+# Keys that an indexer chooses, which every rank has whole and which learns from the heads of all ranks.
+INDEXED = {
+    "TP2, chosen keys": (2, "--tensor-model-parallel-size 2"),
+    "TP2 SP PP2 VPP2, chosen keys": (4, f"{TP2_SP} {_PP2_VPP2}"),
+    "CP2 all_gather, chosen keys": (2, f"{_CP2} all_gather"),
+    "DP2 distributed optimizer, overlap, chosen keys": (2, _OVERLAP),
+    "TP2 SP FSDP2, chosen keys": (4, f"{TP2_SP} {_FSDP2}"),
+    "TP2 SP ZeRO-3, chosen keys": (4, f"{TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
+    "one process, recompute full uniform, chosen keys": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
+    "one process, recompute selective, chosen keys": (1, "--recompute-granularity selective"),
+    "TP2 SP CP2 all_gather, chosen keys, packed": (4, f"{TP2_SP} {_CP2} all_gather"),
+    "TP2 SP, a token ahead by chosen keys": (2, TP2_SP),
+}
+QUICK_INDEXED = {"TP2 SP PP2 VPP2, chosen keys", "TP2 SP CP2 all_gather, chosen keys, packed"}
+
 # Gated delta rules: heads, states and inputs of the convolution of other ranks; documents within and across ranks.
 DELTA = {
     "TP2 SP PP2 VPP2, delta rules": (4, f"{TP2_SP} {_PP2_VPP2}"),

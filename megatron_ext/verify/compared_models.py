@@ -160,6 +160,20 @@ MODELS |= {
     ),
 }
 
+# Keys chosen by an indexer, fewer than a document has; more heads than make a score of 0 for many keys at once. With 12
+# channels a head, a gradient of TP2 differs by 2.8e-5 in one matrix of one layer, which fits one of 2 million products
+# before ReLU that is 0 but for rounding; with 10 there is none.
+_INDEXER_SIZES = (
+    "--q-lora-rank 20 --experimental-attention-variant dsa --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 12 "
+    "--dsa-indexer-topk 12"
+)
+MODELS |= {
+    "chosen keys": f"--num-layers 4 {_LATENT_SIZES} {_INDEXER_SIZES.replace('head-dim 12', 'head-dim 10')} {_UNTIED}",
+    "chosen keys, packed": f"{MODELS['latents, packed'].replace('--q-lora-rank 20', _INDEXER_SIZES)} "
+    "--dsa-indexer-use-sparse-loss",
+    "a token ahead by chosen keys": f"--num-layers 4 {_LATENT_SIZES} {_INDEXER_SIZES} --mtp-num-layers 1",
+}
+
 # Gated delta rules in every other layer, whose value heads share key heads in twos; and as Qwen3-Next has them. What a
 # head reads is near zero where its query and key are nearly at right angles; the norm divides by that, and with an
 # epsilon of 1e-5 such tokens make the gradients of fp32 differ from those of fp64 by 1e-5 in one process.

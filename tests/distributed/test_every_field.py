@@ -44,6 +44,9 @@ RUNS: dict[str, tuple[int, str]] = {
     "scaled rope": (1, f"{ROPE} --use-rope-scaling --rope-scaling-original-max-position-embeddings 16"),
     "latents": (1, f"{ROPE} --multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 "
                    "--qk-pos-emb-head-dim 8 --v-head-dim 8 --rotary-scaling-factor 4 --mscale .7 --mscale-all-dim .4"),
+    "chosen keys": (1, f"{ROPE} --multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 "
+                       "--qk-pos-emb-head-dim 8 --v-head-dim 8 --disable-bias-linear --experimental-attention-variant "
+                       "dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 6"),
     "delta rules": (1, f"{ROPE} --normalization RMSNorm --disable-bias-linear --experimental-attention-variant "
                        "gated_delta_net --linear-attention-freq [1,0] --linear-num-key-heads 2 "
                        "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"),
@@ -124,6 +127,14 @@ CHANGES: dict[str, tuple[str, str]] = {
     "linear_num_value_heads": ("delta rules", "--linear-num-value-heads 2"),
     "linear_norm_epsilon": ("delta rules", "--linear-norm-epsilon 0.5"),
     "linear_allow_neg_eigval": ("delta rules", "--linear-allow-neg-eigval"),
+    "dsa_indexer_n_heads": ("chosen keys", "--dsa-indexer-n-heads 3"),
+    "dsa_indexer_head_dim": ("chosen keys", "--dsa-indexer-head-dim 10"),
+    "dsa_indexer_topk": ("chosen keys", "--dsa-indexer-topk 3"),
+    "dsa_indexer_rope_interleaved": ("chosen keys", "--dsa-indexer-rope-interleaved"),
+    "dsa_indexer_k_norm_epsilon": ("chosen keys", "--dsa-indexer-k-norm-epsilon 0.1"),
+    "dsa_indexer_loss_coeff": ("chosen keys", "--dsa-indexer-loss-coeff 0.3"),
+    "dsa_indexer_use_sparse_loss": ("chosen keys", "--dsa-indexer-use-sparse-loss"),
+    "dsa_indexer_warmup": ("chosen keys", "--dsa-indexer-warmup"),
     "q_lora_rank": ("latents", "--q-lora-rank 4"),
     "kv_lora_rank": ("latents", "--kv-lora-rank 4"),
     "qk_head_dim": ("latents", "--qk-head-dim 4"),

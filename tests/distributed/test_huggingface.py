@@ -142,7 +142,7 @@ def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_pa
     expected, folder = _tensors(tmp_path / "gradients"), HFFolder(tmp_path / "model")
     config = resolve(folder.values, Facts())
     for mapping in state_dict_mapping(config, folder.family):
-        if mapping.dtype is not None:  # state, which has no gradient
+        if mapping.dtype is not None or ".indexer." in mapping.parameter.name:  # state, and what no loss there trains
             continue
         ours = torch.from_numpy(found[mapping.parameter.name])
         for span in mapping.ranges:

@@ -61,6 +61,7 @@ _EXPERTS: dict[str, Any] = {
     **{"n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1},
     **{"n_group": 3, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1},
 }
+_INDEXER: dict[str, Any] = {"index_n_heads": 10, "index_head_dim": 14, "index_topk": 9}
 _DELTA: dict[str, Any] = {
     **{**_DECODER, "num_hidden_layers": 4, "partial_rotary_factor": 0.5, "linear_key_head_dim": 6},
     **{"linear_value_head_dim": 10, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
@@ -354,6 +355,18 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "glm4_moe_lite", **_LATENTS, **_EXPERTS, "q_lora_rank": 20, "rms_norm_eps": 1e-3},
         **{"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], **_UNTIED},
     },
+    "DeepSeek-V3.2": {
+        **{"model_type": "deepseek_v32", **_LATENTS, **_EXPERTS, **_INDEXER, "q_lora_rank": 20, **_UNTIED},
+        "rope_scaling": {
+            **{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16},
+            **{"beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+    },
+    "GLM-5": {
+        **{"model_type": "glm_moe_dsa", **_LATENTS, **_EXPERTS, **_INDEXER, "q_lora_rank": 20, "rms_norm_eps": 1e-3},
+        **{"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_group": 1, "topk_group": 1},
+        **{"index_n_heads": 9, "index_head_dim": 8, "index_topk": 7, **_UNTIED},
+    },
     "dots.llm1": {
         **{"model_type": "dots1", **_DECODER, **_EXPERTS, "num_hidden_layers": 4, "sliding_window": 6},
         **{"max_window_layers": 2, "n_shared_experts": 2, "pad_token_id": None, **_UNTIED},
@@ -535,8 +548,10 @@ def write_gradients(model: Any, folder: Path) -> None:
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
+        for name, parameter in model.named_parameters():
+            if ".indexer." in name:  # which transformers does not train
+                assert parameter.grad is None
+            elif parameter.requires_grad:
                 assert parameter.grad is not None
                 parameter.copy_(parameter.grad)
     _write(model, folder)

@@ -30,6 +30,12 @@ LATENTS: dict[str, Any] = {
     **{"original_max_position_embeddings": 8, "mscale": 0.7, "mscale_all_dim": 0.4},
 }
 """Latent attention whose queries have latents too, with YaRN."""
+INDEXED: dict[str, Any] = {
+    **{**LATENTS, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 5, "dsa_indexer_head_dim": 10},
+    "dsa_indexer_topk": 4,
+}
+"""Latent attention over four keys."""
+
 DELTA: dict[str, Any] = {
     **LLAMA,
     **{"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2", "linear_key_head_dim": 6},

@@ -30,6 +30,12 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "a Hadamard transform of the indexer's queries and keys changes no product of them, and is left out",
+        """
+        --no-dsa-indexer-rotate-activation, --disable-dsa-indexer-rotate-activation
+        """,
+    ),
+    (
         "weight gradients are added by the matrix product only where --gradient-accumulation-fusion asks for it",
         """
         --no-gradient-accumulation-fusion

@@ -94,13 +94,15 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "sparse and other experimental attention is not in this version; leave it out",
+        "each layer has an indexer of its own, whose scores go through ReLU in plain torch; leave it out",
         """
-        --dsa-indexer-n-heads N, --dsa-indexer-head-dim N, --dsa-indexer-topk N, --dsa-indexer-topk-freq N =1,
-        --dsa-indexer-skip-topk-offset N =0, --dsa-indexer-loss-coeff N,
-        --dsa-indexer-use-sparse-loss, --dsa-kernel-backend N =none, --dsa-indexer-rope-interleaved,
-        --no-dsa-indexer-rotate-activation, --disable-dsa-indexer-rotate-activation, --no-dsa-indexer-scoring-relu,
-        --disable-dsa-indexer-scoring-relu, --dsa-indexer-k-norm-epsilon N, --dsa-indexer-k-norm-fp32,
+        --dsa-indexer-topk-freq N =1, --dsa-indexer-skip-topk-offset N =0, --dsa-kernel-backend N =none,
+        --no-dsa-indexer-scoring-relu, --disable-dsa-indexer-scoring-relu, --dsa-indexer-k-norm-fp32
+        """,
+    ),
+    (
+        "kitchen's attention is not in this version; leave it out",
+        """
         --use-kitchen-attention, --kitchen-attention-backend N =sdpa,
         --kitchen-config-file N, --kitchen-recipe-number N
         """,

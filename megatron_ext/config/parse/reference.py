@@ -38,6 +38,7 @@ OTHER_DEFAULTS = {
     "--moe-aux-loss-coeff": OtherDefault(0.0, "the same, read as one of a list"),
     "--fp8-recipe": OtherDefault("delayed", "scales are those of the tensor itself, not of the steps before"),
     "--muon-tp-mode": OtherDefault("blockwise", "the curve is the same as on one rank"),
+    "--dsa-indexer-loss-coeff": OtherDefault(None, "nothing else trains the indexer"),
     "--split": OtherDefault(None, "the same, which Megatron fills in later"),
 }
 """Flags whose default Megatron's parser gives otherwise."""

@@ -178,13 +178,16 @@ class ModelConfig:
     experimental_attention_variant: str | None = option(
         None,
         "What takes the place of attention in the layers of --linear-attention-freq, a recurrence over a state of one "
-        "size: Gated DeltaNet, or Kimi Delta Attention (kda).",
+        "size: Gated DeltaNet, or Kimi Delta Attention (kda); or dsa: in all layers latent attention over the keys that "
+        "an indexer chooses.",
         resume="shape",
-        choices=("gated_delta_net", "kda"),
-        refused={"dsa": "sparse attention by an indexer of keys is not in this version"},
+        choices=("gated_delta_net", "kda", "dsa"),
         needs={
-            variant: [Need("disable_bias_linear", True, "projections without bias")]
-            for variant in ("gated_delta_net", "kda")
+            "dsa": [Need("multi_latent_attention", True, "latents of keys and values")],
+            **{
+                variant: [Need("disable_bias_linear", True, "projections without bias")]
+                for variant in ("gated_delta_net", "kda")
+            },
         },
     )
     linear_attention_freq: str | None = option(
@@ -223,6 +226,32 @@ class ModelConfig:
         resume="function",
         read_with=_VARIANT,
     )
+    dsa_indexer_n_heads: int | None = option(
+        None,
+        "Query heads of the indexer of --experimental-attention-variant dsa.",
+        resume="shape",
+        at_least=1,
+        read_with=_VARIANT,
+    )
+    dsa_indexer_head_dim: int | None = option(
+        None, "Channels of its query heads and of its key.", resume="shape", at_least=1, read_with=_VARIANT
+    )
+    dsa_indexer_topk: int | None = option(
+        None, "Most keys that a query attends to.", resume="function", at_least=1, read_with=_VARIANT
+    )
+    dsa_indexer_rope_interleaved: bool = option(
+        False,
+        "Rotate pairs of neighbouring channels in it, as GLM-5, and not of two halves, as DeepSeek-V3.2.",
+        resume="function",
+        read_with=_VARIANT,
+    )
+    dsa_indexer_k_norm_epsilon: float | None = option(
+        None,
+        "Epsilon of the LayerNorm of its keys; default --norm-epsilon.",
+        resume="function",
+        positive=True,
+        read_with=_VARIANT,
+    )
     hybrid_layer_pattern: str | None = option(
         None,
         "What each layer is, alone: M Mamba-2, G Gated DeltaNet, * attention, + that of latents, - MLP, E experts; "
@@ -244,6 +273,24 @@ class ModelConfig:
         resume="shape",
         at_least=1,
         read_with=_PATTERN,
+    )
+    dsa_indexer_loss_coeff: float = option(
+        1.0,
+        "Weight of its loss, the divergence of its distribution over keys from that of attention; nothing else trains "
+        "it.",
+        resume="free",
+        positive=True,
+        read_with=_VARIANT,
+    )
+    dsa_indexer_use_sparse_loss: bool = option(
+        False, "Compute that loss over the chosen keys, and not over all.", resume="free", read_with=_VARIANT
+    )
+    dsa_indexer_warmup: bool = option(
+        False,
+        "Attend to all keys while the indexer learns from them: the dense warm-up. To train the indexer alone, add "
+        "--lr-group *=0 --lr-group *.indexer.*=1.",
+        resume="free",
+        read_with=_VARIANT,
     )
     q_lora_rank: int | None = option(
         None,

@@ -26,6 +26,10 @@ from megatron_ext.parts.attention.scores import PLAIN, Scores, forward, with_sin
 Project = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states [N, hidden] to the logits [N, V]."""
 
+Hides = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
+"""From the keys of the first head, [B, T, D], and what is added to all scores, [B, 1, 1, T], to the same of one
+query."""
+
 
 class Sequences:
     """Documents that lie end to end in the sequences of training, none of which sees another."""
@@ -262,8 +266,13 @@ class KeyValueCache(WholeSequences):
         scale: float | None,
         window: int | None = None,
         scores: Scores = PLAIN,
+        hides: Hides | None = None,
     ) -> torch.Tensor:
-        """Keep the keys and values of this pass, and return the context of one layer, [S, B, H x D]."""
+        """Keep the keys and values of this pass, and return the context of one layer, [S, B, H x D].
+
+        Args:
+            hides: for a pass over one token, from the keys and what hides some of them what hides more.
+        """
         query_BHSD, key_BGSD, value_BGSD = heads
         if self._is_first:
             if layer_number not in self._kept:
@@ -274,6 +283,8 @@ class KeyValueCache(WholeSequences):
         keys_BGTD[:, :, -1:], values_BGTD[:, :, -1:] = key_BGSD, value_BGSD
         rows, groups, _, channels = key_BGSD.shape
         unseen = self._unseen(query_BHSD.dtype, first)
+        if hides is not None:
+            unseen = hides(keys_BGTD[:, 0], unseen)
         if not scores.are_plain:
             places = torch.arange(first, self._length, device=query_BHSD.device)
             block = forward(

@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_ext.parts.experts.describe import Capacity
 from megatron_ext.parts.experts.load import RouterLoad
+from megatron_ext.parts.latent_attention.indexer import INDEXER_LOSS
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -309,14 +310,16 @@ class _Choice:
 
 
 def take_auxiliary_losses(groups: ProcessGroupCollection) -> list[float]:
-    """Return this rank's part of each of `AUXILIARY_LOSSES`, over its layers and microbatches since the last call:
-    added up over all ranks, the sums over layers and microbatches of the means over the data-parallel ranks.
+    """Return this rank's part of each of `AUXILIARY_LOSSES` and of the loss of indexers of keys, over its layers and
+    microbatches since the last call: added up over all ranks, the sums over layers and microbatches of the means over
+    the data-parallel ranks.
 
     None includes its coefficient.
     """
-    metrics = get_moe_metrics_tracker().metrics
-    sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in AUXILIARY_LOSSES]
+    metrics, names = get_moe_metrics_tracker().metrics, (*AUXILIARY_LOSSES, INDEXER_LOSS)
+    sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in names]
     get_moe_metrics_tracker().clear()
-    # The others are parts of sums over a microbatch's tokens, the last is a mean over this rank's tokens.
-    *balance, z = sums
-    return [*(loss / groups.dp.size() for loss in balance), z / groups.tp_dp_cp.size()]
+    # The others are parts of sums over a microbatch's tokens, z is a mean over this rank's tokens.
+    *balance, z, indexer = sums
+    *balance, indexer = (loss / groups.dp.size() for loss in (*balance, indexer))
+    return [*balance, z / groups.tp_dp_cp.size(), indexer]

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -22,25 +23,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_ext.device.kernels import linear
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.attention.compute import SDPAttention
 from megatron_ext.parts.attention.rope import rotate
 from megatron_ext.parts.latent_attention.describe import LatentAttention
+from megatron_ext.parts.latent_attention.indexer import Bounds, SparseAttention, WholeLinear
 from megatron_ext.parts.linear.compute import BiasedRowLinear, ColumnLinear, RowLinear
-from megatron_ext.parts.norm.compute import norm_builder, uninitialized
-
-
-class WholeLinear(torch.nn.Module):
-    """Computes Y = X A^T with all of A on every rank: under sequence parallelism of this rank's tokens."""
-
-    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = uninitialized(config, outputs, inputs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return Y, [..., outputs]. x: [..., inputs]."""
-        return linear(x, self.weight, None)
+from megatron_ext.parts.norm.compute import norm_builder
 
 
 class LatentSelfAttention(MegatronModule):
@@ -78,14 +67,15 @@ class LatentSelfAttention(MegatronModule):
             skip_bias_add=False,
             tp_group=self.tp_group,
         )
-        self.core_attention = SDPAttention(
+        core = SDPAttention if attention.indexer is None else partial(SparseAttention, described=attention)
+        self.core_attention = core(
             config,
             layer_number,
             AttnMaskType.causal,
             "self",
             cp_comm_type,
             attention.score_scale,
-            pg_collection,
+            pg_collection=pg_collection,
             window=attention.window,
         )
         self.linear_proj: Any = (BiasedRowLinear if attention.output_bias else RowLinear)(
@@ -126,29 +116,31 @@ class LatentSelfAttention(MegatronModule):
         if self.rotary_columns is not None:
             assert rotary_pos_emb is not None, "some channels are rotated"
             table = rotary_pos_emb[..., self.rotary_columns].contiguous()
-        query, latent, shared_key = self._projected(hidden_states, table)
+        query, latent, shared_key, *index = self._projected(hidden_states, table)
         if isinstance(packed_seq_params, WholeSequences):
-            return self._inferred(query, latent, shared_key, packed_seq_params)
+            return self._inferred(query, latent, shared_key, index, packed_seq_params)
         core: Any = self.core_attention
         attend = core if packed_seq_params is None else packed_seq_params.attention(core, self.layer_number)
-        heads_BHSD = query, *self._keys_and_values(latent, shared_key)
+        heads_BHSD = query, *self._keys_and_values(latent, shared_key), *index
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(attend, False, *heads_BHSD)
         else:
             context = attend(*heads_BHSD)
         return self.linear_proj(context)
 
-    def _projected(
-        self, hidden_sBM: torch.Tensor, table: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, [B, H, S, D], the latent of keys and values, [s, B, R], and the channels of the key that all
-        heads share, [B, 1, S, P]. What is rotated is rotated."""
-        described = self.described
+    def _projected(self, hidden_sBM: torch.Tensor, table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return queries, [B, H, S, D], the latent of keys and values, [s, B, R], the channels of the key that all
+        heads share, [B, 1, S, P], and what the indexer, if there is one, makes of each token (`Index`). What is rotated
+        is rotated."""
+        described, core, index = self.described, self.core_attention, ()
         if described.query_rank is None:
             query_SBM: torch.Tensor = self.linear_q_proj(hidden_sBM)[0]
         else:
             latent = self.linear_q_down_proj(hidden_sBM)
-            query_SBM = self.linear_q_up_proj(latent if self.q_layernorm is None else self.q_layernorm(latent))[0]
+            latent = latent if self.q_layernorm is None else self.q_layernorm(latent)
+            query_SBM = self.linear_q_up_proj(latent)[0]
+            if isinstance(core, SparseAttention):
+                index = core.indexer(hidden_sBM, latent, table)
         kept_sBM = self.linear_kv_down_proj(hidden_sBM)
         latent_sBR, shared_SBP = kept_sBM.split((described.rank, described.position_size), dim=-1)
         # The gradient of what all heads share is the sum over those of all ranks.
@@ -164,7 +156,7 @@ class LatentSelfAttention(MegatronModule):
             shared_key = rotate(shared_key, table, interleaved=True)
         # The product would keep a copy next to the whole that this is a part of.
         latent_sBR = latent_sBR.contiguous() if self.kv_layernorm is None else self.kv_layernorm(latent_sBR)
-        return query, latent_sBR, shared_key
+        return query, latent_sBR, shared_key, *index
 
     def _keys_and_values(
         self, latent_sBR: torch.Tensor, shared_key_B1SP: torch.Tensor
@@ -183,17 +175,31 @@ class LatentSelfAttention(MegatronModule):
         query_BHSD: torch.Tensor,
         latent_SBR: torch.Tensor,
         shared_key_B1SP: torch.Tensor,
+        index: list[torch.Tensor],
         inference: WholeSequences,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the same without gradients: in the last layer that of the positions that are read alone."""
-        attend = inference.attention(self.core_attention, self.layer_number)
+        core = self.core_attention
+        attend = inference.attention(core, self.layer_number)
         latent_B1SR = latent_SBR.transpose(0, 1)[:, None]
-        kept = torch.cat((latent_B1SR, shared_key_B1SP), dim=-1)
+        # The indexer's keys lie behind what one key head of all queries is, which are 0 there.
+        of_indexer = [index[1][:, None]] if index else []
+        kept = torch.cat((latent_B1SR, shared_key_B1SP, *of_indexer), dim=-1)
         if inference.goes_on:
-            context = self._values(attend(self._absorbed(query_BHSD), kept, latent_B1SR))
+            query = self._absorbed(query_BHSD)
+            if isinstance(core, SparseAttention):
+                query = F.pad(query, (0, kept.size(-1) - query.size(-1)))
+                attend = partial(attend, hides=partial(core.hides, index))
+            context = self._values(attend(query, kept, latent_B1SR))
         else:
             inference.keep(self.layer_number, kept, self.described.rank)
-            context = attend(query_BHSD, *self._keys_and_values(latent_SBR, shared_key_B1SP))
+            heads = query_BHSD, *self._keys_and_values(latent_SBR, shared_key_B1SP)
+            if isinstance(core, SparseAttention):
+                rows, length = query_BHSD.size(0), query_BHSD.size(2)
+                bounds = Bounds.of_rows(length, inference.begins(rows, length), query_BHSD.device)
+                context = core(*heads, *index, bounds=bounds)
+            else:
+                context = attend(*heads)
         return self.linear_proj(inference.narrowed(context, self))
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,78 @@ from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Exchange, Place, Product, Share, State
 from megatron_ext.parts.ways import Asked
 
-_FP32 = 4
+_FP32, _INT64 = 4, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """What chooses the keys that a query attends to (DeepSeek sparse attention, arXiv:2512.02556, section 2.1)."""
+
+    heads: int
+    head_size: int
+    """Channels of its query heads and of its key, of which the first ones are rotated as attention's last ones are."""
+
+    topk: int
+    """Most keys that a query attends to."""
+
+    interleaved: bool
+    """Whether a pair of rotated channels is two neighbours, and not a channel of each half."""
+
+    norm: Norm
+    """Norm of its keys."""
+
+    loss: float
+    """Weight of its loss."""
+
+    learns_from_chosen: bool
+    """Whether that is over the chosen keys, and not over all."""
+
+    warms_up: bool
+    """Whether attention is over all keys, as long as it only learns."""
+
+    @property
+    def query_size(self) -> int:
+        """Number of channels of all its query heads."""
+        return self.heads * self.head_size
+
+    def parameters(self, place: Place, query_rank: int) -> Iterator[Parameter]:
+        """Yield its projections and norm, which every tensor-parallel rank has whole."""
+        hidden = place.model.hidden_size
+        yield place.matrix("linear_wq_b.weight", self.query_size, query_rank)
+        yield place.matrix("linear_wk.weight", self.head_size, hidden, sequence_parallel=True)
+        yield from self.norm.parameters(place.inside("k_norm"), self.head_size)
+        yield place.matrix("linear_weights_proj.weight", self.heads, hidden, sequence_parallel=True)
+
+    def products(self, share: Share, query_rank: int) -> list[Product]:
+        """Return the projections."""
+        own = share.tokens / share.divided
+        outputs = self.head_size, self.heads
+        return [
+            Product(share.tokens, self.query_size, query_rank),
+            *(Product(own, size, share.hidden) for size in outputs),
+        ]
+
+    def held(self, share: Share) -> float:
+        """Return the bytes of its queries, keys and weights with their gradients, which the forward pass computes, and
+        of the choice."""
+        keys = self.head_size * share.context
+        numbers = share.width * (self.query_size + keys) + _FP32 * self.heads
+        return share.tokens * (2 * numbers + _INT64 * min(self.topk, share.length))
+
+    def sent(self, share: Share, query_rank: int) -> Iterator[Exchange]:
+        """Yield what tensor-parallel ranks add up for the loss and gather for scores, and the keys that
+        context-parallel ranks gather."""
+        t, c = share.tensor, share.context
+        if t > 1:
+            target = 2 * (t - 1) / t * _FP32 * share.tokens * share.length
+            yield Exchange("tp", "all-reduce", target, 0.0, (1, 0), "2 m {layers} (t-1)/t 4 T S", "core")
+        if share.divided > 1:
+            read = (t - 1) / t * share.width * share.tokens * (query_rank + self.head_size + self.heads)
+            yield Exchange("tp", "all-gather", read, 0.0, (3, 0), "m {layers} (t-1)/t w T (Q + E + I)", "mixer")
+        if c > 1:
+            keys = (c - 1) * share.width * share.tokens * self.head_size
+            yield Exchange("cp", "all-gather", keys, 0.0, (1, 0), "m {layers} (c-1) w T E", "core")
+            yield Exchange("cp", "reduce-scatter", 0.0, keys, (0, 1), "m {layers} (c-1) w T E", "core")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +115,7 @@ class LatentAttention(Attention):
         "linear_kv_down_proj",
         "kv_layernorm",
         "linear_kv_up_proj",
+        "core_attention",
         "linear_proj",
     )
 
@@ -55,6 +127,9 @@ class LatentAttention(Attention):
 
     position_size: int
     """Channels of a head, its last, that are rotated, if any are; all heads share those of the key."""
+
+    indexer: Indexer | None = None
+    """What chooses the keys that a query attends to; None: it attends to all."""
 
     @property
     def blocks(self) -> int:
@@ -99,6 +174,8 @@ class LatentAttention(Attention):
             if self.query_rank is not None:
                 yield from self.norm.parameters(place.inside("q_layernorm"), self.query_rank)
             yield from self.norm.parameters(place.inside("kv_layernorm"), self.rank)
+        if self.indexer is not None:
+            yield from self.indexer.parameters(place.inside("core_attention.indexer"), self.query_rank or hidden)
 
     def state(self, place: Place) -> Iterator[State]:
         """Yield what is saved with each linear layer that ranks divide."""
@@ -112,6 +189,8 @@ class LatentAttention(Attention):
         queries = [Product(tokens, self.query_size // t, self.query_rank or share.hidden)]
         if self.query_rank is not None:
             queries.insert(0, Product(own, self.query_rank, share.hidden))
+        if self.indexer is not None:
+            queries += self.indexer.products(share, self.query_rank or share.hidden)
         return [
             *queries,
             Product(own, self._kept_size, share.hidden),
@@ -144,6 +223,7 @@ class LatentAttention(Attention):
             "core": share.width * share.tokens * heads * core,
             "projection": share.width * share.tokens * heads * self.value_head_size,
             "latents": latents,
+            **({} if self.indexer is None else {"indexer": self.indexer.held(share)}),
         }
 
     def _read(self, share: Share) -> int:
@@ -153,6 +233,8 @@ class LatentAttention(Attention):
     def sent(self, share: Share) -> Iterator[Exchange]:
         """Yield what tensor-parallel ranks exchange in place of the input, and what context-parallel ranks do."""
         yield from super().sent(share)
+        if self.indexer is not None:
+            yield from self.indexer.sent(share, self.query_rank or share.hidden)
         if share.tensor == 1:
             return
         one = (share.tensor - 1) / share.tensor * share.width * share.tokens
@@ -207,6 +289,59 @@ class LatentAttention(Attention):
                 f"--qk-pos-emb-head-dim {self.position_size + 1}"
             )
 
+        if model.experimental_attention_variant == "dsa":
+            yield from self._cannot_choose(config)
+
+    def _cannot_choose(self, config: Config) -> Iterator[str]:
+        """Yield what flags cannot be where keys are chosen."""
+        model, exchanges = config.model, config.layout.cp_comm_type
+        asked = "--experimental-attention-variant dsa"
+        for flag, value, usual in (
+            ("--dsa-indexer-n-heads", model.dsa_indexer_n_heads, 64),
+            ("--dsa-indexer-head-dim", model.dsa_indexer_head_dim, 128),
+            ("--dsa-indexer-topk", model.dsa_indexer_topk, 2048),
+            ("--q-lora-rank", model.q_lora_rank, 1536),
+        ):
+            if value is None:
+                yield f"{asked} needs {flag}, which is not given; use {flag} {usual}"
+        if (model.dsa_indexer_head_dim or self.position_size) < self.position_size:
+            yield (
+                f"--dsa-indexer-head-dim {model.dsa_indexer_head_dim} is below --qk-pos-emb-head-dim "
+                f"{self.position_size}, the channels that the indexer rotates; use --dsa-indexer-head-dim "
+                f"{self.position_size}"
+            )
+        if config.layout.context_parallel_size > 1 and {*exchanges} != {"all_gather"}:
+            yield (
+                f"--cp-comm-type {' '.join(exchanges)} with {asked}: a query chooses among the keys of all ranks at "
+                "once, and all heads attend to the same; use --cp-comm-type all_gather"
+            )
+        if model.attention_dropout > 0.0:
+            yield (
+                f"--attention-dropout {model.attention_dropout:g} with {asked}, which has none; use "
+                "--attention-dropout 0"
+            )
+        for flag, is_given in (
+            ("--window-size", model.window_size is not None),
+            ("--qk-clip", config.optimizer.qk_clip),
+            ("--log-max-attention-logit", config.logging.log_max_attention_logit),
+        ):
+            if is_given:
+                yield f"{flag} with {asked}: neither hides nor measures keys that are not chosen; leave {flag} out"
+
+    def mean_keys(self, length: int) -> float:
+        """Return the number of keys that a query attends to on average."""
+        indexer = self.indexer
+        if indexer is None or indexer.warms_up:
+            return super().mean_keys(length)
+        seen = min(indexer.topk, length)
+        return seen - seen * seen / (2 * length)
+
+    def core_flops(self, length: int) -> float:
+        """Return the floating-point operations of Q K^T and A V for one token, forward, and of the indexer's products,
+        which are with all keys."""
+        flops, indexer = super().core_flops(length), self.indexer
+        return flops if indexer is None else flops + 2 * indexer.query_size * super().mean_keys(length)
+
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return what it asks of a way of computing it."""
         own = {"latent": Asked("--multi-latent-attention is given")}
@@ -232,4 +367,24 @@ def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAt
         query_rank=model.q_lora_rank,
         rank=model.kv_lora_rank,
         position_size=model.qk_pos_emb_head_dim,
+        indexer=_indexer_of(model),
+    )
+
+
+def _indexer_of(model: ModelConfig) -> Indexer | None:
+    """Return what chooses keys; None where nothing does, or its sizes are not given, which `cannot` says."""
+    sizes = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim, model.dsa_indexer_topk
+    heads, head_size, topk = sizes
+    if model.experimental_attention_variant != "dsa" or None in (*sizes, model.q_lora_rank):
+        return None
+    epsilon = model.norm_epsilon if model.dsa_indexer_k_norm_epsilon is None else model.dsa_indexer_k_norm_epsilon
+    return Indexer(
+        heads=heads or 1,
+        head_size=head_size or 1,
+        topk=topk or 1,
+        interleaved=model.dsa_indexer_rope_interleaved,
+        norm=Norm("LayerNorm", epsilon),
+        loss=model.dsa_indexer_loss_coeff,
+        learns_from_chosen=model.dsa_indexer_use_sparse_loss,
+        warms_up=model.dsa_indexer_warmup,
     )

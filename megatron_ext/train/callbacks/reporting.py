@@ -201,6 +201,7 @@ class Reporting(Callback):
             seq_load_balancing_loss=None if auxiliary is None else auxiliary.of_samples,
             global_load_balancing_loss=None if auxiliary is None else auxiliary.of_global_batch,
             z_loss=None if auxiliary is None else auxiliary.z,
+            indexer_loss=None if auxiliary is None else auxiliary.indexer,
             mtp_losses=result.mtp_losses,
             world_size=run.world_size,
             consumed_by_source=use_of_sources(run.loaders.samples, state.consumed_samples, run.config.model.seq_length),

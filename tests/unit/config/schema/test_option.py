@@ -33,6 +33,10 @@ SCALED = f"{ROTATED} --rope-type yarn --rotary-base-local 9 --attention-temperat
 LONG = f"{ROTATED} --kv-channels 4 --rope-type longrope --longrope-short-factor 1 2 --longrope-long-factor 3 4"
 LATENT = f"{BASE} --position-embedding-type rope --multi-latent-attention --q-lora-rank 4 --qk-layernorm"
 LATENT += " --latent-norm-epsilon 1e-3"
+INDEXED = (
+    f"{LATENT} --disable-bias-linear --attention-dropout 0 --experimental-attention-variant dsa "
+    "--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 64 --dsa-indexer-topk 4 --dsa-indexer-k-norm-epsilon 1e-4"
+)
 DELTA = (
     f"{BASE} --normalization RMSNorm --disable-bias-linear --experimental-attention-variant gated_delta_net "
     "--linear-attention-freq 2"
@@ -44,6 +48,9 @@ FREE_IN_THE_MODEL = {
     "moe_router_load_balancing_type": "a term of the loss, not of the output",
     "moe_aux_loss_coeff": "a term of the loss, not of the output",
     "moe_z_loss_coeff": "a term of the loss, not of the output",
+    "dsa_indexer_loss_coeff": "a term of the loss, not of the output",
+    "dsa_indexer_use_sparse_loss": "a term of the loss, not of the output",
+    "dsa_indexer_warmup": "a stage of training, after which keys are chosen",
     "mtp_loss_scaling_factor": "a term of the loss, not of the output",
     "moe_router_bias_update_rate": "how the bias goes on",
     "moe_input_jitter_eps": "regularization",
@@ -76,6 +83,7 @@ def config_with(name: str) -> Config:
     flags |= dict.fromkeys(("longrope_short_factor", "longrope_long_factor"), LONG)
     flags |= dict.fromkeys(("mup_base_hidden_size", "mup_base_head_dim", "mup_base_num_layers"), MUP)
     flags |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq"), DELTA)
+    flags |= dict.fromkeys((name for name in shapes_and_function() if name.startswith("dsa_indexer")), INDEXED)
     flags["latent_norm_epsilon"] = LATENT
     flags["linear_norm_epsilon"] = f"{DELTA} --linear-norm-epsilon 1e-3"
     flags["activation_func_clamp_value"] += " --activation-func-clamp-value 3"
