@@ -178,8 +178,8 @@ class ModelConfig:
     experimental_attention_variant: str | None = option(
         None,
         "What takes the place of attention in the layers of --linear-attention-freq, a recurrence over a state of one "
-        "size: Gated DeltaNet, or Kimi Delta Attention (kda); or dsa: in all layers latent attention over the keys that "
-        "an indexer chooses.",
+        "size: Gated DeltaNet, or Kimi Delta Attention (kda); or dsa: in all layers latent attention over the keys "
+        "that an indexer chooses.",
         resume="shape",
         choices=("gated_delta_net", "kda", "dsa"),
         needs={
