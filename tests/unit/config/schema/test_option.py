@@ -41,6 +41,7 @@ DELTA = (
     f"{BASE} --normalization RMSNorm --disable-bias-linear --experimental-attention-variant gated_delta_net "
     "--linear-attention-freq 2"
 )
+HYBRID = f"{BASE} --disable-bias-linear --hybrid-layer-pattern M-M*M-M* --mamba-num-groups 2"
 MUP = f"{BASE} --use-mup --mup-base-hidden-size 16 --mup-base-head-dim 4 --mup-base-num-layers 2"
 FREE_IN_THE_MODEL = {
     "seq_length": "a longer context goes on from a shorter one",
@@ -84,6 +85,7 @@ def config_with(name: str) -> Config:
     flags |= dict.fromkeys(("mup_base_hidden_size", "mup_base_head_dim", "mup_base_num_layers"), MUP)
     flags |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq"), DELTA)
     flags |= dict.fromkeys((name for name in shapes_and_function() if name.startswith("dsa_indexer")), INDEXED)
+    flags |= dict.fromkeys(("hybrid_layer_pattern", "mamba_num_heads"), HYBRID)
     flags["latent_norm_epsilon"] = LATENT
     flags["linear_norm_epsilon"] = f"{DELTA} --linear-norm-epsilon 1e-3"
     flags["activation_func_clamp_value"] += " --activation-func-clamp-value 3"
@@ -118,6 +120,7 @@ TEXTS = {
     "no_rope_freq": "3",
     "moe_layer_freq": "3",
     "linear_attention_freq": "3",
+    "hybrid_layer_pattern": "M-M-M-M*",
     "experimental_attention_variant": "kimi_delta",
 }
 """Other values of fields that are texts with a meaning, or 0."""
