@@ -42,9 +42,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     sizes = {"num_hidden_layers": model.num_layers, "hidden_size": model.hidden_size, "pad_token_id": None}
-    # transformers 5.23 asks a cache of recurrences alone how long it is, and stops.
-    sizes |= {"layer_norm_epsilon": model.norm_epsilon, "use_cache": False}
-    return {**sizes, **mamba_json(config, _KEYS)}
+    return {**sizes, "layer_norm_epsilon": model.norm_epsilon, **mamba_json(config, _KEYS)}
 
 
 def _dependent(model: ModelConfig) -> dict[str, Any]:

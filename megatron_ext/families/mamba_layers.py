@@ -3,8 +3,10 @@ say how weights begin; transformers 5.23 bounds the steps of nemotron_h by `time
 but not token by token; neither Megatron-LM nor `mamba_ssm` does, nor do we: files that we write say 1e-20."""
 
 import json
+import math
 from typing import Any, NamedTuple
 
+from megatron_ext.config.derived.layer_patterns import ATTENTION
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.family import Sections
 from megatron_ext.families.reading import Reading
@@ -32,6 +34,8 @@ class MambaKeys(NamedTuple):
     convolution_bias: str
     bias: str
     activation: str
+    fills: bool = True
+    """Whether the channels of all heads must be `expand` times the hidden size."""
 
 
 def mamba_names(module: str) -> dict[str, tuple[str, ...]]:
@@ -56,6 +60,11 @@ def mamba_values(reading: Reading, keys: MambaKeys) -> dict[str, Any]:
     }
     if heads % values["mamba_num_groups"]:
         reading.problems.append(f"{keys.heads} {heads} is not divisible by {keys.groups} {values['mamba_num_groups']}")
+    if keys.fills and heads * values["mamba_head_dim"] != expand * hidden:
+        reading.problems.append(
+            f"{keys.heads} {heads} x {keys.head} {values['mamba_head_dim']} is not {keys.expand} {expand} x "
+            f"hidden_size {hidden}"
+        )
     for key, wanted in ((keys.convolution_bias, True), (keys.bias, False), (keys.activation, "silu")):
         reading.refuse_unless(key, wanted, wanted, f"only {json.dumps(wanted)} is supported")
     if (limit := reading.get("time_step_limit")) not in _UNLIMITED:
@@ -67,7 +76,10 @@ def mamba_values(reading: Reading, keys: MambaKeys) -> dict[str, Any]:
 def mamba_json(config: Config, keys: MambaKeys) -> dict[str, Any]:
     """Return the same keys."""
     model = config.model
+    # Without attention transformers 5.23 asks a cache of recurrences alone how long it is, and stops.
+    cached = {} if ATTENTION in (model.hybrid_layer_pattern or "") else {"use_cache": False}
     return {
+        **cached,
         keys.state: model.mamba_state_dim,
         keys.head: model.mamba_head_dim,
         keys.groups: model.mamba_num_groups,
@@ -93,15 +105,16 @@ def letters(reading: Reading, kinds: dict[str, str], text: str | None = None) ->
     if isinstance(named, list) and named and {*map(str, named)} <= {*kinds}:
         return "".join(kinds[str(one)] for one in named)
     given = json.dumps(named if named is not None or text is None else written)[:80]
-    reading.problems.append(f"layer_types is {given}; supported is a list of {', '.join(kinds)}")
+    key = next((one for one in ("layers_block_type", text) if one in reading.content), "layer_types")
+    reading.problems.append(f"{key} is {given}; supported is a list of {', '.join(kinds)}")
     return "M"
 
 
 def whole_expansion(model: ModelConfig) -> dict[str, Any]:
-    """Return a number of heads whose channels are a multiple of the hidden size (`Family.dependent_flags`)."""
-    if model.mamba_num_heads is None:
-        return {}
-    return {"mamba_num_heads": _expand(model) * model.hidden_size // model.mamba_head_dim}
+    """Return heads whose channels are a multiple of the hidden size (`Family.dependent_flags`)."""
+    channels = _expand(model) * model.hidden_size
+    head = math.gcd(channels, model.mamba_head_dim)
+    return {"mamba_num_heads": channels // head, "mamba_head_dim": head}
 
 
 def _expand(model: ModelConfig) -> int:

@@ -21,6 +21,7 @@ _KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"
 _KEYS = MambaKeys(
     *("ssm_state_size", "mamba_head_dim", "n_groups", "mamba_num_heads", "conv_kernel", "chunk_size", "expand"),
     *("use_conv_bias", "mamba_proj_bias", "mamba_hidden_act"),
+    fills=False,
 )
 _MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
 _WIDTH, _LATENT = "moe_shared_expert_intermediate_size", "moe_latent_size"

@@ -111,11 +111,32 @@ BASES: dict[str, dict[str, Any]] = {
         **{"linear_head_dim": 4, "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention"]},
         **{"mlp_layer_types": ["dense", "sparse"], "num_experts": 8, "norm_topk_prob": True},
     },
+    "mamba2": {
+        **{"hidden_size": 24, "num_heads": 4, "head_dim": 12, "state_size": 6, "n_groups": 2, "num_hidden_layers": 2},
+        **{"vocab_size": 96, "pad_token_id": 3, "use_cache": False},
+    },
+    "nemotron_h": {
+        **{name: value for name, value in _SMALL.items() if name not in ("sliding_window", "rope_theta")},
+        **{"ssm_state_size": 6, "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2, "time_step_min": 1e-20},
+        **{"num_hidden_layers": None, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+        **{name: _MIXTURE[name] for name in _MIXTURE if name not in ("first_k_dense_replace", "n_shared_experts")},
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "granitemoehybrid": {
+        **{name: value for name, value in _SMALL.items() if name not in ("head_dim", "sliding_window")},
+        **{"mamba_n_heads": 4, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_d_head": 12},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
+        **{"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+        **{"position_embedding_type": "rope", "attention_multiplier": 0.3},
+    },
     "gpt2": _GPT2,
 }
 _OTHER = {
     "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
     "layer_types": ["chunked_attention", "full_attention"],
+    "layers_block_type": ["chunked_attention", "full_attention"],
+    "mtp_layers_block_type": ["full_attention"],
+    "time_step_rank": 7,
     "mlp_only_layers": [0],
     "dtype": "bfloat16",
     "problem_type": "regression",
@@ -125,7 +146,15 @@ _OTHER = {
 }
 """Values of keys that no rule makes of the usual one."""
 
+_BEGINNINGS = {"time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "rescale_prenorm_residual"}
 _OF_OTHER_SETTINGS = {
+    "mamba2": {*_BEGINNINGS, "chunk_size", "residual_in_fp32"},
+    "nemotron_h": {
+        *(*_BEGINNINGS, "chunk_size", "residual_in_fp32", "expand", "n_shared_experts", "num_nextn_predict_layers"),
+        *("mtp_layers_block_type", "moe_shared_expert_overlap", "num_logits_to_keep", "use_mamba_kernels"),
+        "mamba_ssm_cache_dtype",
+    },
+    "granitemoehybrid": {"mamba_chunk_size"},
     "qwen2_moe": {"max_window_layers"},
     "qwen3_moe": {"max_window_layers"},
     "phi3": {"original_max_position_embeddings"},

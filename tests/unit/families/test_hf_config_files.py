@@ -23,7 +23,7 @@ from megatron_ext.families import FAMILIES, family_of, obstacles, state_dict_map
 from megatron_ext.families.hf_config import hf_config, read_hf_config
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.train.configure import configure
-from tests.support.small_models import LLAMA, OLMO2, small_config
+from tests.support.small_models import LLAMA, MAMBA, OLMO2, small_config
 
 QWEN3 = {**LLAMA, "qk_layernorm": True}
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "moe_ffn_hidden_size": 24}
@@ -37,6 +37,9 @@ FALCON = {"position_embedding_type": "rope", "disable_bias_linear": True, "group
 FALCON |= {"num_query_groups": 2}
 COHERE = {**LLAMA, "normalization": "LayerNorm", "norm_parameters": "weight", "rotary_interleaved": True}
 COHERE |= {"parallel_residual": "one-norm"}
+MAMBA2 = {**MAMBA, "hybrid_layer_pattern": "MMMM", "mamba_head_dim": 16, "mamba_num_heads": 8}
+NEMOTRON_H = {**MAMBA, "swiglu": False, "squared_relu": True}
+GRANITE_4 = {**MAMBA2, "hybrid_layer_pattern": "M-*-"}
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -128,6 +131,11 @@ def test_a_family_is_a_file() -> None:
         ({**COHERE, **WINDOWS, "no_rope_freq": "2"}, "cohere2"),
         ({**LLAMA, "rotary_interleaved": True, "rotary_percent": 0.5, "norm_position": "both"}, "glm4"),
         ({**LLAMA, "normalization": "LayerNorm", "parallel_residual": "one-norm"}, "stablelm"),
+        (MAMBA2, "mamba2"),
+        (NEMOTRON_H, "nemotron_h"),
+        ({**NEMOTRON_H, "hybrid_layer_pattern": "M-M-"}, "nemotron_h"),
+        (GRANITE_4, "granitemoehybrid"),
+        ({**GRANITE_4, "hybrid_layer_pattern": "M-M-"}, "granitemoehybrid"),
         ({"openai_gelu": True}, "gpt2"),
         ({"group_query_attention": True, "num_query_groups": 4}, "gpt2"),
     ],
@@ -158,6 +166,9 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
         ),
         ({**COHERE, **WINDOWS}, "is cohere2, which has --no-rope-freq"),
         ({**MIXTRAL, "moe_layer_freq": "[0,1,1,1]"}, "is mixtral, which has no --moe-layer-freq"),
+        ({**MAMBA, "hybrid_layer_pattern": "M-M*"}, r"granitemoehybrid, which has --hybrid-layer-pattern M-M- \(not"),
+        ({**GRANITE_4, "mamba_num_heads": 6}, r"which has --mamba-num-heads 4 \(not 6\)"),
+        ({**GRANITE_4, "mamba_num_heads": 6, "mamba_head_dim": 10}, r"which has --mamba-head-dim 2 \(not 10\), --mamba-n"),
         ({"openai_gelu": True, **EXPERTS}, "is phimoe, which has --position-embedding-type rope"),
     ],
 )
@@ -194,10 +205,11 @@ def test_ranges_cover_every_row_once(model: dict[str, Any]) -> None:
         *({**QWEN3, "qk_layernorm_place": "after"}, {**LLAMA, "logits_multiplier": 1 / 49, "softmax_scale": 0.3}),
         {**LLAMA, "window_size": "7,0", "window_attn_skip_freq": "[1,1,0,1]"},
         {**LLAMA, "normalization": "LayerNorm", "swiglu": False, "squared_relu": True, "rotary_percent": 0.25},
+        *(NEMOTRON_H, {**NEMOTRON_H, "hybrid_layer_pattern": "M-M-"}, {**GRANITE_4, "softmax_scale": 0.3}),
     ],
 )
 def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Path) -> None:
-    rotates = "position_embedding_type" in model
+    rotates = model.get("position_embedding_type", "none") != "none"
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 16.0} if rotates else {}
     config = small_config({**model, **scaled})
     (tmp_path / "config.json").write_text(json.dumps(hf_config(config, family_of(config), "float32")))
@@ -227,6 +239,10 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
             '"bert" is not supported; use one of apertus, arcee, bloom, cohere, cohere2, deepseek_v2, deepseek_v3, ',
         ),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
+        (
+            {"model_type": "mamba2", "num_heads": 4, "head_dim": 7, "n_groups": 1, "state_size": 4},
+            "num_heads 4 x head_dim 7 is not expand 2 x hidden_size 16",
+        ),
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers \[0\] leave no layer with experts"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2 and mlp_only_layers"),
