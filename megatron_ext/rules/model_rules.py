@@ -235,9 +235,9 @@ def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
     if letters is None:
         return
     flag, known = f"--hybrid-layer-pattern {letters}", "M, G, *, +, - and E, and | between chunks of the pipeline"
-    working = "".join(letter if letter in LETTERS + PIPE else MLP for letter in letters) or "M-*-"
+    working = "".join(letter if letter in LETTERS + PIPE else MLP for letter in letters.partition("/")[0]) or "M-*-"
     reasons = {
-        "D": "of attention with an indexer of keys, which is not in this version",
+        "D": "of attention with an indexer of keys, which a model of letters does not have here",
         "/": "before depths of multi-token prediction, which a model of letters does not have here",
     }
     if letters != working:
@@ -251,7 +251,8 @@ def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
             f"{len(letters)}, or leave it out"
         )
     if (EXPERTS in letters) != (model.num_experts is not None):
-        other = letters.replace(EXPERTS, MLP) if model.num_experts is None else letters + EXPERTS
+        before, _, after = letters.rpartition(MLP if MLP in letters else letters[-1])
+        other = letters.replace(EXPERTS, MLP) if model.num_experts is None else before + EXPERTS + after
         what = "without --num-experts" if model.num_experts is None else f"and --num-experts {model.num_experts}"
         says = "names layers of experts" if model.num_experts is None else "names no layer of experts, E"
         yield f"{flag} {says}, {what}; use --hybrid-layer-pattern '{other}'"

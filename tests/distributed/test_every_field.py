@@ -50,6 +50,8 @@ RUNS: dict[str, tuple[int, str]] = {
     "delta rules": (1, f"{ROPE} --normalization RMSNorm --disable-bias-linear --experimental-attention-variant "
                        "gated_delta_net --linear-attention-freq [1,0] --linear-num-key-heads 2 "
                        "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"),
+    "letters": (1, f"{ROPE} --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern M-M* "
+                   "--mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2"),
     "longrope": (1, f"{ROPE} --rope-type longrope --original-max-position-embeddings 4 --rotary-scaling-factor 4 "
                     "--kv-channels 4 --longrope-short-factor 1 2 --longrope-long-factor 3 9"),
     "no rotation in layer 2": (1, f"{ROPE} --no-rope-freq 2 --window-size 3,0 --window-attn-skip-freq [1,0] "
@@ -119,6 +121,11 @@ CHANGES: dict[str, tuple[str, str]] = {
     "experimental_attention_variant": (
         "rope", "--normalization RMSNorm --disable-bias-linear --experimental-attention-variant gated_delta_net "
         "--linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 4"),
+    "hybrid_layer_pattern": ("letters", "--hybrid-layer-pattern M-*M"),
+    "mamba_state_dim": ("letters", "--mamba-state-dim 4"),
+    "mamba_head_dim": ("letters", "--mamba-head-dim 4 --mamba-num-heads 8"),
+    "mamba_num_groups": ("letters", "--mamba-num-groups 4"),
+    "mamba_num_heads": ("letters", "--mamba-num-heads 4"),
     "linear_attention_freq": ("delta rules", "--linear-attention-freq [0,1]"),
     "linear_conv_kernel_dim": ("delta rules", "--linear-conv-kernel-dim 2"),
     "linear_key_head_dim": ("delta rules", "--linear-key-head-dim 4"),

@@ -32,6 +32,7 @@ _DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
     "--linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 12"
 )
+_MAMBA = "--hybrid-layer-pattern MM*- --mamba-state-dim 16 --mamba-head-dim 12 --mamba-num-groups 4 --mamba-num-heads 8"
 _KDA = _DELTA.replace("gated_delta_net", "kda")
 RUNS = {
     _TP: 0.005,
@@ -59,6 +60,9 @@ RUNS = {
     f"{_KDA} {_TP} --sequence-parallel": 0.05,
     f"{_KDA} {_TP} --sequence-parallel --sequence-parallel-keep-gathered": 0.05,
     f"{_KDA} {_CP} --cp-comm-type p2p": 0.05,
+    f"{_MAMBA} {_TP} --sequence-parallel": 0.05,
+    f"{_MAMBA} {_TP} --sequence-parallel {_FULL}": 0.07,
+    f"{_MAMBA} {_CP} --cp-comm-type p2p": 0.05,
     f"{_LATENTS} --position-embedding-type none {_TP} --sequence-parallel": 0.005,
     _PP: 0.005,
     f"{_PP} --num-virtual-stages-per-pipeline-rank 2": 0.005,

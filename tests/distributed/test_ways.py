@@ -95,6 +95,7 @@ PARTS = {
         f"{_LLAMA} --experimental-attention-variant kda --linear-attention-freq 2 --linear-num-key-heads 2 "
         "--linear-num-value-heads 4"
     ),
+    "letters": f"{_LLAMA} --hybrid-layer-pattern MG+-|M --mamba-num-groups 2 {_LATENT}",
     "sinks, bounds, output gates and clips": (
         f"{_LLAMA} --softmax-type learnable --attention-logit-softcapping 2 --final-logit-softcapping 5 --qkv-clip 0.5 "
         "--attention-output-gate"

@@ -24,6 +24,7 @@ _DELTA = (
     "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --experimental-attention-variant "
     "gated_delta_net --linear-attention-freq"
 )
+_LETTERS = "--num-layers 8 --position-embedding-type none --mamba-num-groups 2 --hybrid-layer-pattern"
 _FSDP = "--world-size 4 --use-megatron-fsdp --data-parallel-sharding-strategy"
 _FULL = "--recompute-granularity full --recompute-method"
 _LIST = "--recompute-granularity selective --recompute-modules"
@@ -50,6 +51,25 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"{_CP2} {_DELTA} 2 --seq-length 16 --linear-conv-kernel-dim 6",
         f"{_DELTA} 2 --bf16 --fp8-format hybrid --attention-dropout 0",
         "--linear-attention-freq 4 --linear-num-key-heads 8",
+    ),
+    "layers of letters": (
+        *(f"{_LETTERS} {letters}" for letters in ("M-M-M-M*", "M-M-M-M", "M-M-M-MD", "M-M-M-M*/M-", "M-M-M-ME", "M-M-|M-M*")),
+        f"{_LETTERS} '|'",
+        f"{_LETTERS} M-M-M-ME {_EXPERTS}",
+        f"{_LETTERS} M-M-M-M* {_EXPERTS}",
+        f"{_LETTERS} M-M-M-M* --multi-latent-attention --position-embedding-type rope",
+        f"{_LETTERS} M-M-M-M+ --position-embedding-type rope",
+        f"{_LETTERS} M-M-M-M* --linear-attention-freq 2 --parallel-residual one-norm --mtp-num-layers 1",
+        f"{_LETTERS} M-M-M-M* --mamba-head-dim 96",
+        f"{_LETTERS} M-M-M-M* --mamba-num-heads 3",
+        f"{_LETTERS} M-M-M-M* --mamba-head-dim 256",
+        f"{_TP4} {_LETTERS} M-M-M-M*",
+        f"{_TP2} {_LETTERS} M-M-M-M*",
+        f"{_CP2} {_LETTERS} M-M-M-M* --seq-length 16 --linear-conv-kernel-dim 5",
+        f"{_CP2} {_LETTERS} M-M-M-M* --seq-length 16 --linear-conv-kernel-dim 6",
+        f"{_LETTERS} M-M-M-M* --bf16 --fp8-format hybrid --attention-dropout 0",
+        f"{_LETTERS} M-M-M-M* --transformer-impl transformer_engine",
+        "--mamba-state-dim 64 --mamba-num-heads 8",
     ),
     "context": (
         "--cp-comm-type p2p a2a all_gather p2p a2a all_gather p2p p2p",

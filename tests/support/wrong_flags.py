@@ -54,6 +54,9 @@ EXAMPLES = {
         "--disable-bias-linear",
         "--linear-attention-freq 4",
     ),
+    "A pattern with more letters than layers": Example(
+        "--hybrid-layer-pattern M-M-M-M-M* --mamba-num-groups 2", "--num-layers 10"
+    ),
     "A factor that a norm takes out again": Example(
         "--residual-multiplier 0.5 --norm-position after", "--residual-multiplier 1"
     ),
@@ -520,6 +523,8 @@ WRONG = [
         "--linear-attention-freq [1,0]",
         "--linear-attention-freq [1,0] is neither a number of layers nor a list of 8 times 0 or 1",
     ),
+    ("--hybrid-layer-pattern M-M-M-MX --mamba-num-groups 2", "'X' is no letter; known are M, G, *, +, - and E"),
+    ("--hybrid-layer-pattern M-M-M-M* --mamba-num-groups 3", "4 is not divisible by --mamba-num-groups 3; use"),
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [1,0]", "--moe-layer-freq [1,0] is neither a number of layers nor"),
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [0]*8", "gives no layer its --num-experts"),
     ("--moe-layer-freq [0]+[1]*7", "--moe-layer-freq without --num-experts"),
