@@ -147,7 +147,7 @@ def _resolve_pattern(values: dict[str, Any]) -> None:
     if positive(hidden, head) and 2 * hidden % head == 0:
         _fill(values, "mamba_num_heads", 2 * hidden // head)
     chunks = letters.split(PIPE)
-    if len(chunks) > 1:
+    if len(chunks) > 1 and values.get("pipeline_model_parallel_size", 1) != 1:
         _fill(values, "pipeline_model_parallel_layout", f"E{'|'.join('t' * len(chunk) for chunk in chunks)}L")
     values["hybrid_layer_pattern"] = "".join(chunks)
     _fill(values, "num_layers", len(values["hybrid_layer_pattern"]))

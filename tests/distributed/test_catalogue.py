@@ -73,7 +73,7 @@ MODELS["latents"] = LATENTS
 MODELS["latents of keys alone, biases"] = {**LATENTS, "q_lora_rank": None, "disable_bias_linear": False}
 MODELS["delta rules"] = DELTA
 MODELS["delta rules with LayerNorm"] = {**DELTA, "normalization": "LayerNorm"}
-MODELS["letters"] = MAMBA
+MODELS["letters"] = {**MAMBA, "mamba_num_groups": 4, "mamba_num_heads": 8}
 MODELS["sinks and gates"] = {
     **LLAMA,
     "softmax_type": "learnable",

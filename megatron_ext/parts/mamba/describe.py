@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.parts.gated_delta.describe import CHUNK, GatedDelta
+from megatron_ext.parts.gated_delta.describe import CHUNK, SPAN, GatedDelta
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Exchange, Place, Share
 from megatron_ext.parts.ways import Asked
+
+_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,26 @@ class Mamba(GatedDelta):
         yield place.vector("D", heads, "ones", tp_dim=0)
         yield place.vector("out_norm.weight", self.context_size, "ones", tp_dim=0)
 
+    def computed_again(self, share: Share) -> float:
+        """Return the bytes of what autograd keeps of one span, within a tenth: of each position convolved channels
+        three times, numbers of its heads, B and C with their decays, and x and what is read five times; between
+        positions of a chunk decays and products; of each chunk a state. Of two pieces products of B and C, and x, are
+        copied once more. What a piece makes of a state takes less."""
+        pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
+        part = share.length // (share.context * pieces)
+        groups, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
+        chunk, of_heads = min(CHUNK, part), heads * self.value_size
+        each = self.convolved_size // share.tensor * (3 + (self.kernel - 1) / min(SPAN, part))
+        each += 4 * heads + 2 * heads * self.key_size + chunk * (2 * heads + groups)
+        each += of_heads * (5 + self.key_size / chunk) + (pieces - 1) * (2 * groups * self.key_size + of_heads)
+        return _FP32 * pieces * samples * min(SPAN, part) * each
+
+    def _of_maps(self, share: Share, spans: int) -> float:
+        """Return the same, and the states before all pieces."""
+        samples = share.tokens * share.context // share.length
+        state = _FP32 * samples * self.value_heads // share.tensor * self.key_size * self.value_size
+        return super()._of_maps(share, spans) + (2 * share.context * state if share.context > 1 else 0.0)
+
     def sent(self, share: Share) -> Iterator[Exchange]:
         """Yield what context-parallel ranks exchange."""
         yield from self.sent_over_pieces(share)
@@ -66,6 +88,8 @@ class Mamba(GatedDelta):
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what its flags cannot be."""
         model, groups, ranks = config.model, self.key_heads, config.layout.tensor_model_parallel_size
+        if not (model.hidden_size and self.value_size and groups and ranks):
+            return
         if model.mamba_num_heads is None and 2 * model.hidden_size % self.value_size:
             yield (
                 f"2 x --hidden-size {model.hidden_size} is not divisible by --mamba-head-dim {self.value_size}, so "
@@ -87,7 +111,8 @@ class Mamba(GatedDelta):
 
 def mamba_of(model: ModelConfig) -> Mamba:
     """Return the Mamba-2 mixer of the model's layers."""
-    heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+    # A rule of its own refuses sizes that are missing or 0.
+    heads = model.mamba_num_heads or 2 * (model.hidden_size or 0) // (model.mamba_head_dim or 1)
     norm = Norm("RMSNorm", model.norm_epsilon)
     sizes = model.mamba_num_groups, heads, model.mamba_state_dim, model.mamba_head_dim
     return Mamba(*sizes, model.linear_conv_kernel_dim, norm)
