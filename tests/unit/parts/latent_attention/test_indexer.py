@@ -1,6 +1,7 @@
 """DeepSeek sparse attention against its formulas written out (arXiv:2512.02556, equations 1 to 4), in fp64."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,29 @@ def test_output_loss_and_gradients(attention: Any, numbers: int, packed: bool, m
     for name, one, other in zip(("hidden", *names), got, wanted, strict=True):
         assert other.abs().max() > 1e-9, name
         torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("attention", [{}, {"dsa_indexer_use_sparse_loss": True}], ids=str, indirect=True)
+def test_its_loss_trains_the_indexer_and_nothing_else(attention: Any) -> None:
+    """The weight of the loss changes the gradients of the indexer alone; no other loss changes these."""
+    layer, table_of = attention
+    hidden = torch.randn(LENGTH, BATCH, 64, dtype=torch.float64, requires_grad=True)
+    names, weights = zip(*layer.named_parameters(), strict=True)
+
+    def gradients(weight: float, pull: float) -> dict[str, torch.Tensor]:
+        layer.core_attention.described = replace(layer.core_attention.described, loss=weight)
+        output = layer(hidden, None, table_of(torch.arange(LENGTH)[None]))[0]
+        found = torch.autograd.grad(pull * output.square().sum(), (hidden, *weights))
+        return dict(zip(("hidden", *names), found, strict=True))
+
+    once, twice, pulled = gradients(1.0, 1.0), gradients(2.0, 1.0), gradients(1.0, 3.0)
+    of_indexer = {name for name in once if ".indexer." in name}
+    assert len(of_indexer) == 5
+    for name, gradient in once.items():
+        assert gradient.abs().max() > 1e-9, name
+        by_loss, by_output = (2.0, 1.0) if name in of_indexer else (1.0, 3.0)
+        torch.testing.assert_close(twice[name], by_loss * gradient, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(pulled[name], by_output * gradient, atol=1e-12, rtol=1e-12)
 
 
 def test_of_equal_scores_the_earlier_key_is_chosen() -> None:
