@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron_ext.data.packing import documents_of
 from megatron_ext.parallel import groups
@@ -74,8 +75,11 @@ def test_output_loss_and_gradients(attention: Any, numbers: int, packed: bool, m
     if packed:
         visible = visible & (number[:, :, None] == number[:, None])
     expected, loss = written_out(layer, hidden, table, visible)
+    get_moe_metrics_tracker().clear()
     found = layer(hidden, None, table, sequences)[0]
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+    of_query = get_moe_metrics_tracker().metrics[indexer.INDEXER_LOSS].values.sum()
+    assert float(of_query) == pytest.approx(float(loss) / layer.described.indexer.loss / hidden[..., 0].numel())
     names, weights = zip(*layer.named_parameters(), strict=True)
     pull = torch.randn_like(found)
     wanted = torch.autograd.grad((expected * pull).sum() + loss, (hidden, *weights))
