@@ -46,9 +46,9 @@ def indexed_values(reading: Reading) -> dict[str, Any]:
     kinds, first = reading.get("mlp_layer_types"), reading.integer("first_k_dense_replace", least=0)
     if isinstance(kinds, list):
         first = kinds.count(_KINDS[0])
-        words = f"but supported are dense layers first and sparse ones after them, of num_hidden_layers {len(numbers)}"
-        expected = [_KINDS[number >= first] for number in numbers]
-        reading.refuse_unless("mlp_layer_types", expected, expected, words)
+    words = f"but supported are dense layers first and sparse ones after them, of num_hidden_layers {len(numbers)}"
+    expected = [_KINDS[number >= first] for number in numbers]
+    reading.refuse_unless("mlp_layer_types", expected, expected, words)
     attention = ["indexed_attention"] * len(numbers)
     reading.refuse_unless("layer_types", attention, attention, "only indexed_attention in every layer is supported")
     values = {

@@ -161,8 +161,9 @@ MODELS |= {
 }
 
 # Keys chosen by an indexer, fewer than a document has; more heads than make a score of 0 for many keys at once. With 12
-# channels a head, a gradient of TP2 differs by 2.8e-5 in one matrix of one layer, which fits one of 2 million products
-# before ReLU that is 0 but for rounding; with 10 there is none.
+# channels a head, one of the 262,144 products before ReLU is 1.2e-7 in one process and -0.8e-7 on TP2 in fp32 (their
+# median is 1), and a gradient of that layer differs by 2.8e-5; in fp64 all differ by 3e-15 at most
+# (tests/distributed/test_chosen_keys.py). With 10 channels there is no such product.
 _INDEXER_SIZES = (
     "--q-lora-rank 20 --experimental-attention-variant dsa --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 12 "
     "--dsa-indexer-topk 12"

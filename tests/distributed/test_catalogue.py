@@ -19,7 +19,16 @@ from megatron_ext.parts.catalogue import Parameter, count_per_rank, parameters, 
 from megatron_ext.parts.stack import Layer, stack
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.several_models import in_turn
-from tests.support.small_models import DELTA, LATENTS, LLAMA, MAMBA, OLMO2, build_small_model, small_config
+from tests.support.small_models import (
+    DELTA,
+    INDEXED,
+    LATENTS,
+    LLAMA,
+    MAMBA,
+    OLMO2,
+    build_small_model,
+    small_config,
+)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -71,6 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["OLMo-2"] = OLMO2
 MODELS["latents"] = LATENTS
 MODELS["latents of keys alone, biases"] = {**LATENTS, "q_lora_rank": None, "disable_bias_linear": False}
+MODELS["chosen keys"] = INDEXED
 MODELS["delta rules"] = DELTA
 MODELS["delta rules with LayerNorm"] = {**DELTA, "normalization": "LayerNorm"}
 MODELS["letters"] = {**MAMBA, "mamba_num_groups": 4, "mamba_num_heads": 8}
@@ -277,7 +287,10 @@ def _saved_besides_parameters(config: Config) -> set[str]:
     return {value.unique_key for value in saved.values() if isinstance(value, ShardedObject)}
 
 
-@pytest.mark.parametrize("model", ["GPT-2", "Llama", "OLMo-2", "latents", "delta rules", "letters", EXPERTS])
+WITH_STATE = ("GPT-2", "Llama", "OLMo-2", "latents", "chosen keys", "delta rules", "letters", EXPERTS)
+
+
+@pytest.mark.parametrize("model", WITH_STATE)
 def test_the_catalogue_knows_what_is_saved_besides_parameters(model: str) -> None:
     config = small_config({**ALL_MODELS[model], "num_layers": FEW})
     [saved] = run_ranks(1, _saved_besides_parameters, config)

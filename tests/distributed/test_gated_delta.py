@@ -114,7 +114,7 @@ def _losses(flags: str) -> list[float]:
     return list(pretrain(shlex.split(flags)).losses)
 
 
-@pytest.mark.parametrize("model", ["delta rules", "Kimi Linear", "OLMo hybrid", "Mamba-2 hybrid"])
+@pytest.mark.parametrize("model", ["delta rules", "Kimi Linear", "OLMo hybrid", "Mamba-2 hybrid", "chosen keys"])
 def test_a_run_goes_on_in_this_layout_and_in_others(model: str, tmp_path: Path) -> None:
     """With the optimizer's state of the convolution and of each head's numbers."""
     run = f"{RECIPE} --seq-length 16 --mock-data --vocab-size 250 --eval-interval 0 --device cpu --num-workers 0"

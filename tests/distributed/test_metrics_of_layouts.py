@@ -80,24 +80,44 @@ TIED_ENDS = (
     f"{TIED} --tensor-model-parallel-size 2",
     f"{TIED} --use-torch-fsdp2",
 )
-ALONE = (EXPERTS, OF_SAMPLES, TIED, f"{TIED} --bf16", f"{TIED} --fp16 --initial-loss-scale 65536", UNBALANCED)
+INDEXED = (
+    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 8 --experimental-attention-variant dsa --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 12 "
+    "--dsa-indexer-topk 6 --init-method-std 0.1"
+)
+OF_INDEXERS = tuple(
+    f"{INDEXED} {layout}"
+    for layout in (
+        "--use-distributed-optimizer",
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--context-parallel-size 2 --cp-comm-type all_gather",
+        "--pipeline-model-parallel-size 2",
+    )
+)
+ALONE = (
+    *(EXPERTS, OF_SAMPLES, TIED, f"{TIED} --bf16", f"{TIED} --fp16 --initial-loss-scale 65536", UNBALANCED),
+    *(INDEXED, f"{INDEXED} --recompute-granularity selective"),
+)
 DIVIDED = {
     **dict.fromkeys(OF_EXPERTS, EXPERTS),
     f"{OF_SAMPLES} --context-parallel-size 2": OF_SAMPLES,
     **dict.fromkeys(TIED_ENDS, TIED),
+    **dict.fromkeys(OF_INDEXERS, INDEXED),
 }
 """Layouts of two ranks, and what is the same alone."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Norms of all weights and of the first gradients, and what the routers of a step add to the loss."""
+    """Norms of all weights and of the first gradients, and what the routers and indexers of a step add to the loss."""
 
     weights: float
     gradients: float
     balance: float | None
     z: float | None
     z_of_next_step: float | None
+    indexer: float | None
     exact: float
     """The norm of this rank's weights by themselves, in fp64."""
 
@@ -117,20 +137,22 @@ def _measured(layout: str) -> Measured:
     assert first.grad_norm is not None
     exact = float(torch.stack(squares).sum().sqrt())
     balance = auxiliary.load_balancing or auxiliary.of_samples
-    return Measured(norm, first.grad_norm, balance, auxiliary.z, next_step.z, exact)
+    return Measured(norm, first.grad_norm, balance, auxiliary.z, next_step.z, auxiliary.indexer, exact)
 
 
 def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout(alone: Found, divided: list[Found]) -> None:
     """Weights that ranks hold together count once, be they divided, whole, tied, or experts; losses are means. A loss
     scale, and 16 bits, change gradients by their roundings alone."""
     known = {layout: alone["measured", layout] for layout in ALONE}
-    experts, of_samples, tied, in_bf16, in_fp16, unbalanced = known.values()
+    experts, of_samples, tied, in_bf16, in_fp16, unbalanced, indexed, recomputed = known.values()
     for one in known.values():
         assert one.weights == pytest.approx(one.exact, rel=1e-6), "in fp64, of 16-bit weights too"
     assert (experts.balance or 0.0) > 1.0
     assert (of_samples.balance or 0.0) > 0.0
     assert experts.z_of_next_step == pytest.approx(experts.z, rel=0.3), "of one step"
-    assert (unbalanced.balance, unbalanced.z) == (None, None)
+    assert (unbalanced.balance, unbalanced.z, unbalanced.indexer) == (None, None, None)
+    assert (indexed.indexer or 0.0) > 1e-3
+    assert recomputed == indexed, "counted once"
     for one in (in_bf16, in_fp16):
         assert one.gradients == pytest.approx(tied.gradients, rel=2.0**-6)
     for rank in divided:

@@ -28,6 +28,10 @@ _DIVIDED_EXPERTS = (
 _LATENTS = (
     "--multi-latent-attention --qk-layernorm --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
 )
+_INDEXED = (
+    f"{_LATENTS} --q-lora-rank 24 --experimental-attention-variant dsa --dsa-indexer-n-heads 4 "
+    "--dsa-indexer-head-dim 16 --dsa-indexer-topk 16"
+)
 _DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
     "--linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 12"
@@ -51,6 +55,9 @@ RUNS = {
     f"{_LATENTS} {_TP} --sequence-parallel": 0.005,
     f"{_LATENTS} {_TP} --sequence-parallel --sequence-parallel-keep-gathered --q-lora-rank 24": 0.005,
     f"{_LATENTS} {_CP} --cp-comm-type all_gather": 0.005,
+    f"{_INDEXED} {_TP}": 0.005,
+    f"{_INDEXED} {_TP} --sequence-parallel": 0.005,
+    f"{_INDEXED} {_CP} --cp-comm-type all_gather": 0.005,
     # A span's backward pass holds what it computes again, which its formula says within a tenth.
     f"{_DELTA} {_TP} --sequence-parallel": 0.05,
     f"{_DELTA} {_TP} --sequence-parallel {_FULL}": 0.07,

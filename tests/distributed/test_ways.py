@@ -69,6 +69,10 @@ PIECES = {
     "latent, window": f"{_LATENT} --window-size 12,0 --attention-dropout 0",
     "latent, dropout": f"{_LATENT} --attention-dropout 0.25",
 }
+_INDEXED = (
+    f"{_LATENT} --q-lora-rank 12 --experimental-attention-variant dsa --dsa-indexer-n-heads 4 "
+    "--dsa-indexer-head-dim 6 --dsa-indexer-topk 9"
+)
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 _LLAMA = f"{_NO_DROPOUT} --swiglu --normalization RMSNorm --disable-bias-linear"
 PARTS = {
@@ -87,6 +91,7 @@ PARTS = {
     ),
     "temperature": f"{_LLAMA} --no-rope-freq 2 --attention-temperature-scale 0.5 --attention-temperature-step 5",
     "latents": f"{_LLAMA} {_LATENT}",
+    "chosen keys": f"{_LLAMA} {_INDEXED}",
     "delta rules": (
         f"{_LLAMA} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
         "--linear-num-value-heads 4"

@@ -19,6 +19,10 @@ _CP2 = "--world-size 2 --context-parallel-size 2 --attention-dropout 0"
 _EXPERTS = "--disable-bias-linear --num-experts 8"
 _MIDDLE = "--decoder-first-pipeline-num-layers"
 _LATENTS = "--position-embedding-type rope --multi-latent-attention"
+_INDEXED = (
+    f"{_LATENTS} --attention-dropout 0 --q-lora-rank 16 --experimental-attention-variant dsa --dsa-indexer-n-heads 4 "
+    "--dsa-indexer-head-dim 64 --dsa-indexer-topk 8"
+)
 _TEXT = "--sample-interval 5 --sample-prompts README.md --tokenizer-type ByteTokenizer"
 _DELTA = (
     "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --experimental-attention-variant "
@@ -229,6 +233,23 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"{_LATENTS} --group-query-attention --num-query-groups 2",
         "--rope-type yarn",
         "--q-lora-rank 8 --rope-type rope",
+    ),
+    "chosen keys": (
+        _INDEXED,
+        *(_INDEXED.replace(f"--{flag}", "--seed") for flag in ("q-lora-rank", "dsa-indexer-n-heads")),
+        *(_INDEXED.replace(f"--{flag}", "--seed") for flag in ("dsa-indexer-head-dim", "dsa-indexer-topk")),
+        f"{_INDEXED} --dsa-indexer-head-dim 63",
+        f"{_INDEXED} --multi-latent-attention=false",
+        f"{_INDEXED} --position-embedding-type none",
+        f"{_INDEXED} --window-size 7,0",
+        f"{_INDEXED} --attention-dropout 0.1",
+        f"{_INDEXED} --qk-clip",
+        f"{_INDEXED} --log-max-attention-logit",
+        *(f"{_INDEXED} {_CP2} --cp-comm-type {exchange}" for exchange in ("all_gather", "p2p", "a2a")),
+        f"{_INDEXED} --bf16 --fp8-format hybrid",
+        f"{_INDEXED} --transformer-impl transformer_engine",
+        f"{_DELTA} 2 --dsa-indexer-topk 8 --dsa-indexer-warmup",
+        "--dsa-indexer-n-heads 4",
     ),
     "stages": (
         f"{_PP2} --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --num-layers 10",

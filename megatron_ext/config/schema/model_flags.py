@@ -20,6 +20,11 @@ _VARIANT = ReadWith(
     ("experimental_attention_variant", "hybrid_layer_pattern"),
     "without --experimental-attention-variant or --hybrid-layer-pattern all layers have attention",
 )
+_CHOICE = ReadWith(
+    "experimental_attention_variant",
+    "without --experimental-attention-variant dsa no indexer chooses keys",
+    only=("dsa",),
+)
 _PATTERN = ReadWith("hybrid_layer_pattern", "without --hybrid-layer-pattern no layer is Mamba-2")
 
 _BY_LENGTH = ("longrope", "dynamic")
@@ -231,26 +236,26 @@ class ModelConfig:
         "Query heads of the indexer of --experimental-attention-variant dsa.",
         resume="shape",
         at_least=1,
-        read_with=_VARIANT,
+        read_with=_CHOICE,
     )
     dsa_indexer_head_dim: int | None = option(
-        None, "Channels of its query heads and of its key.", resume="shape", at_least=1, read_with=_VARIANT
+        None, "Channels of its query heads and of its key.", resume="shape", at_least=1, read_with=_CHOICE
     )
     dsa_indexer_topk: int | None = option(
-        None, "Most keys that a query attends to.", resume="function", at_least=1, read_with=_VARIANT
+        None, "Most keys that a query attends to.", resume="function", at_least=1, read_with=_CHOICE
     )
     dsa_indexer_rope_interleaved: bool = option(
         False,
         "Rotate pairs of neighbouring channels in it, as GLM-5, and not of two halves, as DeepSeek-V3.2.",
         resume="function",
-        read_with=_VARIANT,
+        read_with=_CHOICE,
     )
     dsa_indexer_k_norm_epsilon: float | None = option(
         None,
         "Epsilon of the LayerNorm of its keys; default --norm-epsilon.",
         resume="function",
         positive=True,
-        read_with=_VARIANT,
+        read_with=_CHOICE,
     )
     hybrid_layer_pattern: str | None = option(
         None,
@@ -280,17 +285,17 @@ class ModelConfig:
         "it.",
         resume="free",
         positive=True,
-        read_with=_VARIANT,
+        read_with=_CHOICE,
     )
     dsa_indexer_use_sparse_loss: bool = option(
-        False, "Compute that loss over the chosen keys, and not over all.", resume="free", read_with=_VARIANT
+        False, "Compute that loss over the chosen keys, and not over all.", resume="free", read_with=_CHOICE
     )
     dsa_indexer_warmup: bool = option(
         False,
         "Attend to all keys while the indexer learns from them: the dense warm-up. To train the indexer alone, add "
         "--lr-group *=0 --lr-group *.indexer.*=1.",
         resume="free",
-        read_with=_VARIANT,
+        read_with=_CHOICE,
     )
     q_lora_rank: int | None = option(
         None,

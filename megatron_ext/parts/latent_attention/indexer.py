@@ -14,7 +14,6 @@ keys that a query attends to; Q queries of a block.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,14 +70,18 @@ class LightningIndexer(torch.nn.Module):
         self.k_norm = norm(config, size, described.norm.epsilon)
         self.linear_weights_proj = WholeLinear(config, hidden, heads)
 
-    def forward(self, hidden_sBM: torch.Tensor, latent_sBR: torch.Tensor, table: torch.Tensor) -> Index:
-        """Return queries, keys and weights. latent: of queries; table: of angles, whose channels come first here."""
+    def forward(self, hidden_sBM: torch.Tensor, latent_sBR: torch.Tensor, table: torch.Tensor | None) -> Index:
+        """Return queries, keys and weights. latent: of queries; table: of angles, whose channels come first here, or
+        None where nothing is rotated."""
         described, hidden_sBM = self.described, hidden_sBM.detach()
         query_SBM = self.linear_wq_b(self._of_all_tokens(latent_sBR.detach()))
         key_SBE = self._of_all_tokens(self.k_norm(self.linear_wk(hidden_sBM)))
         weights_SBI = self._of_all_tokens(self.linear_weights_proj(hidden_sBM))
         query_BISE = query_SBM.unflatten(-1, (described.heads, described.head_size)).permute(1, 2, 0, 3)
-        turn = partial(rotate, table=table, interleaved=described.interleaved)
+
+        def turn(heads_BISE: torch.Tensor) -> torch.Tensor:
+            return heads_BISE if table is None else rotate(heads_BISE, table, interleaved=described.interleaved)
+
         accurate = torch.promote_types(weights_SBI.dtype, torch.float32)
         scale = (described.heads * described.head_size) ** -0.5
         return (

@@ -67,6 +67,14 @@ BASES: dict[str, dict[str, Any]] = {
     "olmoe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
     "qwen3_moe": {**_SMALL, **_OF_EXPERTS, **_SWITCHED, "num_hidden_layers": 3, "num_experts": 4},
     "deepseek_v3": {**_LATENTS, **_MIXTURE, "q_lora_rank": 6, "num_nextn_predict_layers": 1},
+    "deepseek_v32": {
+        **{**_LATENTS, **_MIXTURE, "q_lora_rank": 6, "num_nextn_predict_layers": 1, "index_n_heads": 3},
+        **{"index_head_dim": 8, "index_topk": 5},
+    },
+    "glm_moe_dsa": {
+        **{**_LATENTS, **_MIXTURE, "q_lora_rank": 6, "num_nextn_predict_layers": 1, "index_n_heads": 3},
+        **{"index_head_dim": 8, "index_topk": 5},
+    },
     "deepseek_v2": {**_LATENTS, **_MIXTURE, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "glm4_moe": {**_SMALL, **_MIXTURE, "num_nextn_predict_layers": 1},
     "glm4_moe_lite": {

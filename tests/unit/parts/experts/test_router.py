@@ -114,20 +114,21 @@ def test_weights_of_experts_are_rounded_with_what_they_multiply() -> None:
 
 
 def test_kinds_of_auxiliary_losses_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of microbatches, samples and global batches, summed over the layers, are equal on data-parallel ranks, the
-    z-loss a mean over this rank's tokens."""
+    """Those of microbatches, samples and global batches and of indexers, summed over the layers, are equal on
+    data-parallel ranks, the z-loss a mean over this rank's tokens."""
     metrics = {
         "load_balancing_loss": SimpleNamespace(values=torch.tensor([1.0, 2.0])),
         "seq_load_balancing_loss": SimpleNamespace(values=torch.tensor([4.0, 8.0])),
         "z_loss": SimpleNamespace(values=torch.tensor([16.0, 20.0])),
+        "indexer_loss": SimpleNamespace(values=torch.tensor([6.0, 9.0])),
         "another": SimpleNamespace(values=torch.tensor([99.0])),
     }
     monkeypatch.setattr(
         router, "get_moe_metrics_tracker", lambda: SimpleNamespace(metrics=metrics, clear=metrics.clear)
     )
     groups: Any = SimpleNamespace(dp=SimpleNamespace(size=lambda: 3), tp_dp_cp=SimpleNamespace(size=lambda: 12))
-    assert router.take_auxiliary_losses(groups) == [1.0, 4.0, 0.0, 3.0]
-    assert router.take_auxiliary_losses(groups) == [0.0, 0.0, 0.0, 0.0]
+    assert router.take_auxiliary_losses(groups) == [1.0, 4.0, 0.0, 3.0, 5.0]
+    assert router.take_auxiliary_losses(groups) == [0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("gated", [False, True])

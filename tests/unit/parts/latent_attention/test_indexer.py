@@ -1,10 +1,12 @@
 """DeepSeek sparse attention against its formulas written out (arXiv:2512.02556, equations 1 to 4), in fp64."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron_ext.data.packing import documents_of
 from megatron_ext.parallel import groups
@@ -19,16 +21,18 @@ EOD = 7
 @pytest.fixture
 def attention(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
     """The attention of a layer, and the table of angles for any positions."""
-    [gpt], _ = build_small_model(small_config({**INDEXED, **getattr(request, "param", {})}))
+    sizes = {**INDEXED, **getattr(request, "param", {})}
+    [gpt], _ = build_small_model(small_config(sizes))
     layer: Any = gpt.decoder.layers[0].self_attention.double()
-    rotary: Any = gpt.rotary_pos_emb
+    rotary: Any = getattr(gpt, "rotary_pos_emb", None)
     torch.manual_seed(0)
-    yield layer, lambda positions: rotary.at(positions).double()
+    rotates = sizes["position_embedding_type"] != "none"
+    yield layer, lambda positions: rotary.at(positions).double() if rotates else None
     groups.destroy()
 
 
 def written_out(
-    layer: Any, hidden: torch.Tensor, table: torch.Tensor, visible: torch.Tensor
+    layer: Any, hidden: torch.Tensor, table: torch.Tensor | None, visible: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the layer's output and the indexer's loss, by one mask over all queries and keys."""
     described, core = layer.described.indexer, layer.core_attention
@@ -56,6 +60,7 @@ def written_out(
         {"dsa_indexer_use_sparse_loss": True, "dsa_indexer_loss_coeff": 0.3},
         {"dsa_indexer_warmup": True, "dsa_indexer_use_sparse_loss": True},
         {"dsa_indexer_rope_interleaved": True, "dsa_indexer_n_heads": 8, "dsa_indexer_topk": 3, "v_head_dim": 9},
+        {"position_embedding_type": "none"},
     ],
     ids=str,
     indirect=True,
@@ -73,8 +78,11 @@ def test_output_loss_and_gradients(attention: Any, numbers: int, packed: bool, m
     if packed:
         visible = visible & (number[:, :, None] == number[:, None])
     expected, loss = written_out(layer, hidden, table, visible)
+    get_moe_metrics_tracker().clear()
     found = layer(hidden, None, table, sequences)[0]
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+    of_query = get_moe_metrics_tracker().metrics[indexer.INDEXER_LOSS].values.sum()
+    assert float(of_query) == pytest.approx(float(loss.detach()) / layer.described.indexer.loss / (BATCH * LENGTH))
     names, weights = zip(*layer.named_parameters(), strict=True)
     pull = torch.randn_like(found)
     wanted = torch.autograd.grad((expected * pull).sum() + loss, (hidden, *weights))
@@ -82,6 +90,29 @@ def test_output_loss_and_gradients(attention: Any, numbers: int, packed: bool, m
     for name, one, other in zip(("hidden", *names), got, wanted, strict=True):
         assert other.abs().max() > 1e-9, name
         torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("attention", [{}, {"dsa_indexer_use_sparse_loss": True}], ids=str, indirect=True)
+def test_its_loss_trains_the_indexer_and_nothing_else(attention: Any) -> None:
+    """The weight of the loss changes the gradients of the indexer alone; no other loss changes these."""
+    layer, table_of = attention
+    hidden = torch.randn(LENGTH, BATCH, 64, dtype=torch.float64, requires_grad=True)
+    names, weights = zip(*layer.named_parameters(), strict=True)
+
+    def gradients(weight: float, pull: float) -> dict[str, torch.Tensor]:
+        layer.core_attention.described = replace(layer.core_attention.described, loss=weight)
+        output = layer(hidden, None, table_of(torch.arange(LENGTH)[None]))[0]
+        found = torch.autograd.grad(pull * output.square().sum(), (hidden, *weights))
+        return dict(zip(("hidden", *names), found, strict=True))
+
+    once, twice, pulled = gradients(1.0, 1.0), gradients(2.0, 1.0), gradients(1.0, 3.0)
+    of_indexer = {name for name in once if ".indexer." in name}
+    assert len(of_indexer) == 5
+    for name, gradient in once.items():
+        assert gradient.abs().max() > 1e-9, name
+        by_loss, by_output = (2.0, 1.0) if name in of_indexer else (1.0, 3.0)
+        torch.testing.assert_close(twice[name], by_loss * gradient, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(pulled[name], by_output * gradient, atol=1e-12, rtol=1e-12)
 
 
 def test_of_equal_scores_the_earlier_key_is_chosen() -> None:
