@@ -173,7 +173,7 @@ class GatedDelta(Part):
         return {
             **({"gates": of_gates} if self.by_channel else {}),
             "projected": share.width * share.tokens * self.mixed_size // share.tensor,
-            "core": spans * state + tails + self._of_maps(share, spans),
+            "core": spans * state + tails + self._of_maps(share, spans, state),
             "projection": share.width * share.tokens * self.context_size // share.tensor,
         }
 
@@ -188,8 +188,8 @@ class GatedDelta(Part):
         chunks = -(-span // chunk)
         keys, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
         size, wide, convolved = self.key_size, self.value_size, self.convolved_size // share.tensor
-        # With one decay keys and queries are multiplied by matrices, which copies each chunk's where there are several.
-        copies, single, scalars = (0, 0, 2) if self.by_channel else (2 * (chunks > 1), 4, 6)
+        # With one decay keys and queries are multiplied by matrices, which copies those of several pieces or chunks.
+        copies, single, scalars = (0, 0, 2) if self.by_channel else (2 * (pieces * chunks > 1), 4, 6)
         of_pairs = heads * chunk * (size + 1)
         found = []
         for reads in (True, False) if share.context > 1 else (True,):
@@ -202,9 +202,12 @@ class GatedDelta(Part):
             found.append(span * of_each + of_chunks + (self.kernel - 1) * convolved)
         return _FP32 * pieces * samples * max(found) + 2 * chunk * chunk  # and two masks
 
-    def _of_maps(self, share: Share, spans: int) -> float:
-        """Return the bytes of what maps of states are made from, and of the maps of all pieces."""
-        return self._maps(share) * (spans / 2 + share.context) if share.context > 1 else 0.0
+    def _of_maps(self, share: Share, spans: int, state: float) -> float:
+        """Return the bytes of what maps of states are made from, of the maps of all pieces, and of the states that they
+        are applied to: all but the last on the rank that has the last piece, and fewer on others."""
+        if share.context == 1:
+            return 0.0
+        return self._maps(share) * (spans / 2 + share.context) + (2 * share.context - 1) * state
 
     def _maps(self, share: Share) -> float:
         """Return the bytes of what a rank's two pieces make of a state."""
