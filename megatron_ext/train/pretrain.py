@@ -32,7 +32,7 @@ from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatas
 from megatron_ext.train.training_result import Trained
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from megatron_ext.device.device_protocol import Device
     from megatron_ext.train.callbacks.history import History
