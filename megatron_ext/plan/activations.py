@@ -163,7 +163,10 @@ class Activations:
                 rest = layers[units:]
                 return len(again) * self.stream + self.total(rest), max(largest - shared, self._again(rest))
             if units == 1:
-                return len(layers) * self.stream, max(self._alone(kind) for kind, _ in layers.kinds) - shared
+                alone = {kind: self._alone(kind) for kind, _ in layers.kinds}
+                # The inputs of later layers are gone by then.
+                most = max(alone[kind] - later * self.stream for later, kind in enumerate(reversed([*layers])))
+                return len(layers) * self.stream, most - shared
             parts = [layers[start : start + units] for start in range(0, len(layers), units)]
             most = max(self.total(part) + self._again(part) for part in parts)
             return len(parts) * self.stream, most - shared
@@ -192,17 +195,18 @@ class Activations:
             if layer.mixer is not None and (again := layer.mixer.computed_again(self.share)):
                 behind = sum(layer.mlp.held(self.share).values()) if layer.mlp is not None else 0.0
                 behind += (parts["residual"] + parts["norms"]) / 2 if layer.mlp is not None else 0.0
+                behind += self._gathered((layer,)) / 2 if layer.mlp is not None else 0.0
                 core = min(without, parts["core"])
                 most = max(most, again + core - freed - behind - parts["projection"] + (without - core))
-            freed += self.layer(layer).total - without
+            freed += self.layer(layer).total + self._gathered((layer,)) - without
         return most
 
-    def _gathered(self, layers: Stack) -> float:
+    def _gathered(self, layers: Iterable[Layer]) -> float:
         """Return the bytes of the other ranks' parts of the inputs of attention and MLP, where these are kept. That
         goes without recomputation alone."""
         if not self.config.layout.sequence_parallel_keep_gathered:
             return 0.0
-        inputs = layers.total(lambda layer: layer.blocks + 2 * (layer.next_token is not None))
+        inputs = sum(layer.blocks + 2 * (layer.next_token is not None) for layer in layers)
         return inputs * (self.divided - 1) * self.stream
 
     def _dropped(self, layer: Layer) -> float:

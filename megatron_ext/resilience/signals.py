@@ -48,6 +48,8 @@ class SignalWatcher:
     def __init__(self, stop_file: Path | None = None, reason: str | None = None):
         self._stop_file = stop_file
         self._reason = reason
+        self.begun_at = time.monotonic()
+        """When the run began, all of whose stages are watched."""
         self.terminated_at: float | None = None
         """When the first SIGTERM came (time.monotonic())."""
         self.for_good = True

@@ -220,11 +220,12 @@ def stages_go_on_from_what_is_saved(config: Config, facts: Facts) -> Iterator[st
         )
     for name in ("no_save_optim", "no_save_rng"):
         if getattr(flags, name):
-            yield f"--stages {training.stages} with {flag_of(name)}: no stage could go on from another; leave it out"
+            flag = flag_of(name)
+            yield f"--stages {training.stages} with {flag}: no stage could go on from another; leave {flag} out"
     if training.step_batch_size_schedule is not None:
         yield (
             f"--stages {training.stages} with --step-batch-size-schedule, whose thresholds in tokens move with the "
-            "sequence length; use --rampup-batch-size, which counts samples"
+            "sequence length; leave --step-batch-size-schedule out (--rampup-batch-size counts samples)"
         )
     if not facts.global_batch_is_given:
         yield (

@@ -32,7 +32,7 @@ from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatas
 from megatron_ext.train.training_result import Trained
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from megatron_ext.device.device_protocol import Device
     from megatron_ext.train.callbacks.history import History
@@ -91,17 +91,18 @@ def pretrain(
         losses: list[float] = []
         validation_losses: dict[int, float] = {}
         store = None
-        while True:
-            store = _meet(configured, here, status, ends, store)
-            run, history, stop_reason = _train_stage(configured, here, status, extensions, ends)
-            losses += history.losses
-            validation_losses |= history.validation_losses
-            if stop_reason != STAGE_OVER:
-                break
-            del run, history
-            gc.collect()  # the model, before there is the next
-            configured = next_stage(configured)
-            configured = replace(configured, config=extensions.applied(configured.config))
+        with _Requests() as requests:
+            while True:
+                store = _meet(configured, here, status, ends, store)
+                run, history, stop_reason = _train_stage(configured, here, status, extensions, ends, requests)
+                losses += history.losses
+                validation_losses |= history.validation_losses
+                if stop_reason != STAGE_OVER:
+                    break
+                del run, history
+                gc.collect()  # the model, before there is the next
+                configured = next_stage(configured)
+                configured = replace(configured, config=extensions.applied(configured.config))
         if status.rank == 0:
             _record_end(status, run.state.iteration, stop_reason)
         elastic.dismiss_spares()
@@ -116,8 +117,34 @@ def pretrain(
     )
 
 
+class _Requests(ExitStack):
+    """Watches for requests to stop, from the steps of the first stage to the end of those of the last: one that comes
+    while a stage is saved or the next is built stops the run after the first step of that one, and is saved."""
+
+    signals: SignalWatcher | None = None
+
+    def watched(self, config: Config, status: RunStatus) -> SignalWatcher:
+        """Return who has asked so far; begin to watch, where nobody does yet."""
+        from megatron_ext.train.callbacks.standard import stop_file
+
+        if self.signals is None:
+            save, seconds = config.checkpoint.save, config.training.exit_signal_deadline
+            # One rank watches the stop file and tells the others at the end of a step.
+            self.signals = SignalWatcher(stop_file(config) if status.rank == 0 else None, launcher.requested_before())
+            self.signals.for_good = not config.layout.elastic
+            self.enter_context(self.signals)
+            saved = lambda: saved_iterations(save) if save else []  # noqa: E731
+            self.enter_context(StopDeadline(seconds, self.signals, status, saved))
+        return self.signals
+
+
 def _train_stage(
-    configured: Configured, here: "Device", status: RunStatus, extensions: Extensions, ends: ExitStack
+    configured: Configured,
+    here: "Device",
+    status: RunStatus,
+    extensions: Extensions,
+    ends: ExitStack,
+    requests: _Requests,
 ) -> "tuple[Run, History, str | None]":
     """Build the run, load what it goes on from, and train to the end of its stage, or of the run.
 
@@ -135,7 +162,7 @@ def _train_stage(
         _load(run, configured)
         if run.rank == 0:
             say(banner(run.config, _begun(run, extensions, attention)))
-        history, stop_reason = _train(run, configured.stage_end, status, extensions, ends)
+        history, stop_reason = _train(run, configured.stage_end, status, extensions, ends, requests)
         ends.close()
     return run, history, stop_reason
 
@@ -297,7 +324,12 @@ def _build(configured: Configured, here: "Device", status: RunStatus, extensions
 
 
 def _train(
-    run: "Run", stage_end: int | None, status: RunStatus, extensions: Extensions, ends: ExitStack
+    run: "Run",
+    stage_end: int | None,
+    status: RunStatus,
+    extensions: Extensions,
+    ends: ExitStack,
+    requests: _Requests,
 ) -> "tuple[History, str | None]":
     """Take the steps up to the end of the stage; return their losses, and why they ended before the planned end.
 
@@ -305,39 +337,27 @@ def _train(
         StoppedBySignal: the run was stopped, and is saved.
     """
     from megatron_ext.train.callbacks.history import History
-    from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
+    from megatron_ext.train.callbacks.standard import standard_callbacks
     from megatron_ext.train.callbacks.stopping import STAGE_OVER, StageEnd
     from megatron_ext.train.trainer import Trainer
 
-    config, save, history = run.config, run.config.checkpoint.save, History()
-    # One rank watches the stop file and tells the others at the end of a step.
-    watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launcher.requested_before())
-    watched.for_good = not config.layout.elastic
-    with (
-        watched as signals,
-        StopDeadline(
-            config.training.exit_signal_deadline, signals, status, lambda: saved_iterations(save) if save else []
-        ),
-    ):
-        callbacks = [
-            *standard_callbacks(run, signals, status),
-            StageEnd(stage_end),
-            history,
-            *extensions.made_callbacks(),
-        ]
-        for callback in callbacks:
-            ends.callback(callback.close)
-        trainer = Trainer(run, callbacks, extensions.learning_rate)
-        try:
-            trainer.fit()
-        except StoppedBySignal as stop:
-            run.release_graph()
-            if signals.for_good:
-                launcher.remember_stop(stop.exit_code, str(stop))
-                elastic.dismiss_spares()
-            raise
-        if trainer.stop_reason not in (None, STAGE_OVER):
+    signals, history = requests.watched(run.config, status), History()
+    callbacks = [*standard_callbacks(run, signals, status), StageEnd(stage_end), history, *extensions.made_callbacks()]
+    for callback in callbacks:
+        ends.callback(callback.close)
+    trainer = Trainer(run, callbacks, extensions.learning_rate)
+    try:
+        trainer.fit()
+    except StoppedBySignal as stop:
+        run.release_graph()
+        if signals.for_good:
+            launcher.remember_stop(stop.exit_code, str(stop))
+            elastic.dismiss_spares()
+        raise
+    if trainer.stop_reason != STAGE_OVER:
+        if trainer.stop_reason is not None:
             launcher.remember_stop(0, trainer.stop_reason)
+        requests.close()
     return history, trainer.stop_reason
 
 

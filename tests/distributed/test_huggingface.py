@@ -21,10 +21,12 @@ from megatron_ext.verify.ranks import RankError, run_ranks
 from megatron_ext.verify.recorded_training import record
 from tests.support.hf_models import (
     FEWER,
+    IN_FP64,
     MODELS,
     fixed,
     flags,
     forward,
+    gradients_in_fp64,
     greedy,
     logits_of_folder,
     our_logits,
@@ -129,16 +131,21 @@ def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any)
         *(
             pytest.param(name, 2, 2, marks=[pytest.mark.slow] * (name not in ("GPT-2", "DeepSeek-V3", "Phi-3")))
             for name in MODELS
+            if name not in IN_FP64
         ),
     ],
 )
 def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_path: Path) -> None:
     # In training Phi-MoE draws its experts: here there is one alone to draw.
     changes = {"router_jitter_noise": 1e-9} if name == "Phi-3.5-MoE" else {}
-    write_gradients(write_model(tmp_path / "model", name, **changes), tmp_path / "gradients")
+    in_fp64 = name in IN_FP64
+    write_gradients(write_model(tmp_path / "model", name, **changes), tmp_path / "gradients", in_fp64=in_fp64)
     one_batch = ["--global-batch-size", "2", "--seq-length", str(FEWER), "--clip-grad", "0"]
     arguments = [*flags(["--load-hf", str(tmp_path / "model")], tp, pp), *one_batch]
-    found = record(arguments, tp * pp, 1, extensions=Extensions(datasets=fixed)).gradients
+    if in_fp64:
+        [found] = run_ranks(1, gradients_in_fp64, arguments)
+    else:
+        found = record(arguments, tp * pp, 1, extensions=Extensions(datasets=fixed)).gradients
     expected, folder = _tensors(tmp_path / "gradients"), HFFolder(tmp_path / "model")
     config = resolve(folder.values, Facts())
     for mapping in state_dict_mapping(config, folder.family):

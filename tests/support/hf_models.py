@@ -469,6 +469,12 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 2, "vocab_size": VOCABULARY, "conv_kernel": 3, "chunk_size": 16, **_UNTIED},
         **{"pad_token_id": None, "use_cache": False},
     },
+    "OLMo hybrid with rotation": {
+        **{"model_type": "olmo_hybrid", **_DELTA, "num_key_value_heads": 1, "linear_num_value_heads": 4},
+        **{"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]},
+        **{"pad_token_id": None, "partial_rotary_factor": 1.0, "attention_bias": True, "tie_word_embeddings": True},
+        **{"rms_norm_eps": 1e-3, "linear_allow_neg_eigval": False},
+    },
     "Nemotron-H": {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
     "Nemotron-H with experts": {
         **{**_NEMOTRON_H, **_OF_NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
@@ -540,9 +546,40 @@ def _olmo_hybrid(config: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tupl
 _AS_PUBLISHED = {"kimi_linear": _kimi_linear, "olmo_hybrid": _olmo_hybrid}
 
 
-def write_gradients(model: Any, folder: Path) -> None:
+IN_FP64 = ("OLMo hybrid with rotation",)
+"""Models some of whose gradients in fp32, ours and transformers', are further than 1e-5 of their norm from fp64."""
+
+
+def gradients_in_fp64(arguments: list[str]) -> dict[str, np.ndarray]:
+    """On one rank: load as `pretrain` does, and return the gradients of `write_gradients` by our names, in fp64."""
+    from megatron_ext import device
+    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
+    from megatron_ext.model.names import unwrapped
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+
+    config = configure(arguments).config
+    run = build_run(config, device.install("cpu"))
+    assert config.checkpoint.load_hf is not None
+    load_huggingface(run, config.checkpoint.load_hf)
+    [model] = unwrapped(run.chunks)
+    model.double()
+    for parameter in model.parameters():
+        parameter.grad = None
+    tokens = torch.tensor(TOKENS)[:, : FEWER + 1]
+    positions = torch.arange(FEWER).expand(len(tokens), -1)
+    losses = model(
+        input_ids=tokens[:, :-1], position_ids=positions, attention_mask=None, labels=tokens[:, 1:].contiguous()
+    )
+    losses.mean().backward()
+    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+
+
+def write_gradients(model: Any, folder: Path, *, in_fp64: bool = False) -> None:
     """Write the gradients of the mean loss over the first of `TOKENS`, each predicted from those before, as the files
     have the weights. The model is lost."""
+    if in_fp64:
+        model = model.double()
     tokens = torch.tensor(TOKENS)[:, : FEWER + 1]
     with _rules_step_by_step(model):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits

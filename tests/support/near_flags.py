@@ -87,6 +87,7 @@ MORE = (
     "--save a --non-persistent-save-interval 10 --non-persistent-ckpt-type local "
     "--non-persistent-local-ckpt-dir /dev/shm/snapshots --replication --replication-jump 2",
     "--elastic --save a --load a --global-batch-size 8",
+    "--stages curriculum.yaml --save a --no-save-optim --no-save-rng --step-batch-size-schedule '0:2 64:4'",
     "--tokenizer-type SentencePieceTokenizer --tokenizer-model m --vocab-size 1000",
     "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5 --profile-ranks 0 1 --world-size 2",
     "--position-embedding-type rope --rotary-percent 0.5 --use-rope-scaling --rope-scaling-low-freq-factor 2 "

@@ -56,9 +56,9 @@ def saved_by(layout: tuple[int, str], flags: list[str], load: str | None, folder
     return Saved(str(folder), tensors_of(str(folder)), losses)
 
 
-def tensors_of(folder: str) -> dict[str, torch.Tensor]:
+def tensors_of(folder: str, iteration: int = 2) -> dict[str, torch.Tensor]:
     """Every tensor of the checkpoint, whole, as torch itself reads it."""
-    reader = FileSystemReader(f"{folder}/iter_0000002")
+    reader = FileSystemReader(f"{folder}/iter_{iteration:07}")
     tensors: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in reader.read_metadata().state_dict_metadata.items()

@@ -706,6 +706,7 @@ WRONG = [
     ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "exclude each other"),
     ("--keep-last-checkpoints 2", "add --save checkpoints"),
     ("--save a --save-interval 10 --save-retain-interval 25", "use --save-retain-interval 30"),
+    ("--stages curriculum.yaml --save a", "needs --global-batch-size, which would otherwise follow"),
     ("--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5",
      "use --profile-step-start 5 --profile-step-end 7"),
     ("--record-schedule --profile-step-start 5 --profile-step-end 5",

@@ -70,6 +70,9 @@ def _unread(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         needed = options_by_name()[name].read_with
         if needed is not None and not _may_be_read(name, values):
             yield name, needed.words
+    latents_rotate = not values.get("multi_latent_attention") or values.get("position_embedding_type") != "none"
+    if "rotary_base" in values and not latents_rotate:
+        yield "rotary_base", "with --position-embedding-type none latent attention rotates nothing"
     saves = values.get("save") is not None and not values.get("no_save_optim")
     if values.get("ema_decay") and not saves and not values.get("eval_ema"):
         yield "ema_decay", "the averages are neither saved (--save without --no-save-optim) nor evaluated (--eval-ema)"

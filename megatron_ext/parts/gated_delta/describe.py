@@ -173,31 +173,41 @@ class GatedDelta(Part):
         return {
             **({"gates": of_gates} if self.by_channel else {}),
             "projected": share.width * share.tokens * self.mixed_size // share.tensor,
-            "core": spans * state + tails + self._of_maps(share, spans),
+            "core": spans * state + tails + self._of_maps(share, spans, state),
             "projection": share.width * share.tokens * self.context_size // share.tensor,
         }
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes of what autograd keeps of one span, within a tenth: between positions of a chunk decays and
-        products, with a decay for each channel of each; of each position convolved channels, keys, queries and values
-        by heads, both sides of the triangular system, what is read, normed and gated; of each chunk a state. Where a
-        state is mapped, keys stand next to values, and nothing is read."""
+        """Return the bytes of what autograd keeps of one span: between positions of a chunk decays and products, with a
+        decay for each channel of each; of each position inputs and outputs of the convolution, keys, queries and values
+        by heads, the solution of the triangular system, what is read, normed and gated; of each chunk but the first a
+        state. Where a state is mapped, keys stand next to values, and nothing is read."""
         pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
-        part = share.length // (share.context * pieces)
+        span = min(SPAN, share.length // (share.context * pieces))
+        chunk = min(self._chunk, span)
+        chunks = -(-span // chunk)
         keys, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
-        size, wide, chunk = self.key_size, self.value_size, min(self._chunk, part)
-        of_pairs = heads * chunk * (size + 1) if self.by_channel else chunk * (4 * heads + 2 * keys) / 3
-        of_keys = 6 * keys * size + heads * (9 * size if self.by_channel else 7 * size + 8)
-        read = 3 * of_pairs + of_keys + heads * wide * (9 + size / chunk)
-        mapped = 0.0
-        if share.context > 1:
-            columns = size + wide
-            mapped = 2 * of_pairs + of_keys - 2 * heads * size + heads * (2 * wide + columns * (4 + size / chunk))
-        return _FP32 * pieces * samples * min(SPAN, part) * max(read, mapped)
+        size, wide, convolved = self.key_size, self.value_size, self.convolved_size // share.tensor
+        # With one decay keys and queries are multiplied by matrices, which copies those of several pieces or chunks.
+        copies, single, scalars = (0, 0, 2) if self.by_channel else (2 * (pieces * chunks > 1), 4, 6)
+        of_pairs = heads * chunk * (size + 1)
+        found = []
+        for reads in (True, False) if share.context > 1 else (True,):
+            columns = wide if reads else size + wide
+            pairs = (2 + reads) * of_pairs if self.by_channel else chunk * ((3 + reads) * heads + (1 + reads) * keys)
+            of_values = heads * (size + 3 * columns + 3 * wide * reads)
+            of_keys = heads * size * (6 - single + reads) + keys * size * (1 + reads) * (1 + copies)
+            of_each = pairs + 3 * convolved + of_values + of_keys + heads * (scalars + reads) + 2 * keys
+            of_chunks = heads * (chunks * self.decays + (chunks - 1) * size * columns)
+            found.append(span * of_each + of_chunks + (self.kernel - 1) * convolved)
+        return _FP32 * pieces * samples * max(found) + 2 * chunk * chunk  # and two masks
 
-    def _of_maps(self, share: Share, spans: int) -> float:
-        """Return the bytes of what maps of states are made from, and of the maps of all pieces."""
-        return self._maps(share) * (spans / 2 + share.context) if share.context > 1 else 0.0
+    def _of_maps(self, share: Share, spans: int, state: float) -> float:
+        """Return the bytes of what maps of states are made from, of the maps of all pieces, and of the states that they
+        are applied to: all but the last on the rank that has the last piece, and fewer on others."""
+        if share.context == 1:
+            return 0.0
+        return self._maps(share) * (spans / 2 + share.context) + (2 * share.context - 1) * state
 
     def _maps(self, share: Share) -> float:
         """Return the bytes of what a rank's two pieces make of a state."""

@@ -37,7 +37,7 @@ class Stopping(Callback):
         self.signals = signals
         self.elastic = elastic
         self.exit_interval = exit_interval
-        self.deadline = None if exit_duration_in_mins is None else time.monotonic() + 60.0 * exit_duration_in_mins
+        self.deadline = None if exit_duration_in_mins is None else signals.begun_at + 60.0 * exit_duration_in_mins
 
     def ends_before_next(self, trainer: Trainer) -> bool:
         return self._at_exit_interval(trainer.position.iteration)

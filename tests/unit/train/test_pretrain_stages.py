@@ -1,13 +1,17 @@
 """--stages: a run of several stages is, to the bit, runs made one after another by hand, resumed anywhere."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ext.errors import DataError
+from megatron_ext.errors import DataError, StoppedBySignal
 from megatron_ext.train.pretrain import pretrain
+from megatron_ext.train.trainer import Callback
 from tests.support.corpora import write_corpus
+from tests.support.resaving import Saved, assert_same_tensors, tensors_of
 from tests.support.small_runs import MODEL
 
 FLAGS = [*(word for word in MODEL if word != "--mock-data"), "--tokenizer-type", "NullTokenizer", "--eval-iters", "0"]
@@ -45,6 +49,8 @@ def test_stages_are_runs_that_go_on_with_other_flags(flags: list[str], tmp_path:
     (tmp_path / "hand/iter_0000004/manifest.json").unlink(missing_ok=True)
     by_hand += _run(tmp_path / "hand", plain, *blend, *longer, *other).losses
     assert list(staged.losses) == by_hand
+    one, other = (Saved(str(tmp_path / name), tensors_of(str(tmp_path / name), 6), []) for name in ("staged", "hand"))
+    assert_same_tensors(one, other)
 
 
 def test_a_file_that_changes_nothing_changes_nothing(flags: list[str], tmp_path: Path) -> None:
@@ -62,6 +68,40 @@ def test_a_run_goes_on_in_the_middle_of_a_stage_and_between_two(step: int, flags
     assert [*begun.losses, *ended.losses] == list(whole.losses)
     rows = [(tmp_path / name / "metrics.jsonl").read_text().count("lm_loss") for name in ("whole", "cut")]
     assert rows == [6, 6]
+
+
+class Asks(Callback):
+    """Asks the run to stop where its first stage is over: while that is saved, or before the next is built."""
+
+    def __init__(self, when: str):
+        self.when = when
+
+    def on_end(self, trainer: Any) -> None:
+        if self.when == "saved":
+            self._ask()
+
+    def close(self) -> None:
+        if self.when == "gone":
+            self._ask()
+
+    def _ask(self) -> None:
+        self.when = "never"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("when", ["saved", "gone"])
+def test_sigterm_between_two_stages_stops_in_the_first_step_of_the_next(
+    when: str, flags: list[str], tmp_path: Path
+) -> None:
+    whole = _run(tmp_path / "whole", flags)
+    before = signal.getsignal(signal.SIGTERM)
+    words = [*flags, "--save", str(tmp_path / "cut"), "--load", str(tmp_path / "cut")]
+    with pytest.raises(StoppedBySignal, match="stopped at iteration 3: SIGTERM; saved to") as stop:
+        pretrain(words, callbacks=[Asks(when)])
+    assert stop.value.exit_code == 75
+    assert signal.getsignal(signal.SIGTERM) == before
+    ended = _run(tmp_path / "cut", flags)
+    assert list(ended.losses) == list(whole.losses)[3:]
 
 
 def test_data_that_changes_within_a_stage_is_refused(flags: list[str], tmp_path: Path) -> None:

@@ -31,3 +31,11 @@ def test_averages_of_weights_are_used_where_they_are_saved_or_evaluated(flags: s
 def test_evaluated_averages_need_averages() -> None:
     warnings = configure([*MODEL, "--eval-ema"]).typed.warnings
     assert "--eval-ema changes nothing here: without --ema-decay there are no averages" in warnings
+
+
+@pytest.mark.parametrize(("kind", "is_read"), [("none", False), ("rope", True)])
+def test_latents_that_do_not_rotate_have_no_base(kind: str, is_read: bool) -> None:
+    flags = f"--multi-latent-attention --kv-lora-rank 8 --rotary-base 500 --position-embedding-type {kind}"
+    found = [text for text in configure([*MODEL, *flags.split()]).typed.warnings if "--rotary-base" in text]
+    unread = "--rotary-base changes nothing here: with --position-embedding-type none latent attention rotates nothing"
+    assert found == ([] if is_read else [unread])

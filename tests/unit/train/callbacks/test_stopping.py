@@ -92,3 +92,11 @@ def test_the_deadline_is_in_minutes() -> None:
     deadline = Stopping(SignalWatcher(), None, 2.5).deadline
     assert deadline is not None
     assert 140.0 < deadline - time.monotonic() <= 150.0
+
+
+def test_the_time_of_a_run_is_that_of_all_its_stages() -> None:
+    signals = SignalWatcher()
+    first = Stopping(signals, None, 60.0)
+    time.sleep(0.01)
+    assert Stopping(signals, None, 60.0).deadline == first.deadline
+    assert Stopping(SignalWatcher(), None, 60.0).deadline != first.deadline
