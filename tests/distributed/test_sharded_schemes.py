@@ -35,7 +35,7 @@ _COPIES = "--num-distributed-optimizer-instances 2"
 FAST: dict[str, tuple[int, str]] = {
     "ZeRO-3": (3, f"{_MEGATRON} optim_grads_params {BF16} --global-batch-size 6"),
     "FSDP2": (3, f"--use-torch-fsdp2 {BF16} --global-batch-size 6"),
-    "PP2 FSDP2": (4, f"--use-torch-fsdp2 --pipeline-model-parallel-size 2 {BF16}"),
+    "PP2 FSDP2": (4, f"--use-torch-fsdp2 --pipeline-model-parallel-size 2 {UNTIED} {BF16}"),
 }
 SLOW = {
     # Megatron-FSDP's as ZeRO-3 is; the distributed optimizer's and two copies of FSDP2, which
