@@ -81,6 +81,7 @@ SCHEMES = {
 
 REASONS: dict[str, str] = {
     "ZeRO-3, Megatron-FSDP, tied": "tied embeddings are gathered once a step, not twice a microbatch",
+    "PP, FSDP2": "torch gathers a layer ahead that no pass needs, once a step, after two forward passes in a row",
     "Experts, ZeRO-3, Megatron-FSDP": "two experts on four ranks: whole matrices are divided, and padded",
 }
 """Reasons why a count is not its formula, by scheme."""
