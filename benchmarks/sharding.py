@@ -52,6 +52,7 @@ SCHEMES = {
     "ZeRO-3, Megatron-FSDP, tied": (4, f"{_FSDP} optim_grads_params --untie-embeddings-and-output-weights=false"),
     "ZeRO-3, FSDP2": (4, "--use-torch-fsdp2"),
     "FSDP2, no reshard after forward": (4, "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"),
+    "PP, FSDP2": (4, "--use-torch-fsdp2 --pipeline-model-parallel-size 2"),
     "HSDP 2 x 2, ZeRO-1": (4, "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
     "HSDP 2 x 2, FSDP2": (4, "--use-torch-fsdp2 --num-distributed-optimizer-instances 2"),
     "HSDP 2 x 2, ZeRO-2": (4, f"{_FSDP} optim_grads --num-distributed-optimizer-instances 2"),
@@ -80,6 +81,7 @@ SCHEMES = {
 
 REASONS: dict[str, str] = {
     "ZeRO-3, Megatron-FSDP, tied": "tied embeddings are gathered once a step, not twice a microbatch",
+    "PP, FSDP2": "torch gathers a layer ahead that no pass needs, once a step, after two forward passes in a row",
     "Experts, ZeRO-3, Megatron-FSDP": "two experts on four ranks: whole matrices are divided, and padded",
 }
 """Reasons why a count is not its formula, by scheme."""

@@ -293,6 +293,12 @@ def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
         if wrong is not None:
             yield f"{flag}: {wrong}; write it for this layout and {microbatches} microbatches, or leave it out"
             return
+    if splits and layout.use_torch_fsdp2:
+        yield (
+            f"--use-torch-fsdp2 sums gradients over the ranks when a layer's backward pass ends, and {flag} makes "
+            f"those of weights later; use {_SCHEDULE} {'looped-bfs' if chunks > 1 else 'gpipe'}, leave {_SCHEDULE} out "
+            "for 1F1B, or use --use-distributed-optimizer instead of --use-torch-fsdp2"
+        )
     if splits and training.torch_compile:
         yield (
             f"--torch-compile makes one kernel of a layer's backward pass, and {flag} splits it; leave --torch-compile "

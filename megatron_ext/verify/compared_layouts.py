@@ -2,8 +2,10 @@
 may end with the model, and which of them are part of every test run."""
 
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+_PP2 = "--pipeline-model-parallel-size 2"
 _PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 _PP4_VPP2 = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
+_BY = "--pipeline-schedule"
 _OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _CP2 = "--context-parallel-size 2 --cp-comm-type"
 _CP4 = "--context-parallel-size 4 --cp-comm-type"
@@ -67,6 +69,15 @@ SHARDED = {
     "FSDP2, compiled": (2, f"{_FSDP2} --torch-compile"),
     "FSDP2 in host memory": (2, f"{_FSDP2} --torch-fsdp2-cpu-offload"),
     "TP2 SP FSDP2 in host memory": (4, f"{TP2_SP} {_FSDP2} --torch-fsdp2-cpu-offload"),
+    "PP2 FSDP2": (4, f"{_PP2} {_FSDP2}"),
+    "PP2 VPP2 FSDP2": (4, f"{_PP2_VPP2} {_FSDP2}"),
+    "PP2 gpipe FSDP2": (4, f"{_PP2} {_BY} gpipe {_FSDP2}"),
+    "PP2 VPP2 looped-bfs FSDP2": (4, f"{_PP2_VPP2} {_BY} looped-bfs {_FSDP2}"),
+    "TP2 SP PP2 FSDP2": (8, f"{TP2_SP} {_PP2} {_FSDP2}"),
+    "CP2 PP2 VPP2 FSDP2": (4, f"{_CP2} p2p {_PP2_VPP2} {_FSDP2}"),
+    "PP2 VPP2 FSDP2, activations checkpointed": (4, f"{_PP2_VPP2} {_FSDP2} {_RECOMPUTE} 1 --recompute-method uniform"),
+    "PP2 VPP2 FSDP2 without resharding": (4, f"{_PP2_VPP2} {_FSDP2} --torch-fsdp2-no-reshard-after-forward"),
+    "HSDP 2 x 2, PP2 FSDP2": (8, f"{_PP2} {_FSDP2} {_TWO_COPIES}"),
     "Megatron-FSDP, nothing sharded": (2, f"{_MEGATRON_FSDP} no_shard"),
     "Megatron-FSDP, ZeRO-1": (2, f"{_MEGATRON_FSDP} optim"),
     "ZeRO-2": (2, f"{_MEGATRON_FSDP} optim_grads"),
@@ -144,6 +155,7 @@ QUICK = {
     "CP2 DP2 all_gather distributed optimizer, untied",
     "CP2 all_gather, packed",
     "TP2 SP FSDP2, tied",
+    "PP2 FSDP2, tied",
     "ZeRO-2, untied",
     "ZeRO-3, tied",
     "HSDP 2 x 2, FSDP2, untied",
@@ -325,7 +337,6 @@ MAMBA = {
 QUICK_MAMBA = {"CP4 all_gather, Mamba-2 hybrid, packed", "TP2 SP PP2 VPP2, Mamba-2 hybrid"}
 
 # Multi-token prediction: the last stage has word embeddings, and labels come from another rank's chunk of a sample.
-_PP2 = "--pipeline-model-parallel-size 2"
 AHEAD = {
     "TP2, one token ahead": (2, "--tensor-model-parallel-size 2"),
     "PP2 VPP2, two tokens ahead": (2, _PP2_VPP2),
@@ -334,6 +345,7 @@ AHEAD = {
     "TP2 SP CP2 PP2 all_gather, two tokens ahead": (8, f"{TP2_SP} {_CP2} all_gather {_PP2}"),
     "CP4 p2p, two tokens ahead": (4, f"{_CP4} p2p"),
     "CP2 a2a, two tokens ahead": (2, f"{_CP2} a2a"),
+    "PP2 FSDP2, one token ahead": (4, f"{_PP2} {_FSDP2}"),
     "PP2 DP2 distributed optimizer, overlap, two tokens ahead, packed": (4, f"{_PP2} {_OVERLAP}"),
     "CP2 all_gather, two tokens ahead, packed": (2, f"{_CP2} all_gather"),
     "TP2 SP FSDP2, one token ahead": (4, f"{TP2_SP} {_FSDP2}"),
@@ -469,7 +481,6 @@ PIECES = {
     "CP2 all_gather, clipped products by Adam": (2, f"{_CP2} all_gather"),
     "one process, recompute selective, clipped products by Adam": (1, RECOMPUTE["selective, all parts"]),
 }
-_BY = "--pipeline-schedule"
 _ZBV = f"{_PP2_VPP2} {_BY} zbv"
 # Orders of a pipeline's passes that are run as tables, most of them with backward passes in two halves.
 SCHEDULES = {
@@ -490,6 +501,7 @@ QUICK_MUON = {"TP4, untied", "TP2 SP FSDP2, untied", "TP2 SP EP2, tensor-paralle
 MUON_CASES = {
     *QUICK_MUON,
     *(f"{layout}, untied" for layout in ("TP2 SP", "PP2", "PP2 VPP2", "CP2 p2p", "DP2", "FSDP2", "ZeRO-2", "ZeRO-3")),
+    "PP2 FSDP2, untied",
     *(f"DP{ranks} distributed optimizer, overlap, untied" for ranks in (2, 4)),
     *(f"HSDP 2 x 2, {scheme}, untied" for scheme in ("distributed optimizer", "FSDP2")),
     *("Megatron-FSDP, ZeRO-1, untied", "HSDP 2 x 2, ZeRO-3, optimizer state divided over all, untied"),

@@ -35,6 +35,7 @@ _COPIES = "--num-distributed-optimizer-instances 2"
 FAST: dict[str, tuple[int, str]] = {
     "ZeRO-3": (3, f"{_MEGATRON} optim_grads_params {BF16} --global-batch-size 6"),
     "FSDP2": (3, f"--use-torch-fsdp2 {BF16} --global-batch-size 6"),
+    "PP2 FSDP2": (4, f"--use-torch-fsdp2 --pipeline-model-parallel-size 2 {UNTIED} {BF16}"),
 }
 SLOW = {
     # Megatron-FSDP's as ZeRO-3 is; the distributed optimizer's and two copies of FSDP2, which
@@ -142,7 +143,9 @@ def _check_the_count_of_zeros(run: Any, trainer: Any) -> None:
     run.optimizer.prepare_grads = count_then_prepare
     result = trainer.step()
     run.optimizer.prepare_grads = prepare_grads
-    if run.groups.tp.size() == run.groups.ep.size() == 1:  # else other ranks count what this one does not hold
+    if (
+        run.groups.tp.size() == run.groups.ep.size() == run.groups.pp.size() == 1
+    ):  # else other ranks count what this one does not hold
         assert result.num_zeros == zeros[0] > 0
 
 

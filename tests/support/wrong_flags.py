@@ -238,8 +238,18 @@ EXAMPLES = {
         "--cp-comm-type all_gather",
     ),
     "Packed documents with attention dropout": Example("--reset-attention-mask", "--attention-dropout 0"),
-    "FSDP2 with pipeline stages": Example(
-        "--world-size 4 --use-torch-fsdp2 --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"
+    "FSDP2 with gradients of weights that are made later": Example(
+        "--world-size 4 --use-torch-fsdp2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--pipeline-schedule zbv",
+        "--pipeline-schedule looped-bfs",
+    ),
+    "FSDP2 with gradients of weights that are made later, one chunk": Example(
+        "--world-size 4 --use-torch-fsdp2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-zero-bubble",
+        "--pipeline-schedule gpipe",
+    ),
+    "FSDP2 in host memory with pipeline stages": Example(
+        "--world-size 4 --use-torch-fsdp2 --torch-fsdp2-cpu-offload --pipeline-model-parallel-size 2",
+        "--torch-fsdp2-cpu-offload=false",
     ),
     "FSDP2 with the distributed optimizer": Example(
         "--world-size 2 --use-torch-fsdp2 --use-distributed-optimizer", "--use-distributed-optimizer=false"

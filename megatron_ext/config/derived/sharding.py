@@ -78,12 +78,11 @@ def _fsdp2_cannot(config: Any) -> Iterator[str]:
         )
     if layout.ddp_bucket_size is not None:
         yield "--use-torch-fsdp2 gathers and reduces layer by layer, not in buckets; leave --ddp-bucket-size out"
-    if (stages := layout.pipeline_model_parallel_size) > 1:
+    if (stages := layout.pipeline_model_parallel_size) > 1 and layout.torch_fsdp2_cpu_offload:
         yield (
-            f"--use-torch-fsdp2 with --pipeline-model-parallel-size {stages} would gather a stage's weights anew for "
-            "every microbatch, and sum gradients over the ranks before a schedule that splits backward passes has "
-            "made those of weights; use --pipeline-model-parallel-size 1, or --use-distributed-optimizer instead "
-            "of --use-torch-fsdp2"
+            f"--torch-fsdp2-cpu-offload with --pipeline-model-parallel-size {stages}: where two stages have the word "
+            "embeddings, their gradients are added up on the device, and these lie in host memory; leave "
+            "--torch-fsdp2-cpu-offload out, or use --pipeline-model-parallel-size 1"
         )
     if experts is not None:
         yield (
