@@ -85,7 +85,12 @@ def test_no_flag_is_left_out() -> None:
         for action in plan._parser()._actions
         if action.option_strings and action.dest != "help" and action.help != "==SUPPRESS=="
     }
-    assert shown == {flag.split()[0] for flag in CHANGES}
+    assert shown == {flag.split()[0] for flag in CHANGES} | {"--svg"}
+
+
+def test_svg_draws_into_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _said(plan.main, SEARCH.replace("--json - ", "").format("--svg memory.svg"), capsys) != ""
+    assert Path("memory.svg").read_text().startswith("<svg")
 
 
 def test_json_goes_into_a_file_and_the_words_to_the_screen(capsys: pytest.CaptureFixture[str]) -> None:

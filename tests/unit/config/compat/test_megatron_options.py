@@ -76,6 +76,8 @@ OUR_OWN = {
     "--longrope-long-factor",
     "--attention-output-gate-over",
     "--moe-router-sparsemixer-eps",
+    "--linear-allow-neg-eigval",
+    "--linear-norm-epsilon",
     "--attention-temperature-scale",
     "--attention-temperature-step",
     "--attention-chunk-size",
@@ -188,7 +190,17 @@ def test_choices_are_megatrons_but_for_the_ones_listed():
     for flag in FEWER_CHOICES:
         extra = set(options_by_flag()[flag].choices or ()) - set(wheel_options()[flag].choices or ())
         any_there = wheel_options()[flag].choices is None  # of a text, ours are those that are known
-        ours = {"ByteTokenizer", "rowwise", "alibi", "longrope", "dynamic", "highest", "ademamix", "schedule_free"}
+        ours = {
+            "ByteTokenizer",
+            "rowwise",
+            "alibi",
+            "longrope",
+            "dynamic",
+            "highest",
+            "ademamix",
+            "schedule_free",
+            "kda",
+        }
         assert any_there or extra <= ours
 
 

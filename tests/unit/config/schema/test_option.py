@@ -42,6 +42,7 @@ DELTA = (
     "--linear-attention-freq 2"
 )
 HYBRID = f"{BASE} --disable-bias-linear --hybrid-layer-pattern M-M*M-M* --mamba-num-groups 2"
+SPARSE = f"{BASE} --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-router-sparsemixer-eps 0.1"
 MUP = f"{BASE} --use-mup --mup-base-hidden-size 16 --mup-base-head-dim 4 --mup-base-num-layers 2"
 FREE_IN_THE_MODEL = {
     "seq_length": "a longer context goes on from a shorter one",
@@ -88,6 +89,7 @@ def config_with(name: str) -> Config:
     flags |= dict.fromkeys(("hybrid_layer_pattern", "mamba_num_heads"), HYBRID)
     flags["latent_norm_epsilon"] = LATENT
     flags["linear_norm_epsilon"] = f"{DELTA} --linear-norm-epsilon 1e-3"
+    flags["moe_router_sparsemixer_eps"] = SPARSE
     flags["activation_func_clamp_value"] += " --activation-func-clamp-value 3"
     return config_of(flags.get(name, EVERY_PART))
 
