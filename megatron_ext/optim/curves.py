@@ -38,8 +38,8 @@ class LearningRateCurve:
     wsd_decay: int | None = None
     wsd_style: str = "exponential"
     power: tuple[float, float, int] = (0.0, 0.0, 1)
-    """Of the style power: a rate, relative to the peak, that a power of the tokens multiplies; the exponent; the tokens
-    of a sample."""
+    """Factor of the power of the tokens, relative to the peak; the exponent; tokens of a sample. Only the style power reads
+    it."""
 
     @classmethod
     def from_config(cls, config: Config) -> "LearningRateCurve":
