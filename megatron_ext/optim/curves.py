@@ -38,7 +38,7 @@ class LearningRateCurve:
     wsd_decay: int | None = None
     wsd_style: str = "exponential"
     power: tuple[float, float, int] = (0.0, 0.0, 1)
-    """Factor of the power of the tokens, relative to the peak; the exponent; tokens of a sample. Only the style power reads
+    """Factor of the power of the tokens, relative to the peak; the exponent; tokens of a sample. Only power reads
     it."""
 
     @classmethod
