@@ -68,7 +68,7 @@ TABLE: Table = {
             "constant_with_warmup": Flags("--lr-decay-style constant"),
             "inverse_sqrt": Flags("--lr-decay-style inverse-square-root"),
         },
-        NoCounterpart("the curves are constant, linear, cosine, inverse-square-root and WSD: --lr-decay-style"),
+        NoCounterpart("the curves are constant, linear, cosine, inverse-square-root, WSD and power: --lr-decay-style"),
     ),
     "warmup_steps": Flags("--lr-warmup-iters {}"),
     "warmup_ratio": Flags("--lr-warmup-fraction {}"),

@@ -114,7 +114,7 @@ TABLE: Table = {
             "warmupdecaylr": Flags("--lr-decay-style linear"),
             "warmupcosinelr": Flags("--lr-decay-style cosine"),
         },
-        NoCounterpart("the curves are constant, linear, cosine, inverse-square-root and WSD: --lr-decay-style"),
+        NoCounterpart("the curves are constant, linear, cosine, inverse-square-root, WSD and power: --lr-decay-style"),
     ),
     "scheduler.params.warmup_min_lr": Flags("--lr-warmup-init {}"),
     "scheduler.params.warmup_max_lr": Flags("--lr {}"),

@@ -37,6 +37,9 @@ class LearningRateCurve:
     style: str
     wsd_decay: int | None = None
     wsd_style: str = "exponential"
+    power: tuple[float, float, int] = (0.0, 0.0, 1)
+    """Factor of the power of the tokens, relative to the peak; the exponent; tokens of a sample. Only power reads
+    it."""
 
     @classmethod
     def from_config(cls, config: Config) -> "LearningRateCurve":
@@ -62,6 +65,11 @@ class LearningRateCurve:
             style=optimizer.lr_decay_style,
             wsd_decay=wsd_decay,
             wsd_style=optimizer.lr_wsd_decay_style,
+            power=(
+                optimizer.lr_power_scale * training.global_batch_size / optimizer.lr if optimizer.lr else math.inf,
+                optimizer.lr_power_exponent,
+                config.model.seq_length,
+            ),
         )
 
     @classmethod
@@ -99,7 +107,8 @@ class WeightDecayCurve:
 def learning_rate(progress: int, curve: LearningRateCurve) -> float:
     """Return the rate of the step that follows `progress` samples.
 
-    Source: Loshchilov and Hutter, SGDR, eq. 5 (cosine); Hu et al., MiniCPM, section 4 (WSD).
+    Source: Loshchilov and Hutter, SGDR, eq. 5 (cosine); Hu et al., MiniCPM, section 4 (WSD); Shen et al. 2024, Power
+    Scheduler (arXiv:2408.13359), whose rate is min(peak, batch a n^b) after n tokens.
     """
     if curve.warmup > 0 and progress <= curve.warmup:
         return curve.start + (curve.peak - curve.start) * float(progress) / float(curve.warmup)
@@ -109,6 +118,9 @@ def learning_rate(progress: int, curve: LearningRateCurve) -> float:
         return curve.lowest
     if curve.style == "inverse-square-root":
         return max(curve.lowest, curve.peak * max(curve.warmup, 1) ** 0.5 / max(progress, 1) ** 0.5)
+    if curve.style == "power":
+        relative, exponent, tokens = curve.power
+        return max(curve.lowest, curve.peak * min(1.0, relative * (tokens * max(progress, 1)) ** exponent))
     if curve.style == "WSD":
         share = _wsd_share(progress, curve)
     else:

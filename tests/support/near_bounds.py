@@ -489,6 +489,9 @@ NEAR: dict[str, tuple[str, ...]] = {
         *(f"--lr-warmup-fraction {share}" for share in (0, 0.99, 1, -0.1)),
         *(f"{_WSD} {steps}" for steps in (0, 1, 100, 101)),
         f"{_WSD} 50 --lr-decay-iters 49",
+        *(f"--lr-decay-style power --lr-power-scale {scale}" for scale in (0.001, 0)),
+        *(f"--lr-decay-style power --lr-power-exponent {exponent}" for exponent in (-0.51, 0, 0.1)),
+        "--optimizer schedule_free --lr-decay-style power",
         "--lr-decay-style WSD --lr-decay-iters 4",
         *(
             f"--weight-decay-incr-style cosine --start-weight-decay {start} --end-weight-decay {end}"

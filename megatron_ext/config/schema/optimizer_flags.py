@@ -16,6 +16,8 @@ _DECAY_ENDS = ReadWith(
 )
 _WSD = ReadWith("lr_decay_style", "only --lr-decay-style WSD reads it", only=("WSD",))
 
+_POWER = ReadWith("lr_decay_style", "only --lr-decay-style power reads it", only=("power",))
+
 _CLIPS_PRODUCTS = ReadWith("qk_clip", "without --qk-clip no product of queries and keys is bounded")
 
 _BY_TENSOR = {"fp8": "it would need a scale for each tensor, which differs between the shards of different layouts"}
@@ -31,7 +33,10 @@ class OptimizerConfig:
         "adam",
         "Update rule (adam is AdamW: decoupled weight decay; muon has it for all but the matrices of layers).",
         choices=tuple(OPTIMIZERS),
-        refused={"dist_muon": "--use-distributed-optimizer shares muon's matrices out among the ranks"},
+        refused={
+            "dist_muon": "--use-distributed-optimizer shares muon's matrices out among the ranks",
+            "soap": "its bases follow the rounding of a gradient, so that each layout would train another curve",
+        },
     )
     lr: float = option(None, "Peak learning rate.", resume="curve", required="6e-4", at_least=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", resume="curve", read_with=_DECAYS)
@@ -65,7 +70,7 @@ class OptimizerConfig:
         "linear",
         "Shape of the decay.",
         resume="curve",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD", "power"),
     )
     lr_decay_iters: int | None = option(
         None,
@@ -94,6 +99,17 @@ class OptimizerConfig:
     )
     lr_wsd_decay_iters: int | None = option(None, "Steps of the last phase of WSD.", resume="curve")
     lr_wsd_decay_samples: int | None = option(None, "The same in samples.", resume="curve")
+    lr_power_scale: float = option(
+        4.6,
+        "Of power: the rate is this times --global-batch-size times a power of the tokens before the step, and at most "
+        "--lr.",
+        resume="curve",
+        positive=True,
+        read_with=_POWER,
+    )
+    lr_power_exponent: float = option(
+        -0.51, "The exponent of that power, at most 0.", resume="curve", at_most=0, read_with=_POWER
+    )
     weight_decay: float = option(
         0.01, "Weight decay of matrices; norms and biases have none.", resume="curve", at_least=0
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_ext.config.schema import Config, OptimizerConfig, TrainingConfig
+from megatron_ext.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learning_rate, weight_decay
 
 BATCH = 16
@@ -138,6 +138,26 @@ def test_the_first_step_of_a_warmup_from_zero_has_rate_zero():
     curve = LearningRateCurve.from_config(config_with(lr_warmup_iters=10))
     assert learning_rate(0, curve) == 0.0
     assert learning_rate(BATCH, curve) == 3e-4 / 10
+
+
+def test_power_is_the_papers_formula_of_batch_and_tokens():
+    """After n tokens the smaller of --lr and batch a n^b, with a linear warmup, whatever the length of the run."""
+    flags = {"lr": 0.02, "min_lr": 1e-3, "lr_warmup_iters": 3, "lr_decay_style": "power"}
+    short, long = (
+        dataclasses.replace(
+            config_with({"train_iters": steps}, **flags, decoupled_lr=0.01), model=ModelConfig(seq_length=4096)
+        )
+        for steps in (200, 90000)
+    )
+    curve, decoupled = LearningRateCurve.from_config(long), LearningRateCurve.decoupled(long)
+    assert decoupled is not None
+    rates = [learning_rate(step * BATCH, curve) for step in (1, 3, 4, 60, 200, 1000, 40000, 90000)]
+    expected = [BATCH * 4.6 * (step * BATCH * 4096) ** -0.51 for step in (200, 1000, 40000)]
+    assert rates == pytest.approx([0.02 / 3, 0.02, 0.02, 0.02, *expected, 1e-3], rel=1e-12)
+    assert 1e-3 < rates[6] < rates[5] < rates[4] < 0.02
+    for step in range(200):
+        assert learning_rate(step * BATCH, LearningRateCurve.from_config(short)) == learning_rate(step * BATCH, curve)
+    assert learning_rate(200 * BATCH, decoupled) == pytest.approx(rates[4] / 2)
 
 
 def test_the_decoupled_rate_goes_the_same_way_between_ends_of_its_own():

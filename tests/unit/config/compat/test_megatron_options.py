@@ -98,6 +98,8 @@ OUR_OWN = {
     "--ema-decay",
     "--eval-ema",
     "--stages",
+    "--lr-power-scale",
+    "--lr-power-exponent",
     "--ademamix-beta3",
     "--ademamix-alpha",
     "--ademamix-warmup",
@@ -118,7 +120,8 @@ FEWER_CHOICES = {
     "--fp8-recipe": "scales of past steps, and blocks for Blackwell, are not in this version; rowwise is ours",
     "--rope-type": "longrope and dynamic are of Hugging Face's models",
     "--position-embedding-type": "mrope and relative ones are not in this version; alibi is Megatron-DeepSpeed's",
-    "--optimizer": "soap and adaptive_muon are not in this version; ademamix and schedule_free are ours",
+    "--optimizer": "soap follows rounding, adaptive_muon is not in this version; ademamix and schedule_free are ours",
+    "--lr-decay-style": "power is ours",
     "--experimental-attention-variant": "sparse attention by an indexer of keys is not in this version",
     "--muon-fp32-matmul-prec": "torch has no low",
     "--muon-coefficient-type": "any name there, of which its package takes these",
@@ -200,6 +203,7 @@ def test_choices_are_megatrons_but_for_the_ones_listed():
             "ademamix",
             "schedule_free",
             "kda",
+            "power",
         }
         assert any_there or extra <= ours
 
