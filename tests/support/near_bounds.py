@@ -57,7 +57,10 @@ NEAR: dict[str, tuple[str, ...]] = {
         "--linear-attention-freq 4 --linear-num-key-heads 8",
     ),
     "layers of letters": (
-        *(f"{_LETTERS} {letters}" for letters in ("M-M-M-M*", "M-M-M-M", "M-M-M-MD", "M-M-M-M*/M-", "M-M-M-ME", "M-M-|M-M*")),
+        *(
+            f"{_LETTERS} {letters}"
+            for letters in ("M-M-M-M*", "M-M-M-M", "M-M-M-MD", "M-M-M-M*/M-", "M-M-M-ME", "M-M-|M-M*")
+        ),
         f"{_PP2} {_LETTERS} M-M-|M-M*",
         f"{_LETTERS} '|'",
         f"{_LETTERS} M-M-M-ME {_EXPERTS}",

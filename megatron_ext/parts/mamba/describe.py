@@ -65,12 +65,6 @@ class Mamba(GatedDelta):
         each += of_heads * (5 + self.key_size / chunk) + (pieces - 1) * (2 * groups * self.key_size + of_heads)
         return _FP32 * pieces * samples * min(SPAN, part) * each
 
-    def _of_maps(self, share: Share, spans: int) -> float:
-        """Return the same, and the states before all pieces."""
-        samples = share.tokens * share.context // share.length
-        state = _FP32 * samples * self.value_heads // share.tensor * self.key_size * self.value_size
-        return super()._of_maps(share, spans) + (2 * share.context * state if share.context > 1 else 0.0)
-
     def sent(self, share: Share) -> Iterator[Exchange]:
         """Yield what context-parallel ranks exchange."""
         yield from self.sent_over_pieces(share)

@@ -166,7 +166,10 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
         ),
         ({**COHERE, **WINDOWS}, "is cohere2, which has --no-rope-freq"),
         ({**MIXTRAL, "moe_layer_freq": "[0,1,1,1]"}, "is mixtral, which has no --moe-layer-freq"),
-        ({**GRANITE_4, "hybrid_layer_pattern": "MM*-"}, r"hybrid, which has --hybrid-layer-pattern M-\*- \(not MM\*-\)"),
+        (
+            {**GRANITE_4, "hybrid_layer_pattern": "MM*-"},
+            r"hybrid, which has --hybrid-layer-pattern M-\*- \(not MM\*-\)",
+        ),
         ({**GRANITE_4, "mamba_num_heads": 6}, r"which has --mamba-num-heads 4 \(not 6\)"),
         ({**GRANITE_4, "mamba_num_heads": 6, "mamba_head_dim": 10}, r"32 \(not 6\), --mamba-head-dim 2 \(not 10\)"),
         ({"openai_gelu": True, **EXPERTS}, "is phimoe, which has --position-embedding-type rope"),
