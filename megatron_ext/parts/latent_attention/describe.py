@@ -79,12 +79,18 @@ class Indexer:
             *(Product(own, size, share.hidden) for size in outputs),
         ]
 
-    def held(self, share: Share) -> float:
-        """Return the bytes of its queries, keys and weights with their gradients, which the forward pass computes, and
-        of the choice."""
-        keys = self.head_size * share.context
-        numbers = share.width * (self.query_size + keys) + _FP32 * self.heads
-        return share.tokens * (2 * numbers + _INT64 * min(self.topk, share.length))
+    def chooses(self, length: int) -> bool:
+        """Return whether attention to `length` keys is to fewer, and computed again block by block."""
+        return not self.warms_up and length > self.topk
+
+    def held(self, share: Share, query_rank: int) -> float:
+        """Return the bytes of the gradients of its queries, keys and weights, which the forward pass computes, of its
+        norm's input, mean and 1/deviation, of latents that ranks gather, and of the choice and what of it is seen."""
+        gradients = share.width * (self.query_size + self.head_size * share.context) + _FP32 * self.heads
+        normalized = (share.width * self.head_size + 2 * _FP32) / share.divided
+        gathered = share.width * query_rank if share.divided > 1 else 0
+        choice = (_INT64 + 1) * self.topk if self.chooses(share.length) else 0
+        return share.tokens * (gradients + normalized + gathered + choice)
 
     def sent(self, share: Share, query_rank: int) -> Iterator[Exchange]:
         """Yield what tensor-parallel ranks add up for the loss and gather for scores, and the keys that
@@ -215,6 +221,8 @@ class LatentAttention(Attention):
             norms = 1 + (self.query_rank is not None)
         core = share.length if self._keeps_weights(share) else filled + _FP32 / share.width
         numbers = norms * _FP32 * (1 if self.norm.kind == "RMSNorm" else 2)
+        if self.indexer is not None and self.indexer.chooses(share.length):
+            core = 0
         latents = (share.width * channels + numbers) * share.tokens / share.divided
         if share.config.layout.sequence_parallel_keep_gathered:
             latents += share.width * share.tokens * self._read(share) * (share.divided - 1) / share.divided
@@ -223,7 +231,7 @@ class LatentAttention(Attention):
             "core": share.width * share.tokens * heads * core,
             "projection": share.width * share.tokens * heads * self.value_head_size,
             "latents": latents,
-            **({} if self.indexer is None else {"indexer": self.indexer.held(share)}),
+            **({} if self.indexer is None else {"indexer": self.indexer.held(share, self.query_rank or share.hidden)}),
         }
 
     def _read(self, share: Share) -> int:
