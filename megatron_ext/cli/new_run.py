@@ -8,7 +8,6 @@ the training's flags, which `megatron-ext pretrain --config my-run/run.yaml --lo
 Exit codes: 0 done, 64 the flags cannot work, else that of the part that failed, which has said why.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from megatron_ext.commandline import ToolParser
 from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.telemetry.loss_curve import read_history, summary
 from megatron_ext.terminal import say
+from megatron_ext.untrusted.text import load_json, read_file
 
 _PARTS = ("tokenizer", "tokens", "size of the model", "training", "export to Hugging Face", "a sample", "the page")
 _REST = 30.0  # seconds of export, sample and page
@@ -83,7 +83,7 @@ class _Making:
         self._part(1)
         self._tool("preprocess", "--input", self._text, "--output-prefix", run / "text", "--append-eod", *known)
         tokens = (run / "text_text_document.bin").stat().st_size // 2  # ids below 65,536 are of two bytes
-        self._documents = json.loads((run / "text_manifest.json").read_text(encoding="utf-8"))["documents"]
+        self._documents = load_json(read_file(run / "text_manifest.json", 1 << 20))["documents"]
         self._part(2, "a few steps of each are measured")
         values, seconds = self._sized(tokens)
         (run / "run.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")

@@ -221,6 +221,8 @@ def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
     if values.get("position_embedding_type") == "yarn":
         values["position_embedding_type"] = "rope"
         _fill(values, "rope_type", "yarn")
+    if values.get("experimental_attention_variant") == "dsa":
+        _fill(values, "attention_dropout", 0.0)  # as in Megatron-LM, whose default it has no place for
     if values.get("multi_latent_attention"):
         if values.get("position_embedding_type") != "none":
             _fill(values, "rope_type", "yarn")

@@ -144,7 +144,7 @@ def _configured(
         raise ConfigurationError(list(refusals))
     chosen = stages.index(largest(stages, typed.values)) if typed.dry_run else 0
     stage, values, facts, config = made[chosen]
-    steps = training_steps(config)
+    steps = training_steps(config) if stages[1:] else 0
     notes = [f"{one.named}the run ends before, after {steps} iterations" for one in stages[1:] if one.first >= steps]
     if typed.dry_run and stage.path is not None:
         notes.append(f"{stage.named}this stage, the largest, is what is judged")

@@ -195,7 +195,7 @@ def test_a_step_in_lines_for_programs_and_for_people() -> None:
             step_line(dataclasses.replace(STEP, **{name: None}), now)
             == begin + time + rates + "".join(texts.values()) + end
         )
-    line = "step  11/112   loss 1.2500       2,000 tokens/s   3:12 left"
+    line = "step  11/112   loss 1.2500   norm 2.500       2,000 tokens/s   75.0% MFU   3:12 left"
     assert short_line(STEP) == f"{line}   7 skipped   8 NaN"
     assert short_line(dataclasses.replace(STEP, skipped_iterations=0)) == f"{line}   8 NaN"
     assert short_line(dataclasses.replace(STEP, nan_iterations=0)) == f"{line}   7 skipped"

@@ -14,6 +14,7 @@ from megatron_ext.errors import ConfigurationError
 from tests.support.megatron_wheel import UNREADABLE, wheel_options
 
 OUR_OWN = {
+    "--dsa-indexer-warmup",
     "--latent-norm-epsilon",
     "--log-format",
     "--mlflow-experiment",
