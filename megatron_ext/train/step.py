@@ -289,7 +289,8 @@ def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
         torch.distributed.all_reduce(total)
     model = run.config.model
     layers = stack(run.config)
-    indexers = microbatches * len(layers) if model.experimental_attention_variant == "dsa" else 0
+    depths = model.mtp_num_layers or 0
+    indexers = microbatches * (len(layers) + depths) if model.experimental_attention_variant == "dsa" else 0
     routers = microbatches * layers.count(lambda layer: layer.experts is not None)
     load_balancing, of_samples, of_global_batch, z, _ = (total / max(routers, 1)).tolist()
     asked = model.load_balancing_losses

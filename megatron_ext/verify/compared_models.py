@@ -168,11 +168,12 @@ _INDEXER_SIZES = (
     "--q-lora-rank 20 --experimental-attention-variant dsa --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 12 "
     "--dsa-indexer-topk 12"
 )
+_NO_SUCH_PRODUCT = _INDEXER_SIZES.replace("head-dim 12", "head-dim 10")
 MODELS |= {
-    "chosen keys": f"--num-layers 4 {_LATENT_SIZES} {_INDEXER_SIZES.replace('head-dim 12', 'head-dim 10')} {_UNTIED}",
+    "chosen keys": f"--num-layers 4 {_LATENT_SIZES} {_NO_SUCH_PRODUCT} {_UNTIED}",
     "chosen keys, packed": f"{MODELS['latents, packed'].replace('--q-lora-rank 20', _INDEXER_SIZES)} "
     "--dsa-indexer-use-sparse-loss",
-    "a token ahead by chosen keys": f"--num-layers 4 {_LATENT_SIZES} {_INDEXER_SIZES} --mtp-num-layers 1",
+    "a token ahead by chosen keys": f"--num-layers 4 {_LATENT_SIZES} {_NO_SUCH_PRODUCT} --mtp-num-layers 1",
 }
 
 # Gated delta rules in every other layer, whose value heads share key heads in twos; and as Qwen3-Next has them. What a

@@ -28,8 +28,7 @@ from megatron_ext.device.kernels import linear
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Experts
 from megatron_ext.parts.experts.router import Router
-from megatron_ext.parts.latent_attention.indexer import WholeLinear
-from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
+from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear, WholeLinear
 from megatron_ext.parts.mlp.compute import glu
 
 

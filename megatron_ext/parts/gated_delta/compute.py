@@ -37,8 +37,7 @@ from megatron_ext.config.derived.rank_order import context_chunks
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.gated_delta.describe import SPAN, GatedDelta
 from megatron_ext.parts.gated_delta.rule import delta_rule
-from megatron_ext.parts.latent_attention.compute import WholeLinear
-from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
+from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear, WholeLinear
 from megatron_ext.parts.norm.compute import uninitialized
 
 _L2_EPSILON = 1e-6

@@ -27,8 +27,8 @@ from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.attention.compute import SDPAttention
 from megatron_ext.parts.attention.rope import rotate
 from megatron_ext.parts.latent_attention.describe import LatentAttention
-from megatron_ext.parts.latent_attention.indexer import Bounds, SparseAttention, WholeLinear
-from megatron_ext.parts.linear.compute import BiasedRowLinear, ColumnLinear, RowLinear
+from megatron_ext.parts.latent_attention.indexer import Bounds, SparseAttention
+from megatron_ext.parts.linear.compute import BiasedRowLinear, ColumnLinear, RowLinear, WholeLinear
 from megatron_ext.parts.norm.compute import norm_builder
 
 

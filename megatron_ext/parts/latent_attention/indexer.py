@@ -25,12 +25,12 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.data.packing import Documents, Segment, document_starts
-from megatron_ext.device.kernels import linear
 from megatron_ext.parts.attention import context_parallel
 from megatron_ext.parts.attention.compute import SDPAttention
 from megatron_ext.parts.attention.rope import rotate
 from megatron_ext.parts.latent_attention.describe import Indexer, LatentAttention
-from megatron_ext.parts.norm.compute import norm_builder, uninitialized
+from megatron_ext.parts.linear.compute import WholeLinear
+from megatron_ext.parts.norm.compute import norm_builder
 
 INDEXER_LOSS = "indexer_loss"
 """Name of the indexer's loss in the metrics."""
@@ -40,18 +40,6 @@ _BLOCK_NUMBERS = 1 << 24
 
 Index = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The indexer's queries [B, S, I, E], keys [B, S, E], and weights of heads, fp32 [B, S, I]."""
-
-
-class WholeLinear(torch.nn.Module):
-    """Computes Y = X A^T with all of A on every rank: under sequence parallelism of this rank's tokens."""
-
-    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = uninitialized(config, outputs, inputs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return Y, [..., outputs]. x: [..., inputs]."""
-        return linear(x, self.weight, None)
 
 
 class LightningIndexer(torch.nn.Module):

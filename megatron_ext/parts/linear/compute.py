@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_pg_size
 from torch.distributed import ProcessGroup
@@ -22,6 +23,7 @@ from megatron_ext.device.weight_gradients import add_product_
 from megatron_ext.parts.linear import fp8
 from megatron_ext.parts.linear.describe import layers_in_fp8
 from megatron_ext.parts.linear.scaled_products import compile_for_all_sizes
+from megatron_ext.parts.norm.compute import uninitialized
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -167,3 +169,15 @@ def multiply_in_fp8(chunk: torch.nn.Module, config: Config, groups: ProcessGroup
                 module.in_fp8 = fp8.products_of(config, groups, divides="outputs")
             elif isinstance(module, RowLinear):
                 module.in_fp8 = fp8.products_of(config, groups, divides="inputs")
+
+
+class WholeLinear(torch.nn.Module):
+    """Computes Y = X A^T with all of A on every rank: under sequence parallelism of this rank's tokens."""
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = uninitialized(config, outputs, inputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return Y, [..., outputs]. x: [..., inputs]."""
+        return linear(x, self.weight, None)
