@@ -144,7 +144,7 @@ def _resolve_pattern(values: dict[str, Any]) -> None:
     if not letters:
         return
     hidden, head = values.get("hidden_size"), values.get("mamba_head_dim", ModelConfig.mamba_head_dim)
-    if positive(hidden, head) and 2 * hidden % head == 0:
+    if isinstance(hidden, int) and positive(hidden, head) and 2 * hidden % head == 0:
         _fill(values, "mamba_num_heads", 2 * hidden // head)
     chunks = letters.split(PIPE)
     if len(chunks) > 1 and values.get("pipeline_model_parallel_size", 1) != 1:

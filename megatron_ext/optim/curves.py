@@ -65,7 +65,9 @@ class LearningRateCurve:
             style=optimizer.lr_decay_style,
             wsd_decay=wsd_decay,
             wsd_style=optimizer.lr_wsd_decay_style,
-            power=(
+            power=(0.0, 0.0, 1)
+            if optimizer.lr_decay_style != "power"
+            else (
                 optimizer.lr_power_scale * training.global_batch_size / optimizer.lr if optimizer.lr else math.inf,
                 optimizer.lr_power_exponent,
                 config.model.seq_length,

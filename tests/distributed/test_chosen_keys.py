@@ -111,7 +111,7 @@ def _learns_from_own_heads() -> None:
 
     target = indexer._target
     alone: Any = type("Alone", (), {"size": lambda _: 1})()
-    indexer._target = lambda *arguments: target(*arguments[:-1], alone)
+    indexer._target = lambda *arguments: target(*arguments[:-1], alone)  # pyright: ignore[reportCallIssue]
 
 
 def _chooses_by_half_of_the_heads() -> None:

@@ -50,7 +50,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "delta rules": (1, f"{ROPE} --normalization RMSNorm --disable-bias-linear --experimental-attention-variant "
                        "gated_delta_net --linear-attention-freq [1,0] --linear-num-key-heads 2 "
                        "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"),
-    "letters": (1, f"{ROPE} --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern M-M* "
+    "letters": (1, f"{ROPE} --num-layers 4 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern M-M* "
                    "--mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2"),
     "longrope": (1, f"{ROPE} --rope-type longrope --original-max-position-embeddings 4 --rotary-scaling-factor 4 "
                     "--kv-channels 4 --longrope-short-factor 1 2 --longrope-long-factor 3 9"),

@@ -125,7 +125,7 @@ def _check_shown(save: Path) -> None:
     assert "Task lambada" in page
     assert "Task wiki" in page
     assert "Samples" in page
-    assert "&#x27;def main(&#x27; -&gt;" in page
+    assert '<span class="prompt">def main(</span>' in page
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown = EventAccumulator(str(save))

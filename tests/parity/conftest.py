@@ -13,7 +13,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="session")
 def steps(pytestconfig: pytest.Config) -> int:
     """All steps of docs/parity.md with --all; a plain run takes fewer, for each waits for sums over the ranks."""
-    return STEPS if pytestconfig.getoption("--all") else 2
+    return STEPS if pytestconfig.getoption("--all") else 3
 
 
 @pytest.fixture(scope="session")

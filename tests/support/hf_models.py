@@ -546,7 +546,7 @@ def _olmo_hybrid(config: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tupl
 _AS_PUBLISHED = {"kimi_linear": _kimi_linear, "olmo_hybrid": _olmo_hybrid}
 
 
-IN_FP64 = ("OLMo hybrid with rotation",)
+IN_FP64 = ("OLMo hybrid with rotation", "Qwen3.5 with experts")
 """Models some of whose gradients in fp32, ours and transformers', are further than 1e-5 of their norm from fp64."""
 
 
@@ -554,7 +554,7 @@ def gradients_in_fp64(arguments: list[str]) -> dict[str, np.ndarray]:
     """On one rank: load as `pretrain` does, and return the gradients of `write_gradients` by our names, in fp64."""
     from megatron_ext import device
     from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
-    from megatron_ext.model.names import unwrapped
+    from megatron_ext.model.names import by_expert, global_named_parameters, unwrapped
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
 
@@ -572,7 +572,8 @@ def gradients_in_fp64(arguments: list[str]) -> dict[str, np.ndarray]:
         input_ids=tokens[:, :-1], position_ids=positions, attention_mask=None, labels=tokens[:, 1:].contiguous()
     )
     losses.mean().backward()
-    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    gradients = ((name, parameter.grad) for name, parameter in global_named_parameters(run.chunks))
+    return {own: one.numpy() for name, all_ in gradients for own, one in by_expert(name, all_)}  # pyright: ignore
 
 
 def write_gradients(model: Any, folder: Path, *, in_fp64: bool = False) -> None:
@@ -580,6 +581,7 @@ def write_gradients(model: Any, folder: Path, *, in_fp64: bool = False) -> None:
     have the weights. The model is lost."""
     if in_fp64:
         model = model.double()
+        model.set_experts_implementation("eager")  # its grouped products know no fp64
     tokens = torch.tensor(TOKENS)[:, : FEWER + 1]
     with _rules_step_by_step(model):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits

@@ -189,7 +189,7 @@ class LatentSelfAttention(MegatronModule):
             query = self._absorbed(query_BHSD)
             if isinstance(core, SparseAttention):
                 query = F.pad(query, (0, kept.size(-1) - query.size(-1)))
-                attend = partial(attend, hides=partial(core.hides, index))
+                attend = partial(attend, hides=partial(core.hides, index))  # pyright: ignore[reportArgumentType]
             context = self._values(attend(query, kept, latent_B1SR))
         else:
             inference.keep(self.layer_number, kept, self.described.rank)

@@ -123,7 +123,7 @@ def test_a_gate_of_heads_multiplies_all_channels_of_each() -> None:
     rows = attention.linear_qkv.weight.view(groups, -1, hidden).split(described.sections, dim=1)
     query, gate, key, value = ((x @ part.reshape(-1, hidden).mT).view(9, 2, groups, -1) for part in rows)
     of_heads = (one.reshape(9, 2, count, -1).permute(1, 2, 0, 3) for one, count in ((query, heads), (key, groups)))
-    context = _written_out(*of_heads, value.permute(1, 2, 0, 3), scale=described.head_size**-0.5)
+    context = _written_out(*of_heads, value.permute(1, 2, 0, 3), scale=described.head_size**-0.5)  # pyright: ignore
     gated = context.view(9, 2, heads, -1) * gate.reshape(9, 2, heads, 1).sigmoid()
     found, _ = attention(x)
     torch.testing.assert_close(found, attention.linear_proj(gated.flatten(2))[0], atol=1e-6, rtol=0)
