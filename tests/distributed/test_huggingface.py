@@ -19,14 +19,13 @@ from megatron_ext.train.extensions import Extensions
 from megatron_ext.verify import exported_model
 from megatron_ext.verify.ranks import RankError, run_ranks
 from megatron_ext.verify.recorded_training import record
+from tests.support.hf_gradients import IN_FP64, gradients_in_fp64, write_gradients
 from tests.support.hf_models import (
     FEWER,
-    IN_FP64,
     MODELS,
     fixed,
     flags,
     forward,
-    gradients_in_fp64,
     greedy,
     logits_of_folder,
     our_logits,
@@ -34,7 +33,6 @@ from tests.support.hf_models import (
     reference_logits,
     their_greedy,
     whole_vocabulary,
-    write_gradients,
     write_model,
 )
 from tests.support.plain_process import in_plain_process

@@ -305,10 +305,7 @@ def _span(
     if counted_SB is not None:
         counted = counted_SB.T[None, :, None, None, :, None]
         beta, log_decay = beta * counted, log_decay * counted
-    documents = None
-    if ids is not None:
-        number = ids[:, described.kernel :] - ids[:, described.kernel - 1, None]
-        documents = number.permute(0, 2, 1)[:, :, None, None]
+    documents = documents_of_span(ids, described.kernel)
     if not norm:
         value = F.pad(value, (0, state.size(-1) - value.size(-1)))
         return None, delta_rule(None, key, value, log_decay, beta, state, documents)[1]
@@ -343,6 +340,14 @@ def convolved_inputs(inputs_PKBGX: torch.Tensor, weight_GXK: torch.Tensor, ids: 
 def _normed(x: torch.Tensor) -> torch.Tensor:
     """Return vectors of the length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPSILON)
+
+
+def documents_of_span(ids: torch.Tensor | None, kernel: int) -> torch.Tensor | None:
+    """Return the number of each position's document, [P, B, 1, 1, S], counted from that of the state before the span.
+    ids: [P, K + S, B], the K before the span first."""
+    if ids is None:
+        return None
+    return (ids[:, kernel:] - ids[:, kernel - 1, None]).permute(0, 2, 1)[:, :, None, None]
 
 
 def divided_parameter(config: TransformerConfig, *size: int) -> torch.nn.Parameter:

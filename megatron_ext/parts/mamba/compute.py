@@ -17,7 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_ext.parts.gated_delta.compute import GatedDeltaNet, Weight, convolved_inputs, divided_parameter, states
+from megatron_ext.parts.gated_delta.compute import (
+    GatedDeltaNet,
+    Weight,
+    convolved_inputs,
+    divided_parameter,
+    documents_of_span,
+    states,
+)
 from megatron_ext.parts.gated_delta.describe import GatedDelta
 from megatron_ext.parts.gated_delta.rule import delta_rule
 
@@ -79,10 +86,7 @@ def _span(
     if counted_SB is not None:
         dt = dt * counted_SB.T[None, :, None, None, :, None]
     log_decay = -a_log.to(wide).exp().view(of_heads) * dt
-    documents = None
-    if ids is not None:
-        number = ids[:, described.kernel :] - ids[:, described.kernel - 1, None]
-        documents = number.permute(0, 2, 1)[:, :, None, None]
+    documents = documents_of_span(ids, described.kernel)
     added = F.pad(dt * x, (0, state.size(-1) - described.value_size))
     read, state = delta_rule(c if norm else None, b, added, log_decay, None, state, documents)
     if read is None:
