@@ -35,11 +35,6 @@ class TableSchedule(Schedule):
     def share(self, work: Work) -> float:
         return {"": 1.0, "inputs": 1.0 - self.weights_share, "weights": self.weights_share}[work.half]
 
-    @property
-    def splits(self) -> bool:
-        """Whether a backward pass is split anywhere."""
-        return any(action.kind == "W" for row in self.rows for action in row)
-
     def rank_of(self, virtual: int) -> int:
         """Return the rank that has a virtual stage."""
         return rank_of(virtual, self.stages, v_shaped=self.v_shaped)

@@ -494,8 +494,28 @@ SCHEDULES = {
     "EP2 PP2 zbv, alltoall, experts": (4, f"{_EP2} {_ZBV} {_ALLTOALL}"),
     "PP2 zbv DP2 distributed optimizer, overlap, tied": (4, f"{_ZBV} {_OVERLAP}"),
     "PP2 zbv, Ett|t|t|L, tied": (2, f"{_PP2} --pipeline-model-parallel-layout Et*2|(t|)*2L {_BY} zbv"),
+    "PP4 interleaved-zero-bubble FSDP2, tied": (
+        8,
+        f"--pipeline-model-parallel-size 4 {_BY} interleaved-zero-bubble {_FSDP2}",
+    ),
+    "PP2 VPP2 interleaved-zero-bubble FSDP2, untied": (4, f"{_PP2_VPP2} {_BY} interleaved-zero-bubble {_FSDP2}"),
+    "PP2 zbv FSDP2, tied": (4, f"{_ZBV} {_FSDP2}"),
+    "PP2 dualpipe-v FSDP2, untied": (4, f"{_PP2_VPP2} {_BY} dualpipe-v {_FSDP2}"),
+    "TP2 SP PP2 zbv FSDP2, untied": (8, f"{TP2_SP} {_ZBV} {_FSDP2}"),
+    "CP2 PP2 dualpipe-v FSDP2, packed": (4, f"{_CP2} all_gather {_PP2_VPP2} {_BY} dualpipe-v {_FSDP2}"),
+    "HSDP 2 x 2, PP2 zbv FSDP2, tied": (8, f"{_ZBV} {_FSDP2} {_TWO_COPIES}"),
+    "PP2 zbv FSDP2, activations checkpointed, untied": (
+        4,
+        f"{_ZBV} {_FSDP2} {_RECOMPUTE} 1 --recompute-method uniform",
+    ),
+    "PP2 zbv FSDP2, Ett|t|t|L, tied": (
+        4,
+        f"{_PP2} --pipeline-model-parallel-layout Et*2|(t|)*2L {_BY} zbv {_FSDP2}",
+    ),
+    "PP2 zbv FSDP2, one token ahead": (4, f"{_ZBV} {_FSDP2}"),
 }
 QUICK_SCHEDULES = {"PP2 VPP2 looped-bfs, tied", "PP2 VPP2 interleaved-zero-bubble, untied", "TP2 SP PP2 zbv, tied"}
+QUICK_SCHEDULES |= {"PP2 zbv FSDP2, tied"}
 # Layouts in which ranks have rows, columns, experts or whole matrices: the same cases with Muon, of these a few quick.
 QUICK_MUON = {"TP4, untied", "TP2 SP FSDP2, untied", "TP2 SP EP2, tensor-parallel experts, experts"}
 MUON_CASES = {
