@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from megatron_ext.config.derived.pipeline_split import (
     counted_as_layers,
     is_v_shaped,
-    layer_counts,
     read_pipeline_layout,
     splits_backward,
 )
@@ -70,9 +69,9 @@ def layout_string_is_right(config: Config, facts: Facts) -> Iterator[str]:
             f"{_LAYOUT} '{text}' has {letters.count('t')} layers t, but --num-layers is {layers}; use for example "
             f"{working}"
         )
-    elif letters.count("m") != depths or (depths and not re.fullmatch("E?t+m+L", chunks[-1])):
-        wanted = f"must have one m for each of --mtp-num-layers {depths}, between a layer t and L"
-        yield f"{_LAYOUT} '{text}' {wanted} of its last chunk; use for example {working}"
+    elif letters.count("m") != depths or (depths and not re.fullmatch("E?t*m+L", chunks[-1])):
+        wanted = f"must have one m for each of --mtp-num-layers {depths}, before L in its last chunk"
+        yield f"{_LAYOUT} '{text}' {wanted}; use for example {working}"
     elif "" in chunks:
         which = f"chunk {chunks.index('') + 1} of {len(chunks)}"
         yield f"{_LAYOUT} '{text}': {which} holds nothing; use for example {working}"
@@ -300,13 +299,6 @@ def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
-def depths_follow_a_layer(config: Config, facts: Facts) -> Iterator[str]:
-    """Require a layer in the last chunk, before depths of multi-token prediction: the final norm stands with it."""
-    depths = config.model.mtp_num_layers
-    if depths and split_is_right(config, facts) and layer_counts(config)[-1][-1] == 0:
-        yield f"--mtp-num-layers {depths}: the last chunk of the pipeline has no other layer; use --mtp-num-layers 0"
-
-
 def split_is_right(config: Config, facts: Facts) -> bool:
     """Return whether `layer_counts` has an answer."""
     sizes = (config.model.num_layers, config.layout.pipeline_model_parallel_size)
@@ -386,7 +378,6 @@ _OF_THE_SPLIT = (
 
 RULES = (
     *_OF_THE_SPLIT,
-    depths_follow_a_layer,
     interleaving_needs_stages,
     microbatches_pass_in_whole_groups,
     schedule_suits_the_layout,
