@@ -63,7 +63,7 @@ def _whole_gradients() -> tuple[int, float]:
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
 
-    run = build_run(configure((BASE + f"{_SPLIT} zbv").split()).config, here)
+    run = build_run(configure((BASE + f"{_SPLIT} interleaved-zero-bubble").split()).config, here)
     weights: list[torch.Tensor] = []
     held: list[int] = []
     for chunk in run.chunks:
@@ -87,7 +87,6 @@ def _whole_gradients() -> tuple[int, float]:
 
 
 def test_whole_gradients_of_split_backward_passes_are_planned() -> None:
-    # Ranks of both stages have as much: in a V the first one has both ends of the model.
     for held, planned in run_ranks(4, _whole_gradients):
         assert held == pytest.approx(planned, rel=1e-12)
 
