@@ -184,6 +184,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
                 self._added_over_tensor_ranks.append(parameter)
         self.reduces_once = splits_backward(config.layout)
         if self.reduces_once:
+            assert isinstance(module, FSDPModule)
             module.set_requires_gradient_sync(False)
             module.set_manual_backward_finalization(True)
             self.when_gathered(lambda parameter, weight: setattr(weight, "divided", parameter))
@@ -208,9 +209,10 @@ class TorchFSDP(TorchFullyShardedDataParallel):
         """Reduce the gradients of a step whose backward passes were split. Let gradients that megatron-core is to add
         up over tensor-parallel ranks wait on the device until `scale_gradients`: it puts what it has added up there."""
         if self.reduces_once:
-            self.module.set_requires_gradient_sync(True)
-            self.module.finalize_backward()
-            self.module.set_requires_gradient_sync(False)
+            module: Any = self.module
+            module.set_requires_gradient_sync(True)
+            module.finalize_backward()
+            module.set_requires_gradient_sync(False)
         for parameter in self._added_over_tensor_ranks:
             if parameter.grad is not None:
                 waiting: Any = parameter
