@@ -53,6 +53,11 @@ SCHEMES = {
     "ZeRO-3, FSDP2": (4, "--use-torch-fsdp2"),
     "FSDP2, no reshard after forward": (4, "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"),
     "PP, FSDP2": (4, "--use-torch-fsdp2 --pipeline-model-parallel-size 2"),
+    "PP, FSDP2, backward passes split": (
+        4,
+        "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--pipeline-schedule zbv",
+    ),
     "HSDP 2 x 2, ZeRO-1": (4, "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
     "HSDP 2 x 2, FSDP2": (4, "--use-torch-fsdp2 --num-distributed-optimizer-instances 2"),
     "HSDP 2 x 2, ZeRO-2": (4, f"{_FSDP} optim_grads --num-distributed-optimizer-instances 2"),

@@ -47,11 +47,23 @@ class GPT(GPTModel):
         super().__init__(**of_engine)
         self.restarts_positions = restarts_positions
         self.readout = Readout(self.config, self.pg_collection.tp, **of_readout)
+        self._end_with_norm()
         if self.post_process:
             self.readout.prepare(self.output_layer)
         if self.mtp_process and not self.pre_process and self.share_embeddings_and_output_weights:
             # The logits are a product with the embedding that the depths read; megatron-core makes another matrix.
             self.output_layer.weight = None
+
+    def _end_with_norm(self) -> None:
+        """Put the final norm into the last chunk. megatron-core has it after the last layer where there are depths of
+        multi-token prediction, which may stand in a chunk without layers."""
+        block = self.decoder
+        if not self.post_process:
+            block.final_layernorm = None
+        elif block.final_layernorm is None:
+            build: Any = block.submodules.layer_norm
+            eps = self.config.layernorm_epsilon
+            block.final_layernorm = build(config=self.config, hidden_size=self.config.hidden_size, eps=eps)
 
     def _set_attention_backend(self) -> None:
         """Set the variables by which Transformer Engine chooses its kernel where the flags name one. Else they stay as

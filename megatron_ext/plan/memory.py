@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from megatron_ext.config.derived.pipeline_split import splits_backward
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.activations import ChunkBytes
 from megatron_ext.plan.schedule import most_held_of_stage
@@ -169,12 +170,14 @@ def _in_layers(work: Workload, chunk: ChunkBytes) -> float:
 
 def _gathered(work: Workload, stage: int) -> float:
     """Return what ZeRO-2 and ZeRO-3 have whole for a while: the gradient of a layer, as computed and as it is summed,
-    in fp32; and of divided weights those of a layer and the next one (the two largest), all where they are kept, and
-    what belongs to no layer."""
+    in fp32, or where backward passes are split all of them as they are summed; and of divided weights those of a layer
+    and the next one (the two largest), all where they are kept, and what belongs to no layer."""
     if not work.scheme.gradients:
         return 0.0
     shapes, width = work.shapes, work.formulas.width
     gradient = (width + 4) * shapes.largest_layer
+    if splits_backward(work.config.layout):
+        gradient = width * shapes.largest_layer + 4 * sum(shapes.parameters_of_stage(stage))
     if not work.scheme.weights:
         return gradient
     layers = shapes.layer_sizes(stage)

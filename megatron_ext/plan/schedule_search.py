@@ -18,9 +18,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from megatron_ext.config.derived.pipeline_table import rank_of, simulated
+from megatron_ext.config.derived.pipeline_table import KINDS, Walk, rank_of
 from megatron_ext.pipeline_tables import Action, Rows
 from megatron_ext.plan.schedule import most_held
 from megatron_ext.plan.schedule_table import named
@@ -151,9 +150,9 @@ def step_time(pipeline: Pipeline, table: Rows) -> float:
 
 def pass_ends(pipeline: Pipeline, table: Rows) -> dict[Action, float]:
     """Return when each pass of a table ends."""
-    rank = partial(rank_of, ranks=pipeline.ranks, v_shaped=pipeline.v_shaped)
-    stages = pipeline.ranks * pipeline.chunks
-    return simulated(table, stages, lambda _, action: pipeline.seconds(action), pipeline.send, rank)[0]
+    stages = range(pipeline.ranks * pipeline.chunks)
+    seconds = [pipeline.seconds(Action(stage, kind, 0)) for stage in stages for kind in KINDS]
+    return Walk(table, len(stages)).ends(seconds, pipeline.send)
 
 
 class _Maker:

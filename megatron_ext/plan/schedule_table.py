@@ -1,14 +1,12 @@
 """Has a pipeline's schedule that is a table (`pipeline_tables.py`) next to those of `schedule.py`."""
 
 import functools
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.derived.pipeline_split import v_shaped
-from megatron_ext.config.derived.pipeline_table import rank_of, simulated
+from megatron_ext.config.derived.pipeline_table import rank_of
 from megatron_ext.config.schema import Config
-from megatron_ext.pipeline_tables import Action, Rows, rows
+from megatron_ext.pipeline_tables import Rows, rows
 from megatron_ext.plan.schedule import Schedule, Work
 from megatron_ext.untrusted.schedule_csv import read_schedule
 
@@ -32,26 +30,14 @@ class TableSchedule(Schedule):
             for virtual, kind, microbatch in self.rows[stage]
         )
 
+    def table(self) -> Rows:
+        return self.rows
+
     def share(self, work: Work) -> float:
         return {"": 1.0, "inputs": 1.0 - self.weights_share, "weights": self.weights_share}[work.half]
 
-    @property
-    def splits(self) -> bool:
-        """Whether a backward pass is split anywhere."""
-        return any(action.kind == "W" for row in self.rows for action in row)
-
     def rank_of(self, virtual: int) -> int:
-        """Return the rank that has a virtual stage."""
         return rank_of(virtual, self.stages, v_shaped=self.v_shaped)
-
-    def messages(self, stage: int) -> int:
-        last = self.stages * self.chunks - 1
-        sent = Counter[int]()
-        for virtual in range(last):
-            here, there = self.rank_of(virtual), self.rank_of(virtual + 1)
-            if here != there:
-                sent.update((here, there))
-        return sent[stage]
 
     def few(self) -> "TableSchedule":
         return self
@@ -64,36 +50,14 @@ class TableSchedule(Schedule):
     def least_bubble(self) -> float:
         return 0.0
 
-    def ends(
-        self, forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], delay: float
-    ) -> dict[tuple[int, Work], float]:
-        """Return when each pass ends, by rank and pass, each rank's in its order.
-
-        Args:
-            forward, backward: seconds of one microbatch by rank and chunk.
-            delay: seconds of one message.
-        """
-
-        def seconds(rank: int, action: Action) -> float:
-            chunk = action.stage // self.stages
-            work = Work(False, chunk, action.microbatch, _HALVES[action.kind])
-            return forward[rank][chunk] if action.kind == "F" else backward[rank][chunk] * self.share(work)
-
-        done, _ = simulated(self.rows, self.stages * self.chunks, seconds, delay, self.rank_of)
-        return {
-            (rank, work): done[action]
-            for rank, row in enumerate(self.rows)
-            for action, work in zip(row, self.order(rank), strict=True)
-        }
-
 
 @functools.lru_cache(maxsize=64)
 def _bubble(schedule: TableSchedule) -> float:
     """Return how long the busiest rank waits, in microbatches, where all chunks are alike and F, I and W take as long
     as each other."""
     of_all = [[1.0 / schedule.chunks] * schedule.chunks] * schedule.stages
-    done = schedule.ends(of_all, [[2 * each for each in chunks] for chunks in of_all], 0.0)
-    return max(done.values()) / 3.0 - schedule.microbatches
+    total = schedule.total(of_all, [[2 * each for each in chunks] for chunks in of_all], 0.0)
+    return total / 3.0 - schedule.microbatches
 
 
 def schedule_of(config: Config, microbatches: int) -> Schedule:

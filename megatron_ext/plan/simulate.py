@@ -2,16 +2,12 @@
 
 A pass begins when its stage is free and what it needs has arrived: the activations of the stage before, or the gradient
 of the stage after. Sends take `delay` and do not keep a stage from working.
-
-Which pass waits for which does not depend on times: `plan/schedule.py` puts them into an order in which each stands
-behind what it waits for, once for all pipelines with as many stages, chunks and microbatches.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_ext.plan.schedule import Schedule, Work, walk
-from megatron_ext.plan.schedule_table import TableSchedule
+from megatron_ext.plan.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -45,13 +41,11 @@ def simulate(
     least = shortest(schedule, forward, backward, delay)
     if schedule.stages == 1:
         return least
-    if isinstance(schedule, TableSchedule):
-        return Times(max(ends(schedule, forward, backward, delay).values()), least.busiest)
     few = schedule.few()
-    more = schedule.microbatches - few.microbatches
-    total, before = walk(few, schedule.group if more else 0).ends(_flat(forward, backward), delay)
-    if more:
+    total = few.total(forward, backward, delay)
+    if more := schedule.microbatches - few.microbatches:
         # In the middle of a long step each group takes as long as the one before.
+        before = replace(few, microbatches=few.microbatches - schedule.group).total(forward, backward, delay)
         total += more * ((total - before) / schedule.group)
     return Times(max(total, least.total), least.busiest)
 
@@ -79,16 +73,6 @@ def by_formula(
     return Times(schedule.microbatches * each + waits, schedule.microbatches * each)
 
 
-def ends(
-    schedule: Schedule, forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], delay: float = 0.0
-) -> dict[tuple[int, Work], float]:
-    """Return when each pass ends, with all microbatches simulated; those of a stage stand in the order in which it
-    works."""
-    if isinstance(schedule, TableSchedule):
-        return schedule.ends(forward, backward, delay)
-    return walk(schedule, 0).each(_flat(forward, backward), delay)
-
-
 def _works(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]]) -> list[float]:
     """Return the seconds that each stage works for one microbatch."""
     works: list[float] = []
@@ -97,8 +81,3 @@ def _works(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float
         alike = stage > 0 and ahead is forward[stage - 1] and back is backward[stage - 1]
         works.append(works[-1] if alike else sum(map(sum, zip(ahead, back, strict=True))))
     return works
-
-
-def _flat(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]]) -> list[float]:
-    """Return the seconds of each stage's backward passes and then of its forward passes, stage by stage."""
-    return [seconds for each in zip(backward, forward, strict=True) for passes in each for seconds in passes]

@@ -18,7 +18,7 @@ from megatron_ext.plan.memory import OverTime, over_time
 from megatron_ext.plan.schedule import Schedule
 from megatron_ext.plan.schedule_search import Pipeline, pass_ends
 from megatron_ext.plan.schedule_table import TableSchedule, named, schedule_of
-from megatron_ext.plan.simulate import ends, simulate
+from megatron_ext.plan.simulate import simulate
 from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.timeline import COMMUNICATION, Block, Lane, Pass, Timeline
 
@@ -138,7 +138,7 @@ def _shown(schedule: Schedule, wanted: int | None) -> int:
 
 def _lanes(drawn: _Drawn, schedule: Schedule, delay: float) -> list[Lane]:
     """Return the lane of each stage."""
-    done = ends(schedule, drawn.forward, drawn.backward, delay)
+    done = schedule.ends(drawn.forward, drawn.backward, delay)
     of_stages: list[list[Pass]] = [[] for _ in drawn.forward]
     for (stage, work), end in done.items():
         seconds = (drawn.forward if work.forward else drawn.backward)[stage][work.chunk] * schedule.share(work)

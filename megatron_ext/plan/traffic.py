@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.derived.batch_size import LOSS_CHUNKS, num_microbatches
 from megatron_ext.config.derived.optimizers import traits_of
-from megatron_ext.config.derived.pipeline_split import last_stage
+from megatron_ext.config.derived.pipeline_split import last_stage, splits_backward
 from megatron_ext.config.derived.sharding import FSDP
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import layer_parameters, tensor_size
@@ -120,7 +120,8 @@ class _Stage:
         if not self.scheme.optimizer:
             yield Term(axis, "all-reduce", 2 * share * gradients, f"2 (n-1)/n {gradient}{name}", units)
             return
-        reduced = self.microbatches if self.scheme.gradients else 1
+        each = self.scheme.gradients and not splits_backward(self.config.layout)
+        reduced = self.microbatches if each else 1
         yield Term(
             axis,
             "reduce-scatter",

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from megatron_ext.config.derived.pipeline_split import (
     counted_as_layers,
     is_v_shaped,
-    layer_counts,
     read_pipeline_layout,
+    splits_backward,
 )
 from megatron_ext.config.derived.pipeline_table import flaws
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config, LayoutConfig
-from megatron_ext.config.schema.layout_flags import SCHEDULES, SPLIT_SCHEDULES
+from megatron_ext.config.schema.layout_flags import SCHEDULES
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, pipeline_sizes
 from megatron_ext.untrusted.schedule_csv import read_schedule
 from megatron_ext.untrusted.text import TextError
@@ -69,9 +69,9 @@ def layout_string_is_right(config: Config, facts: Facts) -> Iterator[str]:
             f"{_LAYOUT} '{text}' has {letters.count('t')} layers t, but --num-layers is {layers}; use for example "
             f"{working}"
         )
-    elif letters.count("m") != depths or (depths and not re.fullmatch("E?t+m+L", chunks[-1])):
-        wanted = f"must have one m for each of --mtp-num-layers {depths}, between a layer t and L"
-        yield f"{_LAYOUT} '{text}' {wanted} of its last chunk; use for example {working}"
+    elif letters.count("m") != depths or (depths and not re.fullmatch("E?t*m+L", chunks[-1])):
+        wanted = f"must have one m for each of --mtp-num-layers {depths}, before L in its last chunk"
+        yield f"{_LAYOUT} '{text}' {wanted}; use for example {working}"
     elif "" in chunks:
         which = f"chunk {chunks.index('') + 1} of {len(chunks)}"
         yield f"{_LAYOUT} '{text}': {which} holds nothing; use for example {working}"
@@ -261,7 +261,7 @@ def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
         return
     if (count := layout.microbatch_group_size_per_virtual_pipeline_stage) is not None:
         yield f"{_GROUP} {count} belongs to interleaved-1f1b, and {flag} has an order of its own; leave {_GROUP} out"
-    training, splits = config.training, name in SPLIT_SCHEDULES
+    training, splits = config.training, splits_backward(layout)
     growing = [
         each for each in ("rampup_batch_size", "step_batch_size_schedule") if getattr(training, each) is not None
     ]
@@ -288,29 +288,15 @@ def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
         except (OSError, TextError) as error:
             yield f"{flag} cannot be read: {getattr(error, 'strerror', None) or error}; correct it, or leave it out"
             return
-        splits = any(action.kind == "W" for row in table for action in row)
         wrong = next(flaws(table, stages, chunks, microbatches, v_shaped=is_v_shaped(layout)), None)
         if wrong is not None:
             yield f"{flag}: {wrong}; write it for this layout and {microbatches} microbatches, or leave it out"
             return
-    if splits and layout.use_torch_fsdp2:
-        yield (
-            f"--use-torch-fsdp2 sums gradients over the ranks when a layer's backward pass ends, and {flag} makes "
-            f"those of weights later; use {_SCHEDULE} {'looped-bfs' if chunks > 1 else 'gpipe'}, leave {_SCHEDULE} out "
-            "for 1F1B, or use --use-distributed-optimizer instead of --use-torch-fsdp2"
-        )
     if splits and training.torch_compile:
         yield (
             f"--torch-compile makes one kernel of a layer's backward pass, and {flag} splits it; leave --torch-compile "
             "out, or the schedule for the default"
         )
-
-
-def depths_follow_a_layer(config: Config, facts: Facts) -> Iterator[str]:
-    """Require a layer in the last chunk, before depths of multi-token prediction: the final norm stands with it."""
-    depths = config.model.mtp_num_layers
-    if depths and split_is_right(config, facts) and layer_counts(config)[-1][-1] == 0:
-        yield f"--mtp-num-layers {depths}: the last chunk of the pipeline has no other layer; use --mtp-num-layers 0"
 
 
 def split_is_right(config: Config, facts: Facts) -> bool:
@@ -392,7 +378,6 @@ _OF_THE_SPLIT = (
 
 RULES = (
     *_OF_THE_SPLIT,
-    depths_follow_a_layer,
     interleaving_needs_stages,
     microbatches_pass_in_whole_groups,
     schedule_suits_the_layout,

@@ -5,6 +5,10 @@ for the forward and backward pass of a layer, and freed after it. Gradients are 
 ranks after the backward pass of every microbatch, so that they are never whole either, and divided once, by the
 tokens of the global batch. The optimizer updates the rows as plain tensors.
 
+Where a pipeline's schedule splits backward passes, products of weights come after the pass in which torch reduces. Then
+gradients stay whole, in fp32, until the step's last product, and are summed over the ranks once. The products need no
+weights, which are freed after the pass as ever.
+
 With `--torch-fsdp2-cpu-offload` the rows, their gradients and the optimizer's state are in host memory: rows are copied
 to the device before they are gathered, reduced gradients to the host, which updates.
 
@@ -36,6 +40,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from megatron_ext.config.derived.pipeline_split import splits_backward
 from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.initialize import initialize
@@ -90,22 +95,8 @@ class FSDP2(RowSharding):
     def watch(self, chunk: Any, watcher: Watcher) -> None:
         """Watch each gradient as it is made: a whole gradient lives only until its layer's reduction."""
         watcher.register(chunk)
-        names = {
-            local: name
-            for (local, _), (name, _) in zip(
-                chunk.module.named_parameters(), global_named_parameters([chunk]), strict=True
-            )
-        }
-        prefixes = {id(module): f"{name}." if name else "" for name, module in chunk.module.named_modules()}
-        for unit in chunk.units:
-            prefix = prefixes[id(unit)]
-            # The gathered weights exist from the first forward pass on, and stay the same tensors.
-            _at_first_forward(
-                unit,
-                lambda unit, prefix=prefix: [
-                    watcher.watch(names[prefix + name], weight) for name, weight in unsharded_parameters(unit)
-                ],
-            )
+        names = {id(parameter): name for name, parameter in global_named_parameters([chunk])}
+        chunk.when_gathered(lambda parameter, weight: watcher.watch(names[id(parameter)], weight))
 
     def held_weights(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
         return (local_part(parameter) for parameter in chunk.parameters())
@@ -191,6 +182,23 @@ class TorchFSDP(TorchFullyShardedDataParallel):
             mark(parameter, _rows(parameter, groups))
             if offloaded and groups.tp.size() > 1 and not getattr(parameter, "tensor_model_parallel", False):
                 self._added_over_tensor_ranks.append(parameter)
+        self.reduces_once = splits_backward(config.layout)
+        if self.reduces_once:
+            assert isinstance(module, FSDPModule)
+            module.set_requires_gradient_sync(False)
+            module.set_manual_backward_finalization(True)
+            self.when_gathered(lambda parameter, weight: setattr(weight, "divided", parameter))
+
+    def when_gathered(self, action: Callable[[torch.nn.Parameter, torch.nn.Parameter], object]) -> None:
+        """Call `action` with each weight, divided and gathered, when it is first gathered: it stays the same tensor."""
+        for unit in self.units:
+            divided = dict(unit.named_parameters())
+            _at_first_forward(
+                unit,
+                lambda unit, divided=divided: [
+                    action(divided[name], weight) for name, weight in unsharded_parameters(unit)
+                ],
+            )
 
     def zero_grad_buffer(self) -> None:
         """Forget the gradients of the last step."""
@@ -198,8 +206,13 @@ class TorchFSDP(TorchFullyShardedDataParallel):
             parameter.grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Let gradients that megatron-core is to add up over tensor-parallel ranks wait on the device until
-        `scale_gradients`: it puts what it has added up there."""
+        """Reduce the gradients of a step whose backward passes were split. Let gradients that megatron-core is to add
+        up over tensor-parallel ranks wait on the device until `scale_gradients`: it puts what it has added up there."""
+        if self.reduces_once:
+            module: Any = self.module
+            module.set_requires_gradient_sync(True)
+            module.finalize_backward()
+            module.set_requires_gradient_sync(False)
         for parameter in self._added_over_tensor_ranks:
             if parameter.grad is not None:
                 waiting: Any = parameter

@@ -18,9 +18,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
+from megatron_ext.config.derived.batch_size import evaluation_batch
 from megatron_ext.config.derived.cuda_graphs import makes_graphs
-from megatron_ext.config.derived.pipeline_split import last_stage
+from megatron_ext.config.derived.pipeline_split import last_stage, splits_backward
 from megatron_ext.config.parse.blend import is_url
 from megatron_ext.config.schema import Config
 from megatron_ext.data.loader import BatchLoader
@@ -131,13 +131,11 @@ def schedule_of_passes(
     config: Config, groups: ProcessGroupCollection, core: TransformerConfig
 ) -> Callable[..., list[Any]]:
     """Return what runs the passes of a step: the engine's function, or what follows a table of --pipeline-schedule."""
-    split_backward.split(False)
+    split_backward.split(splits_backward(config.layout))
     if config.layout.table is None or groups.pp.size() == 1:
         engine: Any = get_forward_backward_func(groups.pp.size(), core.virtual_pipeline_model_parallel_size)
         return engine
     schedule_for: Any = partial(schedule_of, config)
-    microbatches = num_microbatches(config, config.training.global_batch_size)
-    split_backward.split(schedule_for(microbatches).splits)
     return TableRuntime(schedule_for)
 
 

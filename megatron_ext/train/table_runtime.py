@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_ext.device.split_backward import Products, kept_products
+from megatron_ext.device.split_backward import Products, kept_products, splits
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.pipeline_tables import Action, Rows, with_messages
 from megatron_ext.plan.schedule_table import TableSchedule
@@ -99,7 +99,7 @@ class TableRuntime:
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         step.run()
-        if schedule.splits and not forward_only and not self._told:
+        if splits() and not forward_only and not self._told:
             self._told = True
             _tell_unsplit(step)
         if not forward_only and config.finalize_model_grads_func is not None:
@@ -217,7 +217,7 @@ class _Step:
         with torch.no_grad():
             for weight, product in self.products.pop((action.stage, action.microbatch)):
                 product()
-                self.split.add(id(weight))
+                self.split.add(id(getattr(weight, "divided", weight)))
         chunk = self._chunk(action)
         self.left[chunk] -= 1
         start = self.config.grad_sync_func
@@ -281,6 +281,7 @@ def _add_tied(chunks: Sequence[Any]) -> None:
     has_both = ends[0].pre_process and ends[1].post_process
     if not has_both or not (ends[1].share_embeddings_and_output_weights or ends[1].mtp_process):
         return
-    first, last = (end.shared_embedding_or_output_weight().main_grad for end in ends)
+    weights = [end.shared_embedding_or_output_weight() for end in ends]
+    first, last = (getattr(weight, "main_grad", weight.grad) for weight in weights)
     first.add_(last)
     last.copy_(first)

@@ -6,6 +6,7 @@ _PP2 = "--pipeline-model-parallel-size 2"
 _PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 _PP4_VPP2 = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
 _BY = "--pipeline-schedule"
+_SPLIT = "--pipeline-model-parallel-layout"
 _OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _CP2 = "--context-parallel-size 2 --cp-comm-type"
 _CP4 = "--context-parallel-size 4 --cp-comm-type"
@@ -353,10 +354,28 @@ AHEAD = {
     "TP2 SP ZeRO-3, two tokens ahead": (4, f"{TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
     "TP2 SP EP2, a token ahead by latents and experts": (4, f"{TP2_SP} {_EP2}"),
     "PP2 EP2, a token ahead by latents and experts": (4, f"{_PP2} {_EP2} {_ALLTOALL}"),
+    "PP2, Et*4|mL, one token ahead": (2, f"{_PP2} {_SPLIT} Et*4|mL"),
+    "PP2 VPP2 DP2 distributed optimizer, overlap, Et|t*2|t|mmL, two tokens ahead": (
+        4,
+        f"{_PP2} {_SPLIT} Et|t*2|t|mmL {_OVERLAP}",
+    ),
+    "PP4 interleaved-zero-bubble, Et|t*2|t|mL, one token ahead": (
+        4,
+        f"--pipeline-model-parallel-size 4 {_SPLIT} Et|t*2|t|mL {_BY} interleaved-zero-bubble",
+    ),
+    "TP2 SP PP2 zbv FSDP2, Et*2|t|t|mL, one token ahead": (
+        8,
+        f"{TP2_SP} {_PP2} {_SPLIT} Et*2|t|t|mL {_BY} zbv {_FSDP2}",
+    ),
+    "PP2 EP2, Et*4|mL, a token ahead by latents and experts": (4, f"{_PP2} {_SPLIT} Et*4|mL {_EP2} {_ALLTOALL}"),
     "one process, recompute full uniform, two tokens ahead": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
     "one process, recompute selective, two tokens ahead": (1, "--recompute-granularity selective"),
 }
-QUICK_AHEAD = {"TP2 SP PP2 VPP2, one token ahead", "CP2 all_gather, two tokens ahead, packed"}
+QUICK_AHEAD = {
+    "PP2, Et*4|mL, one token ahead",
+    "TP2 SP PP2 VPP2, one token ahead",
+    "CP2 all_gather, two tokens ahead, packed",
+}
 
 # What an update divides: rows, columns, layers, and state in flat ranges or rows.
 UPDATES = ("TP2 SP", "PP2 VPP2", "DP2 distributed optimizer, overlap", "TP2 SP FSDP2", "ZeRO-3")
@@ -494,8 +513,28 @@ SCHEDULES = {
     "EP2 PP2 zbv, alltoall, experts": (4, f"{_EP2} {_ZBV} {_ALLTOALL}"),
     "PP2 zbv DP2 distributed optimizer, overlap, tied": (4, f"{_ZBV} {_OVERLAP}"),
     "PP2 zbv, Ett|t|t|L, tied": (2, f"{_PP2} --pipeline-model-parallel-layout Et*2|(t|)*2L {_BY} zbv"),
+    "PP4 interleaved-zero-bubble FSDP2, tied": (
+        8,
+        f"--pipeline-model-parallel-size 4 {_BY} interleaved-zero-bubble {_FSDP2}",
+    ),
+    "PP2 VPP2 interleaved-zero-bubble FSDP2, untied": (4, f"{_PP2_VPP2} {_BY} interleaved-zero-bubble {_FSDP2}"),
+    "PP2 zbv FSDP2, tied": (4, f"{_ZBV} {_FSDP2}"),
+    "PP2 dualpipe-v FSDP2, untied": (4, f"{_PP2_VPP2} {_BY} dualpipe-v {_FSDP2} --micro-batch-size 1"),
+    "TP2 SP PP2 zbv FSDP2, untied": (8, f"{TP2_SP} {_ZBV} {_FSDP2}"),
+    "CP2 PP2 dualpipe-v FSDP2, packed": (4, f"{_CP2} all_gather {_PP2_VPP2} {_BY} dualpipe-v {_FSDP2}"),
+    "HSDP 2 x 2, PP2 zbv FSDP2, tied": (8, f"{_ZBV} {_FSDP2} {_TWO_COPIES}"),
+    "PP2 zbv FSDP2, activations checkpointed, untied": (
+        4,
+        f"{_ZBV} {_FSDP2} {_RECOMPUTE} 1 --recompute-method uniform",
+    ),
+    "PP2 zbv FSDP2, Ett|t|t|L, tied": (
+        4,
+        f"{_PP2} --pipeline-model-parallel-layout Et*2|(t|)*2L {_BY} zbv {_FSDP2}",
+    ),
+    "PP2 zbv FSDP2, one token ahead": (4, f"{_ZBV} {_FSDP2}"),
 }
 QUICK_SCHEDULES = {"PP2 VPP2 looped-bfs, tied", "PP2 VPP2 interleaved-zero-bubble, untied", "TP2 SP PP2 zbv, tied"}
+QUICK_SCHEDULES |= {"PP2 zbv FSDP2, tied"}
 # Layouts in which ranks have rows, columns, experts or whole matrices: the same cases with Muon, of these a few quick.
 QUICK_MUON = {"TP4, untied", "TP2 SP FSDP2, untied", "TP2 SP EP2, tensor-parallel experts, experts"}
 MUON_CASES = {

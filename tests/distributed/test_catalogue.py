@@ -120,6 +120,11 @@ CASES = [(layout, model) for model in MODELS for layout in LAYOUTS] + [
     (layout, model) for model in OF_EXPERTS for layout in EXPERT_LAYOUTS
 ]
 CASES = [(layout, model) for layout, model in CASES if not (model in _AHEAD and layout.endswith("|L"))]  # refused
+LAYOUTS["PP2 VPP2, E|ttt|t|mL"] = {
+    **LAYOUTS["PP2 VPP2, E|ttt|t|L"],
+    "pipeline_model_parallel_layout": "E|t*3|t|mL",
+}
+CASES.append(("PP2 VPP2, E|ttt|t|mL", "one token ahead, tied"))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,10 @@ Per parameter (Rajbhandari et al. 2020, arXiv:1910.02054, section 3, with Megatr
 keeps 4 + 4 + 8 bytes, bf16 2 + 4 + 12. The distributed optimizer (ZeRO-1) divides the last by the data-parallel size.
 """
 
+from typing import Any
+
 import pytest
+import torch
 
 from benchmarks.memory import Bytes
 from megatron_ext.verify.ranks import run_ranks
@@ -41,6 +44,51 @@ def _bytes(runs: list[str]) -> list[tuple[int, Bytes, tuple[float, float, float]
         run.loaders.close()
         end_layout()
     return found
+
+
+_SPLIT = (
+    "--use-torch-fsdp2 --bf16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
+    "--position-embedding-type rope --pipeline-schedule"
+)
+
+
+def _whole_gradients() -> tuple[int, float]:
+    """The bytes of whole gradients when a step's last pass is done, and what the planner has for them."""
+    from megatron_ext import device
+
+    here = device.install("cpu")
+    from megatron_ext.plan.memory import over_time
+    from megatron_ext.plan.stage_parameters import Shapes
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+
+    run = build_run(configure((BASE + f"{_SPLIT} interleaved-zero-bubble").split()).config, here)
+    weights: list[torch.Tensor] = []
+    held: list[int] = []
+    for chunk in run.chunks:
+        chunk.when_gathered(lambda _, weight: weights.append(weight))  # type: ignore[attr-defined]
+    finalize = run.transformer_config.finalize_model_grads_func
+    assert finalize is not None
+
+    def count_and_finalize(*arguments: Any, **settings: Any) -> None:
+        held.append(sum(weight.grad.nbytes for weight in weights if weight.grad is not None))
+        finalize(*arguments, **settings)
+
+    run.transformer_config.finalize_model_grads_func = count_and_finalize
+    Trainer(run, []).step()
+    plain, shapes = configure((BASE + f"{_SPLIT} looped-bfs").split()).config, Shapes(run.config)
+    split, whole = (
+        over_time(config, run.groups.pp.rank(), Shapes(config), fused=False).always for config in (run.config, plain)
+    )
+    run.loaders.close()
+    end_layout()
+    return held[0], split - whole + 4 * shapes.largest_layer
+
+
+def test_whole_gradients_of_split_backward_passes_are_planned() -> None:
+    for held, planned in run_ranks(4, _whole_gradients):
+        assert held == pytest.approx(planned, rel=1e-12)
 
 
 _MEGATRON_FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"

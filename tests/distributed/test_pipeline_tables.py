@@ -20,10 +20,10 @@ TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 RECORD = "--record-schedule --profile-step-start 2 --profile-step-end 3"
 
 
-def train(folder: Path, flags: str) -> tuple[list[dict], str]:
-    """The rows of metrics, and what rank 0 and 1 have printed."""
-    ends = run_ranks(2, run_program, [*FLAGS, *shlex.split(flags), "--save", str(folder), "--save-interval", "100"])
-    assert [end.code for end in ends] == [0, 0], ends
+def train(folder: Path, flags: str, ranks: int = 2) -> tuple[list[dict], str]:
+    """The rows of metrics, and what the ranks have printed."""
+    ends = run_ranks(ranks, run_program, [*FLAGS, *shlex.split(flags), "--save", str(folder), "--save-interval", "100"])
+    assert [end.code for end in ends] == [0] * ranks, ends
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return rows, "".join(end.output for end in ends)
 
@@ -39,16 +39,19 @@ def test_what_is_recorded_is_the_table(name: str, tmp_path: Path) -> None:
         assert all(one.end <= other.begin for one, other in zip(step.passes, step.passes[1:], strict=False))
 
 
-def test_a_table_of_a_file_trains_what_the_engine_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "sharding"), [(2, ""), (4, "--use-torch-fsdp2 --global-batch-size 8")], ids=["", "FSDP2"]
+)
+def test_a_table_of_a_file_trains_what_the_engine_trains(ranks: int, sharding: str, tmp_path: Path) -> None:
     """With one split pass, and validation, and a checkpoint that the other layout reads."""
     file = tmp_path / "table.csv"
     file.write_text("0F0,0F1,0F2,0B0,0F3,0I1,0B2,0W1,0B3\n1F0,1B0,1F1,1F2,1I1,1B2,1W1,1F3,1B3\n")
-    ours, _ = train(tmp_path / "ours", f"--pipeline-schedule {file}")
-    engines, _ = train(tmp_path / "engines", "")
+    ours, _ = train(tmp_path / "ours", f"--pipeline-schedule {file} {sharding}", ranks)
+    engines, _ = train(tmp_path / "engines", sharding, ranks)
     for one, other in zip(ours, engines, strict=True):
         for key in {"lm_loss", "grad_norm", "validation_loss"} & other.keys():
             assert one[key] == pytest.approx(other[key], rel=1e-5)
-    resumed, _ = train(tmp_path / "resumed", f"--load {tmp_path / 'ours'} --train-iters 4")
+    resumed, _ = train(tmp_path / "resumed", f"--load {tmp_path / 'ours'} --train-iters 4 {sharding}", ranks)
     assert [row["iteration"] for row in resumed if "lm_loss" in row] == [4]
 
 

@@ -106,7 +106,6 @@ _NOT_TOGETHER = {
     "--fp8-format": "FP8 with experts",
     "--cp-comm-type": "attention dropout in a ring of context-parallel ranks",
     "--multi-latent-attention": "latent attention next to learned positions",
-    "--pipeline-model-parallel-layout": "a depth of multi-token prediction in a stage without layers",
     "--use-torch-fsdp2": "a loss scale (`--fp16`) under FSDP2",
 }
 """Flag at which a problem of these launches begins -> the combination that is not built."""

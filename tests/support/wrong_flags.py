@@ -74,11 +74,6 @@ EXAMPLES = {
         "--norm-position after --recompute-granularity selective --recompute-modules layernorm",
         "--recompute-modules core_attn",
     ),
-    "Multi-token prediction after no layer": Example(
-        "--world-size 2 --pipeline-model-parallel-size 2 --num-layers 1 --account-for-loss-in-pipeline-split "
-        "--mtp-num-layers 1 --position-embedding-type rope",
-        "--mtp-num-layers 0",
-    ),
     "A sequence that tensor-parallel ranks cannot share": Example(
         "--world-size 4 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 66", "--seq-length 64"
     ),
@@ -238,15 +233,6 @@ EXAMPLES = {
         "--cp-comm-type all_gather",
     ),
     "Packed documents with attention dropout": Example("--reset-attention-mask", "--attention-dropout 0"),
-    "FSDP2 with gradients of weights that are made later": Example(
-        "--world-size 4 --use-torch-fsdp2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-        "--pipeline-schedule zbv",
-        "--pipeline-schedule looped-bfs",
-    ),
-    "FSDP2 with gradients of weights that are made later, one chunk": Example(
-        "--world-size 4 --use-torch-fsdp2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-zero-bubble",
-        "--pipeline-schedule gpipe",
-    ),
     "FSDP2 in host memory with pipeline stages": Example(
         "--world-size 4 --use-torch-fsdp2 --torch-fsdp2-cpu-offload --pipeline-model-parallel-size 2",
         "--torch-fsdp2-cpu-offload=false",
@@ -624,8 +610,7 @@ WRONG = [
      "give the layout alone"),
     (f"{_PP2} --pipeline-model-parallel-layout Et*4|x*4L", "'x' is none of E, t, m, L"),
     (f"{_PP2} --pipeline-model-parallel-layout Et*4|t*4mL", "one m for each of --mtp-num-layers 0"),
-    (f"{_AHEAD} {_PP2} --pipeline-model-parallel-layout Et*8|mmL", "one m for each of --mtp-num-layers 2"),
-    (f"{_AHEAD} {_PP2} --num-layers 1 --account-for-loss-in-pipeline-split", "use --mtp-num-layers 0"),
+    (f"{_AHEAD} {_PP2} --pipeline-model-parallel-layout Et*8mm|L", "one m for each of --mtp-num-layers 2"),
     ("--mtp-num-layers 2", "use --position-embedding-type rope"),
     (f"{_AHEAD} --embed-layernorm", "leave --embed-layernorm out"),
     (f"{_AHEAD} --logits-multiplier 0.5", "use --logits-multiplier 1"),

@@ -1,8 +1,10 @@
 """Checks and simulates what a table says of a pipeline (`pipeline_tables.py`)."""
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
 
 from megatron_ext.config.derived.pipeline_split import stage_of_chunk
 from megatron_ext.pipeline_tables import Action, Rows
@@ -13,55 +15,81 @@ def rank_of(virtual: int, ranks: int, *, v_shaped: bool) -> int:
     return stage_of_chunk(virtual % ranks, virtual // ranks, ranks, v_shaped=v_shaped)
 
 
-def simulated(
-    table: Rows,
-    stages: int,
-    seconds: Callable[[int, Action], float] = lambda _rank, _action: 1.0,
-    delay: float = 0.0,
-    rank: Callable[[int], int] | None = None,
-) -> tuple[dict[Action, float], list[tuple[int, int]]]:
-    """Return when each pass ends, and where ranks wait for what never comes: (rank, index of the pass that it waits to
-    begin).
+KINDS = "FBIW"
+"""The kinds of passes, in the order in which `Walk` takes their times."""
+
+_BEGINNING, _NOTHING = 0, 1
+
+
+class Walk:
+    """The passes of a table, in an order in which each stands behind what it waits for, however long they take.
+
+    A pass begins when its rank is free and what it needs has arrived. Places 0 and 1 of the order are the beginning of
+    the step and what need not be waited for.
 
     Args:
         table: who runs what when.
         stages: number of virtual stages.
-        seconds: of a pass, by rank and action.
-        delay: seconds of one message between ranks.
-        rank: the rank of a virtual stage, where messages take time.
     """
-    done: dict[Action, float] = {}
-    at, free, waits = [0] * len(table), [0.0] * len(table), list(range(len(table)))
-    while waits:
-        moved = False
-        for here in waits:
-            row = table[here]
-            while at[here] < len(row):
-                action = row[at[here]]
-                need = _need(action, stages, done)
-                if need is not None and need not in done:
-                    break
-                sent = need is not None and rank is not None and rank(need.stage) != here
-                arrived = 0.0 if need is None else done[need] + delay * sent
-                free[here] = done[action] = max(free[here], arrived) + seconds(here, action)
-                at[here], moved = at[here] + 1, True
-        waits = [here for here in waits if at[here] < len(table[here])]
-        if not moved:
-            break
-    return done, [(here, at[here]) for here in waits]
+
+    def __init__(self, table: Rows, stages: int):
+        place: dict[Any, int] = {}
+        ranks, at, last = [-1, -1], [0] * len(table), [_BEGINNING] * len(table)
+        self._steps: list[tuple[int, int, int]] = []
+        """Of each pass the places of the one that its rank runs before and of the one of another rank that it waits
+        for, and which of the times it takes."""
+        placed = -1
+        while placed < len(place):
+            placed = len(place)
+            for rank, row in enumerate(table):
+                while at[rank] < len(row):
+                    action = row[at[rank]]
+                    need = _need(action, stages, place)
+                    found = _NOTHING if need is None else place.get(need)
+                    if found is None:
+                        break
+                    kind = len(KINDS) * action[0] + KINDS.index(action[1])
+                    self._steps.append((last[rank], found if ranks[found] != rank else _NOTHING, kind))
+                    place[action] = last[rank] = len(ranks)
+                    ranks.append(rank)
+                    at[rank] += 1
+        self._passes = tuple(place)
+        self.stuck = [(rank, at[rank]) for rank, row in enumerate(table) if at[rank] < len(row)]
+        """Where ranks wait for what never comes: (rank, index of the pass that it waits to begin)."""
+
+    def _done(self, seconds: Sequence[float], delay: float) -> list[float]:
+        done = [0.0, -math.inf]
+        append = done.append
+        for before, need, kind in self._steps:
+            free, arrived = done[before], done[need] + delay
+            append((arrived if arrived > free else free) + seconds[kind])
+        return done
+
+    def total(self, seconds: Sequence[float], delay: float = 0.0) -> float:
+        """Return when the last pass ends (see `ends`)."""
+        return max(self._done(seconds, delay))
+
+    def ends(self, seconds: Sequence[float], delay: float = 0.0) -> dict[Action, float]:
+        """Return when each pass ends.
+
+        Args:
+            seconds: of a pass of each of `KINDS`, stage by stage.
+            delay: seconds of one message between ranks.
+        """
+        return dict(zip(self._passes, self._done(seconds, delay)[2:], strict=True))
 
 
-def _need(action: Action, stages: int, done: dict[Action, float]) -> Action | None:
-    """Return the pass whose result a pass waits for."""
+def _need(action: Action, stages: int, done: Container[Any]) -> tuple[int, str, int] | None:
+    """Return the pass whose result a pass waits for: equal to an `Action`, which takes longer to make."""
     stage, kind, microbatch = action
     if kind == "F":
-        return action._replace(stage=stage - 1) if stage > 0 else None
+        return (stage - 1, "F", microbatch) if stage > 0 else None
     if kind == "W":
-        return action._replace(kind="I")
+        return stage, "I", microbatch
     if stage == stages - 1:
-        return action._replace(kind="F")
-    split = Action(stage + 1, "I", microbatch)
-    return split if split in done else split._replace(kind="B")
+        return stage, "F", microbatch
+    split = stage + 1, "I", microbatch
+    return split if split in done else (stage + 1, "B", microbatch)
 
 
 def flaws(table: Rows, ranks: int, chunks: int, microbatches: int, *, v_shaped: bool) -> Iterator[str]:
@@ -100,7 +128,6 @@ def flaws(table: Rows, ranks: int, chunks: int, microbatches: int, *, v_shaped: 
             missing = missing if forward in seen else forward
             yield f"line {lines[stage]}: {missing} is missing"
             return
-    _, stuck = simulated(table, virtual)
-    if stuck:
+    if stuck := Walk(table, virtual).stuck:
         waits = ", ".join(f"line {rank + 1} to begin {table[rank][at]}" for rank, at in stuck[:4])
         yield f"its ranks wait for each other for ever: {waits}"

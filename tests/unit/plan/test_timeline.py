@@ -18,7 +18,7 @@ from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import memory
 from megatron_ext.plan.schedule import Schedule
 from megatron_ext.plan.search_input import placeholders
-from megatron_ext.plan.simulate import ends, simulate
+from megatron_ext.plan.simulate import simulate
 from megatron_ext.plan.simulated_timeline import equal_stages, preview
 from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.timeline import Lane, Pass, Timeline, as_text, duration, slow_stages
@@ -101,7 +101,7 @@ def test_the_picture_is_that_of_the_simulation(stages: int, chunks: int, group: 
     forward = [[1.0 + 0.3 * ((3 * stage + chunk) % 4) for chunk in range(chunks)] for stage in range(stages)]
     backward = [[2.1 * seconds for seconds in chunk] for chunk in forward]
     schedule = Schedule(stages, chunks, 4 * stages if chunks == 1 else 4 * group, group)
-    found = ends(schedule, forward, backward, 0.25)
+    found = schedule.ends(forward, backward, 0.25)
     assert max(found.values()) == pytest.approx(simulate(schedule, forward, backward, 0.25).total, rel=1e-12)
     for stage in range(stages):
         assert tuple(work for where, work in found if where == stage) == schedule.order(stage)
