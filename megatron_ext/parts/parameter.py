@@ -44,8 +44,9 @@ class Parameter:
     """Rows of each matrix of which it is several, one above another, again and again: queries, keys and values of one
     group of heads after another. Empty: it is one."""
 
-    by_element: bool = False
-    """Whether its update is element by element, although it is a matrix of a layer."""
+    by_element: bool | None = None
+    """Of a layer's two dimensions: whether they are no channels, so that its update is element by element and not that
+    of a matrix. None: nobody has said so, and an optimizer of whole matrices is refused."""
 
     @property
     def decay(self) -> bool:
@@ -62,8 +63,16 @@ class Parameter:
     def update(self) -> Literal["matrix", "element"]:
         """What an optimizer may update as one: matrices of layers as a whole, whose rows and columns are both channels;
         embeddings, the output layer, norms, biases and routers element by element."""
-        is_matrix = len(self.shape) == 2 and isinstance(self.stage, int) and not self.by_element
-        return "matrix" if is_matrix else "element"
+        return "matrix" if self._has_two_dimensions_of_a_layer and not self.by_element else "element"
+
+    @property
+    def update_is_unknown(self) -> bool:
+        """Whether it may be a matrix or not, and nobody has said which."""
+        return self._has_two_dimensions_of_a_layer and self.by_element is None
+
+    @property
+    def _has_two_dimensions_of_a_layer(self) -> bool:
+        return len(self.shape) == 2 and isinstance(self.stage, int)
 
     @property
     def size(self) -> int:

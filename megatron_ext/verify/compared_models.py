@@ -239,6 +239,9 @@ MODELS |= {
     "untied, muP": f"{MODELS['untied']} {_MUP}",
     "untied, AdEMAMix": f"{MODELS['untied']} --optimizer ademamix --ademamix-beta3 0.99 --ademamix-warmup 10",
     "untied, schedule-free": f"{MODELS['untied']} --optimizer schedule_free",
+    "untied, AdaptiveMuon": f"{MODELS['untied']} --optimizer adaptive_muon --muon-scale-mode unit_rms_norm",
+    "untied, NorMuon": f"{MODELS['untied, Muon']} --optimizer adaptive_muon --adaptive-muon-moment2-method normuon",
+    "untied, Adafactor": f"{MODELS['untied']} --optimizer adafactor --lr-group decoder.layers.*.weight=10",
 }
 MODELS |= {
     "one token ahead": f"--num-layers 4 {_LLAMA} --mtp-num-layers 1",
