@@ -1,8 +1,5 @@
 """DeepSeek-V3: multi-head latent attention, and experts chosen by a sigmoid with a bias from groups of them."""
 
-from typing import Any
-
-from megatron_ext.config.schema import Config
 from megatron_ext.families.family import Family
 from megatron_ext.families.latents import (
     LATENT_DEFAULTS,
@@ -12,19 +9,10 @@ from megatron_ext.families.latents import (
     latent_values,
     what_latents_can_say,
 )
-from megatron_ext.families.mixtures import BIASED_SIGMOID, MIXTURE_NAMES, Mixture, ahead_json, ahead_values
-from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import NEXT_TOKEN_NAMES
+from megatron_ext.families.mixtures import AHEAD, BIASED_SIGMOID, MIXTURE_NAMES, Mixture
+from megatron_ext.families.shared import NEXT_TOKEN_NAMES, keys
 
 _MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
-
-
-def _read(reading: Reading) -> dict[str, Any]:
-    return {**latent_values(reading), **_MIXTURE.values(reading), **ahead_values(reading)}
-
-
-def _write(config: Config) -> dict[str, Any]:
-    return {**latent_json(config), **_MIXTURE.json(config), **ahead_json(config)}
 
 
 DEEPSEEK_V3 = Family(
@@ -32,8 +20,7 @@ DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     {**MIXTURE_NAMES, **LATENT_NAMES, **NEXT_TOKEN_NAMES},
     LATENT_FLAGS,
-    _read,
-    _write,
+    *keys((latent_values, latent_json), _MIXTURE.keys, AHEAD),
     {
         **{**LATENT_DEFAULTS, "max_position_embeddings": 4096, "n_routed_experts": 256, "n_shared_experts": 1},
         **{"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
