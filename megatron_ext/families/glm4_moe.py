@@ -2,13 +2,7 @@
 
 from megatron_ext.families.family import Family
 from megatron_ext.families.mixtures import AHEAD, BIASED_SIGMOID, MIXTURE_NAMES, Mixture
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    NEXT_TOKEN_NAMES,
-    decoder,
-    keys,
-    switch,
-)
+from megatron_ext.families.shared import DECODER_FLAGS, NEXT_TOKEN_NAMES, decoder, keys, switch
 
 _MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
 

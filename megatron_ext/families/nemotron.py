@@ -4,13 +4,7 @@ from typing import Any
 
 from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    DECODER_NAMES,
-    biases_of_attention,
-    decoder,
-    decoder_values,
-)
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder, decoder_values
 
 
 def _read(reading: Reading) -> dict[str, Any]:
