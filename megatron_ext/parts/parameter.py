@@ -63,16 +63,13 @@ class Parameter:
     def update(self) -> Literal["matrix", "element"]:
         """What an optimizer may update as one: matrices of layers as a whole, whose rows and columns are both channels;
         embeddings, the output layer, norms, biases and routers element by element."""
-        return "matrix" if self._has_two_dimensions_of_a_layer and not self.by_element else "element"
+        is_matrix = len(self.shape) == 2 and isinstance(self.stage, int) and not self.by_element
+        return "matrix" if is_matrix else "element"
 
     @property
     def update_is_unknown(self) -> bool:
         """Whether it may be a matrix or not, and nobody has said which."""
-        return self._has_two_dimensions_of_a_layer and self.by_element is None
-
-    @property
-    def _has_two_dimensions_of_a_layer(self) -> bool:
-        return len(self.shape) == 2 and isinstance(self.stage, int)
+        return self.update == "matrix" and self.by_element is None
 
     @property
     def size(self) -> int:
