@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Measures an update of the matrices of a model on a CPU, by every optimizer of this program, and by torch's Muon.
+"""Measures an update of the matrices of a model on a CPU, by every optimizer of this program, and by torch's Muon
+and Adafactor.
 
     python benchmarks/optimizer_update.py --output benchmarks/results    # a minute
 
@@ -27,6 +28,8 @@ def optimizers(layers: int, width: int) -> dict[str, Any]:
     import torch
 
     from megatron_ext import device
+    from megatron_ext.optim.adafactor import Adafactor
+    from megatron_ext.optim.adaptive_muon import AdaptiveMuon
     from megatron_ext.optim.ademamix import AdEMAMix
     from megatron_ext.optim.lion import Lion
     from megatron_ext.optim.muon import Muon
@@ -51,7 +54,10 @@ def optimizers(layers: int, width: int) -> dict[str, Any]:
         "Lion": Lion(weights()),
         "AdEMAMix": AdEMAMix(weights()),
         "schedule-free": ScheduleFree(weights()),
+        "Adafactor": Adafactor(weights()),
+        "torch.optim.Adafactor": torch.optim.Adafactor(weights()),
         "Muon": Muon(weights()),
+        "AdaptiveMuon": AdaptiveMuon(weights()),
         "torch.optim.Muon": torch.optim.Muon(weights()),
     }
 

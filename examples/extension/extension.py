@@ -121,8 +121,8 @@ def layer_parameters(config: Any, layer: Any) -> list[Parameter]:
     """Return the parameters that the layer has besides ours, in the shapes of the whole model."""
     hidden, std = config.model.hidden_size, config.model.init_method_std
     return [
-        Parameter("down.weight", (WIDTH, hidden), layer.number, "normal", std, tp_dim=0),
-        Parameter("up.weight", (hidden, WIDTH), layer.number, "normal", std / 10, tp_dim=1),
+        Parameter("down.weight", (WIDTH, hidden), layer.number, "normal", std, tp_dim=0, by_element=False),
+        Parameter("up.weight", (hidden, WIDTH), layer.number, "normal", std / 10, tp_dim=1, by_element=False),
         Parameter("scale", (WIDTH,), layer.number, "ones", tp_dim=0),
         # Whole on every rank; under sequence parallelism each sees the gradient of its own tokens.
         Parameter("mix", (hidden,), layer.number, "ones", sequence_parallel=True),

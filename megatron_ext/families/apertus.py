@@ -3,16 +3,9 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.families import shared
 from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import (
-    DECODER_FLAGS,
-    DECODER_NAMES,
-    NO_PADDING,
-    biases_of_attention,
-    decoder_json,
-    decoder_values,
-)
 
 _NAMES = {
     "input_layernorm": ("attention_layernorm",),
@@ -30,22 +23,22 @@ def _read(reading: Reading) -> dict[str, Any]:
     # What stands next to it is not read where there is neither.
     scaled = reading.get("rope_scaling") or reading.get("rope_parameters")
     reading = reading if scaled else reading.changed(rope_parameters=_SCALING)
-    return decoder_values(reading, activation="xielu", biases="attention")
+    return shared.decoder_values(reading, activation="xielu", biases="attention")
 
 
 def _write(config: Config) -> dict[str, Any]:
-    content = {**decoder_json(config, biases="attention"), **NO_PADDING}
+    content = {**shared.decoder_json(config, biases="attention"), **shared.NO_PADDING}
     return {**content, "rope_scaling": content["rope_scaling"] or {"rope_type": "default"}}
 
 
 APERTUS = Family(
     "apertus",
     "ApertusForCausalLM",
-    {**DECODER_NAMES, **_NAMES},
-    {**DECODER_FLAGS, "swiglu": False, "xielu": True, "qk_layernorm": True},
+    {**shared.DECODER_NAMES, **_NAMES},
+    {**shared.DECODER_FLAGS, "swiglu": False, "xielu": True, "qk_layernorm": True},
     _read,
     _write,
     {"rms_norm_eps": 1e-5, "rope_theta": 12e6, "max_position_embeddings": 65536},
-    dependent_flags=biases_of_attention,
+    dependent_flags=shared.biases_of_attention,
     constants={"mlp.act_fn.beta": 0.5, "mlp.act_fn.eps": -1e-6},
 )

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from megatron_ext.config.schema import Config
 from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import QKV, plain_json, plain_values, refuse_others, square_flags
@@ -32,17 +31,13 @@ def _read(reading: Reading) -> dict[str, Any]:
     return plain_values(reading, *_KEYS)
 
 
-def _write(config: Config) -> dict[str, Any]:
-    return plain_json(config.model, *_KEYS)
-
-
 BLOOM = Family(
     "bloom",
     "BloomForCausalLM",
     _NAMES,
     {"position_embedding_type": "alibi", "embed_layernorm": True, "openai_gelu": True},
     _read,
-    _write,
+    lambda config: plain_json(config.model, *_KEYS),
     {"hidden_size": 64, "n_head": 8, "n_layer": 2},
     aliases={"hidden_size": "n_embed", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"},
     dependent_flags=square_flags,

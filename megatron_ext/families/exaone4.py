@@ -4,24 +4,20 @@ without one rotate nothing."""
 from typing import Any
 
 from megatron_ext.config.derived.layer_patterns import read_pattern
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import ModelConfig
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading
 
 
-def _read(reading: Reading) -> dict[str, Any]:
+def _windows(reading: Reading) -> dict[str, Any]:
     every = reading.integer("sliding_window_pattern") if reading.get("layer_types") is None else 1
     reading.understand("sliding_window_pattern")
     has_window = shared.typed_windows(reading, [(number + 1) % every != 0 for number in shared.layer_numbers(reading)])
     fixed = None
     if reading.get("sliding_window") is not None and not all(has_window):
         fixed = shared.pattern([not one for one in has_window])
-    return {**shared.decoder_values(reading), **shared.layer_window_values(reading, has_window), "no_rope_freq": fixed}
-
-
-def _write(config: Config) -> dict[str, Any]:
-    return {**shared.decoder_json(config), **shared.typed_window_json(config)}
+    return {**shared.layer_window_values(reading, has_window), "no_rope_freq": fixed}
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
@@ -36,8 +32,7 @@ EXAONE4 = Family(
     "Exaone4ForCausalLM",
     shared.NAMES_WITH_NORMS_AFTER,
     {**shared.DECODER_FLAGS, "norm_position": "after", "qk_layernorm": True, "disable_bias_linear": True},
-    _read,
-    _write,
+    *shared.keys(shared.decoder(), (_windows, shared.typed_window_json)),
     {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     dependent_flags=_dependent_flags,
 )

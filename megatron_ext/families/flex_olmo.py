@@ -1,21 +1,8 @@
 """FlexOlmo: OLMo-2 with experts in every layer."""
 
-from typing import Any
-
-from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family
-from megatron_ext.families.mixtures import whole_json, whole_values
-from megatron_ext.families.reading import Reading
-
-
-def _read(reading: Reading) -> dict[str, Any]:
-    return {**shared.decoder_values(reading, biases="attention"), **whole_values(reading)}
-
-
-def _write(config: Config) -> dict[str, Any]:
-    return {**shared.decoder_json(config, biases="attention"), **shared.NO_PADDING, **whole_json(config)}
-
+from megatron_ext.families.mixtures import WHOLE_MIXTURE
 
 FLEX_OLMO = Family(
     "flex_olmo",
@@ -28,8 +15,7 @@ FLEX_OLMO = Family(
         **{**shared.DECODER_FLAGS, "norm_position": "after", "qk_layernorm": True, "qk_layernorm_over": "projection"},
         "disable_bias_linear": True,
     },
-    _read,
-    _write,
+    *shared.keys(shared.decoder(biases="attention"), shared.WITHOUT_PADDING, WHOLE_MIXTURE),
     {"num_experts": 7, "num_experts_per_tok": 5, "rope_theta": 500000.0, "max_position_embeddings": 4096},
     aliases={"num_experts": "num_local_experts"},
     dependent_flags=shared.biases_of_attention,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import ModelConfig
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading
@@ -15,10 +15,6 @@ def _read(reading: Reading) -> dict[str, Any]:
     return {**values, "openai_gelu": True, "embedding_multiplier": values["hidden_size"] ** 0.5}
 
 
-def _write(config: Config) -> dict[str, Any]:
-    return shared.decoder_json(config, biases="attention")
-
-
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
     return {**shared.biases_of_attention(model), "embedding_multiplier": model.hidden_size**0.5}
 
@@ -29,7 +25,7 @@ GEMMA = Family(
     shared.DECODER_NAMES,
     {**shared.DECODER_FLAGS, "swiglu": False, "geglu": True, "openai_gelu": True, "disable_bias_linear": True},
     _read,
-    _write,
+    shared.decoder(biases="attention")[1],
     {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192},
     dependent_flags=_dependent_flags,
     added={"input_layernorm": 1.0, "pre_mlp_layernorm": 1.0, "decoder.final_layernorm": 1.0},

@@ -1,21 +1,9 @@
 """GLM-4 of 2024: a share of the channels is rotated, neighbours together; gate and up projection are one matrix."""
 
-from typing import Any
-
-from megatron_ext.config.schema import Config
 from megatron_ext.families.family import Family
-from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, NO_PADDING, decoder_json, decoder_values
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, WITHOUT_PADDING, decoder, keys, switch
 
 _NAMES = {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.gate_up_proj",)}
-
-
-def _read(reading: Reading) -> dict[str, Any]:
-    return {**decoder_values(reading, partial=True), "add_qkv_bias": reading.boolean("attention_bias", True)}
-
-
-def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config, partial=True), **NO_PADDING, "attention_bias": config.model.has_qkv_bias}
 
 
 GLM = Family(
@@ -23,8 +11,11 @@ GLM = Family(
     "GlmForCausalLM",
     _NAMES,
     {**DECODER_FLAGS, "rotary_interleaved": True, "disable_bias_linear": True},
-    _read,
-    _write,
+    *keys(
+        decoder(partial=True),
+        WITHOUT_PADDING,
+        switch("attention_bias", "add_qkv_bias", True, given="has_qkv_bias"),
+    ),
     {
         "num_key_value_heads": 2,
         "head_dim": 128,

@@ -3,39 +3,30 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.families import latents
+from megatron_ext.families import latents, mixtures
 from megatron_ext.families.family import Family
-from megatron_ext.families.mixtures import (
-    BIASED_SIGMOID,
-    MIXTURE_NAMES,
-    MLP_KINDS,
-    Mixture,
-    ahead_json,
-    ahead_values,
-    typed_mixtures,
-)
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import NEXT_TOKEN_NAMES
 from megatron_ext.parts.stack import layers
 
-_MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
+_MIXTURE = mixtures.Mixture(mixtures.BIASED_SIGMOID, group_scores=2, normalized=True)
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    first = typed_mixtures(reading, 1)
-    return {**latents.latent_values(reading), **_MIXTURE.values(reading, first), **ahead_values(reading)}
+    first = mixtures.typed_mixtures(reading, 1)
+    return {**latents.latent_values(reading), **_MIXTURE.values(reading, first), **mixtures.ahead_values(reading)}
 
 
 def _write(config: Config) -> dict[str, Any]:
     decoder = [layer for layer in layers(config) if layer.next_token is None]
-    kinds = {"mlp_layer_types": [MLP_KINDS[layer.experts is not None] for layer in decoder]}
-    return {**latents.latent_json(config), **_MIXTURE.json(config), **kinds, **ahead_json(config)}
+    kinds = {"mlp_layer_types": [mixtures.MLP_KINDS[layer.experts is not None] for layer in decoder]}
+    return {**latents.latent_json(config), **_MIXTURE.json(config), **kinds, **mixtures.ahead_json(config)}
 
 
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
-    {**MIXTURE_NAMES, **latents.LATENT_NAMES, **NEXT_TOKEN_NAMES},
+    {**mixtures.MIXTURE_NAMES, **latents.LATENT_NAMES, **NEXT_TOKEN_NAMES},
     latents.LATENT_FLAGS,
     _read,
     _write,

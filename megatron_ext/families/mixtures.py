@@ -12,6 +12,7 @@ from megatron_ext.families.family import EXPERT_BIAS, usual_values
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_NAMES,
+    Keys,
     expert_json,
     expert_names,
     expert_values,
@@ -121,6 +122,11 @@ class Mixture:
             "topk_group": model.moe_router_group_topk or 1,
         }
 
+    @property
+    def keys(self) -> Keys:
+        """The keys of `config.json`, in both directions."""
+        return self.values, self.json
+
     def _scores(self, topk: int, groups: int | None) -> int | None:
         """Return `group_scores` as a flag, where megatron-core takes another number."""
         return None if groups is None or topk // groups == self.group_scores else self.group_scores
@@ -211,3 +217,8 @@ def sparse_json(config: Config) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer.number for layer in layers(config) if layer.experts is None],
     }
+
+
+AHEAD: Keys = (ahead_values, ahead_json)
+WHOLE_MIXTURE: Keys = (whole_values, whole_json)
+SPARSE_MIXTURE: Keys = (sparse_values, sparse_json)

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from megatron_ext.config.schema import Config
 from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder_json, decoder_values
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder, decoder_values
 
 
 def _read(reading: Reading) -> dict[str, Any]:
@@ -15,17 +14,13 @@ def _read(reading: Reading) -> dict[str, Any]:
     return values
 
 
-def _write(config: Config) -> dict[str, Any]:
-    return decoder_json(config, "norm_eps", partial=True, biases="all")
-
-
 NEMOTRON = Family(
     "nemotron",
     "NemotronForCausalLM",
     {**DECODER_NAMES, "mlp.linear_fc1": ("mlp.up_proj",)},
     {**DECODER_FLAGS, "swiglu": False, "squared_relu": True, "normalization": "LayerNorm"},
     _read,
-    _write,
+    decoder(epsilon="norm_eps", partial=True, biases="all")[1],
     {"norm_eps": 1e-5, "partial_rotary_factor": 0.5, "max_position_embeddings": 4096},
     dependent_flags=biases_of_attention,
     added={"input_layernorm": 1.0, "pre_mlp_layernorm": 1.0, "decoder.final_layernorm": 1.0},

@@ -5,14 +5,7 @@ from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.family import EXPERT_BIAS, Family
-from megatron_ext.families.mamba_layers import (
-    MAMBA_SECTIONS,
-    MambaKeys,
-    letters,
-    mamba_json,
-    mamba_names,
-    mamba_values,
-)
+from megatron_ext.families.mamba_layers import MAMBA_SECTIONS, MambaKeys, letters, mamba_json, mamba_names, mamba_values
 from megatron_ext.families.mixtures import BIASED_SIGMOID, Mixture
 from megatron_ext.families.reading import Reading, refuse_others
 from megatron_ext.families.shared import QKV

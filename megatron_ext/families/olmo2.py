@@ -1,20 +1,7 @@
 """OLMo-2: Llama with norms after attention and MLP, and with norms of queries and keys over all heads of a token."""
 
-from typing import Any
-
-from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family
-from megatron_ext.families.reading import Reading
-
-
-def _read(reading: Reading) -> dict[str, Any]:
-    return shared.decoder_values(reading, biases="attention")
-
-
-def _write(config: Config) -> dict[str, Any]:
-    return shared.decoder_json(config, biases="attention")
-
 
 OLMO2 = Family(
     "olmo2",
@@ -27,8 +14,7 @@ OLMO2 = Family(
         "qk_layernorm_over": "projection",
         "disable_bias_linear": True,
     },
-    _read,
-    _write,
+    *shared.decoder(biases="attention"),
     {"rms_norm_eps": 1e-5},
     dependent_flags=shared.biases_of_attention,
 )

@@ -1,12 +1,8 @@
 """Phi-1, 1.5 and 2: attention and MLP in parallel through one norm, biases everywhere, a share of the channels
 rotated."""
 
-from typing import Any
-
-from megatron_ext.config.schema import Config
 from megatron_ext.families.family import Family
-from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, decoder_json, decoder_values, heads_fill_width
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, decoder, heads_fill_width, keys, switch
 
 _NAMES = {
     **DECODER_NAMES,
@@ -19,16 +15,6 @@ _NAMES = {
 }
 
 
-def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading, epsilon="layer_norm_eps", activation="gelu_new", partial=True)
-    return {**values, "qk_layernorm": reading.boolean("qk_layernorm", False)}
-
-
-def _write(config: Config) -> dict[str, Any]:
-    content = decoder_json(config, "layer_norm_eps", partial=True)
-    return {**content, "qk_layernorm": config.model.qk_layernorm}
-
-
 PHI = Family(
     "phi",
     "PhiForCausalLM",
@@ -37,8 +23,10 @@ PHI = Family(
         **{**DECODER_FLAGS, "swiglu": False, "normalization": "LayerNorm"},
         **{"parallel_residual": "one-norm", "lm_head_bias": True},
     },
-    _read,
-    _write,
+    *keys(
+        decoder(epsilon="layer_norm_eps", activation="gelu_new", partial=True),
+        switch("qk_layernorm", "qk_layernorm", False),
+    ),
     {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     dependent_flags=heads_fill_width,
 )

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import ModelConfig
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family
-from megatron_ext.families.mixtures import sparse_json, sparse_values
+from megatron_ext.families.mixtures import SPARSE_MIXTURE
 from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import keys, size, switch
 
 _NAMES = {
     "mlp.shared_experts.gate_weight": ("mlp.shared_expert_gate.weight",),
@@ -15,26 +16,10 @@ _NAMES = {
 }
 
 
-def _read(reading: Reading) -> dict[str, Any]:
+def _windows(reading: Reading) -> dict[str, Any]:
     last = reading.integer("max_window_layers", least=0)
     usual = [number % 2 == 0 and number < last for number in shared.layer_numbers(reading)]
-    return {
-        **shared.decoder_values(reading),
-        **shared.layer_window_values(reading, shared.typed_windows(reading, usual, switch="use_sliding_window")),
-        **sparse_values(reading),
-        "moe_shared_expert_intermediate_size": reading.integer("shared_expert_intermediate_size"),
-        "add_qkv_bias": reading.boolean("qkv_bias", True),
-    }
-
-
-def _write(config: Config) -> dict[str, Any]:
-    return {
-        **shared.decoder_json(config),
-        **shared.switched_window_json(config),
-        **sparse_json(config),
-        "shared_expert_intermediate_size": config.model.moe_shared_expert_intermediate_size,
-        "qkv_bias": config.model.has_qkv_bias,
-    }
+    return shared.layer_window_values(reading, shared.typed_windows(reading, usual, switch="use_sliding_window"))
 
 
 def _shared(model: ModelConfig) -> int:
@@ -50,8 +35,13 @@ QWEN2_MOE = Family(
         **_NAMES,
     },
     {**shared.DECODER_FLAGS, "disable_bias_linear": True, "moe_shared_expert_gate": True},
-    _read,
-    _write,
+    *keys(
+        shared.decoder(),
+        (_windows, shared.switched_window_json),
+        SPARSE_MIXTURE,
+        size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        switch("qkv_bias", "add_qkv_bias", True, given="has_qkv_bias"),
+    ),
     {
         **{**shared.SWITCHED_WINDOWS, "num_key_value_heads": 16, "max_position_embeddings": 32768, "num_experts": 60},
         **{"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},

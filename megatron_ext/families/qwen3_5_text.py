@@ -1,28 +1,14 @@
 """Qwen3.5's text model: Qwen3-Next with an MLP in every layer, and its projections apart."""
 
-from typing import Any
-
-from megatron_ext.config.schema import Config
 from megatron_ext.families import delta_rules, shared
 from megatron_ext.families.family import Family, Sections
-from megatron_ext.families.reading import Reading
-
-
-def _read(reading: Reading) -> dict[str, Any]:
-    return delta_rules.delta_values(delta_rules.without_axes(reading))
-
-
-def _write(config: Config) -> dict[str, Any]:
-    return delta_rules.delta_json(config)
-
 
 QWEN3_5_TEXT = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
     {**shared.DECODER_NAMES, **delta_rules.delta_names("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")},
     {**delta_rules.DELTA_FLAGS, "disable_bias_linear": True},
-    _read,
-    _write,
+    *(lambda reading: delta_rules.delta_values(delta_rules.without_axes(reading)), delta_rules.delta_json),
     {
         **{**delta_rules.DELTA_DEFAULTS, "num_key_value_heads": 4, "hidden_size": 4096, "intermediate_size": 12288},
         **{"num_hidden_layers": 32, "vocab_size": 248320},

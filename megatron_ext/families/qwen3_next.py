@@ -1,25 +1,12 @@
 """Qwen3-Next: gated delta rules in three of four layers, attention with gates in the fourth, and experts."""
 
-from typing import Any
-
-from megatron_ext.config.schema import Config
 from megatron_ext.families import delta_rules
 from megatron_ext.families.family import Family, Sections
-from megatron_ext.families.mixtures import sparse_json, sparse_values
+from megatron_ext.families.mixtures import SPARSE_MIXTURE
 from megatron_ext.families.qwen2_moe import QWEN2_MOE
-from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import keys, size
 
 _SHARED = "shared_expert_intermediate_size"
-
-
-def _read(reading: Reading) -> dict[str, Any]:
-    of_shared = {"moe_shared_expert_intermediate_size": reading.integer(_SHARED)}
-    return {**delta_rules.delta_values(reading), **sparse_values(reading), **of_shared}
-
-
-def _write(config: Config) -> dict[str, Any]:
-    of_shared = {_SHARED: config.model.moe_shared_expert_intermediate_size}
-    return {**delta_rules.delta_json(config), **sparse_json(config), **of_shared}
 
 
 QWEN3_NEXT = Family(
@@ -27,8 +14,11 @@ QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM",
     {**QWEN2_MOE.names, **delta_rules.delta_names("in_proj_qkvz", "in_proj_ba")},
     {**delta_rules.DELTA_FLAGS, "disable_bias_linear": True, "moe_shared_expert_gate": True},
-    _read,
-    _write,
+    *keys(
+        (delta_rules.delta_values, delta_rules.delta_json),
+        SPARSE_MIXTURE,
+        size(_SHARED, "moe_shared_expert_intermediate_size"),
+    ),
     {
         **{**delta_rules.DELTA_DEFAULTS, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
         **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True},

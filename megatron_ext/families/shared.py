@@ -1,7 +1,8 @@
 """Holds what several families have in common: names, flags, and parts of `config.json` in both directions."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial as with_settings
 from typing import Any, Literal
 
 from megatron_ext.config.parse.options import options_by_name
@@ -37,6 +38,56 @@ NAMES_WITH_NORMS_AFTER: dict[str, tuple[str, ...]] = {
     "post_mlp_layernorm": ("post_feedforward_layernorm",),
 }
 DECODER_FLAGS: dict[str, Any] = {"position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm"}
+
+
+Keys = tuple[Callable[[Reading], dict[str, Any]], Callable[[Config], dict[str, Any]]]
+"""Keys of a `config.json`: what they say of our flags, and what our flags say there (`Family.read` and `write`)."""
+
+
+def keys(*each: Keys) -> Keys:
+    """Return several as one, in their order; of what two of them say, that of the later counts."""
+    return (
+        lambda reading: {name: value for read, _ in each for name, value in read(reading).items()},
+        lambda config: {key: value for _, write in each for key, value in write(config).items()},
+    )
+
+
+def switch(key: str, flag: str, usual: bool, *, negated: bool = False, given: str = "") -> Keys:
+    """Return a key that is one of our switches, or not that.
+
+    Args:
+        usual: what it is where the key is missing.
+        given: the property of the model that says whether it is on; empty: `flag`.
+    """
+    return (
+        lambda reading: {flag: reading.boolean(key, usual) != negated},
+        lambda config: {key: getattr(config.model, given or flag) != negated},
+    )
+
+
+def size(key: str, flag: str) -> Keys:
+    """Return a key that is one of our sizes, which every model has."""
+    return lambda reading: {flag: reading.integer(key)}, lambda config: {key: getattr(config.model, flag)}
+
+
+def head_norms(key: str) -> Keys:
+    """Return the key of norms of queries and keys with weights of each head."""
+    return lambda reading: _head_norms(reading.boolean(key, False)), lambda config: {key: config.model.qk_layernorm}
+
+
+def _head_norms(normed: bool) -> dict[str, Any]:
+    return {"qk_layernorm": normed, "qk_layernorm_over": "each-head" if normed else "head"}
+
+
+def in_one_form(usual: Mapping[str, Any]) -> Keys:
+    """Return keys that only some files have, with the one value that is not refused."""
+    return lambda reading: refuse_others(reading, usual) or {}, lambda config: {}
+
+
+def decoder(**settings: Any) -> Keys:
+    """Return the keys of every decoder with rotary positions; the settings are those of `decoder_values`."""
+    written = {name: settings[name] for name in ("epsilon", "partial", "biases") if name in settings}
+    return with_settings(decoder_values, **settings), with_settings(decoder_json, **written)
 
 
 def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
@@ -185,6 +236,12 @@ def gelu_values(reading: Reading, key: str, usual: str) -> dict[str, Any]:
 NO_PADDING = {"pad_token_id": None}
 """What is written in families whose default is an entry that a smaller vocabulary does not have."""
 
+WITHOUT_PADDING: Keys = (lambda reading: {}, lambda config: NO_PADDING)
+CLIPS: Keys = (
+    lambda reading: {"qkv_clip": reading.number_or_none("clip_qkv")},
+    lambda config: {"clip_qkv": config.model.qkv_clip},
+)
+
 
 def plain_values(reading: Reading, width: str, heads: str, depth: str, length: str, epsilon: str) -> dict[str, Any]:
     """Return the values of decoders whose heads fill the width and whose MLP is four times as wide, by their keys."""
@@ -239,7 +296,7 @@ def square_flags(model: ModelConfig) -> dict[str, Any]:
 
 def norms_of_heads(model: ModelConfig) -> dict[str, Any]:
     """Return what norms of queries and keys are in families where each head has weights of its own, if any."""
-    return {"qk_layernorm": model.qk_layernorm, "qk_layernorm_over": "each-head" if model.qk_layernorm else "head"}
+    return _head_norms(model.qk_layernorm)
 
 
 def heads_fill_width(model: ModelConfig) -> dict[str, Any]:
@@ -272,11 +329,25 @@ def window_values(reading: Reading) -> dict[str, Any]:
     return {"window_size": f"{reading.integer('sliding_window') - 1},0"}
 
 
+def later_layers(reading: Reading) -> list[bool]:
+    """Return which layers `max_window_layers` gives windows: those from there on."""
+    first = reading.integer("max_window_layers", least=0)
+    return [number >= first for number in layer_numbers(reading)]
+
+
 def layer_window_values(reading: Reading, has_window: Sequence[bool]) -> dict[str, Any]:
     """Return the flags of `sliding_window` in the layers that have it."""
     skips = None if all(has_window) or not any(has_window) else pattern(has_window)
     values = window_values(reading) if any(has_window) else {"window_size": None}
     return {**values, "window_attn_skip_freq": None if values["window_size"] is None else skips}
+
+
+def typed(usual: Callable[[Reading], Sequence[bool]]) -> Keys:
+    """Return the keys of windows in the layers that `layer_types` names, by default the `usual` ones."""
+    return (
+        lambda reading: layer_window_values(reading, typed_windows(reading, usual(reading))),
+        typed_window_json,
+    )
 
 
 def rotating_layers(reading: Reading) -> list[bool]:
@@ -320,9 +391,7 @@ def typed_windows(reading: Reading, usual: Sequence[bool], *, switch: str | None
 
 def switched_window_values(reading: Reading) -> dict[str, Any]:
     """Return the flags of windows that `use_sliding_window` switches on, from layer `max_window_layers` on."""
-    first = reading.integer("max_window_layers", least=0)
-    usual = [number >= first for number in layer_numbers(reading)]
-    return layer_window_values(reading, typed_windows(reading, usual, switch="use_sliding_window"))
+    return layer_window_values(reading, typed_windows(reading, later_layers(reading), switch="use_sliding_window"))
 
 
 SWITCHED_WINDOWS: dict[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}
@@ -345,3 +414,18 @@ def typed_window_json(config: Config) -> dict[str, Any]:
     """Return the same with `layer_types`."""
     has_window = [layer.attention.window is not None for layer in layers(config)]
     return {**window_json(config), "layer_types": [KINDS[window] for window in has_window]}
+
+
+WINDOWS: Keys = (window_values, window_json)
+SWITCHABLE_WINDOWS: Keys = (switched_window_values, switched_window_json)
+LOCAL_EXPERTS: Keys = (
+    lambda reading: expert_values(
+        reading, reading.integer("num_local_experts"), reading.integer("intermediate_size"), normalized=True
+    ),
+    lambda config: {
+        **expert_json(config),
+        "num_local_experts": config.model.num_experts,
+        "intermediate_size": config.model.expert_ffn_hidden_size,
+    },
+)
+"""Mixtral's experts, which are in every layer."""

@@ -4,18 +4,10 @@ head."""
 
 from typing import Any
 
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import ModelConfig
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family
-from megatron_ext.families.reading import Reading
-
-
-def _read(reading: Reading) -> dict[str, Any]:
-    values = shared.decoder_values(reading, epsilon="layer_norm_eps", partial=True)
-    normed = reading.boolean("qk_layernorm", False)
-    values |= {"qk_layernorm": normed, "qk_layernorm_over": "each-head" if normed else "head"}
-    parallel = "one-norm" if reading.boolean("use_parallel_residual", False) else "none"
-    return {**values, "parallel_residual": parallel, "add_qkv_bias": reading.boolean("use_qkv_bias", False)}
+from megatron_ext.families.shared import head_norms, keys, switch
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
@@ -35,22 +27,22 @@ def _names(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _write(config: Config) -> dict[str, Any]:
-    return {
-        **shared.decoder_json(config, "layer_norm_eps", partial=True),
-        "use_qkv_bias": config.model.has_qkv_bias,
-        "qk_layernorm": config.model.qk_layernorm,
-        "use_parallel_residual": config.model.parallel_residual != "none",
-    }
-
-
 STABLELM = Family(
     "stablelm",
     "StableLmForCausalLM",
     shared.DECODER_NAMES,
     {**shared.DECODER_FLAGS, "normalization": "LayerNorm", "disable_bias_linear": True},
-    _read,
-    _write,
+    *keys(
+        shared.decoder(epsilon="layer_norm_eps", partial=True),
+        switch("use_qkv_bias", "add_qkv_bias", False, given="has_qkv_bias"),
+        head_norms("qk_layernorm"),
+        (
+            lambda reading: {
+                "parallel_residual": "one-norm" if reading.boolean("use_parallel_residual", False) else "none"
+            },
+            lambda config: {"use_parallel_residual": config.model.parallel_residual != "none"},
+        ),
+    ),
     {"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "max_position_embeddings": 4096},
     dependent_flags=_dependent_flags,
     dependent_names=_names,

@@ -85,7 +85,8 @@ class Muon(torch.optim.Optimizer):
                     made = on_owners(directions, shards, lambda own, w, m=matrices: self._made(w, [m[i] for i in own]))
                 else:
                     made = self._made(directions, matrices)
-                for weight, update in zip(some, made, strict=True):
+                for weight, direction, result in zip(some, directions, made, strict=True):
+                    update = self._adapted(weight, direction, result)
                     if group["weight_decay"]:
                         weight.add_(weight, alpha=-group["weight_decay"] * group["lr"])
                     weight.add_(update, alpha=-group["lr"])
@@ -106,6 +107,10 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(weight)
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - self._momentum)
         return gradient.lerp(momentum, self._momentum) if self._nesterov else momentum
+
+    def _adapted(self, weight: torch.Tensor, direction: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        """Return the update of this rank's part, from what was `made` of its direction."""
+        return made
 
     def _update(self, directions: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         """Return the updates of parts of one kind, [N, rows, columns] or [N, experts, rows, columns]."""
@@ -142,7 +147,11 @@ class Muon(torch.optim.Optimizer):
         transposed = size[0] > size[1] if divided is None else divided == -2
         with _precision(self._precision if x.is_cuda else "highest"):
             made = newton_schulz(x, self._coefficients, transposed=transposed, group=group)
-        return made * scale(self._scale_mode, size[0], size[1]) * self._extra_scale
+        return self._scaled(made, size[0], size[1])
+
+    def _scaled(self, made: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """Return what was made orthogonal in the size of an update."""
+        return made * scale(self._scale_mode, rows, columns) * self._extra_scale
 
 
 def newton_schulz(

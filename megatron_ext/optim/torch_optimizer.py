@@ -14,6 +14,7 @@ import torch
 from megatron_ext.config.derived.optimizers import OptimizerTraits, traits_of
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.parallel.matrices import matrix_of
 
 Group = dict[str, Any]
 """A parameter group of torch."""
@@ -93,13 +94,19 @@ def begin_state(main: torch.Tensor, group: Group, optimizer: torch.optim.Optimiz
     for kept in traits.kept(settings):
         if state.get(kept.name) is None:
             dtype = getattr(torch, kept.dtype)
-            state[kept.name] = torch.zeros_like(main, dtype=dtype, memory_format=torch.preserve_format)
+            like = main if kept.along is None else in_shape(main).sum(kept.along, keepdim=True)
+            state[kept.name] = torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
             if kept.begins_as_weight:
                 state[kept.name].copy_(main.detach())
     if traits.counts_updates and is_torchs(optimizer, settings) and "step" not in state:
         # Where torch itself puts it (_init_group of torch/optim/adam.py).
         on_device = group["fused"] or group["capturable"]
         state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
+
+
+def in_shape(main: torch.Tensor) -> torch.Tensor:
+    """Return what is updated of a matrix, which may be a flat range, by the shape of its rows."""
+    return main.detach().view(-1, *matrix_of(main).shape[1:])
 
 
 class Together(torch.optim.Optimizer):
@@ -139,11 +146,10 @@ def _step_in_shape(optimizer: torch.optim.Optimizer) -> None:
     whole: dict[torch.Tensor, Any] = {}
     for group in groups:
         for main in group["params"]:
-            matrix = main.matrix
-            shape = (-1, *matrix.shape[1:])
-            whole[main] = main.detach().view(shape)
+            whole[main] = in_shape(main)
+            shape = whole[main].shape
             whole[main].grad = None if main.grad is None else main.grad.view(shape)
-            whole[main].matrix = matrix
+            whole[main].matrix = main.matrix
             optimizer.state[whole[main]] = {
                 name: kept.view(shape) if kept.shape == main.shape else kept for name, kept in state[main].items()
             }

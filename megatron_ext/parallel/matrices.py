@@ -34,6 +34,25 @@ class Matrix:
         """Whether data-parallel ranks have rows of one matrix. Of a stack they have whole ones."""
         return self.rows is not None and self.rows.group is not None and len(self.shape) == 2
 
+    def size(self, dim: int) -> int:
+        """Return the number of rows (-2) or columns (-1) of the whole matrix."""
+        divided = self.group is not None and self.divided == dim
+        return self.shape[dim] * (self.group.size() if divided and self.group is not None else 1)
+
+    def summed(self, x: torch.Tensor, *dims: int) -> torch.Tensor:
+        """Return sums over dimensions (-2, -1) of whole matrices, which stay with size 1. Collective over the ranks
+        that divide them.
+
+        Args:
+            x: cut as this rank's part is, or of size 1 in dimensions that are not summed.
+        """
+        sums = x.sum(dims, keepdim=True)
+        if self.group is not None and self.divided in dims:
+            torch.distributed.all_reduce(sums, group=self.group)
+        if self.is_cut and self.rows is not None and -2 in dims:
+            torch.distributed.all_reduce(sums, group=self.rows.group)
+        return sums
+
 
 def matrix_of(updated: torch.Tensor) -> Matrix:
     """Return the mark of what is updated; without one it is a whole matrix."""

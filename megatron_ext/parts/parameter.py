@@ -44,8 +44,9 @@ class Parameter:
     """Rows of each matrix of which it is several, one above another, again and again: queries, keys and values of one
     group of heads after another. Empty: it is one."""
 
-    by_element: bool = False
-    """Whether its update is element by element, although it is a matrix of a layer."""
+    by_element: bool | None = None
+    """Of a layer's two dimensions: whether they are no channels, so that its update is element by element and not that
+    of a matrix. None: nobody has said so, and an optimizer of whole matrices is refused."""
 
     @property
     def decay(self) -> bool:
@@ -64,6 +65,11 @@ class Parameter:
         embeddings, the output layer, norms, biases and routers element by element."""
         is_matrix = len(self.shape) == 2 and isinstance(self.stage, int) and not self.by_element
         return "matrix" if is_matrix else "element"
+
+    @property
+    def update_is_unknown(self) -> bool:
+        """Whether it may be a matrix or not, and nobody has said which."""
+        return self.update == "matrix" and self.by_element is None
 
     @property
     def size(self) -> int:

@@ -40,7 +40,7 @@ class Place:
         """Return a matrix: normal with the model's standard deviation, or with that of `adds` to the residual
         stream."""
         init = matrix_init(self.model, (rows, columns), self.residual_std if adds else None)
-        return Parameter(f"{self.name}.{name}", (rows, columns), self.stage, *init, **divided)
+        return Parameter(f"{self.name}.{name}", (rows, columns), self.stage, *init, **{"by_element": False, **divided})
 
     def vector(
         self, name: str, size: int, init: Literal["ones", "zeros", "time-step"] = "zeros", **divided: Any

@@ -154,7 +154,7 @@ class _Stage:
         """Yield what an update of whole matrices sends, in fp32: to the rank that computes one and back, where ranks
         have its rows, and then all of it among the ranks of tensor parallelism (optim/muon.py)."""
         layout, settings, gathered, swapped = self.config.layout, self.config.optimizer, 0.0, 0.0
-        kinds = self.held.items() if traits_of(settings).puts_matrices_together else ()
+        kinds = self.held.items() if "muon_tp_mode" in traits_of(settings).flags else ()
         for parameter, kind, layers in ((p, k, n) for k, n in kinds for p in layer_parameters(self.config, k, (0,))):
             if parameter.update != "matrix":
                 continue

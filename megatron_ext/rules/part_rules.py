@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
-from megatron_ext.parts.catalogue import parameters
+from megatron_ext.parts.catalogue import kinds_of_parameters, parameters
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.stack import Layer, stack
 from megatron_ext.parts.update_factors import read_group
@@ -26,12 +27,9 @@ def parts_are_computed_again(config: Config, facts: Facts) -> Iterator[str]:
 def groups_name_weights(config: Config, facts: Facts) -> Iterator[str]:
     """Require of each group with a rate or weight decay of its own a factor, a weight, and all experts of a layer or
     none: these may be one stack."""
-    model, optimizer = config.model, config.optimizer
+    optimizer = config.optimizer
     groups = {"--lr-group": optimizer.lr_group, "--weight-decay-group": optimizer.weight_decay_group}
-    sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.num_attention_heads, model.kv_channels)
-    known = []
-    if any(groups.values()) and positive(*sizes, model.padded_vocab_size, config.data.vocab_size):
-        known = parameters(config)
+    known = parameters(config) if any(groups.values()) and _has_sizes(config) else []
     for flag, text in ((flag, text) for flag, texts in groups.items() for text in texts or ()):
         fix = f"use {flag} 'decoder.layers.*=0.5', or leave it out"
         try:
@@ -47,6 +45,26 @@ def groups_name_weights(config: Config, facts: Facts) -> Iterator[str]:
             yield f"{flag} {text} names some experts of a layer, which are updated together; {fix}"
 
 
+def matrices_have_a_rule(config: Config, facts: Facts) -> Iterator[str]:
+    """Require of every parameter that an optimizer of whole matrices may take for one that its part says what it is."""
+    traits = traits_of(config.optimizer)
+    if not traits.needs_whole_matrices or not _has_sizes(config):
+        return
+    for parameter in (one for one, _ in kinds_of_parameters(config) if one.update_is_unknown):
+        yield (
+            f"--optimizer {traits.name} updates whole matrices, and nothing says whether {parameter.name} "
+            f"{list(parameter.shape)} is one; list it as Parameter(..., by_element=False) where rows and columns are "
+            "channels, else by_element=True; or use --optimizer adam"
+        )
+
+
+def _has_sizes(config: Config) -> bool:
+    """Return whether the model's sizes, which other rules look at, are such that its parameters can be listed."""
+    model = config.model
+    sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.num_attention_heads, model.kv_channels)
+    return positive(*sizes, model.padded_vocab_size, config.data.vocab_size)
+
+
 def _stacked(parameter: Parameter) -> tuple[object, str]:
     """Return what an expert's matrix has in common with the same of other experts in its layer."""
     return parameter.stage, parameter.name.rpartition(f".{parameter.expert}.")[2]
@@ -60,4 +78,4 @@ def _of_kinds(config: Config, problems: Callable[[Layer], Iterator[str]]) -> Ite
     return dict.fromkeys(problem for kind, _ in stack(config).kinds for problem in problems(kind))
 
 
-RULES = (parts_are_computed, parts_are_computed_again, groups_name_weights)
+RULES = (parts_are_computed, parts_are_computed_again, groups_name_weights, matrices_have_a_rule)

@@ -23,7 +23,7 @@ def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
 
 def values_are_in_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require that each value is within its field's bounds."""
-    for option in _of("at_least", "positive", "share"):
+    for option in _of("at_least", "at_most", "positive", "share"):
         value = _value(config, option)
         if value is not None:
             yield from _out_of_range(option, value)
@@ -34,6 +34,8 @@ def _out_of_range(option: Option, value: Any) -> Iterator[str]:
     if least is not None and value < least:
         shown = f"{value:g}" if isinstance(value, float) else value
         yield f"{option.flag} {shown} is below {least}; use {least} or more"
+    if option.at_most is not None and option.type is float and value > option.at_most:
+        yield f"{option.flag} {value:g} is above {option.at_most}; use {option.at_most} or less"
     if option.positive and value <= 0:
         example = option.default if isinstance(option.default, float) and option.default > 0 else option.required or 1
         yield f"{option.flag} {value:g} is not above 0; use {example}, or another positive number"

@@ -98,7 +98,7 @@ def _gather(
                 for parameter, parameter_range in bucket_range["param_map"].items():
                     place, own = parameter_range["gbuf_local"], states[id(parameter)]
                     if name in own:
-                        shard[place.start : place.end] = own[name]
+                        shard[place.start : place.end] = own[name].reshape(-1)
                 whole[name] = _exchange(shard, spans, group).cpu()
             first, last = spans[group.rank()]
             for start, end, parameter in places:

@@ -207,14 +207,14 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
             "and there is no learned table in any case"
         )
     divide = max(layout.tensor_model_parallel_size, layout.expert_tensor_size) > 1
-    if divide and config.optimizer.muon_tp_mode == "blockwise":
+    optimizer = config.optimizer
+    if divide and optimizer.muon_tp_mode == "blockwise":
         warnings.append(
             "--muon-tp-mode blockwise updates the part of a matrix that a rank has as a matrix of its own: the curve "
             "is another than on one rank; --muon-tp-mode duplicated keeps it"
         )
-    optimizer = config.optimizer
-    by_matrix = traits_of(optimizer).needs_whole_matrices
-    if config.model.use_mup and by_matrix and optimizer.muon_scale_mode == "spectral":
+    by_muon = "muon_scale_mode" in traits_of(optimizer).flags
+    if config.model.use_mup and by_muon and optimizer.muon_scale_mode == "spectral":
         warnings.append(
             "--muon-scale-mode spectral makes Muon's updates larger as matrices get wider, so that the best learning "
             "rate falls despite --use-mup; --muon-scale-mode unit_rms_norm keeps it"

@@ -22,6 +22,7 @@ from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Sour
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.parts.own_parameters import OwnParameters, with_own_parameters
+from megatron_ext.rules.part_rules import matrices_have_a_rule
 from megatron_ext.rules.sharding_rules import matrices_are_whole
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
@@ -126,9 +127,14 @@ class Extensions:
         if makes_graphs(config) and self._uncaptured():
             config = without_graphs(config)
         config = with_own_parameters(config, self.layer_parameters)
-        traits = self.optimizer
-        if traits is None:
-            return config
+        if self.optimizer is not None:
+            config = self._with_own_optimizer(config, self.optimizer)
+        if problems := [*matrices_are_whole(config, Facts()), *matrices_have_a_rule(config, Facts())]:
+            raise ConfigurationError(problems)
+        return config
+
+    def _with_own_optimizer(self, config: Config, traits: OptimizerTraits) -> Config:
+        """Return the configuration with the optimizer, which is registered."""
         if OPTIMIZERS.get(traits.name, traits) != traits:
             raise ConfigurationError(f"there is an optimizer {traits.name!r} already; give yours another name")
         flag = config.layout.sharding.flag
@@ -138,10 +144,7 @@ class Extensions:
                 "add the scheme to `schemes` if the update is element by element"
             )
         OPTIMIZERS[traits.name] = traits
-        config = replace(config, optimizer=replace(config.optimizer, optimizer=traits.name))
-        if problems := [*matrices_are_whole(config, Facts())]:
-            raise ConfigurationError(problems)
-        return config
+        return replace(config, optimizer=replace(config.optimizer, optimizer=traits.name))
 
     def warnings(self, typed: Mapping[str, Any]) -> list[str]:
         """Return what of the values that the user typed, by field name, changes nothing next to the own parts."""

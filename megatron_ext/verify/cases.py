@@ -76,11 +76,15 @@ def _cases() -> list[Case]:
     for case in [case for case in cases if case.name in layouts.MUON_CASES]:
         slow, name, model = case.name not in layouts.QUICK_MUON, f"{case.name}, Muon", f"{case.model}, Muon"
         cases.append(replace(case, name=name, model=model, slow=slow, slow_in_bf16=True))
-    for model in ("untied, muP", "untied, AdEMAMix", "untied, schedule-free"):
+    updates = ("muP", "AdEMAMix", "schedule-free", "AdaptiveMuon", "NorMuon", "Adafactor")
+    for model in (f"untied, {update}" for update in updates):
         for layout in layouts.UPDATES:
             case = next(one for one in cases if one.name == f"{layout}, untied")
             slow, name = layout not in layouts.QUICK_UPDATES, f"{layout}, {model}"
             cases.append(replace(case, name=name, model=model, slow=slow, slow_in_bf16=True))
+    for case in [case for case in cases if case.name in layouts.ADAFACTOR_OF_EXPERTS]:
+        model = f"{case.model}, Adafactor"
+        cases.append(replace(case, name=f"{case.name}, Adafactor", model=model, slow=True, slow_in_bf16=True))
     for mode, flags in layouts.RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
     return cases

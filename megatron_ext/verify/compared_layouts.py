@@ -548,3 +548,4 @@ MUON_CASES = {
     *("TP2 SP PP2 VPP2, latents", "TP2 SP ZeRO-3, latents", "TP4, sinks and gates", "TP2 SP FSDP2, sinks and gates"),
     "TP2 SP PP2 VPP2 DP2 distributed optimizer, overlap, untied",
 }
+ADAFACTOR_OF_EXPERTS = {"EP2, experts", "EP2 ZeRO-3, experts", "TP2 SP EP2, tensor-parallel experts, experts"}

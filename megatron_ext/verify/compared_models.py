@@ -233,13 +233,17 @@ MODELS |= {
     "clipped latents": f"{MODELS['latents, Muon'].replace('--qk-layernorm ', '')} --qk-clip --qk-clip-threshold 1.1",
     "clipped products by Adam": f"{MODELS['packed']} --attention-output-gate --qk-clip --qk-clip-threshold 2.4",
 }
-# Factors of rates, initial weights and multipliers; and optimizers whose update is element by element.
+# Factors of rates, initial weights and multipliers; and other optimizers.
 _MUP = "--use-mup --mup-base-hidden-size 16 --mup-base-num-layers 2 --lr-group decoder.layers.1.*=0.5"
 MODELS |= {
     "untied, muP": f"{MODELS['untied']} {_MUP}",
     "untied, AdEMAMix": f"{MODELS['untied']} --optimizer ademamix --ademamix-beta3 0.99 --ademamix-warmup 10",
     "untied, schedule-free": f"{MODELS['untied']} --optimizer schedule_free",
+    "untied, AdaptiveMuon": f"{MODELS['untied']} --optimizer adaptive_muon --muon-scale-mode unit_rms_norm",
+    "untied, NorMuon": f"{MODELS['untied, Muon']} --optimizer adaptive_muon --adaptive-muon-moment2-method normuon",
 }
+_ADAFACTOR = "--optimizer adafactor --lr-group decoder.layers.*.weight=10"
+MODELS |= {f"{model}, Adafactor": f"{MODELS[model]} {_ADAFACTOR}" for model in ("untied", "experts")}
 MODELS |= {
     "one token ahead": f"--num-layers 4 {_LLAMA} --mtp-num-layers 1",
     "two tokens ahead": f"--num-layers 4 {_LLAMA} {_UNTIED} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",

@@ -67,6 +67,8 @@ RUNS: dict[str, tuple[int, str]] = {
     "sgd": (1, "--optimizer sgd"),
     "lion": (1, "--optimizer lion"),
     "muon": (1, "--optimizer muon --group-query-attention --num-query-groups 2"),
+    "adaptive muon": (1, "--optimizer adaptive_muon"),
+    "adafactor": (1, "--optimizer adafactor --lr 0.1"),
     "unbiased": (1, "--disable-bias-linear"),
     "mup": (1, "--use-mup --mup-base-hidden-size 8"),
     "normed latents": (1, f"{ROPE} --multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 "
@@ -320,6 +322,12 @@ CHANGES: dict[str, tuple[str, str]] = {
     "muon_coefficient_type": ("muon", "--muon-coefficient-type cans"),
     "muon_no_split_qkv": ("muon", "--muon-no-split-qkv"),
     "muon_fp32_matmul_prec": ("muon", "--muon-fp32-matmul-prec highest"),
+    "adaptive_muon_moment2_method": ("adaptive muon", "--adaptive-muon-moment2-method namo"),
+    "adaptive_muon_beta2": ("adaptive muon", "--adaptive-muon-beta2 0.5"),
+    "adaptive_muon_eps": ("adaptive muon", "--adaptive-muon-eps 0.1"),
+    "adafactor_beta2_decay": ("adafactor", "--adafactor-beta2-decay=-0.3"),
+    "adafactor_eps2": ("adafactor", "--adafactor-eps2 0.5"),
+    "adafactor_clip": ("adafactor", "--adafactor-clip 1.5"),
     "muon_tp_mode": ("muon of tensor", "--muon-tp-mode blockwise"),
     # data
     "split": ("plain", "--split 1,1,0 --eval-interval 2 --eval-iters 1"),

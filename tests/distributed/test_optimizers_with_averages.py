@@ -1,4 +1,5 @@
-"""AdEMAMix and schedule-free AdamW in the program: resumed bit for bit, in other layouts, and evaluated by averages."""
+"""AdEMAMix, schedule-free AdamW, AdaptiveMuon and Adafactor in the program: resumed bit for bit, in other layouts, and
+evaluated by averages."""
 
 import shlex
 from pathlib import Path
@@ -16,8 +17,15 @@ from tests.support.resaving import FLAGS, assert_same_tensors, saved_by
 OPTIMIZERS = {
     "ademamix": "--optimizer ademamix --ademamix-warmup 4 --ademamix-beta3 0.99",
     "schedule_free": "--optimizer schedule_free --lr-warmup-iters 3",
+    "adaptive_muon": "--optimizer adaptive_muon --adaptive-muon-moment2-method normuon",
+    "adafactor": "--optimizer adafactor",
 }
-STATES = {"ademamix": {"exp_avg", "exp_avg_slow", "exp_avg_sq"}, "schedule_free": {"z", "average", "exp_avg_sq"}}
+STATES = {
+    "ademamix": {"exp_avg", "exp_avg_slow", "exp_avg_sq"},
+    "schedule_free": {"z", "average", "exp_avg_sq"},
+    "adaptive_muon": {"momentum_buffer", "moment2_buffer", "exp_avg", "exp_avg_sq"},
+    "adafactor": {"row_var", "col_var", "exp_avg", "exp_avg_sq"},
+}
 ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 

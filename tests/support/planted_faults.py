@@ -406,6 +406,18 @@ def scale_by_the_shape_of_a_part() -> None:
     muon.scale = lambda mode, rows, columns: scale(mode, rows // 2, columns)
 
 
+def take_means_of_parts() -> None:
+    from megatron_ext.parallel.matrices import Matrix
+
+    setattr(Matrix, "summed", lambda self, x, *dims: x.sum(dims, keepdim=True))  # noqa: B010
+
+
+def take_parts_for_matrices() -> None:
+    from megatron_ext.parallel.matrices import Matrix
+
+    setattr(Matrix, "size", lambda self, dim: self.shape[dim])  # noqa: B010
+
+
 def bound_the_products_of_own_tokens() -> None:
     """Of ranks that have the same weights and other tokens."""
     from megatron_ext.optim.qk_clip import LargestScores

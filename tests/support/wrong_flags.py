@@ -383,6 +383,9 @@ EXAMPLES = {
         "--optimizer schedule_free --lr-decay-style cosine", "--lr-decay-style constant"
     ),
     "Muon in host memory": Example("--optimizer muon --optimizer-cpu-offload", "--optimizer-cpu-offload=false"),
+    "Adafactor with steps that follow the width": Example(
+        "--optimizer adafactor --use-mup --mup-base-hidden-size 32", "--use-mup=false"
+    ),
     "QK-clip in host memory": Example(
         "--disable-bias-linear --qk-clip --optimizer-cpu-offload", "--optimizer-cpu-offload=false"
     ),

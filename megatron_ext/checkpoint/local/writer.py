@@ -241,6 +241,6 @@ def _all(run: Saveable) -> Iterator[tuple[str, torch.Tensor]]:
         optimizer_state.initialize_state(part, run.config.optimizer)
         for index, (_, state) in enumerate(optimizer_state.own_state(part, run.config.optimizer)):
             for name, tensor in state.items():
-                yield f"optimizer.{number}.{index}.{name}", tensor
+                yield f"optimizer.{number}.{index}.{name}", optimizer_state.once(tensor)
         for index, (_, main) in enumerate(part.main_parameters()):
             yield f"optimizer.{number}.{index}.main", part.updater.master_of(main)

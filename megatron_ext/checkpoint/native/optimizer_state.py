@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 from megatron_ext.checkpoint.native.snapshot import Copy
 from megatron_ext.config.derived.optimizers import AVERAGE, traits_of
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.torch_optimizer import begin_state, is_torchs
+from megatron_ext.optim.torch_optimizer import begin_state, in_shape, is_torchs
 from megatron_ext.parallel.rows import RowShard, row_shard
 from megatron_ext.sharding.parts import MASTER, Exchange, OptimizerPart, State
 
@@ -148,7 +148,8 @@ def state_to_load(parts: Sequence[OptimizerPart], config: OptimizerConfig, weigh
     for part in parts:
         initialize_state(part, config)
         for parameter, tensors in own_state(part, config):
-            values[id(parameter)] = part.to_read(parameter, tensors)
+            read = {name: one if once(one) is one else torch.empty_like(one) for name, one in tensors.items()}
+            values[id(parameter)] = part.to_read(parameter, read)
             rows[id(parameter)] = part.rows_to_read(parameter)
     return _like_weights(values, weights, rows)
 
@@ -171,7 +172,8 @@ def restore(
                         continue
                     read = loaded[state][names[id(parameter)]]
                     own = read if rows is None else part.own_of_rows(parameter, joined(rows[0], read))
-                    tensor.copy_(own)
+                    kept = once(tensor)
+                    kept.copy_(once(own.reshape(tensor.shape), tensor))
             part.updater.refresh()
     for torch_optimizer in _torch_optimizers(parts) if AVERAGE not in loaded else ():
         for state in torch_optimizer.state.values():
@@ -242,14 +244,23 @@ def own_state(
     part: OptimizerPart, config: OptimizerConfig
 ) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
     """Yield for every weight of this rank the tensors of its state; with the distributed optimizer, this rank's
-    shards."""
+    shards. What is kept once for all rows or columns (`State.along`) is a view that repeats it."""
     for parameter, main in part.main_parameters():
         torch_optimizer, updated = part.updater.updated_by(main)
         state = torch_optimizer.state[updated]
         tensors = {name: state[name] for name in traits_of(config).state_names(config) if name in state}
+        for name, kept in tensors.items():
+            if kept.shape != updated.shape:
+                tensors[name] = kept.expand_as(in_shape(updated))
         if part.saves_master(parameter):
             tensors[MASTER] = part.updater.master_of(main)
         yield parameter, tensors
+
+
+def once(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the part of a tensor that `like` (by default itself) repeats, or the tensor where that repeats nothing."""
+    strides = (tensor if like is None else like).stride()
+    return tensor[tuple(slice(1 if stride == 0 else None) for stride in strides)] if 0 in strides else tensor
 
 
 def _written_by(tensor: Any, replica: int, rank: int) -> Any:

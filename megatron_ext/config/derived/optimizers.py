@@ -48,6 +48,10 @@ class State:
     begins_as_weight: bool = False
     """Whether it begins as what is updated, and not as zero."""
 
+    along: int | None = None
+    """The dimension along which it is the same everywhere, -1 for all columns of a row or -2 for all rows of a column:
+    one of these is kept, which is counted as no memory. Checkpoints have it for all."""
+
 
 @dataclass(frozen=True)
 class Elsewhere:
@@ -176,7 +180,7 @@ class OptimizerTraits:
 
     def bytes_each(self, settings: Any) -> int:
         """Return the bytes of state for each element that is updated, without the fp32 master of a 16-bit weight."""
-        return sum(_BYTES[state.dtype] for state in self.kept(settings))
+        return sum(_BYTES[state.dtype] for state in self.kept(settings) if state.along is None)
 
 
 _ALL_SCHEMES: frozenset[Flag] = frozenset(FLAGS)
@@ -252,6 +256,25 @@ _MUON = OptimizerTraits(
     puts_matrices_together=True,
     remark="matrices of layers by Muon; embeddings, output layer, norms, biases and routers by AdamW",
 )
+_ADAPTIVE_MUON = replace(
+    _MUON,
+    name="adaptive_muon",
+    title="AdaptiveMuon",
+    torch_class="megatron_ext.optim.adaptive_muon:AdaptiveMuon",
+    arguments=_MUON.arguments | {name: f"adaptive_muon_{name}" for name in ("moment2_method", "beta2", "eps")},
+    states=(*_MUON.states, State("moment2_buffer")),
+    remark="Muon whose updates are divided by the root of their second moment",
+)
+_ADAFACTOR = replace(
+    _MUON,
+    name="adafactor",
+    title="Adafactor",
+    torch_class="megatron_ext.optim.adafactor:Adafactor",
+    arguments={name: f"adafactor_{name}" for name in ("beta2_decay", "eps2", "clip")},
+    states=(State("row_var", along=-1), State("col_var", along=-2)),
+    counts_updates=True,
+    remark="matrices of layers by Adafactor, which keeps means of rows and columns; the rest by AdamW",
+)
 
 _ADEMAMIX = OptimizerTraits(
     name="ademamix",
@@ -284,7 +307,7 @@ _SCHEDULE_FREE = OptimizerTraits(
 )
 
 OPTIMIZERS: dict[str, OptimizerTraits] = {
-    traits.name: traits for traits in (_ADAM, _SGD, _LION, _MUON, _ADEMAMIX, _SCHEDULE_FREE)
+    traits.name: traits for traits in (_ADAM, _SGD, _LION, _MUON, _ADAPTIVE_MUON, _ADAFACTOR, _ADEMAMIX, _SCHEDULE_FREE)
 }
 """Optimizers by name, in the order of the choices of `--optimizer`."""
 

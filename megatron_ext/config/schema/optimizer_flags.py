@@ -31,11 +31,15 @@ class OptimizerConfig:
 
     optimizer: str = free(
         "adam",
-        "Update rule (adam is AdamW: decoupled weight decay; muon has it for all but the matrices of layers).",
+        "Update rule (adam is AdamW: decoupled weight decay; muon, adaptive_muon and adafactor have it for all but the "
+        "matrices of layers).",
         choices=tuple(OPTIMIZERS),
         refused={
             "dist_muon": "--use-distributed-optimizer shares muon's matrices out among the ranks",
             "soap": "its bases follow the rounding of a gradient, so that each layout would train another curve",
+        },
+        needs={
+            "adafactor": [Need("use_mup", False, "no rates that --use-mup sets: its steps follow the weights' sizes")]
         },
     )
     lr: float = option(None, "Peak learning rate.", resume="curve", required="6e-4", at_least=0)
@@ -206,6 +210,23 @@ class OptimizerConfig:
         "Precision of these iterations' products on GPUs, as torch names it: high and medium are TF32.",
         choices=("highest", "high", "medium"),
         refused={"low": "torch has no such precision"},
+    )
+    adaptive_muon_moment2_method: str = free(
+        "adamuon",
+        "What the second moment of AdaptiveMuon's updates is of: each element, each row or column of the shorter "
+        "dimension, or (namo) the gradient's norm.",
+        choices=("adamuon", "normuon", "namo"),
+    )
+    adaptive_muon_beta2: float = free(0.95, "Decay of AdaptiveMuon's second moment.", share=True)
+    adaptive_muon_eps: float = free(1e-8, "AdaptiveMuon's epsilon.", positive=True)
+    adafactor_beta2_decay: float = free(
+        -0.8, "Power of the number of updates by which Adafactor's second moment takes in new gradients.", at_most=0
+    )
+    adafactor_eps2: float = free(
+        1e-3, "Smallest root mean square of a matrix that Adafactor's steps are relative to.", at_least=0
+    )
+    adafactor_clip: float = free(
+        1.0, "Root mean square above which Adafactor's updates are clipped, before their step.", at_least=1
     )
     qk_clip: bool = free(
         False,

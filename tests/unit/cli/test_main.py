@@ -59,7 +59,16 @@ def test_a_wrong_command_is_answered_with_the_right_one() -> None:
 
 def test_words_that_complete() -> None:
     assert words("commands") == list(COMMANDS)
-    assert words("pretrain", "--optimizer") == ["adam", "sgd", "lion", "muon", "ademamix", "schedule_free"]
+    assert words("pretrain", "--optimizer") == [
+        "adam",
+        "sgd",
+        "lion",
+        "muon",
+        "adaptive_muon",
+        "adafactor",
+        "ademamix",
+        "schedule_free",
+    ]
     assert words("pretrain", "--num-layers") == []
     assert "--tensor-model-parallel-size" in words("pretrain")
     assert words("convert", "--dtype") == ["fp32", "bf16", "fp16"]

@@ -23,11 +23,15 @@ from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.blend import Blend, read_blend
 from megatron_ext.config.parse.options import options, options_by_name
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config
 from megatron_ext.device import hardware_queues
+from megatron_ext.parts.catalogue import Parameter, parameters
+from megatron_ext.parts.own_parameters import with_own_parameters
 from megatron_ext.rules import validate
 from megatron_ext.rules.run_rules import values_are_in_range, values_have_what_they_need
 from megatron_ext.rules.validate import RULES, problems
 from megatron_ext.train.configure import configure, gather_facts
+from megatron_ext.verify.compared_models import MODELS
 from tests.support import near_bounds
 from tests.support.errors_page import answers, errors_page
 from tests.support.golden_text import section
@@ -158,6 +162,32 @@ def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
+def _with_mix(optimizer: str, by_element: bool | None) -> Config:
+    """Return a configuration whose layers have a parameter of a new part."""
+    config = resolve(parse(shlex.split(f"{BASE} --optimizer {optimizer}")).values, Facts())
+    mix = Parameter("mix", (8, 6), 0, "zeros", by_element=by_element)
+    return with_own_parameters(config, lambda *_: [mix])
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adaptive_muon", "adafactor", "adam"])
+def test_a_matrix_with_no_rule_is_named_before_the_start(optimizer: str):
+    said = problems(_with_mix(optimizer, None), Facts())
+    name = (
+        f"--optimizer {optimizer} updates whole matrices, and nothing says whether decoder.layers.0.mix [8, 6] is one"
+    )
+    assert said == [] if optimizer == "adam" else said[0].startswith(name)
+    for by_element, update in (True, "element"), (False, "matrix"):
+        config = _with_mix(optimizer, by_element)
+        assert problems(config, Facts()) == []
+        assert next(one.update for one in parameters(config) if one.name.endswith(".mix")) == update
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_matrix_of_our_parts_has_a_rule(model: str):
+    config = resolve(parse(shlex.split(f"{BASE} {MODELS[model]}")).values, Facts())
+    assert [one.name for one in parameters(config) if one.update_is_unknown] == []
+
+
 def test_each_rule_is_seen_to_speak_by_a_test_above():
     """A rule that no example reaches would be one that cannot fail."""
     spoken = set()
@@ -177,6 +207,7 @@ def test_each_rule_is_seen_to_speak_by_a_test_above():
     wandb = replace(bare, logging=replace(bare.logging, wandb_project="p"))
     spoken |= {rule.__name__ for rule in RULES if list(rule(wandb, Facts()))}
     spoken |= {rule.__name__ for rule in RULES if list(rule(bare, Facts(huggingface={"num_layers": 2})))}
+    spoken |= {rule.__name__ for rule in RULES if list(rule(_with_mix("muon", None), Facts()))}
     assert {rule.__name__ for rule in RULES} == spoken
 
 

@@ -62,11 +62,16 @@ def test_the_last_of_a_repeated_flag_counts():
         ("--num-layers 4.5", "--num-layers: '4.5' is not an integer"),
         ("--lr fast", "--lr: 'fast' is not a number"),
         ("--lr nan", "--lr: 'nan' is not a finite number"),
-        ("--optimizer adam8", "--optimizer: 'adam8' is not one of adam, sgd, lion, muon, ademamix, schedule_free"),
+        (
+            "--optimizer adam8",
+            "--optimizer: 'adam8' is not one of adam, sgd, lion, muon, adaptive_muon, adafactor, ademamix, "
+            "schedule_free",
+        ),
         (
             "--optimizer soap",
             "--optimizer: 'soap' is not supported: its bases follow the rounding of a gradient, so that each layout "
-            "would train another curve; use one of adam, sgd, lion, muon, ademamix, schedule_free",
+            "would train another curve; use one of adam, sgd, lion, muon, adaptive_muon, adafactor, ademamix, "
+            "schedule_free",
         ),
         ("--timing-log-level 3", "--timing-log-level: '3' is not one of 0, 1, 2"),
         (

@@ -86,7 +86,10 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path):
         ("num_layers: true", "num_layers: True is not an integer"),
         ("num_layers: [4]", "num_layers: [4] is not an integer"),
         ("bf16: 1", "bf16: 1 is not true or false"),
-        ("optimizer: adam8", "optimizer: 'adam8' is not one of adam, sgd, lion, muon, ademamix, schedule_free"),
+        (
+            "optimizer: adam8",
+            "optimizer: 'adam8' is not one of adam, sgd, lion, muon, adaptive_muon, adafactor, ademamix, schedule_free",
+        ),
         ("num_layers: __import__('os')", "num_layers: \"__import__('os')\" is not an integer"),
     ],
 )
