@@ -49,8 +49,10 @@ class SideBySide(Attention):
         return max(super().gradients(share), self.mamba.gradients(share))
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes of what Mamba-2 computes again, when attention holds nothing any more."""
-        return self.mamba.computed_again(share) - sum(super().held(share).values())
+        """Return the bytes of what Mamba-2 computes again, less those of attention, which holds nothing any more but, to
+        who asks, the input of its projection."""
+        ours = super().held(share)
+        return self.mamba.computed_again(share) - sum(ours.values()) + ours["projection"]
 
     def sent(self, share: Share) -> Iterator[Exchange]:
         """Yield what both send."""
