@@ -73,7 +73,7 @@ RUNS = {
     f"{_MAMBA} {_CP} --cp-comm-type p2p": 0.025,
     f"{_BOTH} {_TP}": 0.005,
     f"{_BOTH} {_TP} --sequence-parallel {_FULL}": 0.005,
-    f"{_BOTH} {_CP} --cp-comm-type p2p": 0.005,
+    f"{_BOTH} {_CP} --cp-comm-type p2p": 0.025,
     f"{_LATENTS} --position-embedding-type none {_TP} --sequence-parallel": 0.005,
     _PP: 0.005,
     f"{_PP} --num-virtual-stages-per-pipeline-rank 2": 0.005,

@@ -102,7 +102,7 @@ PARTS = {
     ),
     "letters": f"{_LLAMA} --hybrid-layer-pattern MG+-|M --mamba-num-groups 2 {_LATENT}",
     "side by side": (
-        f"{_LLAMA} --hybrid-layer-pattern B-B- --mamba-num-groups 2 --mamba-norm none --mamba-multipliers 0.5 1 2 1 0.7 "
+        f"{_LLAMA} --hybrid-layer-pattern B-B- --mamba-num-groups 2 --mamba-norm none --mamba-multipliers 0.5 1 2 1 2 "
         "--mixer-multipliers 0.6 1.3 --mlp-multipliers 0.7 1.2 --position-embedding-type rope"
     ),
     "sinks, bounds, output gates and clips": (

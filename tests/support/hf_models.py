@@ -505,7 +505,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_key_value_heads": 1, "mamba_norm_before_gate": False, "mamba_n_groups": 4, "mamba_d_conv": 3},
     },
     "Falcon-H1 with norms before gates": {
-        **{**_FALCON_H1, **_UNTIED, "mamba_rms_norm": True, "mamba_n_groups": 1, "head_dim": 10},
+        **{**_FALCON_H1, **_UNTIED, "mamba_rms_norm": True, "head_dim": 10},
     },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},

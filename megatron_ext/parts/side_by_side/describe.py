@@ -49,8 +49,8 @@ class SideBySide(Attention):
         return max(super().gradients(share), self.mamba.gradients(share))
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes of what Mamba-2 computes again, less those of attention, which holds nothing any more but, to
-        who asks, the input of its projection."""
+        """Return the bytes of what Mamba-2 computes again, less those of attention, which holds nothing any more; all
+        but the input of its projection, which whoever asks leaves out."""
         ours = super().held(share)
         return self.mamba.computed_again(share) - sum(ours.values()) + ours["projection"]
 
