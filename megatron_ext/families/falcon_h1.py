@@ -28,18 +28,16 @@ def _factors(reading: Reading, key: str, count: int) -> list[float]:
 
 def _read(reading: Reading) -> dict[str, Any]:
     number, heads = len(shared.layer_numbers(reading)), reading.integer("mamba_n_heads")
-    channels = reading.get("mamba_d_ssm") or reading.integer("mamba_expand", 2) * reading.integer("hidden_size")
+    channels = reading.integer("mamba_d_ssm", reading.integer("mamba_expand", 2) * reading.integer("hidden_size"))
     if reading.get("mamba_d_head") == "auto":
         reading = reading.changed(mamba_d_head=channels // heads)
     values = {**shared.decoder_values(reading, epsilon="rms_norm_eps"), **mamba_values(reading, _KEYS)}
-    if heads * values["mamba_head_dim"] != channels:
-        reading.problems.append(
-            f"mamba_n_heads {heads} x mamba_d_head {values['mamba_head_dim']} is not mamba_d_ssm {channels}"
-        )
+    wanted = f"but mamba_n_heads {heads} x mamba_d_head {values['mamba_head_dim']} is not that"
+    reading.refuse_unless("mamba_d_ssm", heads * values["mamba_head_dim"], channels, wanted)
     biases = ("attention_bias", "mlp_bias", "projectors_bias")
     refuse_others(reading, {**dict.fromkeys(biases, False), "mamba_use_mlp": True})
     reading.understand("num_logits_to_keep", "attn_layer_indices", "mlp_expansion_factor")
-    before = reading.boolean("mamba_norm_before_gate", True)
+    norm = "before-gate" if reading.boolean("mamba_norm_before_gate", True) else "after-gate"
     names = ("attention_in", "attention_out", "key", "ssm_in", "ssm_out")
     of_input, of_attention, of_key, of_mixed, of_mamba = (reading.number(f"{one}_multiplier", 1.0) for one in names)
     factors = {
@@ -51,11 +49,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     return {
         **values,
         **{name: None if {*given} == {1.0} else tuple(given) for name, given in factors.items()},
-        "mamba_norm": "none"
-        if not reading.boolean("mamba_rms_norm", False)
-        else "before-gate"
-        if before
-        else "after-gate",
+        "mamba_norm": norm if reading.boolean("mamba_rms_norm", False) else "none",
         "softmax_scale": None if of_scores == 1.0 else of_scores * values["kv_channels"] ** -0.5,
         "embedding_multiplier": reading.number("embedding_multiplier", 1.0),
         "logits_multiplier": reading.number("lm_head_multiplier", 1.0),

@@ -465,7 +465,9 @@ def test_depths_of_multi_token_prediction_go_in_and_out(
     assert json.loads((written / "config.json").read_text())["num_nextn_predict_layers"] == depths
     found = _tensors(written)
     assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    # 1 and back: what a norm's weight differs from 1 is rounded once.
+    rounding = 2.0**-24 if name == "Qwen3-Next" else 0.0
+    assert all((found[one] - tensor).abs().max() <= rounding for one, tensor in tensors.items())
     for source in (["--load-hf", str(folder)], _checkpoint(str(ours))):
         parts = run_ranks(4, our_logits, flags(source, tp=2, pp=2))
         assert (whole_vocabulary(parts) - logits).abs().max() < TOLERANCE

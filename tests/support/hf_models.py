@@ -495,14 +495,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Falcon-H1": {**_FALCON_H1, **_UNTIED},
     "Falcon-H1 with norms": {
-        **{
-            **_FALCON_H1,
-            "mamba_rms_norm": True,
-            "tie_word_embeddings": True,
-            "mamba_d_ssm": 40,
-            "mamba_d_head": "auto",
-        },
-        **{"num_key_value_heads": 1, "mamba_norm_before_gate": False, "mamba_n_groups": 4, "mamba_d_conv": 3},
+        **{**_FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 4},
+        **{"num_key_value_heads": 1, "mamba_d_ssm": 40, "mamba_d_head": "auto", "mamba_d_conv": 3},
+        **{"tie_word_embeddings": True, "embedding_multiplier": 0.5},
     },
     "Falcon-H1 with norms before gates": {
         **{**_FALCON_H1, **_UNTIED, "mamba_rms_norm": True, "head_dim": 10},

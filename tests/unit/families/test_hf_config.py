@@ -137,6 +137,11 @@ BASES: dict[str, dict[str, Any]] = {
         **{"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
         **{"position_embedding_type": "rope", "attention_multiplier": 0.3},
     },
+    "falcon_h1": {
+        **{name: value for name, value in _SMALL.items() if name != "sliding_window"},
+        **{"mamba_n_heads": 4, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_d_head": 6, "mamba_d_ssm": 24},
+        **{"mamba_rms_norm": True, "pad_token_id": 3},
+    },
     "gpt2": _GPT2,
 }
 _OTHER = {
@@ -163,6 +168,7 @@ _OF_OTHER_SETTINGS = {
         "mamba_ssm_cache_dtype",
     },
     "granitemoehybrid": {"mamba_chunk_size"},
+    "falcon_h1": {"mamba_chunk_size", "mamba_expand", "num_logits_to_keep"},
     "qwen2_moe": {"max_window_layers"},
     "qwen3_moe": {"max_window_layers"},
     "phi3": {"original_max_position_embeddings"},
