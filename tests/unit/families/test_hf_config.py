@@ -264,6 +264,8 @@ def test_two_names_of_a_key_say_the_same(family: str, tmp_path: Path) -> None:
     """transformers takes some keys by two names; which one wins depends on its version."""
     base = {"model_type": family, **BASES[family]}
     for other, key in _classes()[family].attribute_map.items():
+        if key not in base and other not in base:
+            continue  # layers of one kind alone
         key, other = (key, other) if key in base else (other, key)
         renamed = {other if name == key else name: value for name, value in base.items()}
         assert _read(tmp_path, renamed) == _read(tmp_path, base) == _read(tmp_path, {**renamed, key: base[key]})
