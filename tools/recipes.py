@@ -156,6 +156,10 @@ _TINY_IF_GIVEN = {
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "mamba_state_dim": 16,
+    "mamba_head_dim": 16,
+    "mamba_num_groups": 2,
+    "mamba_num_heads": 4,
     "num_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 32,
@@ -197,6 +201,9 @@ def reduce(values: Mapping[str, Any], most_ranks: int) -> tuple[dict[str, Any], 
         tiny["moe_layer_freq"] = f"[0]+[1]*{layers - 1}"
     if str(values.get("linear_attention_freq")).startswith("["):
         tiny["linear_attention_freq"] = "2"
+    if "hybrid_layer_pattern" in values:
+        tiny["hybrid_layer_pattern"] = "".join(dict.fromkeys(values["hybrid_layer_pattern"]))
+        tiny["num_layers"] = len(tiny["hybrid_layer_pattern"])
     if sizes["tensor_model_parallel_size"] == 1:
         tiny.pop("sequence_parallel", None)
     if sizes["pipeline_model_parallel_size"] == 1:

@@ -95,7 +95,7 @@ def delta_json(config: Config) -> dict[str, Any]:
     """Return the content of `config.json` of such a decoder, but for its MLP or experts."""
     return {
         **decoder_json(config, partial=True, biases="attention"),
-        "layer_types": [RULE_KINDS[not layer.has_attention] for layer in layers(config)],
+        "layer_types": [RULE_KINDS[not one.has_attention] for one in layers(config)[: config.model.num_layers]],
         **{name: getattr(config.model, name) for name in RULE_SIZES},
     }
 

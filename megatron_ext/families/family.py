@@ -86,6 +86,10 @@ class Family:
     layers: str = "model.layers.{}."
     """Prefix of a layer's modules."""
 
+    ahead: str = ""
+    """Prefix of the layer of a depth of multi-token prediction where it is no layer after the last one; names of what
+    is around it are then whole ones, and embedding and output layer not repeated."""
+
     halves: bool = False
     """Whether a layer there is two of ours, a mixer and what comes after it (--hybrid-layer-pattern)."""
 

@@ -16,7 +16,7 @@ from megatron_ext.parts.stack import Layer, layers
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_LAYER = re.compile(r"(?:decoder\.layers\.\d+|mtp\.layers\.\d+(?:\.transformer_layer)?)\.")
+_LAYER = re.compile(r"(?:decoder\.layers\.\d+|mtp\.layers\.(?P<depth>\d+)(?P<inner>\.transformer_layer)?)\.")
 _EXPERT = "mlp.experts."
 
 
@@ -113,7 +113,7 @@ def copies(config: Config, family: Family) -> dict[str, str]:
     return {
         f"{family.layers.format(layer.number)}{there}.weight": f"{family.names[module][0]}.weight"
         for layer in layers(config)
-        if layer.next_token is not None
+        if layer.next_token is not None and not family.ahead
         for there, module in ours.items()
     }
 
@@ -125,6 +125,8 @@ def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family)
         module = module[found.end() :]
         assert isinstance(parameter.stage, int)
         prefix = family.layers.format(parameter.stage // 2 if family.halves else parameter.stage)
+        if family.ahead and (depth := found["depth"]):
+            prefix = family.ahead.format(depth) if found["inner"] else ""
     if parameter.expert is not None:
         module = _EXPERT + module.removeprefix(f"{_EXPERT}{parameter.expert}.")
     whole = family.names.get(f"{module}.{kind}")

@@ -13,6 +13,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 
 from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, layer_counts
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.mlp.compute import OfMultiplied
 from megatron_ext.parts.mlp.describe import Activation, mlp_of
 from megatron_ext.parts.stack import layers, stack
 
@@ -45,6 +46,7 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
     counts = layer_counts(config)
     inner = (layer.inner for layer in layers(config) if layer.inner is not None)
     first = next(inner, mlp_of(model, model.ffn_hidden_size))
+    activation = _ACTIVATIONS[first.activation]
     translated = TransformerConfig(
         num_layers=model.num_layers,
         mtp_num_layers=model.mtp_num_layers or None,
@@ -61,7 +63,7 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         add_bias_linear=not model.disable_bias_linear and model.num_experts is None,
         add_qkv_bias=model.add_qkv_bias,
         gated_linear_unit=model.gated_linear_unit,
-        activation_func=_ACTIVATIONS[first.activation],
+        activation_func=activation if first.of_gate == 1.0 else OfMultiplied(activation, first.of_gate),
         activation_func_clamp_value=model.activation_func_clamp_value,
         glu_linear_offset=model.glu_linear_offset,
         rotary_interleaved=model.rotary_interleaved,

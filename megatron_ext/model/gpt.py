@@ -245,10 +245,12 @@ def _build_chunk(
 def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
     """Have the chunk's modules multiply what they put out by the model's factors."""
     modules: list[tuple[float, Any]] = []
+    layers = [layer for layer in gpt.modules() if isinstance(layer, TransformerLayer)]
     if model.residual_multiplier != 1.0:
-        layers = [layer for layer in gpt.modules() if isinstance(layer, TransformerLayer)]
         branches = [branch for layer in layers for branch in (layer.self_attention, layer.mlp)]
         modules += [(model.residual_multiplier, branch) for branch in branches]
+    if model.mlp_multipliers is not None:
+        modules += [(model.mlp_multipliers[1], layer.mlp) for layer in layers]
     if model.embedding_multiplier != 1.0 and (gpt.pre_process or gpt.mtp_process):
         modules.append((model.embedding_multiplier, gpt.embedding.word_embeddings))
     if model.logits_multiplier != 1.0 and gpt.post_process:

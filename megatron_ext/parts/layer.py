@@ -7,10 +7,6 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -18,6 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_ext.device.kernels import nothing_is_trained
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.attention.cached import Sequences
+from megatron_ext.parts.linear.compute import leave_sums, summed
 from megatron_ext.parts.norm.compute import LayerNorm, NormBuilder, RMSNorm
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
@@ -51,8 +48,8 @@ class ResidualLayer(TransformerLayer):
         super().__init__(config, *positional, **settings)
         self.is_parallel = is_parallel
         parts: Any = self
-        for linear in (parts.self_attention.linear_proj, parts.mlp.linear_fc2) if is_parallel else ():
-            linear.explicit_expert_comm = True  # by which the engine's shared experts leave the sum to others, too
+        if is_parallel:
+            leave_sums(parts.self_attention.linear_proj, parts.mlp.linear_fc2)
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None
         if norm_after is not None:
             sizes = config, config.hidden_size, config.layernorm_epsilon
@@ -120,12 +117,8 @@ class ResidualLayer(TransformerLayer):
         forget(output)
         forget_own(output)
         attention: Any = self.self_attention
-        linear = attention.linear_proj
-        if linear.tp_group.size() > 1:
-            divided, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
-            output = (divided if linear.sequence_parallel else whole)(output, group=linear.tp_group)
         biases = [bias for _, bias in (attended, expanded) if bias is not None]
-        return output, sum(biases[1:], biases[0]) if biases else None
+        return summed(output, attention.linear_proj), sum(biases[1:], biases[0]) if biases else None
 
     def _expanded(self, normed: torch.Tensor) -> Branch:
         mlp: Any = self._checkpointed_mlp if self.recompute_mlp and self.training else self.mlp

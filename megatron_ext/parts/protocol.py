@@ -179,6 +179,9 @@ class Part:
     modules: ClassVar[tuple[str, ...]] = ()
     """Names of what holds its parameters, in the order of a forward pass."""
 
+    joined: ClassVar[int] = 0
+    """How many of these scatter their output together with another one."""
+
     @property
     def blocks(self) -> int:
         """How often tensor-parallel ranks gather its input and scatter its output."""

@@ -33,6 +33,8 @@ from megatron_ext.parts.mamba.describe import Mamba
 from megatron_ext.parts.mlp.compute import FeedForward, XieluFeedForward
 from megatron_ext.parts.next_token.compute import next_token_spec
 from megatron_ext.parts.norm.compute import norm_builder, query_key_norms
+from megatron_ext.parts.side_by_side.compute import AttentionAndMamba
+from megatron_ext.parts.side_by_side.describe import SideBySide
 from megatron_ext.parts.stack import Layer, Stack, Table, final_norm, rotary_tables
 
 OwnSpec = Callable[[ModuleSpec, Layer], ModuleSpec]
@@ -122,7 +124,7 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[Table, slic
     attention, columns = layer.attention, _columns(layer, tables)
     query_norm, key_norm = query_key_norms(attention, tp_group)
     return ModuleSpec(
-        module=_ATTENTIONS[attention.kind],
+        module=AttentionAndMamba if isinstance(attention, SideBySide) else _ATTENTIONS[attention.kind],
         params={
             "attn_mask_type": AttnMaskType.causal,
             "rotary_columns": columns,
@@ -157,6 +159,7 @@ def _gated_delta(layer: Layer, _tp_group: ProcessGroup, _tables: Mapping[Table, 
 
 _MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[Table, slice]], ModuleSpec]] = {
     Attention: _attention,
+    SideBySide: _attention,
     LatentAttention: _latent_attention,
     GatedDelta: _gated_delta,
     Mamba: _gated_delta,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from megatron_ext.config.derived.layer_patterns import ATTENTION, EXPERTS, GATED_DELTA, MAMBA, MLP, is_dealt
+from megatron_ext.config.derived.layer_patterns import ATTENTION, BOTH, EXPERTS, GATED_DELTA, MAMBA, MLP, is_dealt
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.attention.describe import Attention, Rotary, Temperature, attention_of
 from megatron_ext.parts.experts.describe import Experts, experts_of
@@ -26,6 +26,7 @@ from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.next_token.describe import NextToken
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.protocol import Part
+from megatron_ext.parts.side_by_side.describe import side_by_side_of
 from megatron_ext.parts.ways import Asked, refusals
 
 Table = tuple[Rotary | Temperature, int]
@@ -282,6 +283,8 @@ def _mixer(model: ModelConfig, letter: str, number: int) -> Part:
         return mamba_of(model)
     if letter == GATED_DELTA:
         return gated_delta_of(model, final_norm(model))
+    if letter == BOTH:
+        return side_by_side_of(model, final_norm(model), number)
     attends = latent_attention_of if model.multi_latent_attention else attention_of
     return attends(model, final_norm(model), number)
 

@@ -190,9 +190,11 @@ class _Stage:
         again = _blocks(self.again["mixer"], lambda kind: kind.mixer) + _blocks(
             self.again["mlp"], lambda kind: kind.mlp
         )
-        # Parallel attention and MLP are summed once, and so is the gradient of their sum gathered.
+        # Parallel attention and MLP, or Mamba-2, are summed once, and so is the gradient of their sum gathered.
         saved, saved_again = (
-            sum(number for kind, number in held.items() if kind.parallel) for held in (self.held, self.again["mlp"])
+            sum(number for kind, number in of_mlp.items() if kind.parallel)
+            + sum(number * kind.mixer.joined for kind, number in of_mixer.items() if kind.mixer is not None)
+            for of_mlp, of_mixer in ((self.held, self.held), (self.again["mlp"], self.again["mixer"]))
         )
         if self.config.layout.sequence_parallel:
             # With --linear-cross-entropy the backward pass reads no hidden states, and gathers none again.

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 from megatron_ext.config.derived.layer_patterns import (
     ATTENTION,
+    BOTH,
     EXPERTS,
     LATENT,
     LETTERS,
+    MAMBA,
     MLP,
     PIPE,
     read_pattern,
@@ -234,7 +236,7 @@ def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
     model, letters = config.model, config.model.hybrid_layer_pattern
     if letters is None:
         return
-    flag, known = f"--hybrid-layer-pattern {letters}", "M, G, *, +, - and E, and | between chunks of the pipeline"
+    flag, known = f"--hybrid-layer-pattern {letters}", "M, G, *, +, -, E and B, and | between chunks of the pipeline"
     working = "".join(letter if letter in LETTERS + PIPE else MLP for letter in letters.partition("/")[0]) or "M-*-"
     reasons = {
         "D": "of attention with an indexer of keys, which a model of letters does not have here",
@@ -256,17 +258,37 @@ def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
         what = "without --num-experts" if model.num_experts is None else f"and --num-experts {model.num_experts}"
         says = "names layers of experts" if model.num_experts is None else "names no layer of experts, E"
         yield f"{flag} {says}, {what}; use --hybrid-layer-pattern '{other}'"
-    if ATTENTION in letters and model.multi_latent_attention:
-        other = letters.replace(ATTENTION, LATENT)
-        yield (
-            f"{flag} names attention, *, with --multi-latent-attention, whose letter is +; use --hybrid-layer-pattern "
-            f"'{other}'"
-        )
+    for letter in (ATTENTION, BOTH):
+        if letter in letters and model.multi_latent_attention:
+            other = letters.replace(ATTENTION, LATENT).replace(BOTH, LATENT)
+            yield (
+                f"{flag} names attention, {letter}, with --multi-latent-attention, whose letter is +; use "
+                f"--hybrid-layer-pattern '{other}'"
+            )
     usual = {"experimental_attention_variant": None, "linear_attention_freq": None, "moe_layer_freq": None}
     usual |= {"parallel_residual": "none", "mtp_num_layers": None, "mup_base_num_layers": None}
     for name in (name for name, value in usual.items() if getattr(model, name) != value):
         said = f"{flag_of(name)} is {getattr(model, name)}"
         yield f"{flag} says what each layer is, but {said}; leave {flag_of(name)} out"
+
+
+def every_multiplier_is_given(config: Config, facts: Facts) -> Iterator[str]:
+    """Require as many factors as there is to multiply, above 0, and that there is such a thing."""
+    model, letters = config.model, config.model.hybrid_layer_pattern or ""
+    mlp = model.swiglu and model.num_experts is None and model.transformer_impl == "local"
+    for name, count, has_any, of in (
+        ("mamba_multipliers", 5, {MAMBA, BOTH} & {*letters}, "a letter M or B in --hybrid-layer-pattern"),
+        ("mixer_multipliers", 2, BOTH in letters, "a letter B in --hybrid-layer-pattern"),
+        ("mlp_multipliers", 2, mlp, "--swiglu and --transformer-impl local, and no --num-experts"),
+    ):
+        factors, flag = getattr(model, name), flag_of(name)
+        if factors is None:
+            continue
+        if len(factors) != count or min(factors) <= 0:
+            given = " ".join(f"{factor:g}" for factor in factors)
+            yield f"{flag} {given} must be {count} numbers above 0; use {flag} {' '.join(['1'] * count)}"
+        elif not has_any:
+            yield f"{flag} needs {of}; leave {flag} out"
 
 
 def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
@@ -381,6 +403,7 @@ RULES = (
     layers_without_rotation_are_named,
     layers_without_attention_are_named,
     layers_have_letters,
+    every_multiplier_is_given,
     rope_scaling_has_a_range,
     longrope_has_a_factor_for_each_pair,
     positions_by_layer_have_layers,

@@ -334,8 +334,18 @@ MAMBA = {
     ),
     "CP4 all_gather, Mamba-2 hybrid, packed": (4, f"{_CP4} all_gather"),
     "TP2 SP EP2, Mamba-2 hybrid with experts": (4, f"{TP2_SP} {_EP2}"),
+    "TP2 SP PP2 VPP2, Falcon-H1": (4, f"{TP2_SP} {_PP2_VPP2}"),
+    "TP4, Falcon-H1": (4, "--tensor-model-parallel-size 4"),
+    "CP4 p2p, Falcon-H1": (4, f"{_CP4} p2p"),
+    "CP2 a2a, recompute selective, Falcon-H1": (2, f"{_CP2} a2a --recompute-granularity selective"),
+    "DP2 distributed optimizer, overlap, Falcon-H1": (2, _OVERLAP),
+    "TP2 SP FSDP2, Falcon-H1": (4, f"{TP2_SP} {_FSDP2}"),
+    "TP2 SP ZeRO-3, Falcon-H1": (4, f"{TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
+    "CP4 all_gather, Falcon-H1, packed": (4, f"{_CP4} all_gather"),
 }
-QUICK_MAMBA = {"CP4 all_gather, Mamba-2 hybrid, packed", "TP2 SP PP2 VPP2, Mamba-2 hybrid"}
+QUICK_MAMBA = {
+    *("CP4 all_gather, Mamba-2 hybrid, packed", "TP2 SP PP2 VPP2, Mamba-2 hybrid", "TP2 SP PP2 VPP2, Falcon-H1"),
+}
 
 # Multi-token prediction: the last stage has word embeddings, and labels come from another rank's chunk of a sample.
 AHEAD = {

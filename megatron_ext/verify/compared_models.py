@@ -212,9 +212,16 @@ _HYBRID = (
     f"{_LLAMA.replace('--position-embedding-type rope', '--position-embedding-type none')} {_UNTIED} "
     "--mamba-state-dim 12 --mamba-head-dim 10 --mamba-num-groups 4 --mamba-num-heads 8 --norm-epsilon 1e-3"
 )
+# Attention and Mamba-2 side by side, each product with factors.
+_FALCON_H1 = (
+    f"{_HYBRID.replace('type none', 'type rope')} --hybrid-layer-pattern B-B- --mamba-norm none --softmax-scale 0.4 "
+    "--mamba-multipliers 0.6 1.4 0.8 1.2 0.9 --mixer-multipliers 0.7 1.3 --mlp-multipliers 0.9 0.6"
+)
 MODELS |= {
     "Mamba-2 hybrid": f"{_HYBRID} --hybrid-layer-pattern M-M*",
     "Mamba-2 hybrid, packed": f"{_HYBRID} --hybrid-layer-pattern M-M* --reset-position-ids --reset-attention-mask",
+    "Falcon-H1": _FALCON_H1,
+    "Falcon-H1, packed": f"{_FALCON_H1} --mamba-norm before-gate --reset-position-ids --reset-attention-mask",
     "Mamba-2 hybrid with experts": (
         f"{_HYBRID} --hybrid-layer-pattern MEM*GEM- --num-experts 8 --moe-ffn-hidden-size 48 "
         "--moe-shared-expert-intermediate-size 40 --moe-aux-loss-coeff 0.1 --linear-key-head-dim 12 "

@@ -84,6 +84,7 @@ MODELS["chosen keys"] = INDEXED
 MODELS["delta rules"] = DELTA
 MODELS["delta rules with LayerNorm"] = {**DELTA, "normalization": "LayerNorm"}
 MODELS["letters"] = {**MAMBA, "mamba_num_groups": 4, "mamba_num_heads": 8}
+MODELS["side by side"] = {**MODELS["letters"], "hybrid_layer_pattern": "B-BM", "mamba_norm": "none"}
 MODELS["sinks and gates"] = {
     **LLAMA,
     "softmax_type": "learnable",

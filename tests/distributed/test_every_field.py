@@ -52,6 +52,8 @@ RUNS: dict[str, tuple[int, str]] = {
                        "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"),
     "letters": (1, f"{ROPE} --num-layers 4 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern M-M* "
                    "--mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2"),
+    "side by side": (1, f"{ROPE} --num-layers 2 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern "
+                        "BB --mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2"),
     "longrope": (1, f"{ROPE} --rope-type longrope --original-max-position-embeddings 4 --rotary-scaling-factor 4 "
                     "--kv-channels 4 --longrope-short-factor 1 2 --longrope-long-factor 3 9"),
     "no rotation in layer 2": (1, f"{ROPE} --no-rope-freq 2 --window-size 3,0 --window-attn-skip-freq [1,0] "
@@ -129,6 +131,10 @@ CHANGES: dict[str, tuple[str, str]] = {
     "mamba_head_dim": ("letters", "--mamba-head-dim 4 --mamba-num-heads 8"),
     "mamba_num_groups": ("letters", "--mamba-num-groups 4"),
     "mamba_num_heads": ("letters", "--mamba-num-heads 4"),
+    "mamba_norm": ("letters", "--mamba-norm before-gate"),
+    "mamba_multipliers": ("letters", "--mamba-multipliers 1 1 2 1 1"),
+    "mixer_multipliers": ("side by side", "--mixer-multipliers 1 0.5"),
+    "mlp_multipliers": ("plain", "--swiglu --mlp-multipliers 0.5 1"),
     "linear_attention_freq": ("delta rules", "--linear-attention-freq [0,1]"),
     "linear_conv_kernel_dim": ("delta rules", "--linear-conv-kernel-dim 2"),
     "linear_key_head_dim": ("delta rules", "--linear-key-head-dim 4"),

@@ -101,6 +101,10 @@ PARTS = {
         "--linear-num-value-heads 4"
     ),
     "letters": f"{_LLAMA} --hybrid-layer-pattern MG+-|M --mamba-num-groups 2 {_LATENT}",
+    "side by side": (
+        f"{_LLAMA} --hybrid-layer-pattern B-B- --mamba-num-groups 2 --mamba-norm none --mamba-multipliers 0.5 1 2 1 2 "
+        "--mixer-multipliers 0.6 1.3 --mlp-multipliers 0.7 1.2 --position-embedding-type rope"
+    ),
     "sinks, bounds, output gates and clips": (
         f"{_LLAMA} --softmax-type learnable --attention-logit-softcapping 2 --final-logit-softcapping 5 --qkv-clip 0.5 "
         "--attention-output-gate"

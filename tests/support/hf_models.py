@@ -84,6 +84,13 @@ _GRANITE_4: dict[str, Any] = {
     **{"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5, "attention_multiplier": 0.3},
     "tie_word_embeddings": True,
 }
+_FALCON_H1: dict[str, Any] = {
+    **{"model_type": "falcon_h1", **_DECODER, "mamba_d_ssm": 56, "mamba_n_heads": 8, "mamba_d_head": 7},
+    **{"mamba_n_groups": 2, "mamba_d_state": 6, "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.7},
+    **{"key_multiplier": 0.4, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6, "mlp_multipliers": [0.9, 0.6]},
+    **{"ssm_multipliers": [0.35, 0.8, 1.4, 0.5, 0.9], "embedding_multiplier": 3.0, "lm_head_multiplier": 0.3},
+    **{"pad_token_id": None, "rope_theta": 1e11},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 2": {"model_type": "llama", **_DECODER, "num_key_value_heads": 6, "tie_word_embeddings": False},
     "Llama 3.1": {
@@ -485,6 +492,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "Granite 4 with experts": {
         **{**_GRANITE_4, "num_local_experts": 6, "num_experts_per_tok": 3, "position_embedding_type": "rope"},
         **{"mamba_n_groups": 2, "mamba_d_head": "auto", "rope_theta": 700.0, "num_key_value_heads": 1, **_UNTIED},
+    },
+    "Falcon-H1": {**_FALCON_H1, **_UNTIED},
+    "Falcon-H1 with norms": {
+        **{**_FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 4},
+        **{"num_key_value_heads": 1, "mamba_d_ssm": 40, "mamba_d_head": "auto", "mamba_d_conv": 3},
+        **{"tie_word_embeddings": True, "embedding_multiplier": 0.5},
+    },
+    "Falcon-H1 with norms before gates": {
+        **{**_FALCON_H1, **_UNTIED, "mamba_rms_norm": True, "head_dim": 10},
     },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},

@@ -37,7 +37,7 @@ def read_model(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     """
     family, values = read_hf_config(folder)
     if values.get("mtp_num_layers"):
-        first = family.layers.format(values["num_layers"])
+        first = family.ahead.format(0) or family.layers.format(values["num_layers"])
         with contextlib.suppress(TrainingError):  # which loading names
             if not any(name.startswith(first) for name in _entries(Path(folder))):
                 return family, {**values, "mtp_num_layers": None}

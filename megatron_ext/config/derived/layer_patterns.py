@@ -8,11 +8,11 @@ from typing import Literal
 FIELDS = ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "linear_attention_freq")
 """Fields of the model that are read here. One value may be written in several ways."""
 
-MAMBA, GATED_DELTA, ATTENTION, LATENT, MLP, EXPERTS = "M", "G", "*", "+", "-", "E"
+MAMBA, GATED_DELTA, ATTENTION, LATENT, MLP, EXPERTS, BOTH = "M", "G", "*", "+", "-", "E", "B"
 """What a layer of --hybrid-layer-pattern is, alone: Mamba-2, Gated DeltaNet, attention, that of latents
-(--multi-latent-attention), an MLP, experts."""
+(--multi-latent-attention), an MLP, experts; or attention and Mamba-2 side by side, which Megatron has no letter for."""
 
-LETTERS = MAMBA + GATED_DELTA + ATTENTION + LATENT + MLP + EXPERTS
+LETTERS = MAMBA + GATED_DELTA + ATTENTION + LATENT + MLP + EXPERTS + BOTH
 
 PIPE = "|"
 """Where a chunk of the pipeline ends there."""

@@ -259,8 +259,9 @@ class ModelConfig:
     )
     hybrid_layer_pattern: str | None = option(
         None,
-        "What each layer is, alone: M Mamba-2, G Gated DeltaNet, * attention, + that of latents, - MLP, E experts; "
-        "| ends a chunk of the pipeline. A layer has one norm and one branch, and there are as many as letters.",
+        "What each layer is, alone: M Mamba-2, G Gated DeltaNet, * attention, + that of latents, - MLP, E experts; or "
+        "B attention and Mamba-2 side by side. | ends a chunk of the pipeline. A layer has one norm and adds once, and "
+        "there are as many as letters.",
         resume="shape",
         metavar="LETTERS",
         aliases=("--hybrid-override-pattern",),
@@ -277,6 +278,25 @@ class ModelConfig:
         "Number of Mamba-2 heads; default 2 x --hidden-size / --mamba-head-dim.",
         resume="shape",
         at_least=1,
+        read_with=_PATTERN,
+    )
+    mamba_norm: str = option(
+        "after-gate",
+        "Whether the norm of what Mamba-2 reads comes after its gate or before it; none: there is no norm.",
+        resume="shape",
+        choices=("after-gate", "before-gate", "none"),
+        read_with=_PATTERN,
+    )
+    mamba_multipliers: tuple[float, ...] | None = option(
+        None,
+        "Factors of what Mamba-2 projects, as Falcon-H1 has them: gate, x, B, C, time steps; default 1.",
+        resume="function",
+        read_with=_PATTERN,
+    )
+    mixer_multipliers: tuple[float, ...] | None = option(
+        None,
+        "Factors of what attention and Mamba-2 give in layers that have both (B); default 1.",
+        resume="function",
         read_with=_PATTERN,
     )
     dsa_indexer_loss_coeff: float = option(
@@ -457,6 +477,11 @@ class ModelConfig:
     )
     residual_multiplier: float = option(
         1.0, "Factor of what attention and MLP add to the residual stream.", resume="function", positive=True
+    )
+    mlp_multipliers: tuple[float, ...] | None = option(
+        None,
+        "Factors of the gate of SwiGLU, before its activation, and of what the MLP gives; default 1.",
+        resume="function",
     )
     logits_multiplier: float = option(1.0, "Factor of the logits.", resume="function", positive=True)
     softmax_scale: float | None = option(

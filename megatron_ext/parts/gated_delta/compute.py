@@ -44,9 +44,9 @@ _L2_EPSILON = 1e-6
 
 
 class Weight(torch.nn.Module):
-    """Holds a weight, and a bias if there is one, which other modules compute with."""
+    """Holds a weight and a bias, if there are these, which other modules compute with."""
 
-    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None = None) -> None:
+    def __init__(self, weight: torch.nn.Parameter | None = None, bias: torch.nn.Parameter | None = None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
 
@@ -59,7 +59,10 @@ class GatedDeltaNet(MegatronModule):
     """
 
     divided: ClassVar[tuple[str, ...]] = ("conv1d.weight", "dt_bias", "A_log")
-    """What tensor-parallel ranks divide besides the projections, in the order in which spans read it."""
+    """What tensor-parallel ranks divide besides the projections, in the order in which every span takes it."""
+
+    divided_for_reading: tuple[str, ...] = ()
+    """The same of what spans take where something is read, in the place of the norm's vectors."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class GatedDeltaNet(MegatronModule):
         """Return the parameters as megatron-core's checkpoints take them."""
         assert metadata is not None, "which ranks hold the same?"
         found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        own = {name: self.get_parameter(name) for name in self.divided}
+        own = {name: self.get_parameter(name) for name in (*self.divided, *self.divided_for_reading)}
         return found | make_sharded_tensors_for_checkpoint(
             own,  # the parameters themselves, by which the optimizer's state finds its names
             prefix,
@@ -176,9 +179,11 @@ class GatedDeltaNet(MegatronModule):
         if begins_BS is not None:
             ids = begins_BS.T.unflatten(0, (pieces, -1)).cumsum(1)
             ids = F.pad(ids, (0, 0, described.kernel, 0))  # of the positions before, too
-        norm: list[Any] = list(self.out_norm.parameters())
-        if self.tp_group.size() > 1 and "out_norm.weight" not in self.divided:
-            norm = [copy_to_tensor_model_parallel_region(vector, group=self.tp_group) for vector in norm]
+        reading: list[Any] = [self.get_parameter(name) for name in self.divided_for_reading]
+        if not reading:
+            reading = [
+                copy_to_tensor_model_parallel_region(one, group=self.tp_group) for one in self.out_norm.parameters()
+            ]
         run = partial(self._run, mixed_PSBGM, ids, None if inference is None else inference.counted(length))
         kept = None if inference is None else inference.recurrent(self.layer_number)
         tail, state = kept or self._begun(mixed_PSBGM, inputs_PSBGX)
@@ -189,8 +194,8 @@ class GatedDeltaNet(MegatronModule):
                     latest = latest * (ids[:, -length:] == ids[:, -1:])[..., None, None]
                 tail = _before(latest, group)
             state = self.states_before(run, tail, state)
-        context_PSBC, state = run(tail, state, norm)
-        assert context_PSBC is not None, "the norm is given"
+        context_PSBC, state = run(tail, state, reading)
+        assert context_PSBC is not None, "what is needed for that is given"
         if inference is not None:
             inference.keep_recurrent(self.layer_number, torch.cat((tail, inputs_PSBGX), dim=1), state)
         return context_PSBC.flatten(0, 1)
@@ -226,17 +231,17 @@ class GatedDeltaNet(MegatronModule):
         counted_SB: torch.Tensor | None,
         tail: torch.Tensor,
         state: torch.Tensor,
-        norm: Sequence[torch.Tensor],
+        reading: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return what is read, [P, S, B, G x R x V], and the state after the last position, span by span. Without the
-        norm's vectors nothing is read.
+        """Return what is read, [P, S, B, G x R x V], and the state after the last position, span by span. Without
+        `reading`, vectors that this takes, nothing is read.
 
         Args:
             ids: number of each position's document in its piece, with K zeros before, [P, K + S, B].
             counted_SB: which positions change the state; None: all.
         """
         described, outputs = self.described, []
-        own = [self.get_parameter(name) for name in self.divided if name != "out_norm.weight"]
+        own = [self.get_parameter(name) for name in self.divided]
         for start in range(0, mixed_PSBGM.size(1), SPAN):
             span = mixed_PSBGM[:, start : start + SPAN]
             if start and described.kernel > 1:
@@ -248,9 +253,9 @@ class GatedDeltaNet(MegatronModule):
                 None if ids is None else ids[:, start : end + described.kernel],
                 None if counted_SB is None else counted_SB[start:end],
             )
-            output, state = _AgainInBackward.apply(compute, span, tail, state, *own, *norm)  # pyright: ignore
+            output, state = _AgainInBackward.apply(compute, span, tail, state, *own, *reading)  # pyright: ignore
             outputs.append(output)
-        return (torch.cat(outputs, dim=1) if norm else None), state
+        return (torch.cat(outputs, dim=1) if reading else None), state
 
 
 class _AgainInBackward(torch.autograd.Function):

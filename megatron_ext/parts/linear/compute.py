@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -133,6 +137,20 @@ class RowLinear(RowParallelLinear):
         if self.gradient_accumulation_fusion:
             return super()._forward_impl(input, weight, **settings)
         return linear(input, weight)
+
+
+def leave_sums(*linears: Any) -> None:
+    """Have these row-parallel layers give this rank's part of Y, which `summed` adds up for all of them at once."""
+    for one in linears:
+        one.explicit_expert_comm = True  # by which the engine's shared experts leave the sum to others, too
+
+
+def summed(parts: torch.Tensor, linear: Any) -> torch.Tensor:
+    """Return the sum over the ranks of such a layer, under sequence parallelism of this rank's tokens."""
+    if linear.tp_group.size() == 1:
+        return parts
+    divided, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
+    return (divided if linear.sequence_parallel else whole)(parts, group=linear.tp_group)
 
 
 class BiasedColumnLinear(ColumnLinear):

@@ -33,7 +33,7 @@ class Mamba2(GatedDeltaNet):
     """Projects, convolves, applies the recurrence, gates, normalizes, and projects the result. Its arguments are those
     of a gated delta rule."""
 
-    divided = ("conv1d.weight", "dt_bias", "A_log", "conv1d.bias", "D", "out_norm.weight")
+    divided = ("conv1d.weight", "dt_bias", "A_log", "conv1d.bias")
 
     def __init__(self, *positional: Any, **settings: Any) -> None:
         super().__init__(*positional, **settings)
@@ -43,7 +43,8 @@ class Mamba2(GatedDeltaNet):
         )
         self.conv1d = Weight(self.conv1d.weight, divided_parameter(self.config, channels))
         self.D = divided_parameter(self.config, heads)
-        self.out_norm = Weight(divided_parameter(self.config, width))
+        self.divided_for_reading = ("D",) if described.norm_place == "none" else ("D", "out_norm.weight")
+        self.out_norm = Weight(*(divided_parameter(self.config, width) for _ in self.divided_for_reading[1:]))
 
     @property
     def compute_span(self) -> Callable[..., tuple[torch.Tensor | None, torch.Tensor]]:
@@ -67,15 +68,20 @@ def _span(
     dt_bias: torch.Tensor,
     a_log: torch.Tensor,
     conv_bias: torch.Tensor,
-    skip: torch.Tensor,
-    *norm: torch.Tensor,
+    *reading: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return what is read in a span, [P, S, B, G x R x P], if anything is, and the state after it."""
     groups, per_key, wide = mixed_PSBGM.size(3), described.per_key, state.dtype
     values = per_key * described.value_size
     mixed, gate, step = mixed_PSBGM.split((tail_PKBGX.size(-1), values, per_key), dim=-1)
     inputs = torch.cat((tail_PKBGX, mixed), dim=1).to(wide)
-    convolved = convolved_inputs(inputs, conv_weight.to(wide).view(groups, -1, described.kernel), ids)
+    of_gate, *factors, of_step = described.multipliers
+    weight_GXK = conv_weight.to(wide).view(groups, -1, described.kernel)
+    if described.multipliers != (1.0,) * 5:  # by channel: the convolution has a weight for each
+        sections = weight_GXK.split((values, described.key_size, described.key_size), dim=1)
+        weight_GXK = torch.cat([factor * one for factor, one in zip(factors, sections, strict=True)], dim=1)
+        gate, step = of_gate * gate, of_step * step
+    convolved = convolved_inputs(inputs, weight_GXK, ids)
     convolved = F.silu(convolved + conv_bias.to(wide).view(groups, -1))
     convolved = convolved.to(mixed_PSBGM.dtype).to(wide)  # as a convolution of 16-bit numbers rounds
     x, b, c = convolved.split((values, described.key_size, described.key_size), dim=-1)
@@ -88,9 +94,15 @@ def _span(
     log_decay = -a_log.to(wide).exp().view(of_heads) * dt
     documents = documents_of_span(ids, described.kernel)
     added = F.pad(dt * x, (0, state.size(-1) - described.value_size))
-    read, state = delta_rule(c if norm else None, b, added, log_decay, None, state, documents)
+    read, state = delta_rule(c if reading else None, b, added, log_decay, None, state, documents)
     if read is None:
         return None, state
-    read = (read + skip.to(wide).view(of_heads) * x).permute(0, 4, 1, 2, 3, 5).flatten(4)
-    normed = F.rms_norm(read * F.silu(gate.to(wide)), (values,), eps=described.norm.epsilon)
-    return (normed * norm[0].to(wide).view(groups, -1)).flatten(3).to(mixed_PSBGM.dtype), state
+    skip, *norm = (one.to(wide) for one in reading)
+    output, opened = (read + skip.view(of_heads) * x).permute(0, 4, 1, 2, 3, 5).flatten(4), F.silu(gate.to(wide))
+    if described.norm_place != "before-gate":
+        output = output * opened
+    for weight in norm:
+        output = F.rms_norm(output, (values,), eps=described.norm.epsilon) * weight.view(groups, -1)
+    if described.norm_place == "before-gate":
+        output = output * opened
+    return output.flatten(3).to(mixed_PSBGM.dtype), state

@@ -25,6 +25,12 @@ _FP32 = 4
 class Mamba(GatedDelta):
     """A Mamba-2 mixer. Its groups are the key heads, its heads the value heads of a gated delta rule."""
 
+    norm_place: str = "after-gate"
+    """Whether the norm comes after the gate or before it; none: there is no norm."""
+
+    multipliers: tuple[float, ...] = (1.0,) * 5
+    """Factors of gates, x, B, C, and time steps."""
+
     map_columns = 1
     map_flops = 0.5
     sent_maps = "4 R g N (P+1) + w (K-1) g (2N+RP)"
@@ -49,7 +55,8 @@ class Mamba(GatedDelta):
         yield Parameter(f"{place.name}.dt_bias", (heads,), stage, "time-step", tp_dim=0)
         yield Parameter(f"{place.name}.A_log", (heads,), stage, "log-uniform", tp_dim=0)
         yield place.vector("D", heads, "ones", tp_dim=0)
-        yield place.vector("out_norm.weight", self.context_size, "ones", tp_dim=0)
+        if self.norm_place != "none":
+            yield place.vector("out_norm.weight", self.context_size, "ones", tp_dim=0)
 
     def computed_again(self, share: Share) -> float:
         """Return the bytes of what autograd keeps of one span, within a tenth: of each position convolved channels
@@ -109,4 +116,5 @@ def mamba_of(model: ModelConfig) -> Mamba:
     heads = model.mamba_num_heads or 2 * (model.hidden_size or 0) // (model.mamba_head_dim or 1)
     norm = Norm("RMSNorm", model.norm_epsilon)
     sizes = model.mamba_num_groups, heads, model.mamba_state_dim, model.mamba_head_dim
-    return Mamba(*sizes, model.linear_conv_kernel_dim, norm)
+    multipliers = model.mamba_multipliers or (1.0,) * 5
+    return Mamba(*sizes, model.linear_conv_kernel_dim, norm, norm_place=model.mamba_norm, multipliers=multipliers)

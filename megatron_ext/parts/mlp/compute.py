@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,17 @@ from megatron_ext.device.kernels import nothing_is_trained, swiglu
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.mlp.describe import XIELU_BEGINNINGS, XIELU_BETA
 from megatron_ext.parts.norm.compute import uninitialized
+
+
+class OfMultiplied(NamedTuple):
+    """An activation of its input times a factor."""
+
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    factor: float
+
+    def __call__(self, gate: torch.Tensor) -> torch.Tensor:
+        """Return activation(factor x gate)."""
+        return self.activation(self.factor * gate)
 
 
 class FeedForward(MLP):
@@ -91,7 +102,7 @@ def glu(expanded: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
     """Return activation(gate) * (up + offset), of megatron-core's settings, [..., width]; expanded: gate, then up."""
     activation: Any = config.activation_func
     clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
-    if clamp is not None or offset != 0.0 or activation is quick_gelu:
+    if clamp is not None or offset != 0.0 or activation is quick_gelu or isinstance(activation, OfMultiplied):
         return computed_again(partial(_bounded_glu, activation, clamp, offset), expanded)
     gate, up = expanded.chunk(2, dim=-1)
     if nothing_is_trained():

@@ -34,10 +34,14 @@ class Mlp(Part):
     offset: float = 0.0
     """What is added to what the gate multiplies."""
 
+    of_gate: float = 1.0
+    """Factor of what the gate's activation takes."""
+
     @property
     def keeps_its_input_alone(self) -> bool:
         """Whether what lies between the matrices is computed again in the backward pass."""
-        return self.activation in ("quick_gelu", "xielu") or self.clamp is not None or self.offset != 0.0
+        changed = self.clamp is not None or self.offset != 0.0 or self.of_gate != 1.0
+        return changed or self.activation in ("quick_gelu", "xielu")
 
     def parameters(self, place: Place, expert: int | None = None, hidden: int | None = None) -> Iterator[Parameter]:
         """Yield both matrices, of a routed expert where it is one; `hidden`: what it reads, where that is not the
@@ -86,7 +90,7 @@ class Mlp(Part):
 
 def mlp_of(model: ModelConfig, width: int) -> Mlp:
     """Return the model's MLP of this width."""
-    gate = model.activation_func_clamp_value, model.glu_linear_offset
+    gate = model.activation_func_clamp_value, model.glu_linear_offset, (model.mlp_multipliers or (1.0,))[0]
     return Mlp(model.gated_linear_unit, _activation(model), width, model.has_mlp_bias, *gate)
 
 

@@ -137,6 +137,11 @@ BASES: dict[str, dict[str, Any]] = {
         **{"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
         **{"position_embedding_type": "rope", "attention_multiplier": 0.3},
     },
+    "falcon_h1": {
+        **{name: value for name, value in _SMALL.items() if name != "sliding_window"},
+        **{"mamba_n_heads": 4, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_d_head": 6, "mamba_d_ssm": 24},
+        **{"mamba_rms_norm": True, "pad_token_id": 3},
+    },
     "gpt2": _GPT2,
 }
 _OTHER = {
@@ -163,6 +168,7 @@ _OF_OTHER_SETTINGS = {
         "mamba_ssm_cache_dtype",
     },
     "granitemoehybrid": {"mamba_chunk_size"},
+    "falcon_h1": {"mamba_chunk_size", "mamba_expand", "num_logits_to_keep"},
     "qwen2_moe": {"max_window_layers"},
     "qwen3_moe": {"max_window_layers"},
     "phi3": {"original_max_position_embeddings"},
@@ -258,6 +264,8 @@ def test_two_names_of_a_key_say_the_same(family: str, tmp_path: Path) -> None:
     """transformers takes some keys by two names; which one wins depends on its version."""
     base = {"model_type": family, **BASES[family]}
     for other, key in _classes()[family].attribute_map.items():
+        if key not in base and other not in base:
+            continue  # layers of one kind alone
         key, other = (key, other) if key in base else (other, key)
         renamed = {other if name == key else name: value for name, value in base.items()}
         assert _read(tmp_path, renamed) == _read(tmp_path, base) == _read(tmp_path, {**renamed, key: base[key]})

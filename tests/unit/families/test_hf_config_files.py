@@ -39,6 +39,7 @@ COHERE = {**LLAMA, "normalization": "LayerNorm", "norm_parameters": "weight", "r
 COHERE |= {"parallel_residual": "one-norm"}
 MAMBA2 = {**MAMBA, "hybrid_layer_pattern": "MMMM", "mamba_head_dim": 16, "mamba_num_heads": 8}
 NEMOTRON_H = {**MAMBA, "swiglu": False, "squared_relu": True}
+FALCON_H1 = {**MAMBA2, "hybrid_layer_pattern": "B-B-", "position_embedding_type": "rope", "mamba_norm": "none"}
 GRANITE_4 = {**MAMBA2, "hybrid_layer_pattern": "M-*-"}
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -134,6 +135,7 @@ def test_a_family_is_a_file() -> None:
         (MAMBA2, "mamba2"),
         (NEMOTRON_H, "nemotron_h"),
         ({**NEMOTRON_H, "hybrid_layer_pattern": "M-M-"}, "nemotron_h"),
+        (FALCON_H1, "falcon_h1"),
         (GRANITE_4, "granitemoehybrid"),
         ({**GRANITE_4, "hybrid_layer_pattern": "M-M-"}, "granitemoehybrid"),
         ({"openai_gelu": True}, "gpt2"),
@@ -209,6 +211,10 @@ def test_ranges_cover_every_row_once(model: dict[str, Any]) -> None:
         {**LLAMA, "window_size": "7,0", "window_attn_skip_freq": "[1,1,0,1]"},
         {**LLAMA, "normalization": "LayerNorm", "swiglu": False, "squared_relu": True, "rotary_percent": 0.25},
         *(NEMOTRON_H, {**NEMOTRON_H, "hybrid_layer_pattern": "M-M-"}, {**GRANITE_4, "softmax_scale": 0.3}),
+        *(
+            FALCON_H1,
+            {**FALCON_H1, "softmax_scale": 0.3, "mixer_multipliers": (0.7, 1.3), "mlp_multipliers": (0.9, 2.0)},
+        ),
     ],
 )
 def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Path) -> None:

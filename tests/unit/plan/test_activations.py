@@ -109,6 +109,7 @@ def test_a_layer_is_what_docs_say() -> None:
         {**LATENTS, "qk_layernorm": False},
         DELTA,
         MAMBA,
+        {**MAMBA, "hybrid_layer_pattern": "BB-B", "mlp_multipliers": (0.5, 2.0)},
         {**MAMBA, "hybrid_layer_pattern": "MMGM", "seq_length": SPAN + 8, "max_position_embeddings": SPAN + 8},
         {**DELTA, "linear_attention_freq": "[1,1,1,1]", "seq_length": SPAN + 8, "max_position_embeddings": SPAN + 8},
     ],

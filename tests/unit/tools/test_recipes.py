@@ -28,7 +28,7 @@ SIZED = {
     *("olmo2-1b", "olmo2-7b", "olmo2-13b", "olmo2-32b", "smollm-135m", "smollm-360m", "smollm2-1.7b"),
     *("bloom-176b", "glm4-9b", "gpt-oss-20b", "gpt-oss-120b", "phi-4", "qwen3-next-80b-a3b", "kimi-linear-48b-a3b"),
     *("deepseek-v2-lite", "deepseek-v3", "glm4.5-air", "kimi-k2", "minimax-m2", "olmoe-1b-7b", "qwen3-235b-a22b"),
-    *("gemma3-1b", "gemma3-27b", "olmo3-7b", "olmo3-32b", "smollm3-3b"),
+    *("gemma3-1b", "gemma3-27b", "olmo3-7b", "olmo3-32b", "smollm3-3b", "nemotron-h-8b", "olmo-hybrid-7b"),
 }
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -16,6 +16,10 @@ from tests.support.megatron_wheel import UNREADABLE, wheel_options
 OUR_OWN = {
     "--dsa-indexer-warmup",
     "--latent-norm-epsilon",
+    "--mamba-multipliers",
+    "--mamba-norm",
+    "--mixer-multipliers",
+    "--mlp-multipliers",
     "--log-format",
     "--mlflow-experiment",
     "--mlflow-run-name",

@@ -87,6 +87,9 @@ def config_with(name: str) -> Config:
     flags |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq"), DELTA)
     flags |= dict.fromkeys((name for name in shapes_and_function() if name.startswith("dsa_indexer")), INDEXED)
     flags |= dict.fromkeys(("hybrid_layer_pattern", "mamba_num_heads"), HYBRID)
+    flags |= {"mamba_multipliers": f"{HYBRID} --mamba-multipliers 1 1 2 1 1"}
+    flags |= {"mixer_multipliers": f"{HYBRID.replace('M-M*', 'B-B-')} --mixer-multipliers 1 2"}
+    flags |= {"mlp_multipliers": f"{HYBRID} --swiglu --mlp-multipliers 1 2"}
     flags["latent_norm_epsilon"] = LATENT
     flags["linear_norm_epsilon"] = f"{DELTA} --linear-norm-epsilon 1e-3"
     flags["moe_router_sparsemixer_eps"] = SPARSE
