@@ -23,9 +23,10 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d1f23; --quiet: #63666d; --grid: #e2e3e5;
-        --first: #1f66b5; --second: #bd4f0a; }
+        --first: #1f66b5; --second: #bd4f0a; --third: #00795a; --fourth: #cc79a7; --fifth: #e69f00; }
 @media (prefers-color-scheme: dark) {
-  :root { --page: #16181c; --ink: #e8e9eb; --quiet: #9a9da4; --grid: #30333a; --first: #70aef5; --second: #f79a56; } }
+  :root { --page: #16181c; --ink: #e8e9eb; --quiet: #9a9da4; --grid: #30333a;
+          --first: #70aef5; --second: #f79a56; --third: #2fc79b; } }
 body { margin: 2rem auto; max-width: 1180px; padding: 0 1rem; background: var(--page); color: var(--ink);
        font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.35rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
