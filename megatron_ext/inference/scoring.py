@@ -102,9 +102,8 @@ def score(model: Model, sequences: Sequence[Scorable], rows: int) -> list[Score]
         return []
     results = torch.zeros(len(sequences), 2, dtype=torch.float64, device=model.device.torch_device)
     with model.at_work():
-        for batch in _batches(
-            sequences, rows, model.replica, model.replicas, model.device.torch_device, model.rank == 0
-        ):
+        device = model.device.torch_device
+        for batch in _batches(sequences, rows, model.replica, model.replicas, device, shown=model.rank == 0):
             positions = torch.arange(batch.tokens_BS.size(1), device=model.device.torch_device)[None]
             read = model.forward(batch.tokens_BS, positions, _Scored(batch, model))
             if read is not None and model.groups.tp.rank() == 0:
@@ -116,7 +115,7 @@ def score(model: Model, sequences: Sequence[Scorable], rows: int) -> list[Score]
 
 
 def _batches(
-    sequences: Sequence[Scorable], rows: int, replica: int, replicas: int, device: torch.device, shown: bool = False
+    sequences: Sequence[Scorable], rows: int, replica: int, replicas: int, device: torch.device, *, shown: bool = False
 ) -> Iterator[_Batch]:
     """Yield the batches of one replica, longest first; those of a round have one shape. Show progress if `shown`."""
     order = sorted(range(len(sequences)), key=lambda number: (-len(sequences[number].tokens), number))
