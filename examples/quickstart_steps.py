@@ -3,7 +3,8 @@
     python examples/quickstart_steps.py 1200 --device cpu --num-layers 4 ... --micro-batch-size 8 --global-batch-size 8
 
 trains a few steps with these flags on synthetic tokens, and prints the number and the seconds of the whole quickstart
-on its standard output. What that means in minutes goes to standard error. A machine that is fast enough gets the number that it was given.
+on its standard output. What that means in minutes goes to standard error. A machine that is fast enough gets the
+number that it was given.
 """
 
 import contextlib
