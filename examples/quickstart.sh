@@ -28,7 +28,12 @@ mkdir -p -- "$run"
 touch -- "$run/$marker" # first in, and never removed: a quickstart that was killed can begin again
 find "$run" -mindepth 1 -maxdepth 1 ! -name "$marker" -exec rm -rf -- {} +
 started=$SECONDS
-step() { printf '\n== [%3d s] %s\n' "$((SECONDS - started))" "$*"; }
+estimate= # seconds of all of it, where they were estimated
+step() {
+    local passed=$((SECONDS - started)) left=
+    if [[ $estimate ]]; then left=", about $((estimate > passed ? estimate - passed : 0)) s left"; fi
+    printf '\n== [%3d s%s] %s\n' "$passed" "$left" "$*"
+}
 
 # A Llama-shaped model of 0.9M parameters.
 model=(
@@ -44,7 +49,7 @@ export OMP_NUM_THREADS=1
 threads=$(python -c 'import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 if [ -z "$iterations" ]; then
     echo "== measuring a few steps"
-    iterations=$(OMP_NUM_THREADS=$threads GOMP_SPINCOUNT=5000 python examples/quickstart_steps.py 1200 \
+    read -r iterations estimate < <(OMP_NUM_THREADS=$threads GOMP_SPINCOUNT=5000 python examples/quickstart_steps.py 1200 \
         "${model[@]}" "${machine[@]}" --micro-batch-size 8 --global-batch-size 8 --lr 6e-3)
 fi
 
@@ -73,13 +78,15 @@ training=(
 data=(--train-data-path "$run/train_text_document" --valid-data-path "$run/valid_text_document" "${tokenizer[@]}")
 outputs=(
     --save "$run/checkpoints" --load "$run/checkpoints" --save-interval "$iterations"
-    --tensorboard-dir "$run/tensorboard"
+    --tensorboard-dir "$run/tensorboard" --sample-interval $((iterations / 2)) --sample-prompts "$run/prompts.txt"
 )
+printf 'class SmallMLP(nn.Module):\ndef forward(self,\n' > "$run/prompts.txt"
 three_d=(
     --tensor-model-parallel-size 2 --sequence-parallel
     --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
+recorded=(--record-schedule --profile-step-start $((stop + 1)) --profile-step-end $((stop + 2))) # a step for the page
 case "${ranks:-$gpus}" in
     1) ranks=1 shape="one process" layout=() ;;
     2 | 3)
@@ -88,9 +95,9 @@ case "${ranks:-$gpus}" in
         ;;
     4 | 5 | 6 | 7)
         ranks=4 shape="4 processes, TP 2 x PP 2"
-        layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2)
+        layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "${recorded[@]}")
         ;;
-    *) ranks=8 shape="8 processes, TP 2 x PP 2 x DP 2" layout=("${three_d[@]}") ;;
+    *) ranks=8 shape="8 processes, TP 2 x PP 2 x DP 2" layout=("${three_d[@]}" "${recorded[@]}") ;;
 esac
 train() {
     python -m torch.distributed.run --nproc-per-node "$1" pretrain_gpt.py \
@@ -105,8 +112,8 @@ OMP_NUM_THREADS=$threads GOMP_SPINCOUNT=5000 \
 step "5/8 the same run on $shape: resumes at step $stop and goes on with the same curve"
 train "$ranks" --micro-batch-size 2 --log-interval 5 "${layout[@]}"
 
-step "6/8 the loss curve (also as a page: $run/report.html)"
-python tools/show_run.py "$run/checkpoints/metrics.jsonl" --html "$run/report.html"
+step "6/8 the loss curve"
+python tools/show_run.py "$run/checkpoints/metrics.jsonl"
 
 echo "What step $stop read, the first lines of it:"
 config=$run/checkpoints/$(printf 'iter_%07d' "$iterations")/config.yaml
@@ -121,12 +128,15 @@ step "8/8 a sample of it, by transformers"
 python tools/generate_sample.py --model "$run/hf" --max-new-tokens 225 --temperature 0.5 --prompt \
     $'class SmallMLP(nn.Module):\n    def __init__(self, config'
 
+page=$run/report.html # what megatron-ext new makes, too
+python tools/show_run.py "$run/checkpoints/metrics.jsonl" --html "$page" --files "$run"/* > /dev/null
+
 # The set-up's .venv, or the environment that was active.
 environment=$VIRTUAL_ENV
 if [ "$environment" = "$PWD/.venv" ]; then environment=.venv; fi
 cat <<TEXT
 
-Done in $((SECONDS - started)) s. Everything is under $run.
+Done in $((SECONDS - started)) s. Everything is under $run; $page shows it in a browser.
 The TensorBoard log is in $run/tensorboard. Next:
   cd $(printf %q "$PWD") && source $(printf %q "$environment")/bin/activate   # in a new shell
   python pretrain_gpt.py --help                                   # all flags; megatron-ext --help lists the programs

@@ -23,14 +23,15 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d1f23; --quiet: #63666d; --grid: #e2e3e5;
-        --first: #1f66b5; --second: #bd4f0a; }
+        --first: #1f66b5; --second: #bd4f0a; --third: #00795a; --fourth: #cc79a7; --fifth: #e69f00; }
 @media (prefers-color-scheme: dark) {
-  :root { --page: #16181c; --ink: #e8e9eb; --quiet: #9a9da4; --grid: #30333a; --first: #70aef5; --second: #f79a56; } }
+  :root { --page: #16181c; --ink: #e8e9eb; --quiet: #9a9da4; --grid: #30333a;
+          --first: #70aef5; --second: #f79a56; --third: #2fc79b; } }
 body { margin: 2rem auto; max-width: 1180px; padding: 0 1rem; background: var(--page); color: var(--ink);
        font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.35rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
 h2 { font-size: 1rem; margin: 0 0 .25rem; }
-h2 span { font-weight: normal; color: var(--quiet); }
+h2 span, summary { font-weight: normal; color: var(--quiet); }
 pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 1.5rem; }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 2rem; }
 section { margin: 0; }
@@ -46,8 +47,12 @@ text { fill: var(--quiet); font-size: 12px; font-variant-numeric: tabular-nums; 
 .paper { fill: var(--page); } .legend { fill: currentColor; }
 .title { fill: var(--ink); font-size: 14px; font-weight: 600; }
 text { font-family: system-ui, sans-serif; }
+details { margin: 0 0 2rem; } summary { cursor: pointer; } a { color: var(--first); overflow-wrap: anywhere; }
 .key { font-weight: normal; color: var(--first); } .key.second { color: var(--second); }
-.hit { fill: transparent; } .hit:hover { fill: var(--quiet); fill-opacity: .25; }
+.third, .key.third { stroke: var(--third); color: var(--third); }
+.fourth, .key.fourth { stroke: var(--fourth); color: var(--fourth); }
+.fifth, .key.fifth { stroke: var(--fifth); color: var(--fifth); }
+.hits rect { fill: transparent; } .hits rect:hover { fill: var(--quiet); fill-opacity: .25; }
 """
 
 
@@ -129,9 +134,10 @@ def main(charts: Iterable[Markup]) -> Markup:
     return joined(element("main", "\n", charts), "\n")
 
 
-def svg(width: float, height: float, label: str, *drawing: Content) -> Markup:
-    """Return a drawing of this size, which readers who do not see it know by its label."""
-    return element("svg", "\n", drawing, viewBox=f"0 0 {width} {height:.0f}", role="img", aria_label=label)
+def svg(width: float, height: float, label: str, *drawing: Content, natural: bool = False) -> Markup:
+    """Return a drawing, which readers who do not see it know by its label; as wide as the page, or of natural size."""
+    size = {"style": f"width:{width:.0f}px;min-width:0"} if natural else {}
+    return element("svg", "\n", drawing, viewBox=f"0 0 {width} {height:.0f}", role="img", aria_label=label, **size)
 
 
 def picture(
@@ -236,8 +242,8 @@ def chart(
         shown = finite(each.points)
         if each.dotted:
             marks += _dots(axes, shown, along, each.name)
-        elif each.style != "smooth":
-            marks += _hits(axes, shown, along)
+        elif not each.style.startswith("smooth"):
+            marks.append(element("g", *_hits(axes, shown, along), class_="hits"))
     return section(heading, svg(_WIDTH, height, f"{name} by {along}", [[mark, "\n"] for mark in marks]))
 
 
@@ -368,7 +374,7 @@ def _hits(axes: _Axes, points: Sequence[Point], along: str) -> Iterator[Markup]:
     for x, value in shown:
         size = {"width": f"{width:.1f}", "height": _HEIGHT - _TOP - _BOTTOM}
         title = element("title", f"{along} {x}: {value:.6g}")
-        yield element("rect", title, class_="hit", x=f"{axes.x(x) - width / 2:.1f}", y=_TOP, **size)
+        yield joined(element("rect", title, x=f"{axes.x(x) - width / 2:.1f}", y=_TOP, **size), "\n")
 
 
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:

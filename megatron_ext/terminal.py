@@ -4,8 +4,12 @@ or written, and in it escape sequences, which a terminal would obey.
 
 import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import TextIO
+
+_EACH_TERMINAL, _EACH_FILE = 1.0, 30.0
+"""Seconds between two signs of progress, in a terminal and elsewhere."""
 
 # Spaces of other scripts than ours, and what joins or parts letters and emoji: they do nothing but to be read.
 _READ = "\n\t\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000\u200c\u200d"
@@ -39,6 +43,34 @@ def status(text: str) -> None:
         sys.stdout.write(f"\r\x1b[K{printable(text)}\r")  # what comes from elsewhere begins at the left, too
         sys.stdout.flush()
         _Status.shown = True
+
+
+def tracked[Item](what: str, items: Sequence[Item]) -> Iterator[Item]:
+    """Yield the items of long work, and show how many are done and the time that remains by the pace so far: in the
+    last line of a terminal, elsewhere as lines on the standard error output, where it takes longer than half a minute.
+
+    Args:
+        what: what is done to them ("writing weights").
+    """
+    terminal = sys.stdout.isatty()
+    begun = shown = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if done and now - shown >= (_EACH_TERMINAL if terminal else _EACH_FILE):
+            left = (now - begun) / done * (len(items) - done)
+            (status if terminal else note)(f"{what}: {done:,} of {len(items):,}, {remaining(left)} left")
+            shown = now
+        yield item
+    status("")
+
+
+def remaining(seconds: float) -> str:
+    """Return a time as people write it: 0:43, 12:05, 3:20:00, or 2 days 3:20:00."""
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours}:{minutes:02}:{whole:02}" if hours or days else f"{minutes}:{whole:02}"
+    return f"{days} day{'s' * (days > 1)} {clock}" if days else clock
 
 
 class _Status:

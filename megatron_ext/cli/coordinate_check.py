@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_ext import charts, device
 from megatron_ext.commandline import ToolParser, split_at_dashes, write_output
-from megatron_ext.terminal import say
+from megatron_ext.terminal import say, tracked
 from megatron_ext.verify.activation_sizes import Sizes, activation_sizes, growth
 
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"--widths must be multiples of --head-size {options.head_size}")
     device.install("cpu")
     by_width = {}
-    for width in widths:
+    for width in tracked("training widths", widths):
         size = ["--hidden-size", str(width), "--num-attention-heads", str(width // options.head_size)]
         by_width[width] = activation_sizes([*training, *size], options.steps + 1)
     powers = growth(by_width)

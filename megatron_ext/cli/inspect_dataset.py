@@ -6,8 +6,9 @@
     python tools/inspect_dataset.py verify data/corpus_text_document --vocab-size 32000
     python tools/inspect_dataset.py sample --step 1000 --config checkpoints/iter_0001000/config.yaml
 
-`show` reads the index, `verify` checks it against the data and, with --vocab-size, reads every token. `sample` takes
-the flags of the training, and shows the text of the samples that a step uses, or of one sample by its position.
+`show` reads the index (--html FILE: as a page, too), `verify` checks it against the data and, with --vocab-size, reads
+every token. `sample` takes the flags of the training, and shows the text of the samples that a step uses, or of one
+sample by its position.
 Exit codes: 0 done, 64 the flags cannot work, 65 the pair is damaged or holds a token outside the vocabulary.
 
 What is in a .bin/.idx pair: counts, lengths, the tokens of one document, and a sample as text.
@@ -17,11 +18,13 @@ import itertools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_ext.commandline import ToolParser
+from megatron_ext import charts
+from megatron_ext.commandline import ToolParser, write_output
 from megatron_ext.config.schema.data_flags import DataConfig
 from megatron_ext.data.data_manifest import first_damage, judge, known_blocks, made_with
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids, open_index, token_count
@@ -133,19 +136,27 @@ def make_parser() -> ToolParser:
     add("command", choices=("show", "document", "verify"), help="what to do (or: sample --help)")
     add("prefix", help="path of the pair, without .bin or .idx")
     add("document", nargs="?", type=int, help="number of the document, from 0, for the command document")
+    add("--html", type=Path, metavar="FILE", help="with show: write it as a page as well")
     add_tokenizer_flags(parser, required=False)
     return parser
 
 
-def show(prefix: str) -> None:
-    """Print what is in a pair."""
+def show(prefix: str, html: Path | None = None) -> None:
+    """Print what is in a pair; write it as a page as well, if `html` is a path."""
     summary = summarize(prefix)
-    say(f"{prefix}: {summary.tokens} tokens of type {summary.dtype}")
     made = made_with(prefix)
-    if made is not None:
-        say(f"tokenizer {describe_tokenizer(made.tokenizer)}")
-    say(f"documents {summary.documents}, {summary.empty_documents} of them empty; sequences {summary.sequences}")
-    say(f"tokens in a sequence: {summary.shortest} to {summary.longest}, mean {summary.tokens / summary.sequences:.1f}")
+    lines = [
+        f"{prefix}: {summary.tokens} tokens of type {summary.dtype}",
+        *([] if made is None else [f"tokenizer {describe_tokenizer(made.tokenizer)}"]),
+        f"documents {summary.documents}, {summary.empty_documents} of them empty; sequences {summary.sequences}",
+        f"tokens in a sequence: {summary.shortest} to {summary.longest}, mean {summary.tokens / summary.sequences:.1f}",
+    ]
+    say("\n".join(lines))
+    if html is not None:
+        counts = charts.Series([(2**exponent, count) for exponent, count in enumerate(summary.histogram)])
+        unit = "sequences of so many tokens or more, up to twice as many"
+        drawn = charts.chart("Lengths", unit, [counts], along="token", doublings=True)
+        write_output("--html", html, charts.page(prefix, lines, charts.main([drawn])))
     most = max(summary.histogram)
     for exponent, count in enumerate(summary.histogram):
         bar = "#" * round(50 * count / most)
@@ -212,9 +223,12 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["sample"]:
         sample(argv[1:])
         return 0
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.html is not None and options.command != "show":
+        parser.error(f"--html goes with show, not with {options.command}; leave it out")
     if options.command == "show":
-        show(options.prefix)
+        show(options.prefix, options.html)
     elif options.command == "verify":
         verify(options.prefix, options.vocab_size)
     elif options.document is None:

@@ -87,6 +87,7 @@ class _Making:
         self._part(2, "a few steps of each are measured")
         values, seconds = self._sized(tokens)
         (run / "run.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        (run / "prompts.txt").write_text("The\n", encoding="utf-8")
         self._part(3, f"{values['train_iters']:,} steps, about {seconds / 60:.1f} minutes")
         saved = run / "checkpoints"
         self._tool("pretrain", "--config", run / "run.yaml", *self._device, "--save", saved)
@@ -95,7 +96,7 @@ class _Making:
         self._part(5)
         self._tool("sample", "--model", run / "hf", "--prompt", "The", "--max-new-tokens", 100)
         self._part(6)
-        self._tool("show", saved, "--html", run / "report.html")
+        self._tool("show", saved, "--html", run / "report.html", "--files", *sorted(run.iterdir()))
         say("\n".join(["", *summary(read_history(saved)), ""]))
         say(f"Done in {self._elapsed():.0f} s. {run}: run.yaml, tokenizer, checkpoints, hf, report.html. Next:")
         say(f"  megatron-ext generate --load {saved} --prompts 'Once upon a time'")
@@ -137,6 +138,8 @@ class _Making:
             "eval_interval": each,
             "eval_iters": 2 if held_out else 0,
             "log_interval": max(1, steps // 100),
+            "sample_interval": max(1, steps // 2),
+            "sample_prompts": str(self._run / "prompts.txt"),
             "save_interval": max(each, steps // 2),
         }
 

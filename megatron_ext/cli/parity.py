@@ -6,11 +6,14 @@
 It compares the initial weights (bit for bit), the output of every module and the gradient of every parameter in the
 first step, and losses and gradient norms of all steps. Where the runs differ, the first tensor that differs is named:
 in forward order for outputs, in backward order for gradients. Both start from the seed, in fp32, with dropout 0, on
-processes of this machine. Exit codes: 0 they agree, 1 they do not, 64 the flags cannot work.
+processes of this machine. --html FILE draws both runs on a page. Exit codes: 0 they agree, 1 they do not, 64 the
+flags cannot work.
 """
 
-from megatron_ext import device
-from megatron_ext.commandline import ToolParser, split_at_dashes
+from pathlib import Path
+
+from megatron_ext import charts, device
+from megatron_ext.commandline import ToolParser, split_at_dashes, write_output
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import say
 from megatron_ext.verify.first_difference import Comparison, Proof, comparison, prove
@@ -26,6 +29,7 @@ def main(argv: list[str]) -> int:
         "--tolerance", type=float, default=1e-5, help="of outputs and gradients, relative to their norm"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda needs one GPU for every rank")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as a page as well")
     parser.usage = "%(prog)s [options] -- <training flags>"
     options = parser.parse_args(own)
     if not training:
@@ -34,6 +38,8 @@ def main(argv: list[str]) -> int:
     _start_device(options.device, both.world_size)
     proof = prove(training, options.world_size, steps=options.steps, tolerance=options.tolerance, device=options.device)
     say(report(both, proof))
+    if options.html is not None:
+        write_output("--html", options.html, page(both, proof))
     return 0 if proof.first_difference() is None else 1
 
 
@@ -49,6 +55,20 @@ def _start_device(kind: str, ranks: int) -> None:
                 f"--device cuda needs {ranks} GPUs for {ranks} ranks, but this machine shows {seen}; use --device cpu"
             )
     device.install("cpu")
+
+
+def page(both: Comparison, proof: Proof) -> charts.Markup:
+    """Return the comparison as a page: losses and gradient norms of both runs on one another, under the words."""
+    pairs = (
+        ("Loss", "nats per token", proof.reference.losses, proof.other.losses),
+        ("Gradient norm", "before clipping", proof.reference.grad_norms, proof.other.grad_norms),
+    )
+    drawn = []
+    for name, unit, known, other in pairs:
+        one, ranks = ([(at, value) for at, value in enumerate(run, 1) if value is not None] for run in (known, other))
+        series = [charts.Series(one, "one process"), charts.Series(ranks, f"{both.world_size} ranks", dotted=True)]
+        drawn.append(charts.chart(name, unit, series, along="step"))
+    return charts.page("Parity", report(both, proof).splitlines(), charts.main(drawn))
 
 
 def report(both: Comparison, proof: Proof) -> str:

@@ -4,14 +4,16 @@
     python tools/show_run.py checkpoints/tp2 checkpoints/pp2 --html both.html
 
 reads metrics.jsonl in each folder (or the file that --metrics-file named). Where one run is shown and has recorded its
-pipeline (--record-schedule), its page draws a step of it, too.
+pipeline (--record-schedule), its page draws a step of it, too. --files FILE ... are linked to at its end.
 """
 
 import contextlib
+import os
 from pathlib import Path
 
 from megatron_ext.commandline import ToolParser, write_output
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config
 from megatron_ext.errors import TrainingError
 from megatron_ext.plan.calibrate import saved_values
 from megatron_ext.plan.timeline import Timeline
@@ -28,6 +30,9 @@ def main(argv: list[str]) -> int:
     parser = ToolParser("Show runs: their loss curves in the terminal, and as a web page.", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's --save folder, or its metrics file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with loss, rate, norm and speed")
+    parser.add_argument(
+        "--files", nargs="+", default=[], metavar="FILE", help="with --html and one run: what it links to"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the training losses")
     options = parser.parse_args(argv)
     runs = {name: read_history(run) for name, run in _named(options.runs).items()}
@@ -38,7 +43,8 @@ def main(argv: list[str]) -> int:
         say()
         say("\n".join(summary(history)))
     if options.html is not None:
-        write_output("--html", options.html, _page(runs, options.runs[0]))
+        files = [os.path.relpath(file, options.html.parent) for file in options.files]
+        write_output("--html", options.html, _page(runs, options.runs[0], files))
         say(f"page             {options.html}")
     if options.svg is not None:
         write_output("--svg", options.svg, losses_picture(runs))
@@ -53,20 +59,28 @@ def _named(runs: list[Path]) -> dict[str, Path]:
     return {str(Path(*folder.parts[-depth:])): run for folder, run in zip(folders, runs, strict=True)}
 
 
-def _page(runs: dict[str, RunHistory], first: Path) -> str:
+def _page(runs: dict[str, RunHistory], first: Path, files: list[str]) -> str:
     if len(runs) > 1:
         return runs_page(runs)
     [(name, history)] = runs.items()
-    return run_page(history, name, _pipeline(first), facts=_facts(first))
+    config = _config(first)
+    layout = config.layout if config is not None else None
+    return run_page(history, name, _pipeline(first), facts=_facts(first, config), layout=layout, files=files)
 
 
-def _facts(run: Path) -> list[str]:
-    """Return what the run trained, by its newest checkpoint, and how it ended; nothing of what is not there."""
+def _config(run: Path) -> Config | None:
+    """Return what the run's newest checkpoint says that it is; None where that cannot be read."""
     folder = run if run.is_dir() else run.parent
-    facts: dict[str, str] = {}
-    with contextlib.suppress(TrainingError, OSError):  # a page without them is better than none
+    with contextlib.suppress(TrainingError, OSError):  # a page without it is better than none
         values = saved_values(folder / "metrics.jsonl")
-        facts |= described(resolve(values, Facts())) if values else {}
+        return resolve(values, Facts()) if values else None
+    return None
+
+
+def _facts(run: Path, config: Config | None) -> list[str]:
+    """Return what the run trained, and how it ended; nothing of what is not there."""
+    folder = run if run.is_dir() else run.parent
+    facts = {} if config is None else described(config)
     with contextlib.suppress(TrainingError, TextError, OSError, LookupError, TypeError):
         end = load_json(read_file(folder / "exit.json", 1 << 16))
         facts["ended"] = f"{str(end['time'])[:16].replace('T', ' ')} UTC, exit code {end['code']}"

@@ -15,6 +15,7 @@ from megatron_ext.config.parse.blend import is_url
 from megatron_ext.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION
 from megatron_ext.data.stored import exists, local_file, open_bin, read_many
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.terminal import tracked
 
 _BLOCK = 1 << 16  # sequences checked at a time: bounds memory, whatever the size of the index
 _TOKENS = 1 << 20  # tokens checked at a time
@@ -176,7 +177,7 @@ def check_token_ids(prefix: str, vocab_size: int) -> None:
     """
     index = open_index(prefix)
     file, dtype = open_bin(prefix), index.dtype.newbyteorder("<")
-    for first in range(0, file.size // dtype.itemsize, _TOKENS):
+    for first in tracked("checking tokens", range(0, file.size // dtype.itemsize, _TOKENS)):
         block = np.frombuffer(file.read(first * dtype.itemsize, _TOKENS * dtype.itemsize), dtype)
         _check_block(prefix, index, block, first, vocab_size)
 

@@ -16,6 +16,7 @@ import torch
 from megatron_ext.inference.inference_model import Model
 from megatron_ext.model.loss import TokenLogits
 from megatron_ext.parts.attention.cached import Project, WholeSequences
+from megatron_ext.terminal import tracked
 
 _LOGITS_AT_ONCE = 1 << 24
 """Logits that a rank computes at once: 64 MB in fp32."""
@@ -101,7 +102,8 @@ def score(model: Model, sequences: Sequence[Scorable], rows: int) -> list[Score]
         return []
     results = torch.zeros(len(sequences), 2, dtype=torch.float64, device=model.device.torch_device)
     with model.at_work():
-        for batch in _batches(sequences, rows, model.replica, model.replicas, model.device.torch_device):
+        device = model.device.torch_device
+        for batch in _batches(sequences, rows, model.replica, model.replicas, device, shown=model.rank == 0):
             positions = torch.arange(batch.tokens_BS.size(1), device=model.device.torch_device)[None]
             read = model.forward(batch.tokens_BS, positions, _Scored(batch, model))
             if read is not None and model.groups.tp.rank() == 0:
@@ -113,11 +115,12 @@ def score(model: Model, sequences: Sequence[Scorable], rows: int) -> list[Score]
 
 
 def _batches(
-    sequences: Sequence[Scorable], rows: int, replica: int, replicas: int, device: torch.device
+    sequences: Sequence[Scorable], rows: int, replica: int, replicas: int, device: torch.device, *, shown: bool = False
 ) -> Iterator[_Batch]:
-    """Yield the batches of one replica, longest first; those of a round have one shape."""
+    """Yield the batches of one replica, longest first; those of a round have one shape. Show progress if `shown`."""
     order = sorted(range(len(sequences)), key=lambda number: (-len(sequences[number].tokens), number))
-    for start in range(0, len(order), rows * replicas):
+    starts = range(0, len(order), rows * replicas)
+    for start in tracked("scoring", starts) if shown else starts:
         inside = order[start : start + rows * replicas]
         per_replica = math.ceil(len(inside) / replicas)
         shares = [inside[i * per_replica : (i + 1) * per_replica] for i in range(replicas)]

@@ -35,6 +35,7 @@ from megatron_ext.rules.validate import (
     broken_rule,
     problems,
 )
+from megatron_ext.terminal import tracked
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def _fastest_ways(fitting: list[Candidate], question: Question, number: int) -> 
     bounds = sorted((at_least(each.work, question.machine), index) for index, each in enumerate(fitting))
     fastest: dict[tuple[object, ...], tuple[_Rank, int, Candidate]] = {}
     slowest = math.inf
-    for bound, index in bounds:
+    for bound, index in tracked("estimating layouts", bounds):
         if _rounded(bound) > slowest:
             break
         if _rounded(formula_at_least(fitting[index].work, question.machine)) > slowest:
@@ -268,7 +269,8 @@ def _candidates(question: Question) -> Iterator[Candidate]:
     recomputed = _Recomputations(question)
     rules = RULES  # until a configuration keeps them all: the rest of it is the same for all layouts
     portions = Portions(fused=question.machine.devices.is_gpu)
-    for layout in layouts(values, question.world_size, question.machine.gpus_per_node):
+    every = list(layouts(values, question.world_size, question.machine.gpus_per_node))
+    for layout in tracked("trying layouts", every):
         model_ranks = layout["tensor_model_parallel_size"] * layout["context_parallel_size"]
         data_ranks = question.world_size // (model_ranks * layout["pipeline_model_parallel_size"])
         if batch % data_ranks:

@@ -75,8 +75,8 @@ def preview(config: Config, machine: Machine, microbatches: int | None = None) -
         total=total,
         notes=(
             f"The whole step of {there_are:,} microbatches takes {whole.total:.3g} s by the estimate ({low:.3g} to "
-            f"{high:.3g} for nine of ten runs){waiting}; stages wait {whole.bubble_share:.1%} of the time in the "
-            "pipeline.",
+            f"{high:.3g} for nine of ten runs){waiting}; in it the busiest stage waits {whole.bubble_share:.1%} "
+            "of the time until the last pass ends.",
         ),
     )
 
@@ -104,7 +104,7 @@ def equal_stages(
         chunks=chunks,
         total=total,
         unit="",
-        notes=(f"Stages wait {total / (3 * microbatches) - 1:.3g} of the time that they work.",),
+        notes=(f"Each stage waits {1 - 3 * microbatches / total:.1%} of the time until the last pass ends.",),
     )
 
 

@@ -123,7 +123,7 @@ class Timeline:
 
 
 def summary(timeline: Timeline) -> list[str]:
-    """Return a table of the stages: how long they work and wait, and their memory."""
+    """Return a table of the stages: how long they work and wait, and their memory; under it, what the shares are of."""
     rows = [["", "forward", "backward", "works", "waits", "communicates", "memory"]]
     whole = timeline.passes_end or 1.0
     for lane in timeline.lanes:
@@ -142,7 +142,9 @@ def summary(timeline: Timeline) -> list[str]:
     if not any(lane.memory for lane in timeline.lanes):
         rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    number = len({each.microbatch for lane in timeline.lanes for each in lane.passes})
+    return [*lines, f"Shares are of the time until the last pass of the {number} microbatches drawn ends."]
 
 
 def slow_stages(lanes: Sequence[Lane], factor: float = 1.15) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megatron_ext.charts import label, page, picture, svg, ticks, wide
 from megatron_ext.markup import Content, Markup, element, joined
-from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, duration, size, summary
+from megatron_ext.plan.timeline import COMMUNICATION, Block, Lane, Pass, Timeline, duration, size, summary
 
 # In SVG units.
 _WIDTH, _LEFT, _RIGHT, _TOP, _AXIS = 1120, 110, 84, 24, 28
@@ -25,13 +25,13 @@ STYLE = """
 .lane { fill: var(--grid); fill-opacity: .45; }
 .forward { fill: var(--first); } .backward { fill: var(--second); }
 .pass { stroke: var(--page); stroke-width: .6; } .narrow { stroke-width: .15; }
-.block { fill: var(--ink); fill-opacity: .55; } .messages { fill-opacity: 0; } .gradients { fill-opacity: .4; }
-.update { fill-opacity: .2; }
+.weights { fill: var(--third); } .block { fill: var(--ink); } .messages { fill-opacity: 0; }
+.gradients { fill: var(--fourth); } .update { fill: var(--fifth); }
 .number { fill: var(--page); font-size: 11px; text-anchor: middle; pointer-events: none; }
-.number.pale { fill: var(--ink); } .key-of-box { white-space: nowrap; }
+.number.pale { fill: var(--ink); } .key-of-box { white-space: nowrap; margin-right: 1em; }
 .phase { stroke: var(--quiet); stroke-dasharray: 3 3; }
 .memory { fill: var(--first); fill-opacity: .35; stroke: var(--first); stroke-width: 1; }
-.swatch { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; vertical-align: -.05em; }
+.swatch { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 0; vertical-align: -.05em; }
 """
 
 
@@ -53,25 +53,43 @@ def as_section(timeline: Timeline) -> Markup:
 
 def as_picture(timeline: Timeline) -> Markup:
     """Return the stages against time as an SVG file."""
-    key = [("\u25a0 forward", "of-forward"), ("\u25a0 backward", "of-backward")]
-    rules = ".of-forward { color: var(--first); } .of-backward { color: var(--second); }\n"
+    entries = [(colour, text) for colour, opacity, text in _entries(timeline) if opacity == 1.0]
+    key = [(f"\u25a0 {text}", f"of-{colour}") for colour, text in entries]
+    rules = "".join(f".of-{colour} {{ color: var(--{colour}); }}\n" for colour, _ in entries)
     return _stages(timeline, functools.partial(picture, key=key, style=STYLE + rules))
 
 
 def _key(timeline: Timeline) -> Markup:
+    swatches = [
+        [element("i", "", class_="swatch", style=f"background:var(--{colour});opacity:{opacity:.2f}"), text]
+        for colour, opacity, text in _entries(timeline)
+    ]
+    return element("span", [element("span", each, class_="key-of-box") for each in swatches])
+
+
+def _entries(timeline: Timeline) -> list[tuple[str, float, str]]:
+    """Return the key: colour, opacity and text of each kind of box that there is."""
     names = {block.name for lane in timeline.lanes for block in lane.blocks}
-    keys: list[Content] = [[_swatch("first"), "forward"], [_swatch("second"), "backward"]]
-    texts = {"communication": "exposed communication", "gradients": "gradients", "update": "update"}
-    shades = {"communication": 0.55, "gradients": 0.4, "update": 0.2}
-    keys += [[_swatch("ink", shades[name]), text] for name, text in texts.items() if name in names]
+    halves = {each.half for lane in timeline.lanes for each in lane.passes}
+    kinds = [
+        ("first", "forward"),
+        ("second", "backward"),
+        *([("third", "backward of the weights")] if "weights" in halves else []),
+    ]
+    entries = [(colour, 1.0, text) for colour, text in kinds]
     if timeline.chunks > 1:
-        keys.append([_swatch("first", 0.5), _swatch("second", 0.5), "a later chunk"])
-    return element("span", [element("span", key, class_="key-of-box") for key in keys])
+        last = timeline.chunks - 1
+        entries += [(colour, _opacity(timeline, last), f"{text}, chunk {last}") for colour, text in kinds[:2]]
+    blocks = (
+        ("ink", COMMUNICATION, "exposed communication"),
+        ("fourth", "gradients", "gradients between ranks"),
+        ("fifth", "update", "update of the weights"),
+    )
+    return [*entries, *((colour, 1.0, text) for colour, name, text in blocks if name in names)]
 
 
-def _swatch(colour: str, opacity: float | None = None) -> Markup:
-    shade = "" if opacity is None else f";opacity:{opacity}"
-    return element("i", "", class_="swatch", style=f"background:var(--{colour}){shade}")
+def _opacity(timeline: Timeline, chunk: int) -> float:
+    return 1.0 - 0.6 * chunk / max(timeline.chunks, 1)
 
 
 def _stages(timeline: Timeline, frame: Callable[..., Markup] = svg) -> Markup:
@@ -140,12 +158,13 @@ def _phases(timeline: Timeline, height: float) -> Iterator[Markup]:
 def _pass(timeline: Timeline, each: Pass, y: float) -> Markup:
     left, right = _x(timeline, each.begin), _x(timeline, each.end)
     kind = "forward" if each.forward else "backward"
-    opacity = 1.0 - 0.6 * each.chunk / max(timeline.chunks, 1)
+    of_half = f" for the {each.half}" if each.half else ""
+    opacity = _opacity(timeline, each.chunk)
     chunk = f", chunk {each.chunk}" if timeline.chunks > 1 else ""
     box = element(
         "rect",
-        element("title", f"{kind} pass of microbatch {each.microbatch}{chunk}: {_when(timeline, each)}"),
-        class_=f"pass{' narrow' if right - left < _NARROW else ''} {kind}",
+        element("title", f"{kind} pass{of_half} of microbatch {each.microbatch}{chunk}: {_when(timeline, each)}"),
+        class_=f"pass{' narrow' if right - left < _NARROW else ''} {each.half if each.half == 'weights' else kind}",
         x=f"{left:.2f}",
         y=y,
         width=f"{max(right - left, 0.3):.2f}",

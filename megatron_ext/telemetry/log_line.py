@@ -22,7 +22,7 @@ from megatron_ext.telemetry.metrics import (
     TestMetrics,
     ValidationMetrics,
 )
-from megatron_ext.terminal import say, status
+from megatron_ext.terminal import remaining, say, status
 
 _SHOWN_MEMORY = 5e7  # bytes, 0.1 GB when rounded
 
@@ -36,15 +36,6 @@ def short_line(metrics: Metrics) -> str:
     test = isinstance(metrics, TestMetrics)
     kind, loss = ("test", metrics.test_loss) if test else ("validation", metrics.validation_loss)
     return f"{kind} after step {metrics.iteration}   loss {loss:.4f}   perplexity {perplexity(loss):,.2f}"
-
-
-def remaining(seconds: float) -> str:
-    """Return a time as people write it: 0:43, 12:05, 3:20:00, or 2 days 3:20:00."""
-    minutes, whole = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{whole:02}" if hours or days else f"{minutes}:{whole:02}"
-    return f"{days} day{'s' * (days > 1)} {clock}" if days else clock
 
 
 def _step(metrics: StepMetrics) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# The fields that a repeated or resumed run cannot reproduce: times, rates and memory. All others must be equal.
+# The fields that a repeated or resumed run cannot reproduce: times, rates, memory, resumes. All others must be equal.
 MEASURED_FIELDS = frozenset(
     {
         "elapsed_ms",
@@ -18,6 +18,7 @@ MEASURED_FIELDS = frozenset(
         "reserved_bytes",
         "time_shares",
         "slowest_rank",
+        "resumed_at",
     }
 )
 
@@ -101,6 +102,7 @@ class StepMetrics:
         None  # rank, ratio to its peers' compute time, slow: [ranks]; --log-straggler
     )
     world_size: int = 1
+    resumed_at: int = 0  # the iteration that the job went on from; the row has it only if there is one
     consumed_by_source: Mapping[str, Mapping[str, float]] | None = None  # samples, tokens, epochs, from the beginning
     mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction, in this step
     expert_load: tuple[LayerLoad, ...] = ()  # of each layer with experts, in this step
@@ -175,6 +177,8 @@ def as_row(metrics: Metrics) -> dict[str, Any]:
         row["expert_load"] = [layer.as_row() for layer in metrics.expert_load]
         if sum(len(layer.tokens) for layer in metrics.expert_load) <= MOST_COUNTS_OF_A_ROW:
             row["expert_tokens"] = [list(layer.tokens) for layer in metrics.expert_load]
+    if not row.get("resumed_at"):
+        row.pop("resumed_at", None)
     row |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(row.pop("mtp_losses", ()), start=1)}
     sources = row.pop("sources", ())
     if sources:

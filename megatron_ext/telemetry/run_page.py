@@ -6,7 +6,9 @@ Shows several runs on one HTML page: each chart has a line for every run, in the
 
 import bisect
 import itertools
+import math
 from collections.abc import Mapping, Sequence
+from urllib.parse import quote
 
 from megatron_ext.charts import (
     COLOURS,
@@ -22,19 +24,31 @@ from megatron_ext.charts import (
     smoothed,
     wide,
 )
+from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Timeline, slow_stages
 from megatron_ext.plan.timeline import summary as stages_table
+from megatron_ext.telemetry import layout_picture
 from megatron_ext.telemetry.loss_curve import RunHistory, summary
 
 _MOST_TASKS = 100
 
 
 _MANY = 50  # steps, from which on single ones hide the course of the loss
+_PARTS = 4  # into which the loss of so many steps is enlarged
+_OF_PHASES = ("", "third", "fourth", "fifth")
 
 
-def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None, *, facts: Sequence[str] = ()) -> str:
+def run_page(
+    history: RunHistory,
+    title: str,
+    pipeline: Timeline | None = None,
+    *,
+    facts: Sequence[str] = (),
+    layout: LayoutConfig | None = None,
+    files: Sequence[str] = (),
+) -> str:
     """Return the page as text.
 
     Args:
@@ -42,6 +56,8 @@ def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None, 
         title: its heading.
         pipeline: one step of its pipeline, where one was recorded.
         facts: lines that say what was trained, on what and where.
+        layout: the layout that is drawn.
+        files: paths that the page links to, as seen from its folder.
     """
     extras = _extras(history)
     charts = [
@@ -56,6 +72,8 @@ def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None, 
             extras=extras,
         ),
     ]
+    if memory := [(at, value / 1e9) for at, value in history.points("peak_memory_bytes") if value]:
+        charts.append(chart("Memory", "peak of a rank, GB", [Series(memory)], along="iteration", extras=extras))
     if history.slowness_points:
         unit = "compute time over its peers'"
         charts.append(_chart("Slowest rank", unit, [Series(history.slowness_points)]))
@@ -64,47 +82,98 @@ def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None, 
     charts += [_chart(f"Task {name}", metric, [Series(points)]) for name, metric, points in tasks[:_MOST_TASKS]]
     if len(tasks) > _MOST_TASKS:
         charts.append(element("p", f"{len(tasks) - _MOST_TASKS} more tasks."))
-    style = "" if pipeline is None else timeline_svg.STYLE
-    body = [main(charts), _samples(history), "" if pipeline is None else _pipeline(pipeline)]
-    return page(title, [*facts, *summary(history), *_said(extras)], body, style=style)
+    body = [main(charts), _enlarged(history, extras), _samples(history)]
+    body += ["" if layout is None else layout_picture.as_section(layout)]
+    body += ["" if pipeline is None else _pipeline(pipeline)]
+    if files:
+        body.append(wide("Files", *(element("p", element("a", file, href=quote(file))) for file in files)))
+    styles = [timeline_svg.STYLE] * (pipeline is not None) + [layout_picture.STYLE] * (layout is not None)
+    return page(title, [*facts, *summary(history), *_said(extras)], body, style="".join(styles))
 
 
 def _losses(history: RunHistory, extras: Extras) -> list[Markup]:
     """Return the loss, of long runs once more with logarithmic axes and its second half, where the differences are."""
-    validation = history.validation_points
-
-    def drawn(name: str, begin: int, *, logarithmic: bool = False) -> Markup:
-        lines = _curves(history, "lm_loss", "training", begin)
-        if validation:
-            inside = [point for point in validation if point[0] >= begin]
-            lines.append(Series(inside, "validation", dotted=True))
-        return chart(name, "nats per token", lines, along="iteration", logarithmic=logarithmic, extras=extras)
-
-    charts = [drawn("Loss", 0)]
+    charts = [_loss(history, extras, "Loss")]
     if len(history.steps) >= _MANY:
         middle = history.steps[len(history.steps) // 2]["iteration"]
-        charts += [drawn("Loss, second half", middle), drawn("Loss, logarithmic axes", 0, logarithmic=True)]
+        charts.append(_loss(history, extras, "Loss, second half", middle))
+        charts.append(_loss(history, extras, "Loss, logarithmic axes", logarithmic=True))
     return charts
 
 
-def _curves(history: RunHistory, field: str, name: str = "", begin: int = 0) -> list[Series]:
-    """Return the line of a field; of many points the smoothed one before the faint line of all."""
-    points = history.points(field)
-    inside = [point for point in points if point[0] >= begin]
-    if len(points) < _MANY:
-        return [Series(inside, name)]
-    smooth = [point for point in smoothed(points, max(5, len(points) // 50)) if point[0] >= begin]
-    return [Series(inside, style="faint"), Series(smooth, f"{name}, smoothed" if name else "", style="smooth")]
+def _enlarged(history: RunHistory, extras: Extras) -> Content:
+    """Return the loss of a long run in parts with axes of their own, which a reader opens: a zoom without scripts."""
+    number = len(history.steps)
+    if number < _MANY:
+        return ""
+    bounds = [history.steps[part * (number - 1) // _PARTS]["iteration"] for part in range(_PARTS + 1)]
+    parts = [
+        _loss(history, extras, f"Loss, {begin:,} to {end:,}", begin, end) for begin, end in itertools.pairwise(bounds)
+    ]
+    return element("details", element("summary", f"The loss enlarged, in {_PARTS} parts"), main(parts))
+
+
+def _loss(
+    history: RunHistory, extras: Extras, name: str, begin: int = 0, end: float = math.inf, *, logarithmic: bool = False
+) -> Markup:
+    """Return the chart of both losses from an iteration to another; training has a line for each number of ranks."""
+    lines = _curves(history, "lm_loss", "training", begin, end, phases=_phases(history))
+    validation = [point for point in history.validation_points if begin <= point[0] <= end]
+    if validation:
+        lines.append(Series(validation, "validation", dotted=True))
+    return chart(name, "nats per token", lines, along="iteration", logarithmic=logarithmic, extras=extras)
+
+
+def _phases(history: RunHistory) -> list[tuple[int, int]]:
+    """Return iteration and ranks of each row that has other ranks than the one before."""
+    rows = [(row["iteration"], row["world_size"]) for row in history.steps if row.get("world_size")]
+    return rows[:1] + [row for before, row in itertools.pairwise(rows) if before[1] != row[1]]
+
+
+def _curves(
+    history: RunHistory,
+    field: str,
+    name: str = "",
+    begin: int = 0,
+    end: float = math.inf,
+    phases: Sequence[tuple[int, int]] = (),
+) -> list[Series]:
+    """Return the line of a field, in phases where there are several; of many points the smoothed one, before the faint
+    line of all."""
+    points, many = history.points(field), len(history.points(field)) >= _MANY
+    line = smoothed(points, max(5, len(points) // 50)) if many else points
+    kind, shown = ("smooth", f"{name}, smoothed" if name else "") if many else ("", name)
+
+    def inside(points: Sequence[Point], first: float, last: float) -> list[Point]:
+        return [point for point in points if max(begin, first) <= point[0] <= end and point[0] < last]
+
+    faint = [Series(inside(points, begin, math.inf), style="faint")] if many else []
+    if len(phases) < 2:
+        return [*faint, Series(inside(line, begin, math.inf), shown, style=kind)]
+    ends = [*(first for first, _ in phases[1:]), math.inf]
+    of_phases = zip(phases, ends, itertools.cycle(_OF_PHASES))
+    parts = [
+        Series(inside(line, first, last), f"{shown}, {_ranks(ranks)}", style=f"{kind} {colour}".strip())
+        for (first, ranks), last, colour in of_phases
+    ]
+    return [*faint, *(part for part in parts if part.points)]
+
+
+def _ranks(number: int) -> str:
+    return f"{number:,} rank{'s' * (number != 1)}"
 
 
 def _extras(history: RunHistory) -> Extras:
-    """Return the tokens under the axis, and where the number of ranks changed."""
+    """Return the tokens under the axis, and where the run was resumed or the number of ranks changed."""
     rows = [row for row in history.steps if row.get("world_size")]
-    marks = [
-        (row["iteration"], f"{before['world_size']} -> {row['world_size']} ranks")
-        for before, row in itertools.pairwise(rows)
-        if before["world_size"] != row["world_size"]
-    ]
+    marks = list[tuple[int, str]]()
+    for before, row in itertools.pairwise(rows):
+        began = row.get("resumed_at") or 0
+        resumed = began != (before.get("resumed_at") or 0)
+        changed = before["world_size"] != row["world_size"]
+        texts = ["resumed"] * resumed + [f"{before['world_size']} -> {row['world_size']} ranks"] * changed
+        if texts:
+            marks.append((began if resumed else row["iteration"], ", ".join(texts)))
     known = [(row["iteration"], row["consumed_tokens"]) for row in history.steps if row.get("consumed_tokens")]
     if not known:
         return Extras(marks=marks)

@@ -31,7 +31,7 @@ HAS_ITERATION = fields({"iteration": integer()})
 
 _COUNTS = (
     "train_iters consumed_samples consumed_tokens global_batch_size skipped_iterations nan_iterations "
-    "peak_memory_bytes allocated_bytes reserved_bytes world_size num_zeros"
+    "peak_memory_bytes allocated_bytes reserved_bytes world_size num_zeros resumed_at"
 )
 _NUMBERS = (
     "grad_norm learning_rate weight_decay loss_scale elapsed_ms tokens_per_second tflops_per_gpu mfu params_norm "

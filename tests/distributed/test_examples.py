@@ -78,7 +78,12 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_p
         assert (folder / f"{part}_manifest.json").exists()
     assert re.search(rf"train: \d+ samples of {folder}/train_text_document\n", said)  # the index, before the training
     assert (folder / "step_9.txt").read_text().count("--- sample ") == samples
-    assert (folder / "report.html").stat().st_size > 1000
+    page = (folder / "report.html").read_text()
+    assert 'href="hf">hf</a>' in page
+    assert 'aria-label="layout: ' in page
+    assert "class SmallMLP(nn.Module):</span>" in page
+    assert ("<h2>Pipeline</h2>" in page) == (ranks == "")
+    assert "changed          at iteration 9: resumed" in page
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     losses_of_both = re.search(r"loss over 16,384 tokens of \S+: ours (\d\.\d+), transformers (\d\.\d+) \(", said)
     assert losses_of_both is not None
@@ -148,6 +153,10 @@ def test_the_quickstart_fits_its_steps_to_the_machine(factor: float, takes: str,
     assert takes in ended.stderr
     steps = "1200" if factor < 1 else "100"
     assert f"of {steps} steps" in ended.stdout
+    parts = re.findall(r"^== \[ *(\d+) s, about (\d+) s left\] (\d)/8 ", ended.stdout, re.MULTILINE)
+    assert [number for _, _, number in parts] == list("12345678")
+    totals = {int(passed) + int(left) for passed, left, _ in parts}
+    assert totals == {60} if factor < 1 else min(totals) > 300
     trainings = [line.split() for line in commands.read_text().splitlines() if "pretrain_gpt.py" in line]
     assert [words[words.index("--train-iters") + 1] for words in trainings] == [steps] * 2
     # A fast machine's training is the one whose losses README prints.

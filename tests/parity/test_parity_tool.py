@@ -3,6 +3,7 @@
 import functools
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_ext.verify.module_outputs import LOSS, _in_order
 from megatron_ext.verify.parity import GRADIENT_TOLERANCE, write_corpus
 from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support import planted_faults as planted
+from tests.support.pages import texts
 from tests.support.selection import marked
 
 STEPS = 2
@@ -206,14 +208,19 @@ def test_words_embedded_again_for_later_tokens_are_not_taken_for_another_microba
 
 
 def test_the_program_prints_a_verdict_and_exits_with_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    page = tmp_path / "page.html"
     words = (
         f"{RECIPE} {MODELS['untied']} --seq-length 32 --mock-data --tokenizer-type NullTokenizer --vocab-size 250 "
         f"--bf16 --save nowhere {TP2}"
     )
-    argv = ["--steps", "1", "--", *words.split()]
+    argv = ["--steps", "1", "--html", str(page), "--", *words.split()]
     assert parity.main(argv) == 0
+    seen = texts(page.read_text())
+    assert "verdict: they agree within 1e-05" in seen
+    assert "Loss by step" in seen
+    assert "step 1: 2 ranks " in seen
     assert "without --bf16" in (text := capsys.readouterr().out)
     assert text.splitlines()[-1] == "verdict: they agree within 1e-05"
     monkeypatch.setattr(parity, "prove", functools.partial(prove, sabotage=planted.shift_qkv))

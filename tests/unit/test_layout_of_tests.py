@@ -11,6 +11,7 @@ OF_ALL_SOURCES = {
     "test_architecture.py",
     "test_docstrings.py",
     "test_layout_of_tests.py",
+    "test_shell_scripts.py",
     "test_test_suite.py",
 }
 """Tests that look at every file of the repository, or at all that is installed."""

@@ -1,13 +1,16 @@
 """What reaches a terminal: one module prints, and in what it prints control characters are written out."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.plan.simulated_timeline import equal_stages
 from megatron_ext.plan.timeline import COLOURS, as_text
-from megatron_ext.terminal import note, printable, say, warn
+from megatron_ext.terminal import note, printable, say, tracked, warn
 from tests.support.syntax import nodes_of, source
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ext"
@@ -46,3 +49,36 @@ def test_only_the_colours_of_a_picture_are_left(capsys: pytest.CaptureFixture[st
 def test_what_is_to_be_read_stays(text: str) -> None:
     """Spaces of other scripts and joiners are no control characters."""
     assert printable(text) == text
+
+
+def test_long_work_says_in_a_file_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(tracked("short work", range(1000))) == list(range(1000))
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("megatron_ext.terminal._EACH_FILE", 0.0)
+    assert list(tracked("work", ["a", "b", "c"])) == ["a", "b", "c"]
+    assert capsys.readouterr() == ("", "work: 1 of 3, 0:00 left\nwork: 2 of 3, 0:00 left\n")
+
+
+WORK = """
+import time
+from megatron_ext.terminal import say, tracked
+for _ in tracked("work", range(4)):
+    time.sleep(1.1)
+say("done")
+"""
+
+
+def test_long_work_has_the_last_line_of_a_terminal_until_it_is_done() -> None:
+    ours, its = os.openpty()
+    with subprocess.Popen([sys.executable, "-c", WORK], stdout=its, stderr=subprocess.PIPE, cwd=PACKAGE.parent) as work:
+        assert work.stderr is not None
+        assert work.stderr.read() == b""
+        assert work.wait(60) == 0
+    os.close(its)
+    shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    for done in (1, 2, 3):
+        assert f"\r\x1b[Kwork: {done} of 4, 0:0" in shown
+    assert shown.endswith("\x1b[Kdone\r\n")

@@ -18,7 +18,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.parts import slices
 from megatron_ext.parts.catalogue import WORD_EMBEDDINGS, parameters
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.terminal import say
+from megatron_ext.terminal import say, tracked
 
 
 def import_deepspeed(source: str | Path, destination: str | Path) -> Path:
@@ -60,7 +60,7 @@ def import_deepspeed(source: str | Path, destination: str | Path) -> Path:
 def _tensors(folder: DeepSpeedFolder, config: Config) -> Iterator[Item]:
     states = {f"optimizer.state.{name}.": weights for name, weights in folder.states.items()}
     for prefix, weights in {"": folder.weights, **states}.items():
-        for parameter in parameters(config):
+        for parameter in tracked(f"reading {prefix}weights", list(parameters(config))):
             shards = weights[parameter.name]
             dtype = shards[0].dtype
             elements = functools.partial(_elements, shards, _as_saved(parameter, shards), dtype)

@@ -41,6 +41,7 @@ from megatron_ext.families.hf_config import hf_config
 from megatron_ext.families.state_dict_mapping import copies
 from megatron_ext.markup import code, table
 from megatron_ext.parts.catalogue import count
+from megatron_ext.terminal import tracked
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.untrusted.text import load_json, read_file
@@ -150,7 +151,7 @@ def _write_weights(
         for piece in source.pieces(one.parameter.name):
             ranges = _parts(piece, one, entries, dtype, files)
             parts.setdefault(piece.file, []).extend(ranges)
-    for name, wanted in parts.items():
+    for name, wanted in tracked("copying shards", list(parts.items())):
         path, expected = source.path / name, shards.get(name)
         try:
             size, checksum = scatter(path, _all(wanted, path), checksum=expected is not None)

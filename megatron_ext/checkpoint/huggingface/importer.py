@@ -18,7 +18,7 @@ from megatron_ext.checkpoint.native.single_process import Item, items, write_che
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.families import ParameterMapping, RowRange, state_dict_mapping
-from megatron_ext.terminal import say
+from megatron_ext.terminal import say, tracked
 
 
 def import_huggingface(source: str | Path, destination: str | Path) -> Path:
@@ -58,7 +58,7 @@ def copy_tokenizer(source: Path, destination: Path, wanted: Sequence[str] = HUGG
 
 
 def _weights(config: Config, folder: HFFolder, files: Files) -> Iterator[Item]:
-    for mapping in state_dict_mapping(config, folder.family):
+    for mapping in tracked("reading weights", list(state_dict_mapping(config, folder.family))):
         dtype = mapping.dtype or folder.dtype()
         yield from items(config, mapping.parameter, dtype, functools.partial(_elements, folder, mapping, dtype, files))
 

@@ -101,11 +101,14 @@ class Reporting(Callback):
         self._experts = experts
         self._counted_until = 0.0
         self._under_way = 0  # steps begun and not ended
+        self._resumed_at: int | None = None
         self._interval_seconds = 0.0
         self._interval_tokens = 0
         self._interval_steps = 0
 
     def on_step_begin(self, trainer: Trainer) -> None:
+        if self._resumed_at is None:
+            self._resumed_at = trainer.run.state.iteration
         if self._under_way == 0:  # what was done since the last step ended does not count
             self._counted_until = time.perf_counter()
         self._under_way += 1
@@ -204,6 +207,7 @@ class Reporting(Callback):
             indexer_loss=None if auxiliary is None else auxiliary.indexer,
             mtp_losses=result.mtp_losses,
             world_size=run.world_size,
+            resumed_at=self._resumed_at or 0,
             consumed_by_source=use_of_sources(run.loaders.samples, state.consumed_samples, run.config.model.seq_length),
         )
 

@@ -11,6 +11,7 @@ from megatron_ext.cli import inspect_dataset
 from megatron_ext.cli.inspect_dataset import Summary, summarize
 from megatron_ext.errors import ConfigurationError, DataError
 from tests.support.corpora import write_documents
+from tests.support.pages import texts
 
 TEXTS = [f"this is document {number}." for number in range(40)]
 
@@ -40,6 +41,17 @@ def test_a_summary_has_the_lengths_of_sequences(tmp_path: Path, capsys: pytest.C
         ["4", "to", "7", "0"],
         ["8", "to", "15", "1"],
     ]
+
+
+def test_a_summary_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix, page = write_documents(tmp_path / "data", [[1], [2, 3], [], [4, 5, 6], [7] * 8]), tmp_path / "page.html"
+    said = _shown(f"show {prefix} --html {page}", capsys)
+    seen = texts(page.read_text())
+    assert "\n".join(said.splitlines()[:3]) in seen
+    for length, count in ((1, 1), (2, 2), (4, 0), (8, 1)):
+        assert f"token {length}: {count}" in seen
+    with pytest.raises(ConfigurationError, match="--html goes with show, not with verify; leave it out"):
+        inspect_dataset.main(["verify", prefix, "--html", str(page)])
 
 
 def test_a_document_is_shown_as_text_or_as_ids(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The Dockerfile, the Kubernetes job and the workflow name what is there, and the job's command starts a recipe."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = (ROOT / "examples/docker/Dockerfile").read_text()
 JOB = yaml.safe_load((ROOT / "examples/kubernetes/pytorchjob.yaml").read_text())
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+NOT_INSTALLED = "pip install -r requirements-dev.txt"
 PODS: dict[str, dict[str, Any]] = JOB["spec"]["pytorchReplicaSpecs"]
 
 
@@ -38,6 +40,30 @@ def test_the_jobs_pods_are_alike_and_have_what_they_mount() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert str(container["resources"]["limits"]["nvidia.com/gpu"]) == JOB["spec"]["nprocPerNode"]
     assert container["workingDir"] in DOCKERFILE
+
+
+def test_the_job_is_what_the_published_schemas_allow() -> None:
+    """That of Kubeflow's PyTorchJob for the job, that of Kubernetes for the pods in it; unknown names are refused."""
+    jsonschema = pytest.importorskip("jsonschema", reason=NOT_INSTALLED)
+    kubernetes = pytest.importorskip("kubernetes_validate", reason=NOT_INSTALLED)
+    schema = json.loads((ROOT / "tests/golden/pytorchjob_schema.json").read_text())
+    jsonschema.validate(JOB, schema)
+    for name, pod in PODS.items():
+        kubernetes.validate(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, **pod["template"]}, "1.37", True
+        )
+    with pytest.raises(jsonschema.ValidationError, match="'backoffLimits' was unexpected"):
+        jsonschema.validate({**JOB, "spec": {**JOB["spec"], "runPolicy": {"backoffLimits": 10}}}, schema)
+    wrong = {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [{"name": "pytorch", "volumeMount": []}]}}
+    with pytest.raises(jsonschema.ValidationError, match="'volumeMount' was unexpected"):
+        kubernetes.validate(wrong, "1.37", True)
+
+
+def test_the_workflow_is_what_githubs_schema_allows() -> None:
+    pytest.importorskip("check_jsonschema", reason=NOT_INSTALLED)
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    checked = subprocess.run([*command, ROOT / ".github/workflows/ci.yml"], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
 
 
 class Cluster:

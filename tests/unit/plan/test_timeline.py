@@ -1,5 +1,6 @@
 """The picture of a pipeline: as text, as SVG, and the memory that it shows."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from megatron_ext.plan.search_input import placeholders
 from megatron_ext.plan.simulate import simulate
 from megatron_ext.plan.simulated_timeline import equal_stages, preview
 from megatron_ext.plan.stage_parameters import Shapes
-from megatron_ext.plan.timeline import Lane, Pass, Timeline, as_text, duration, slow_stages
+from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, as_text, duration, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
 from tests.support import plans
 from tests.support.golden_text import section
@@ -129,6 +130,43 @@ def test_the_page_has_each_pass_where_it_is() -> None:
         f"forward pass of microbatch 0, chunk 0: 0 us to {duration(timeline.lanes[0].passes[0].end)}"
     ]
     assert sum(path.attrib["class"] == "memory" for path in memories.iter("path")) == 4
+
+
+def test_every_kind_of_box_has_its_colour_and_a_swatch_with_a_text() -> None:
+    passes = (Pass(True, 1, 0, 0, 1), Pass(False, 1, 0, 1, 2, "inputs"), Pass(False, 1, 0, 2, 3, "weights"))
+    blocks = (Block("communication", 0, 1), Block("gradients", 3, 4), Block("update", 4, 5))
+    page = as_page(Timeline("one", (Lane("stage 0", passes, blocks),), 2, 5.0))
+    key = re.findall(r'background:var\(--(\w+)\);opacity:([\d.]+)"></i>([^<]+)', page)
+    assert key == [
+        ("first", "1.00", "forward"),
+        ("second", "1.00", "backward"),
+        ("third", "1.00", "backward of the weights"),
+        ("first", "0.70", "forward, chunk 1"),
+        ("second", "0.70", "backward, chunk 1"),
+        ("ink", "1.00", "exposed communication"),
+        ("fourth", "1.00", "gradients between ranks"),
+        ("fifth", "1.00", "update of the weights"),
+    ]
+    assert page.count('class="swatch"') == len(key)
+    boxes = [each.attrib["class"] for each in svgs(page)[0].iter("rect")]
+    assert boxes == ["lane", *(f"pass {kind}" for kind in ("forward", "backward", "weights"))] + [
+        f"block {each.name}" for each in blocks
+    ]
+    fills = [re.findall(rf"\.{kind} {{ fill: (.*?);", page) for kind in (*KINDS, "block")]
+    assert len({fill for [fill] in fills}) == len(fills)
+    assert "backward pass for the weights of microbatch 0, chunk 1: " in page
+
+
+KINDS = ("forward", "backward", "weights", "gradients", "update")
+
+
+@pytest.mark.parametrize(("words", "chunks"), [("", 1), ("", 2), ("zbv", 2)])
+def test_text_and_table_mean_the_same_by_waiting(words: str, chunks: int) -> None:
+    lines = as_text(equal_stages(4, chunks, 8, name=words or None))
+    [share] = [line.split()[3] for line in lines if line.startswith("Each stage waits ")]
+    table = lines.index("         forward  backward  works  waits  communicates")
+    assert {line.split()[5] for line in lines[table + 1 : table + 5]} == {share}
+    assert lines[table + 5] == "Shares are of the time until the last pass of the 8 microbatches drawn ends."
 
 
 def test_memory_is_drawn_from_when_it_is_known() -> None:

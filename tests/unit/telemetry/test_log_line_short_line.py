@@ -2,8 +2,9 @@
 
 import pytest
 
-from megatron_ext.telemetry.log_line import remaining, short_line
+from megatron_ext.telemetry.log_line import short_line
 from megatron_ext.telemetry.metrics import ValidationMetrics
+from megatron_ext.terminal import remaining
 from tests.support.samples import step
 
 

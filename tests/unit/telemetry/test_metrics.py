@@ -54,6 +54,7 @@ ROW: dict[str, Any] = {
     "time_shares": {"compute": 0.5, "communication": 0.3, "idle": 0.2},
     "slowest_rank": {"rank": 30, "ratio": 31.5, "slow": [4, 5, 6]},
     "world_size": 32,
+    "resumed_at": 6,
     "consumed_by_source": {"a": {"samples": 33, "tokens": 34, "epochs": 0.35}},
 }
 STEP = StepMetrics(**ROW, mtp_losses=(1.5, 1.75))

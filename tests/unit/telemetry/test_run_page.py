@@ -25,6 +25,7 @@ from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.run_page import run_page, runs_page
 from tests.support.pages import HOSTILE, elements
 from tests.support.samples import step
+from tests.support.small_models import LLAMA, small_config
 
 TOOL = Path(__file__).parents[3] / "tools" / "show_run.py"
 
@@ -213,12 +214,13 @@ def test_the_page_is_complete_in_itself_and_well_formed(tmp_path: Path):
         "Learning rate by iteration",
         "Gradient norm by iteration",
         "Speed by iteration",
+        "Memory by iteration",
     ]
 
 
 def test_lines_run_through_the_data_and_break_at_nan(tmp_path: Path):
     losses = {1: 2.0, 2: 4.0, 3: math.nan, 4: 3.0, 5: 2.0}
-    loss, _, norm, _ = svgs(run_page(write_run(tmp_path, losses, {2: 3.0, 4: 2.5}), "run"))
+    loss, _, norm, *_ = svgs(run_page(write_run(tmp_path, losses, {2: 3.0, 4: 2.5}), "run"))
     train, validation = lines(loss)
     # x from 64 to 532 over 4 iterations; y from 230 (1.9, a twentieth below the lowest) up to 12 (4.1).
     assert train == "M64.0 220.1L181.0 21.9M415.0 121.0L532.0 220.1"
@@ -424,6 +426,61 @@ def test_tokens_stand_under_the_axis_and_a_change_of_ranks_is_marked() -> None:
     assert "".join(change.itertext()) == "iteration 3: 1 -> 8 ranks"
     assert "changed          at iteration 3: 1 -&gt; 8 ranks" in page
     assert "<pre>model            of one layer\ntraining loss" in page
+
+
+def test_a_resume_is_marked_with_as_many_ranks_too_and_both_phases_lie_on_one_chart() -> None:
+    rows = [
+        {"world_size": 1 if at < 8 else 8, "resumed_at": 0 if at < 4 else 3 if at < 8 else 7} for at in range(1, 11)
+    ]
+    page = run_page(of_rows(*rows), "run")
+    loss = svgs(page)[0]
+    changes = ["".join(path.itertext()) for path in loss.iter("path") if path.attrib["class"] == "change"]
+    assert changes == ["iteration 3: resumed", "iteration 7: resumed, 1 -> 8 ranks"]
+    assert "changed          at iteration 3: resumed\n" in page
+    assert [line.count("L") for line in lines(loss)] == [6, 2]
+    assert [path.attrib["class"] for path in loss.iter("path")][-2:] == ["line", "line third"]
+    assert re.findall(r'<span class="key[^"]*">(.*?)</span>', page) == [
+        "\u2500 training, 1 rank",
+        "\u2500 training, 8 ranks",
+    ]
+
+
+def test_the_rows_of_a_resumed_run_say_where_it_went_on(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl", 0) as file:
+        file.write(step(iteration=1))
+        file.write(step(iteration=2, resumed_at=1))
+    assert [row.get("resumed_at") for row in read_history(tmp_path).steps] == [None, 1]
+
+
+def test_a_long_run_can_be_enlarged_without_a_script() -> None:
+    page = run_page(of_rows(*({"lm_loss": 2.0 + 1 / at} for at in range(1, 201))), "run")
+    within = page.partition("<details>")[2].partition("</details>")[0]
+    assert [chart.attrib["aria-label"] for chart in svgs(within)] == [
+        f"Loss, {begin} to {end} by iteration" for begin, end in ((1, 50), (50, 100), (100, 150), (150, 200))
+    ]
+    assert "iteration 175: 2.00571" in within
+    assert "<details>" not in run_page(of_rows(*({} for _ in range(49))), "run")
+
+
+def test_the_page_draws_the_layout_and_links_to_files(tmp_path: Path) -> None:
+    values = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "world_size": 8}
+    layout = small_config(LLAMA, values, {"train_iters": 1}).layout
+    page = run_page(of_rows({}), "run", layout=layout, files=["hf", "a b/<c>:d"])
+    drawn = next(chart for chart in svgs(page) if chart.attrib["aria-label"].startswith("layout"))
+    boxes = [each for each in drawn.iter("rect") if each.attrib["class"] == "rank"]
+    titles = ["".join(each.itertext()) for each in boxes]
+    assert len(titles) == 8
+    assert titles[5] == "rank 5: tensor 1, context 0, data 0, stage 1"
+    places = [(float(each.attrib["x"]), float(each.attrib["y"])) for each in boxes]
+    assert len(set(places)) == 8
+    assert places[0][1] == places[1][1] == places[4][1]
+    links = [(each.text, each.attrib["href"]) for each in elements(page) if each.tag == "a"]
+    assert links == [("hf", "hf"), ("a b/<c>:d", "a%20b/%3Cc%3E%3Ad")]
+    write_run(tmp_path, {1: 9.0, 2: 7.0}, {})
+    command = [str(tmp_path), "--html", str(tmp_path / "pages/run.html"), "--files", str(tmp_path / "metrics.jsonl")]
+    (tmp_path / "pages").mkdir()
+    assert show_run.main(command) == 0
+    assert '<a href="../metrics.jsonl">../metrics.jsonl</a>' in (tmp_path / "pages/run.html").read_text()
 
 
 def test_runs_are_named_by_what_their_paths_do_not_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
