@@ -22,7 +22,13 @@ def read_mindspeed(script: Script) -> None:
         )
     if script.take("--enable-hf2mg-convert") is not None:
         script.take("--model-type-hf")  # config.json says it
+        script.take("--exit-on-missing-checkpoint")  # of --load, in whose place this is
         script.give(("--load-hf", *(script.take("--load") or ())))
+    counts = (script.values("--num-layer-list") or [""])[0].split(",")
+    if all(map(str.isdecimal, counts)):
+        script.take("--num-layer-list")
+        stages = "|".join("t" * int(count) for count in counts)
+        script.give(("--pipeline-model-parallel-layout", f"E{stages}L"))
     _positions(script)
     _experts(script)
 

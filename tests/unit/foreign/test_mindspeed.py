@@ -13,7 +13,8 @@ _MODEL = "--num-layers 4 --num-experts 4 --moe-ffn-hidden-size 8 --tensor-model-
     ("script", "ours"),
     [
         ("--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec --ai-framework mindspore", ""),
-        ("--enable-hf2mg-convert --model-type-hf qwen3 --load model", "--load-hf model"),
+        ("--enable-hf2mg-convert --model-type-hf qwen3 --load model --exit-on-missing-checkpoint", "--load-hf model"),
+        ("--num-layer-list 1,3", "--pipeline-model-parallel-layout Et|tttL"),
         ("--n-shared-experts 3", "--moe-shared-expert-intermediate-size 24"),
         ("--first-k-dense-replace 1 --moe-layer-freq 1", "--moe-layer-freq [0,1,1,1]"),
         ("--first-k-dense-replace 1 --moe-layer-freq 2", "--moe-layer-freq [0,0,1,0]"),
