@@ -172,6 +172,23 @@ def _write(folder: Path, name: str, ranks: int, flat: bool = False) -> None:
         torch.save(content, tag / f"mp_rank_{rank:02}_model_states.pt")
 
 
+def _states(folder: Path) -> dict[str, dict[str, np.ndarray]]:
+    return {state: _arrays(folder, state) for state in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")}
+
+
+def test_shards_of_zero_are_what_deepspeed_makes_of_them(tmp_path: Path) -> None:
+    """Of two tensor-parallel x two data-parallel ranks; DeepSpeed itself made a universal checkpoint of them."""
+    with tarfile.open(ARCHIVE.with_name("deepspeed_0.19.8_zero.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    for folder in ("global_step3", "uni"):
+        import_deepspeed(tmp_path / folder, tmp_path / f"of {folder}")
+    ours, theirs = _states(tmp_path / "of global_step3"), _states(tmp_path / "of uni")
+    for state, arrays in theirs.items():
+        assert any(array.any() for array in arrays.values())
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(ours[state][name], array, name)
+
+
 @dataclass
 class _Range:
     """deepspeed.utils.tensor_fragment.fragment_address."""
@@ -218,9 +235,8 @@ def test_states_that_zero_divides_are_put_together(name: str, ranks: int, replic
     _divide(tag, name, ranks, replicas)
     import_deepspeed(tmp_path / "saved", tmp_path / "of shards")
     weights = _arrays(tmp_path / "of layers")
-    of_weight = {"": lambda one: one, "exp_avg.": lambda one: -one, "exp_avg_sq.": lambda one: one**2}
-    for state, function in of_weight.items():
-        found = _arrays(tmp_path / "of shards", state and f"optimizer.state.{state}")
+    functions = lambda one: one, lambda one: -one, lambda one: one**2
+    for found, function in zip(_states(tmp_path / "of shards").values(), functions, strict=True):
         for key, weight in weights.items():
             np.testing.assert_array_equal(found[key], function(weight), key)
     (tag / f"bf16_zero_pp_rank_0_mp_rank_{ranks - 1:02}_optim_states.pt").unlink()
