@@ -7,7 +7,7 @@
 to-hf takes the latest checkpoint of a --save folder (or the one that --load names itself), chooses the family that the
 model is shape-equal to, and at the end compares logits with transformers. from-hf writes a checkpoint of iteration 0
 that training begins from with --load; docs/huggingface.md has more. from-deepspeed does the same with what
-Megatron-DeepSpeed and GPT-NeoX save, and of a universal checkpoint keeps Adam's state (docs/checkpoints.md).
+Megatron-DeepSpeed and GPT-NeoX save, and of ZeRO's shards keeps Adam's state (docs/checkpoints.md).
 """
 
 import time

@@ -68,7 +68,10 @@ TABLE: Table = {
         NoCounterpart("host memory is pinned on a GPU machine, unless --no-pin-cpu-grads --no-pin-cpu-params"),
     ),
     "zero_optimization.offload_optimizer.ratio": Flags("--optimizer-offload-fraction {}"),
-    "zero_optimization.offload_optimizer.buffer_count": _OFFLOAD_BUFFERS,
+    **dict.fromkeys(
+        (f"zero_optimization.offload_optimizer.{key}" for key in ("buffer_count", "pipeline_read", "pipeline_write")),
+        _OFFLOAD_BUFFERS,
+    ),
     "zero_optimization.offload_optimizer.fast_init": Default("the optimizer's state is made where it stays"),
     "zero_optimization.offload_param.device": Cases(
         {"none": OFF, "null": OFF, "cpu": Flags("--torch-fsdp2-cpu-offload")},

@@ -20,6 +20,7 @@ from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.schema.data_flags import FOLDER_TOKENIZERS
 from megatron_ext.environment import world_size
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.foreign.mindspeed import read_mindspeed
 from megatron_ext.foreign.script import Script
 from megatron_ext.foreign.weighted_split_paths import read_weighted_splits
 from megatron_ext.untrusted.text import load_json
@@ -33,6 +34,8 @@ def read(argv: Sequence[str]) -> Typed:
     stage, chosen = script.number("--zero-stage"), [flag for flag in _SCHEMES if flag in script]
     of_stage = _engine(script) == stage is not None
     spelled = {flag: f"--zero-stage {stage}" for flag in _SCHEMES if of_stage and flag in script and flag not in chosen}
+    _ranks_by_hand(script)
+    read_mindspeed(script)
     _other_words(script)
     _tokens(script)
     read_weighted_splits(script)
@@ -46,8 +49,21 @@ def read(argv: Sequence[str]) -> Typed:
     )
 
 
-_SCHEMES = ("--use-torch-fsdp2", "--use-distributed-optimizer")
+_SCHEMES = ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-distributed-optimizer")
 """Flags that a stage of ZeRO stands for."""
+
+
+def _ranks_by_hand(script: Script) -> None:
+    """Take the rank that a script names by hand, where a launcher's variables say it, too, or nobody asks for it."""
+    named = [flag for flag in ("--rank", "--dist-url") if flag in script]
+    if named and (os.environ.get("RANK") or "--dry-run" in script):
+        for flag in named:
+            script.take(flag)
+        script.warnings.append(
+            f"{' and '.join(named)} change nothing here: ranks are those of the launcher's variables (mpirun's, "
+            "srun's, torchrun's), and $MASTER_ADDR says where rank 0 is"
+        )
+
 
 _CONFIG = "--deepspeed_config"
 _ENGINES = {
@@ -182,6 +198,10 @@ def _give(script: Script, content: dict[str, Any]) -> None:
     for flag, value in found.command.items():
         if flag not in script:
             script.give((flag, *shlex.split(value)))
+    if "--fp16" in script and script.take("--use-torch-fsdp2") is not None:  # which has no loss scale
+        gradients = script.take("--torch-fsdp2-no-reshard-after-forward") is not None
+        strategy = "optim_grads" if gradients else "optim_grads_params"
+        script.give(("--use-megatron-fsdp",), ("--data-parallel-sharding-strategy", strategy))
 
 
 _WORDS: dict[str, dict[str, Sequence[str]]] = {

@@ -24,6 +24,9 @@ OTHERS = FILE.with_name("other_launches.json")
 """Flags and values of scripts that other groups have published, by repository and path; files and names of their own
 are `/path`, what a script leaves to whoever starts it is a value in range."""
 
+COUNTED = FILE.with_name("counted_launches.md")
+"""What became of launches of many repositories that were recorded once and are not kept."""
+
 _PACKAGES = frozenset(("transformer_engine", "wandb"))
 _VOCABULARY = 50257
 
@@ -210,6 +213,8 @@ def launches_page() -> str:
         "running each in a restricted shell with stand-ins for torchrun, deepspeed, srun and mpirun.",
         "",
         *_table("script", "outcome", [(name, _for_others(one)) for name, one in others.items()]),
+        "",
+        *COUNTED.read_text().splitlines(),
         "",
         "## What the taken ones are told",
         "",

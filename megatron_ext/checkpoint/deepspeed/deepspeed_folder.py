@@ -3,29 +3,31 @@
     folder = DeepSpeedFolder("checkpoints")
     folder.weights["decoder.layers.0.mlp.linear_fc1.weight"]     # an Entry for each tensor-parallel rank
 
-Three forms are known, and their names in deepspeed 0.19 (runtime/pipe/module.py, runtime/engine.py,
+Four forms are known, and their names in deepspeed 0.19 (runtime/pipe/module.py, runtime/engine.py,
 checkpoint/ds_to_universal.py):
 
     layer_03-model_00-model_states.pt     with pipelines: a module of the pipeline, on one tensor-parallel rank
     mp_rank_00_model_states.pt            the flags of the run; without pipelines, its weights, too
+    zero_pp_rank_0_mp_rank_00_optim_states.pt   what ZeRO divides: masters and Adam's states (`zero_shards.py`)
     zero/<parameter>/fp32.pt              a universal checkpoint: whole parameters, with exp_avg.pt and exp_avg_sq.pt
 
 Nothing in the files is executed (`torch_file.py`).
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.deepspeed import torch_file
 from megatron_ext.checkpoint.deepspeed.saved_flags import flags_of
+from megatron_ext.checkpoint.deepspeed.zero_shards import SHARD_FILE, Pieces, read_zero_shards
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parts.catalogue import EMBEDDING_NORM, OUTPUT_LAYER, POSITION_EMBEDDINGS, WORD_EMBEDDINGS
 from megatron_ext.untrusted.untrusted_folder import file_inside, is_plain, read_inside
 
-Weights = dict[str, list[Entry]]
+Weights = dict[str, list[Entry | Pieces]]
 """Parameter -> its shards, in the order of the tensor-parallel ranks."""
 
 STATES = {"param": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -87,6 +89,11 @@ class DeepSpeedFolder:
         if (self.path / "zero").is_dir():
             self.states = {state: self._universal(file) for state, file in STATES.items()}
             self.weights = self.states["param"]
+        elif any(map(SHARD_FILE.fullmatch, names)):
+            stages = args.get("pipeline_model_parallel_size") or args.get("pipe_parallel_size") or 1
+            shards = read_zero_shards(self.path, _whole(stages) or 1)
+            self.states = {state: self._by_our_names(ranks) for state, ranks in shards.items()}
+            self.weights = self.states["param"]
         elif any(map(_LAYER_FILE.fullmatch, names)):
             self.weights = self._of_layers(names)
         else:
@@ -109,7 +116,7 @@ class DeepSpeedFolder:
                 found[folder.name] = content["param"] if isinstance(content, dict) else content
         return self._by_our_names([found])
 
-    def _by_our_names(self, ranks: list[dict[str, Entry]]) -> Weights:
+    def _by_our_names(self, ranks: Sequence[Mapping[str, Any]]) -> Weights:
         """Return the shards of each parameter under our names."""
         layers = {
             name.partition(".")[0] for name in ranks[0] if re.match(r"\d+\.(self_attention|attention|mlp)\.", name)
@@ -120,7 +127,7 @@ class DeepSpeedFolder:
         for name in ranks[0]:
             ours = _our_name(name, number)
             if ours is not None:
-                shards = [one[name] for one in ranks if isinstance(one.get(name), Entry)]
+                shards = [one[name] for one in ranks if isinstance(one.get(name), Entry | Pieces)]
                 if len(shards) < len(ranks):
                     raise DataError(f"{self.path}: {name} is no tensor of weights in order on every rank")
                 found.setdefault(ours, shards)  # tied embeddings are there twice

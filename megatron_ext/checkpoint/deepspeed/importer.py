@@ -1,5 +1,5 @@
 """Imports a checkpoint of Megatron-DeepSpeed or GPT-NeoX: weights alone, as iteration 0, or of a universal checkpoint
-Adam's state as well, at its iteration. One process does it (`native/single_process.py`).
+and of ZeRO's shards Adam's state as well, at its iteration. One process does it (`native/single_process.py`).
 """
 
 import functools
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.copying import BLOCK, ComputedBytes, FilePart
 from megatron_ext.checkpoint.deepspeed.deepspeed_folder import DeepSpeedFolder
+from megatron_ext.checkpoint.deepspeed.zero_shards import Pieces
 from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.native.single_process import Item, items, write_checkpoint
@@ -23,7 +24,7 @@ from megatron_ext.terminal import say, tracked
 
 def import_deepspeed(source: str | Path, destination: str | Path) -> Path:
     """Write a checkpoint into the folder `destination`. The dtype of the weights is kept; those of a universal
-    checkpoint are fp32.
+    checkpoint and of ZeRO's shards are fp32.
 
     Returns:
         The checkpoint's own folder.
@@ -53,7 +54,7 @@ def import_deepspeed(source: str | Path, destination: str | Path) -> Path:
         count = {"iteration": folder.iteration, "optimizer_step": folder.iteration}
         common = {**count, "train_state": state, "grad_scaler": {}}
     else:
-        say(f"{folder.path}: weights alone; ds_to_universal of deepspeed makes a checkpoint whose Adam state is read")
+        say(f"{folder.path}: weights alone; put the optim_states.pt of all ranks next to them for Adam's state")
     return write_checkpoint(destination, config, _tensors(folder, config), common)
 
 
@@ -67,7 +68,7 @@ def _tensors(folder: DeepSpeedFolder, config: Config) -> Iterator[Item]:
             yield from items(config, parameter, dtype, elements, prefix)
 
 
-def _as_saved(parameter: Parameter, shards: list[Entry]) -> Parameter:
+def _as_saved(parameter: Parameter, shards: list[Entry | Pieces]) -> Parameter:
     """Return the parameter with as many rows of a vocabulary as its shards have: they may be padded otherwise."""
     rows, *rest = parameter.shape
     own = sum(shard.shape[0] for shard in shards)
@@ -98,7 +99,7 @@ def _check(folder: DeepSpeedFolder, config: Config, entries: int) -> None:
         raise DataError(f"{folder.path} is not the model that its flags describe: {'; '.join(problems[:20])}")
 
 
-def _elements(shards: list[Entry], parameter: Parameter, dtype: str, rows: range) -> Iterator[FilePart]:
+def _elements(shards: list[Entry | Pieces], parameter: Parameter, dtype: str, rows: range) -> Iterator[FilePart]:
     """Yield the elements of these rows of a parameter; padding, which comes last, is zero."""
     width = WIDTH[dtype]
     for size in parameter.shape[1:]:
@@ -109,7 +110,7 @@ def _elements(shards: list[Entry], parameter: Parameter, dtype: str, rows: range
         yield ComputedBytes(len(part) * width, functools.partial(_merge, shards, parameter, dtype, part))
 
 
-def _merge(shards: list[Entry], parameter: Parameter, dtype: str, rows: range, target: memoryview) -> None:
+def _merge(shards: list[Entry | Pieces], parameter: Parameter, dtype: str, rows: range, target: memoryview) -> None:
     """Fill `target` with rows of a parameter that tensor-parallel ranks divide, or each hold whole.
 
     Of those that each rank holds the mean is taken, as in the published BLOOM: norms of ranks have drifted apart there.

@@ -24,9 +24,6 @@ FLAGS: dict[str, str] = {
     "--eval-only": f"{_BLOOMS}: use --skip-train, or tasks/main.py",
     "--patch-tokenizer-type": f"{_PAI}: use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
     "--layernorm-type": "it is Megatron-DeepSpeed's on Gaudi: use --normalization",
-    "--norm-topk-prob": (
-        "it is MindSpeed's: leave it out; without --moe-router-pre-softmax the weights of a token's experts add up to 1"
-    ),
     "--n-shared-experts": (
         f"{_MINDSPEED}: use --moe-shared-expert-intermediate-size, which is this number times --moe-ffn-hidden-size"
     ),
@@ -36,8 +33,6 @@ FLAGS: dict[str, str] = {
         f"{_MINDSPEED}: use --num-layers without these, and --pipeline-model-parallel-layout, or "
         "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
     ),
-    "--num-layer-list": f"{_MINDSPEED}: use --pipeline-model-parallel-layout",
-    "--enable-hf2mg-convert": f"{_MINDSPEED}: use --load-hf DIR to begin from a Hugging Face model",
     "--model-type-hf": f"{_MINDSPEED}: leave it out; --load-hf DIR reads what the model is from its config.json",
     **dict.fromkeys(
         ("--rope-scaling-type", "--rope-scaling-mscale", "--rope-scaling-mscale-all-dim"),
@@ -82,8 +77,12 @@ READ_AS_THERE: dict[str, str] = {
     "--mlp-type TEXT": "standard: layers of experts have no MLP besides.",
     "--moe-expert-parallel-size N": "--expert-model-parallel-size.",
     "--moe-loss-coeff X": "--moe-aux-loss-coeff.",
+    "--enable-hf2mg-convert": "MindSpeed's: --load names a Hugging Face model, as --load-hf does.",
+    "--norm-topk-prob": "MindSpeed's: weights of a token's experts add up to 1, as without --moe-router-pre-softmax.",
+    "--moe-tp-extend-ep": "MindSpeed's: --expert-tensor-parallel-size 1, and experts divided over those ranks, too.",
+    "--num-layer-list N,N": "MindSpeed's: layers of each stage, as --pipeline-model-parallel-layout.",
 }
-"""Flag of Megatron-DeepSpeed's scripts, with its value -> what `foreign/megatron_deepspeed.py` takes it for."""
+"""Flag of Megatron-DeepSpeed's and MindSpeed's scripts, with its value -> what `foreign/` takes it for."""
 
 
 def advice(flag: str) -> str | None:

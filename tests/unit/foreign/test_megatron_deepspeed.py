@@ -54,6 +54,18 @@ def _problems(line: str, **options: Any) -> list[str]:
         (f"{_LENGTH} --zero_stage=1", f"{_LENGTH} --use-distributed-optimizer"),
         (f"{_LENGTH} --zero-stage 2", f"{_LENGTH} --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"),
         (f"{_LENGTH} --zero-stage 3", f"{_LENGTH} --use-torch-fsdp2"),
+        (
+            f"{_LENGTH} --zero-stage 3 --fp16",
+            f"{_LENGTH} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --fp16",
+        ),
+        (
+            f"{_LENGTH} --zero-stage 2 --fp16",
+            f"{_LENGTH} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --fp16",
+        ),
+        (
+            f"{_LENGTH} --rank 1 --world-size 2 --local-rank 1 --dist-url tcp://node:29500 --dry-run",
+            f"{_LENGTH} --world-size 2 --dry-run",
+        ),
         (f"{_LENGTH} --no-pipeline-parallel --pipeline-model-parallel-size 1", _LENGTH),
         (f"{_LENGTH} --ds-sequence-parallel-size 1", f"{_LENGTH} --cp-comm-type a2a"),
         (

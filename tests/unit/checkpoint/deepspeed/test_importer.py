@@ -6,6 +6,7 @@ import json
 import tarfile
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,10 @@ def test_weights_that_deepspeed_wrote_give_its_logits(written: Path, tmp_path: P
     assert torch.allclose(logits[..., :64], torch.tensor(expected["logits"]), rtol=0, atol=2e-6)
 
 
-def _arrays(folder: Path) -> dict[str, np.ndarray]:
-    """Every parameter of a checkpoint, put together of its pieces."""
+def _arrays(folder: Path, state: str = "") -> dict[str, np.ndarray]:
+    """Every parameter of a checkpoint, or a state of it, put together of its pieces."""
     saved, found = SavedModel(folder), {}
+    saved.tensors = {name.removeprefix(state): one for name, one in saved.tensors.items() if name.startswith(state)}
     for parameter in parameters(saved.config):
         whole = np.zeros(parameter.shape, np.float32)
         for piece in saved.pieces(parameter.name):
@@ -168,6 +170,78 @@ def _write(folder: Path, name: str, ranks: int, flat: bool = False) -> None:
                 torch.save(parts, tag / f"layer_{number}-model_{rank:02}-model_states.pt")
         content = {"module": {"language_model": of_rank} if flat else None, "args": args, "iteration": 7}
         torch.save(content, tag / f"mp_rank_{rank:02}_model_states.pt")
+
+
+def _states(folder: Path) -> dict[str, dict[str, np.ndarray]]:
+    return {state: _arrays(folder, state) for state in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")}
+
+
+def test_shards_of_zero_are_what_deepspeed_makes_of_them(tmp_path: Path) -> None:
+    """Of two tensor-parallel x two data-parallel ranks; DeepSpeed itself made a universal checkpoint of them."""
+    with tarfile.open(ARCHIVE.with_name("deepspeed_0.19.8_zero.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    for folder in ("global_step3", "uni"):
+        import_deepspeed(tmp_path / folder, tmp_path / f"of {folder}")
+    ours, theirs = _states(tmp_path / "of global_step3"), _states(tmp_path / "of uni")
+    for state, arrays in theirs.items():
+        assert any(array.any() for array in arrays.values())
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(ours[state][name], array, name)
+
+
+@dataclass
+class _Range:
+    """deepspeed.utils.tensor_fragment.fragment_address."""
+
+    numel: int
+    start: int
+
+
+def _divide(tag: Path, name: str, ranks: int, replicas: int) -> None:
+    """Write what BF16_Optimizer writes of two groups of parameters, each divided evenly, and take the layers away."""
+    for rank in range(ranks):
+        own: dict[str, torch.Tensor] = {}
+        for path in sorted(tag.glob(f"layer_*-model_{rank:02}-model_states.pt")):
+            own |= {f"{int(path.name[6:8])}.{key}": one for key, one in torch.load(path).items()}
+            path.unlink()
+        groups = [{key: one for key, one in own.items() if (one.dim() > 1) == big} for big in (True, False)]
+        file = tag / f"mp_rank_{rank:02}_model_states.pt"
+        shapes = [{key: one.shape for key, one in group.items()} for group in groups]
+        torch.save(torch.load(file, weights_only=False) | {"param_shapes": shapes}, file)
+        for replica in range(replicas):
+            flats, places = [], []
+            for group in groups:
+                flat = torch.cat([one.reshape(-1).float() for one in group.values()])
+                size = -(-len(flat) // replicas)
+                low, high, at = replica * size, (replica + 1) * size, 0
+                flats.append(torch.nn.functional.pad(flat, (0, replicas * size - len(flat)))[low:high].clone())
+                places.append({})
+                for key, one in group.items():
+                    first, last = max(at, low), min(at + one.numel(), high)
+                    if first < last:
+                        places[-1][key] = _Range(last - first, first - low)
+                    at += one.numel()
+            adam = {group: {"step": 7, "exp_avg": -one, "exp_avg_sq": one**2} for group, one in enumerate(flats)}
+            state = {"single_partition_of_fp32_groups": flats, "param_slice_mappings": places}
+            content = {"optimizer_state_dict": state | {"base_optimizer_state": {"state": adam}}}
+            torch.save(content, tag / f"bf16_zero_pp_rank_{replica}_mp_rank_{rank:02}_optim_states.pt")
+
+
+@pytest.mark.parametrize(("name", "ranks", "replicas"), [("llama", 2, 3), ("bloom", 1, 2), ("gpt_neox", 2, 2)])
+def test_states_that_zero_divides_are_put_together(name: str, ranks: int, replicas: int, tmp_path: Path) -> None:
+    _write(tmp_path, name, ranks)
+    import_deepspeed(tmp_path / "saved", tmp_path / "of layers")
+    tag = tmp_path / "saved/global_step7"
+    _divide(tag, name, ranks, replicas)
+    import_deepspeed(tmp_path / "saved", tmp_path / "of shards")
+    weights = _arrays(tmp_path / "of layers")
+    functions = lambda one: one, lambda one: -one, lambda one: one**2
+    for found, function in zip(_states(tmp_path / "of shards").values(), functions, strict=True):
+        for key, weight in weights.items():
+            np.testing.assert_array_equal(found[key], function(weight), key)
+    (tag / f"bf16_zero_pp_rank_0_mp_rank_{ranks - 1:02}_optim_states.pt").unlink()
+    with pytest.raises(DataError, match="copy the files of all ranks"):
+        import_deepspeed(tmp_path / "saved", tmp_path / "other")
 
 
 def _as_one_module(number: str, parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -1,0 +1,120 @@
+"""Puts together what ZeRO's stages 1 and 2 divide between data-parallel ranks: masters in fp32 and Adam's states.
+
+    read_zero_shards(Path("global_step95000"), stages=1)["exp_avg"][0]["3.mlp.dense_h_to_4h.weight"].rows(0, 64)
+
+A rank's file (`zero_pp_rank_1_mp_rank_00_optim_states.pt`, or `bf16_zero_...`) has one flat tensor for each group of
+parameters and each state, and says which range of it belongs to which parameter (`param_slice_mappings` of deepspeed's
+runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py). The shapes are in the model-parallel rank's own file.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.checkpoint.deepspeed import torch_file
+from megatron_ext.checkpoint.huggingface.safetensors import Entry
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.untrusted.untrusted_folder import file_inside
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+SHARD_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MASTERS = "single_partition_of_fp32_groups"
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A tensor whose elements lie one after another in ranges of several files; it is read as an `Entry` is."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Entry, ...]
+    """Vectors, in order."""
+
+    def rows(self, start: int, count: int) -> "npt.NDArray":
+        """Return a copy of `count` rows."""
+        import numpy as np
+
+        width, before = math.prod(self.shape[1:]), 0
+        low, high, parts = start * width, (start + count) * width, []
+        for piece in self.pieces:
+            first, last = max(low - before, 0), min(high - before, piece.shape[0])
+            parts += [piece.rows(first, last - first)] if first < last else []
+            before += piece.shape[0]
+        return np.concatenate(parts).reshape(count, *self.shape[1:])
+
+
+def read_zero_shards(folder: Path, stages: int) -> dict[str, list[dict[str, Pieces]]]:
+    """Return of each state (param, exp_avg, exp_avg_sq) the tensors of each tensor-parallel rank, by DeepSpeed's names.
+
+    Args:
+        stages: pipeline stages of the run; a parameter that several have, as tied embeddings, is taken of the first.
+    Raises:
+        ConfigurationError: the files do not say where parameters lie.
+        DataError: files are missing or damaged.
+    """
+    names = [path.name for path in folder.iterdir()]
+    found = {(int(match[2]), int(match[1])): match[0] for name in names if (match := SHARD_FILE.fullmatch(name))}
+    ranks, replicas = (1 + max(places) for places in zip(*found, strict=True))
+    if len(found) < ranks * replicas or ranks % stages:
+        raise DataError(
+            f"{folder} has {len(found)} optim_states.pt of {ranks} model-parallel x {replicas} data-parallel ranks in "
+            f"{stages} pipeline stages; copy the files of all ranks into one folder"
+        )
+    result: dict[str, list[dict[str, Pieces]]] = {
+        state: [{} for _ in range(ranks // stages)] for state in ("param", "exp_avg", "exp_avg_sq")
+    }
+    for rank in range(ranks):
+        shapes = _shapes(folder, f"mp_rank_{rank:02d}_model_states.pt")
+        pieces: dict[str, dict[str, list[Entry]]] = {state: {} for state in result}
+        for replica in range(replicas):
+            _collect(file_inside(folder, found[rank, replica]), pieces)
+        for state, parameters in pieces.items():
+            for name, parts in parameters.items():
+                sizes = math.prod(shapes.get(name, (0,))), sum(part.shape[0] for part in parts)
+                if sizes[0] != sizes[1]:
+                    raise DataError(f"{folder}: shards of {name} have {sizes[1]} elements of its {sizes[0]}")
+                whole = Pieces(parts[0].dtype, shapes[name], tuple(parts))
+                result[state][rank % (ranks // stages)].setdefault(name, whole)
+    return result
+
+
+def _shapes(folder: Path, file: str) -> dict[str, tuple[int, ...]]:
+    groups = torch_file.read(file_inside(folder, file)).get("param_shapes")
+    groups = groups if isinstance(groups, list) else [groups]
+    return {name: tuple(shape) for group in groups for name, shape in (group or {}).items()}
+
+
+def _collect(path: Path, pieces: dict[str, dict[str, list[Entry]]]) -> None:
+    """Add the ranges that a rank's file has of each state of each parameter."""
+    saved = torch_file.read(path)
+    saved = saved.get("optimizer_state_dict") if isinstance(saved, dict) else None
+    if not isinstance(saved, dict) or not isinstance(saved.get("param_slice_mappings"), list):
+        raise ConfigurationError(
+            f"{path} does not say where parameters lie, as deepspeed below 0.7 and ZeRO-3; make a universal checkpoint "
+            "with ds_to_universal there, and give its folder"
+        )
+    try:
+        states = saved["base_optimizer_state"]
+        states = states["state"] if isinstance(states, dict) else states
+        for group, places in enumerate(saved["param_slice_mappings"]):
+            flat = {
+                "param": saved[_MASTERS][group],
+                **{name: states[group][name] for name in ("exp_avg", "exp_avg_sq")},
+            }
+            for name, place in places.items():
+                for state, entry in flat.items():
+                    start, size = place["start"], place["numel"]
+                    if min(start, size) < 0 or start + size > math.prod(entry.shape):
+                        raise ValueError(f"{name} reaches beyond its group")
+                    piece = Entry(entry.path, entry.dtype, (size,), Entry.offset_of(_vector(entry), start))
+                    pieces[state].setdefault(name, []).append(piece)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{path} holds no state of Adam in ZeRO's form ({error}); take another checkpoint") from error
+
+
+def _vector(entry: Any) -> Entry:
+    return Entry(entry.path, entry.dtype, (math.prod(entry.shape),), entry.offset)

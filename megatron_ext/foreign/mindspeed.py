@@ -1,0 +1,90 @@
+"""Gives flags of MindSpeed-LLM's scripts, which run Megatron-LM on Ascend's processors, in our words.
+
+Meanings are those of its source (features_manager/, core/transformer/moe/router.py, training/initialize.py).
+"""
+
+from megatron_ext.foreign.script import Script
+
+_SPECS = ("qwen3_spec", "deepseek_spec")
+"""Modules whose layers are those that --qk-layernorm, --multi-latent-attention and --num-experts describe."""
+
+
+def read_mindspeed(script: Script) -> None:
+    """Take the flags that have an equivalent here; those without one stay, to be refused by their names."""
+    if script.take("--ai-framework") is not None:
+        script.warnings.append("--ai-framework changes nothing here: the program runs on torch")
+    module = (script.values("--spec") or [""])[0]
+    if module.startswith("mindspeed_llm.") and module.rpartition(".")[2] in _SPECS:
+        script.take("--spec")
+        script.warnings.append(
+            f"--spec {module} changes nothing here: its layers are those of --qk-layernorm, --multi-latent-attention "
+            "and --num-experts"
+        )
+    if script.take("--enable-hf2mg-convert") is not None:
+        script.take("--model-type-hf")  # config.json says it
+        script.take("--exit-on-missing-checkpoint")  # of --load, in whose place this is
+        script.give(("--load-hf", *(script.take("--load") or ())))
+    counts = (script.values("--num-layer-list") or [""])[0].split(",")
+    if all(map(str.isdecimal, counts)):
+        script.take("--num-layer-list")
+        stages = "|".join("t" * int(count) for count in counts)
+        script.give(("--pipeline-model-parallel-layout", f"E{stages}L"))
+    _positions(script)
+    _experts(script)
+
+
+def _positions(script: Script) -> None:
+    """Take YaRN of latent attention, and Llama 3's stretched frequencies."""
+    kind = (script.values("--rope-scaling-type") or [""])[0]
+    if kind == "yarn" and "--multi-latent-attention" in script:
+        names = {
+            "--rope-scaling-factor": "--rotary-scaling-factor",
+            "--rope-scaling-original-max-position-embeddings": "--original-max-position-embeddings",
+            "--rope-scaling-mscale": "--mscale",
+            "--rope-scaling-mscale-all-dim": "--mscale-all-dim",
+        }
+        script.take("--rope-scaling-type")
+        script.give(("--rope-type", kind))
+        script.give(*((new, *values) for old, new in names.items() if (values := script.take(old))))
+    elif kind == "llama3":
+        script.take("--rope-scaling-type")
+        names = {
+            "--low-freq-factor": "--rope-scaling-low-freq-factor",
+            "--high-freq-factor": "--rope-scaling-high-freq-factor",
+            "--original-max-position-embeddings": "--rope-scaling-original-max-position-embeddings",
+        }
+        script.give(("--use-rope-scaling",))
+        script.give(*((new, *values) for old, new in names.items() if (values := script.take(old))))
+
+
+def _experts(script: Script) -> None:
+    """Take what its router and its layers of experts have under other names."""
+    width = script.number("--moe-ffn-hidden-size") or script.number("--ffn-hidden-size")
+    shared = script.number("--n-shared-experts")
+    if shared and width:
+        script.take("--n-shared-experts")
+        if "--moe-shared-expert-intermediate-size" not in script:
+            script.give(("--moe-shared-expert-intermediate-size", str(shared * width)))
+    dense, layers = script.number("--first-k-dense-replace"), script.number("--num-layers")
+    if dense is not None and layers:
+        every = script.number("--moe-layer-freq") or 1
+        script.take("--first-k-dense-replace")
+        if dense:  # the source tests it so: with 0 every layer has experts
+            pattern = ",".join(str(int(layer >= dense and layer % every == 0)) for layer in range(layers))
+            script.give(("--moe-layer-freq", f"[{pattern}]"))
+    divided = script.take("--norm-topk-prob") is not None
+    kind = (script.values("--moe-router-load-balancing-type") or ["aux_loss"])[0]
+    if kind == "softmax_topk":  # weights out of the softmax over all experts, and no loss of balance
+        script.give(("--moe-router-load-balancing-type", "none"), *([] if divided else [("--moe-router-pre-softmax",)]))
+    elif divided and kind == "aux_loss":
+        script.take("--moe-router-pre-softmax")
+    if divided:
+        script.warnings.append(
+            "--norm-topk-prob changes nothing here: without --moe-router-pre-softmax a token's weights add up to 1"
+        )
+    if kind == "none" and script.take("--seq-aux") is not None:
+        script.give(("--moe-router-load-balancing-type", "seq_aux_loss"))
+    tensor = script.number("--tensor-model-parallel-size") or 1
+    if script.take("--moe-tp-extend-ep") is not None:  # experts are whole, and divided over these ranks, too
+        experts = tensor * (script.number("--expert-model-parallel-size") or 1)
+        script.give(("--expert-tensor-parallel-size", "1"), ("--expert-model-parallel-size", str(experts)))

@@ -1,0 +1,57 @@
+"""Scripts of MindSpeed-LLM are the runs that they are there, or refused for what has no equivalent."""
+
+import shlex
+
+import pytest
+
+from megatron_ext.foreign.megatron_deepspeed import read
+
+_MODEL = "--num-layers 4 --num-experts 4 --moe-ffn-hidden-size 8 --tensor-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("script", "ours"),
+    [
+        ("--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec --ai-framework mindspore", ""),
+        ("--enable-hf2mg-convert --model-type-hf qwen3 --load model --exit-on-missing-checkpoint", "--load-hf model"),
+        ("--num-layer-list 1,3", "--pipeline-model-parallel-layout Et|tttL"),
+        ("--n-shared-experts 3", "--moe-shared-expert-intermediate-size 24"),
+        ("--first-k-dense-replace 1 --moe-layer-freq 1", "--moe-layer-freq [0,1,1,1]"),
+        ("--first-k-dense-replace 1 --moe-layer-freq 2", "--moe-layer-freq [0,0,1,0]"),
+        ("--first-k-dense-replace 0 --moe-layer-freq 1", "--moe-layer-freq 1"),
+        ("--norm-topk-prob --moe-router-pre-softmax", ""),
+        ("--moe-router-load-balancing-type softmax_topk --norm-topk-prob", "--moe-router-load-balancing-type none"),
+        (
+            "--moe-router-load-balancing-type softmax_topk",
+            "--moe-router-load-balancing-type none --moe-router-pre-softmax",
+        ),
+        ("--moe-router-load-balancing-type none --seq-aux", "--moe-router-load-balancing-type seq_aux_loss"),
+        (
+            "--moe-tp-extend-ep --expert-model-parallel-size 2",
+            "--expert-tensor-parallel-size 1 --expert-model-parallel-size 4",
+        ),
+        (
+            "--multi-latent-attention --rope-scaling-type yarn --rope-scaling-factor 40 --rope-scaling-mscale 1.0 "
+            "--rope-scaling-mscale-all-dim 1.0 --rope-scaling-original-max-position-embeddings 4096",
+            "--multi-latent-attention --rope-type yarn --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 "
+            "--original-max-position-embeddings 4096",
+        ),
+        (
+            "--rope-scaling-type llama3 --rope-scaling-factor 8 --low-freq-factor 1 --high-freq-factor 4 "
+            "--original-max-position-embeddings 8192",
+            "--use-rope-scaling --rope-scaling-factor 8 --rope-scaling-low-freq-factor 1 "
+            "--rope-scaling-high-freq-factor 4 --rope-scaling-original-max-position-embeddings 8192",
+        ),
+    ],
+)
+def test_flags_have_their_meaning(script: str, ours: str) -> None:
+    found, expected = (read(shlex.split(f"{_MODEL} {line}")) for line in (script, ours))
+    assert found.problems == expected.problems == ()
+    assert found.values == expected.values
+
+
+@pytest.mark.parametrize(
+    "script", ["--spec my_spec layer", "--fix-router", "--rope-scaling-type plm", "--noop-layers 3"]
+)
+def test_what_has_no_equivalent_is_refused_by_its_name(script: str) -> None:
+    assert [problem.split()[0] for problem in read(shlex.split(f"{_MODEL} {script}")).problems] == [script.split()[0]]
