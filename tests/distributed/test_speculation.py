@@ -44,7 +44,8 @@ def _generate(task: tuple[str, str]) -> tuple[list[tuple[list[int], str]], list[
     sampling = Sampling(max_new_tokens=40, stop=("self.",))
     plain, drafted = (generate(model, PROMPTS, sampling, rows=2, speculative=drafts) for drafts in (False, True))
     counts = [sum(getattr(one, name) for one in drafted) for name in ("drafted", "accepted")]
-    return *([(one.tokens, one.reason) for one in made] for made in (plain, drafted)), counts
+    tokens = [[(one.tokens, one.reason) for one in made] for made in (plain, drafted)]
+    return tokens[0], tokens[1], counts
 
 
 @pytest.fixture(scope="module")
