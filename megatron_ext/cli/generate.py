@@ -74,6 +74,11 @@ def _parser() -> ToolParser:
     parser.add_argument("--seed", type=int, default=1234, help="of sampling")
     parser.add_argument("--max-batch-size", type=int, default=16, help="prompts at work at once on a replica")
     parser.add_argument("--stream", action="store_true", help="write one prompt's answer token by token")
+    parser.add_argument(
+        "--speculative",
+        action="store_true",
+        help="draft with the model's depths of multi-token prediction; the tokens stay the same",
+    )
     parser.add_argument("--output", metavar="FILE", help="write JSON lines of prompt, text, tokens and reason there")
     return parser
 
@@ -100,7 +105,11 @@ def _load(options: Any, flags: list[str]) -> tuple[Any, "Sampling"]:
     sampling.check()
     from megatron_ext.train.trained_model import load_trained
 
-    return load_trained(configured), sampling
+    if options.speculative:
+        from megatron_ext.inference.speculation import check_drafts
+
+        check_drafts(configured.config, sampling)
+    return load_trained(configured, depths=options.speculative), sampling
 
 
 def _check(options: Any) -> None:
@@ -116,6 +125,9 @@ def _serve(leader: "Leader", options: Any, sampling: "Sampling") -> None:
     """Answer all prompts."""
     prompts = _prompts(options)
     made = _answered(leader, prompts, options, sampling)
+    if options.speculative:
+        drafted, accepted = sum(one.drafted for one in made), sum(one.accepted for one in made)
+        say(f"drafts: {accepted} of {drafted} accepted ({accepted / max(drafted, 1):.1%})")
     if options.output:
         _write(options.output, prompts, made)
 
@@ -127,8 +139,9 @@ def _answered(leader: "Leader", prompts: list[str], options: Any, sampling: "Sam
     shown = [f"{prompt}\n" if options.chat_template else prompt for prompt in prompts]
     if len(prompts) == 1 and (options.stream or sys.stdout.isatty()) and leader.model.tokenizer is not None:
         say(shown[0], end="")
-        return [_answer_streaming(leader, prompts[0], encode, sampling)]
-    made = leader.generate([encode(prompt) for prompt in prompts], sampling, options.max_batch_size)
+        return [_answer_streaming(leader, prompts[0], encode, sampling, options.speculative)]
+    asked = [encode(prompt) for prompt in prompts]
+    made = leader.generate(asked, sampling, options.max_batch_size, speculative=options.speculative)
     _show(shown, made)
     return made
 
@@ -145,14 +158,16 @@ def _prompts(options: Any) -> list[str]:
     return lines_of(sys.stdin.read())
 
 
-def _answer_streaming(leader: "Leader", prompt: str, encode: "Encoder", sampling: "Sampling") -> "Generated":
+def _answer_streaming(
+    leader: "Leader", prompt: str, encode: "Encoder", sampling: "Sampling", speculative: bool
+) -> "Generated":
     """Write the answer to the only prompt token by token, and return it. The model has a tokenizer."""
     from megatron_ext.inference.generation import Stream
 
     ids, tokenizer = encode(prompt), leader.model.tokenizer
     assert tokenizer is not None
     stream = Stream(tokenizer, ids, sampling.stop, lambda piece: say(piece, end=""))
-    [made] = leader.generate([ids], sampling, 1, stream)
+    [made] = leader.generate([ids], sampling, 1, stream, speculative=speculative)
     stream.finish(_words(made))
     say()
     return made

@@ -11,7 +11,7 @@ made in its place.
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
+def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Return rows of x times the transposed matrix of their expert, [T, O], differentiable.
+
+    Args:
+        tokens: rows of each expert; x is sorted by it.
+    """
+    if _is_fp32_on_cpu(x_TI, weight_EOI) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _LinearByExpert.apply(x_TI, weight_EOI, tokens)  # pyright: ignore[reportReturnType]
+    parts = zip(x_TI.split(tokens), weight_EOI.unbind(0), strict=True)
+    # An expert without tokens still takes part, so that its gradient is zero and not missing.
+    return torch.cat([linear(x, weight) if len(x) else F.linear(x, weight) for x, weight in parts])
+
+
 def _linear_without_gradient(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute `linear` in inference mode, where oneDNN's 30 us a call can be more than the product itself."""
     few = x.numel() <= _FEW_ROWS * x.size(-1)
@@ -182,6 +195,39 @@ def _weight_gradient(grad_NV: torch.Tensor, x_NH: torch.Tensor, weight: torch.Te
         return _product(grad_NV.t(), x_NH.t())
     place = place_of_first(weight)
     return grad_NV.t() @ x_NH if place is None else torch.mm(grad_NV.t(), x_NH, out=place)
+
+
+class _LinearByExpert(torch.autograd.Function):
+    """Multiplies expert by expert as `_Linear` does. The gradients of all matrices are one tensor, into which each is
+    written: autograd would make them one by one, and a copy of all."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        ctx.save_for_backward(x_TI, weight_EOI)
+        ctx.tokens = tokens
+        parts = zip(x_TI.split(tokens), weight_EOI, strict=True)
+        return torch.cat([_product_or_blas(x, weight) for x, weight in parts])
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_TI, weight_EOI = ctx.saved_tensors
+        grads, for_x, for_weight = grad_TO.split(ctx.tokens), None, None
+        if ctx.needs_input_grad[0]:
+            for_x = torch.cat([_product_or_blas(g, weight.t()) for g, weight in zip(grads, weight_EOI, strict=True)])
+        if ctx.needs_input_grad[1]:
+            place = place_of_first(weight_EOI)
+            for_weight = torch.empty_like(weight_EOI) if place is None else place
+            for g, x, out in zip(grads, x_TI.split(ctx.tokens), for_weight, strict=True):
+                if _gemm == "onednn" and len(x):
+                    out.copy_(_product(g.t(), x.t()))
+                else:
+                    torch.mm(g.t(), x, out=out)
+        return for_x, for_weight, None
+
+
+def _product_or_blas(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x A^T by what multiplies here; oneDNN takes no matrix without rows."""
+    return F.linear(x, weight) if _gemm == "blas" or not len(x) else _product(x, weight)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -9,7 +9,7 @@ Writes a text as it is generated, a piece with each token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -18,6 +18,7 @@ from megatron_ext.config.derived.pipeline_split import last_stage
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.inference_model import Model
 from megatron_ext.inference.sampling import Sampler, Sampling
+from megatron_ext.inference.speculation import Speculation
 from megatron_ext.parts.attention.cached import KeyValueCache, TextsInARow
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
@@ -35,6 +36,10 @@ class Generated:
     """Its text, up to the stop string; None without a tokenizer."""
     reason: str
     """Why it ended: "eod", "stop" or "length"."""
+    drafted: int = 0
+    """Number of tokens that depths of multi-token prediction drafted for it."""
+    accepted: int = 0
+    """Number of them that the model would have chosen itself."""
 
 
 @dataclass
@@ -47,6 +52,8 @@ class _Row:
     reason: str | None = None
     ended_at: int | None = None
     """Number of its tokens; those after it were made while other rows were not finished."""
+    drafted: int = 0
+    accepted: int = 0
 
 
 def generate(
@@ -56,6 +63,7 @@ def generate(
     *,
     rows: int = 16,
     cached: bool = True,
+    speculative: bool = False,
     on_token: OnToken | None = None,
 ) -> list[Generated]:
     """Go on from every prompt. Collective over all ranks, each of which gives the same and gets all that was made.
@@ -66,6 +74,7 @@ def generate(
         sampling: how tokens are chosen, and when a text ends.
         rows: prompts that a replica has at work at once, which bounds the cache's memory.
         cached: whether keys and values are kept; without, each token costs a pass over the whole text.
+        speculative: whether depths of multi-token prediction draft tokens, which `speculation.check_drafts` allows.
         on_token: told of every token.
     Raises:
         ConfigurationError: a prompt is empty, has an id that is none, or leaves no room for the tokens.
@@ -78,7 +87,10 @@ def generate(
             numbers = range(start, min(start + rows * model.replicas, len(prompts)))
             share = -(-len(numbers) // model.replicas)
             batch = _Batch(model, [_dealt(prompts, numbers, share, i) for i in range(model.replicas)], sampling)
-            batch.run(cached, on_token)
+            if speculative:
+                batch.speculate(on_token)
+            else:
+                batch.run(cached, on_token)
             made += [row for row in batch.rows if row.number >= 0]
     return [_finished(model, row, sampling) for row in _of_all_replicas(model, made)]
 
@@ -111,6 +123,19 @@ class _Batch:
             self._take(self._chosen(logits), on_token)
             if count == self.sampling.max_new_tokens or self._all_finished():
                 return
+
+    def speculate(self, on_token: OnToken | None) -> None:
+        """Do the same as `run` with drafts; a row that has ended takes no more tokens."""
+        of_rows = [row.prompt for row in self.rows]
+        speculation = Speculation(self.model, of_rows, self.longest, self.sampling.max_new_tokens)
+        while not self._all_finished():
+            made = speculation.next([row.reason is None for row in self.rows])
+            for row, tokens in zip(self.rows, made, strict=True):
+                if row.reason is None and row.tokens:
+                    row.drafted, row.accepted = row.drafted + speculation.depths, row.accepted + len(tokens) - 1
+                for token in tokens:
+                    if row.reason is None:
+                        self._add(row, token, on_token)
 
     def _cached_passes(self) -> Iterator[torch.Tensor | None]:
         """Yield the logits [B, V] of the last stage (None on others) after the prompts and after each further token."""
@@ -149,14 +174,17 @@ class _Batch:
     def _take(self, chosen: list[int], on_token: OnToken | None) -> None:
         """Add a token to every row; one that has ended goes along until all have."""
         for row, token in zip(self.rows, chosen, strict=True):
-            row.tokens.append(token)
-            if row.reason is not None:
-                continue
-            row.reason = self._reason(row)
-            if row.reason is not None:
-                row.ended_at = len(row.tokens) - (row.reason == "eod")
-            if on_token is not None and row.number >= 0:
-                on_token(row.number, row.tokens[: row.ended_at])
+            self._add(row, token, on_token)
+
+    def _add(self, row: _Row, token: int, on_token: OnToken | None) -> None:
+        row.tokens.append(token)
+        if row.reason is not None:
+            return
+        row.reason = self._reason(row)
+        if row.reason is not None:
+            row.ended_at = len(row.tokens) - (row.reason == "eod")
+        if on_token is not None and row.number >= 0:
+            on_token(row.number, row.tokens[: row.ended_at])
 
     def _reason(self, row: _Row) -> str | None:
         if row.tokens[-1] == self.model.eod and not self.sampling.ignore_eod:
@@ -198,12 +226,12 @@ def _finished(model: Model, row: _Row, sampling: Sampling) -> Generated:
     text = None if model.tokenizer is None else text_after(model.tokenizer, row.prompt, row.tokens)
     if text is not None:
         text = text[: min([index for one in sampling.stop if (index := text.find(one)) >= 0], default=len(text))]
-    return Generated(row.tokens, text, row.reason)
+    return Generated(row.tokens, text, row.reason, row.drafted, row.accepted)
 
 
 def _of_all_replicas(model: Model, made: list[_Row]) -> list[_Row]:
     """Return the rows of all replicas in the order of the prompts."""
-    rows = [_Row(row.number, row.prompt, row.tokens[: row.ended_at], row.reason) for row in made]
+    rows = [replace(row, tokens=row.tokens[: row.ended_at]) for row in made]
     if model.replicas > 1:
         everyones: list[list[_Row]] = [[]] * model.replicas
         torch.distributed.all_gather_object(everyones, rows, group=model.groups.dp_cp)

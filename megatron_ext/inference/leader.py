@@ -39,10 +39,12 @@ class Leader:
         sampling: Sampling,
         rows: int,
         on_token: OnToken | None = None,
+        *,
+        speculative: bool = False,
     ) -> list[Generated]:
         """Return `generation.generate` on all ranks; `on_token` hears of the first replica's prompts alone."""
-        _tell((generate.__name__, [list(prompt) for prompt in prompts], sampling, rows))
-        return generate(self.model, prompts, sampling, rows=rows, on_token=on_token)
+        _tell((generate.__name__, [list(prompt) for prompt in prompts], sampling, rows, speculative))
+        return generate(self.model, prompts, sampling, rows=rows, speculative=speculative, on_token=on_token)
 
     def close(self) -> None:
         """Let the others go."""
@@ -58,9 +60,9 @@ def follow(model: Model) -> None:
         if name == score.__name__:
             score(model, *arguments)
         elif name == generate.__name__:
-            prompts, sampling, rows = arguments
+            prompts, sampling, rows, speculative = arguments
             with suppress(ConfigurationError):  # a prompt that cannot be answered: the leader says so
-                generate(model, prompts, sampling, rows=rows)
+                generate(model, prompts, sampling, rows=rows, speculative=speculative)
 
 
 def _tell(what: Any) -> Any:

@@ -133,6 +133,33 @@ class GPT(GPTModel):
             outputs.append(read(hidden, labels=labels, loss_mask=None if mask is None else weights))
         return torch.stack(outputs)
 
+    def ahead(
+        self,
+        depth: int,
+        hidden_SBH: torch.Tensor,
+        tokens_BS: torch.Tensor,
+        positions: torch.Tensor,
+        sequences: WholeSequences,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return in inference the hidden states of a depth of multi-token prediction, [S, B, H], and what `sequences`
+        reads of them. The last stage has the depths.
+
+        Args:
+            depth: its index, from 0.
+            hidden_SBH: hidden states of the depth before; for the first one those that the model's logits are made of.
+            tokens_BS: the token that stands depth + 1 places after each of these.
+            positions: int64 [B, S] or [1, S], of the hidden states.
+        """
+        embedded = self.embedding(input_ids=tokens_BS, position_ids=positions)
+        hidden = self.mtp.layers[depth](hidden_SBH, embedded, self._angles(positions), sequences)
+        shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return hidden, self.readout(hidden, self.output_layer, shared, packed_seq_params=sequences)
+
+    def _angles(self, positions: torch.Tensor) -> Any:
+        """Return what turns queries and keys at these positions, [B, S] or [1, S]; None where nothing does."""
+        rotary: Any = getattr(self, "rotary_pos_emb", None)
+        return rotary and (rotary.at if positions.size(1) > 1 else rotary.at_token)(positions)
+
     def _preprocess(self, **inputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run megatron-core's preprocessing, with rotary angles by `position_ids` where these restart; or what it comes
         to in inference: embedded tokens on the first stage, rotary angles, and four times nothing."""
@@ -143,8 +170,7 @@ class GPT(GPTModel):
             sequences.begin(last.layer_number if has_last else None)
             tokens_BS, positions = inputs["input_ids"], inputs["position_ids"]
             embedded = self.embedding(input_ids=tokens_BS, position_ids=positions) if self.pre_process else None
-            angles_of: Any = rotary and (rotary.at if positions.size(1) > 1 else rotary.at_token)
-            return embedded, angles_of and angles_of(positions), None, None, None, None
+            return embedded, self._angles(positions), None, None, None, None
         # Its packed sequences have one sample and another rotary table.
         outputs = super()._preprocess(**{**inputs, "packed_seq_params": None})
         if self.restarts_positions and rotary is not None:

@@ -55,12 +55,13 @@ def configure_trained(argv: Sequence[str]) -> Configured:
     return configure([*flags, *_WEIGHTS_ALONE, *_saved_flags(typed.values)])
 
 
-def load_trained(argv: Sequence[str] | Configured) -> "Model":
+def load_trained(argv: Sequence[str] | Configured, *, depths: bool = False) -> "Model":
     """Load a model on this rank. Collective over all ranks of the launch.
 
     Args:
         argv: --load or --load-hf, layout, --device, --ckpt-step and a tokenizer, as flags of pretrain_gpt.py, or what
             `configure_trained` made of them.
+        depths: whether its depths of multi-token prediction are loaded, too, which have no part in the next token.
     Raises:
         ConfigurationError, DataError, StorageError: as `configure_trained` and `load_checkpoint.load_saved`.
     """
@@ -82,7 +83,7 @@ def load_trained(argv: Sequence[str] | Configured) -> "Model":
     groups.start(config.layout, here)
     if configured.search is not None:
         configured = configure_for(configured, agree(configured.search, config.checkpoint))
-    config = _for_inference(configured.config)
+    config = _for_inference(configured.config, depths)
     collection = groups.initialize(config.layout, here)
     set_kernels(config, here)
     core = transformer_config(config, here.kind)
@@ -130,7 +131,7 @@ class _Weights:
         return torch.distributed.get_rank()
 
 
-def _for_inference(config: Config) -> Config:
+def _for_inference(config: Config, depths: bool) -> Config:
     """Return the configuration without what only training does."""
     layout = dataclasses.replace(
         config.layout,
@@ -139,8 +140,8 @@ def _for_inference(config: Config) -> Config:
         num_layers_per_virtual_pipeline_stage=None,
         pipeline_schedule=None,
     )
-    # What predicts further tokens has no part in the next one.
-    model = dataclasses.replace(config.model, transformer_impl="local", mtp_num_layers=None)
+    number = config.model.mtp_num_layers if depths else None
+    model = dataclasses.replace(config.model, transformer_impl="local", mtp_num_layers=number)
     return dataclasses.replace(config, layout=layout, model=model)
 
 

@@ -145,7 +145,7 @@ def _ways_to_ask(folder: str) -> tuple[list[str], list[list[Any]]]:
     from megatron_ext.train import trained_model
 
     model = trained_model.load_trained(["--load", f"{folder}/Llama", "--device", "cpu", *TP2])
-    trained_model.load_trained = lambda _argv: model  # for all calls
+    trained_model.load_trained = lambda _argv, **_: model  # for all calls
     groups.destroy = lambda: None
     flags = ["--load", f"{folder}/Llama", "--device", "cpu", *TP2, *SAMPLED.split()]
     place, screens = Path(folder), []

@@ -75,7 +75,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     # The model's structure, its first weights and its vocabulary.
     (
-        "depths of multi-token prediction are layers of their own on the last stage, and draft no tokens; leave it out",
+        "depths of multi-token prediction are layers of their own on the last stage, whose drafts tasks/generate.py "
+        "--speculative takes; leave it out",
         """
         --mtp-standalone, --mtp-use-repeated-layer, --mtp-detach-heads, --mtp-hybrid-override-pattern N,
         --num-speculative-tokens N =0

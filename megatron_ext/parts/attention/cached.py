@@ -10,7 +10,7 @@ Shape legend: B rows, S positions of this pass, H query heads, G key/value heads
 the cache, N positions that are read, V vocabulary of this tensor-parallel rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -27,8 +27,8 @@ Project = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states [N, hidden] to the logits [N, V]."""
 
 Hides = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
-"""From the keys of the first head, [B, T, D], and what is added to all scores, [B, 1, 1, T], to the same of one
-query."""
+"""From the keys of the first head, [B, T, D], and what is added to all scores, [B, 1, 1 or S, T], to the same of these
+queries."""
 
 
 class Sequences:
@@ -68,7 +68,7 @@ class WholeSequences(Sequences):
 
     @property
     def goes_on(self) -> bool:
-        """Whether this pass is over one token of each row, after what is kept."""
+        """Whether this pass is over a few tokens of each row, after what is kept."""
         return False
 
     def keep(self, layer_number: int, latents_B1SD: torch.Tensor, rank: int) -> None:
@@ -194,7 +194,8 @@ class KeyValueCache(WholeSequences):
     """Keeps keys and values of every layer of this rank: 2 x layers x B x G x D x `positions` numbers, and no more; of
     latent attention its latents (`keep`), of a recurrence its state (`keep_recurrent`), whatever the positions.
 
-    The first pass takes the prompts, each further one the next token of every row (`advance`).
+    The first pass takes the prompts, each further one the next token or tokens of every row (`advance`), the latest of
+    which a row may then forget (`take_back`).
 
     Args:
         positions: the most positions that a row can come to have.
@@ -217,13 +218,11 @@ class KeyValueCache(WholeSequences):
             shift_B = width - lengths_B
             source_BS = torch.arange(width, device=device) - shift_B[:, None]
             self._source_B1S1 = source_BS.clamp_(min=0)[:, None, :, None]
-            unseen_BT = torch.arange(positions, device=device) < shift_B[:, None]
-            zeros = torch.zeros(unseen_BT.shape, device=device)
-            self._unseen_B11T = zeros.masked_fill_(unseen_BT, -torch.inf)[:, None, None]
+            self._unseen_B11T = self._unseen_before(shift_B)
 
     @property
     def goes_on(self) -> bool:
-        """Whether this pass is over one token of each row, after what is kept."""
+        """Whether this pass is over a few tokens of each row, after what is kept."""
         return not self._is_first
 
     def keep(self, layer_number: int, latents_B1SD: torch.Tensor, rank: int) -> None:
@@ -250,14 +249,32 @@ class KeyValueCache(WholeSequences):
         rows = torch.arange(len(latest_B), device=latest_B.device)
         self._recurrent[layer_number] = inputs_SBGX[places, rows][None], state
 
-    def advance(self) -> torch.Tensor:
-        """Prepare a pass over one token of each row, and return its positions, int64 [B, 1]."""
-        assert self._length < self.positions, "the cache was made for fewer positions"
-        if not self._is_first:
-            self._next_B1 = self._next_B1 + 1
+    def advance(self, tokens: int = 1) -> torch.Tensor:
+        """Prepare a pass over the next tokens of each row, and return their positions, int64 [B, tokens]."""
+        assert self._length + tokens <= self.positions, "the cache was made for fewer positions"
+        positions = self._next_B1 + torch.arange(tokens, device=self._next_B1.device)
         self._is_first, self.wanted = False, None
-        self._length += 1
-        return self._next_B1
+        self._next_B1, self._length = self._next_B1 + tokens, self._length + tokens
+        return positions
+
+    def take_back(self, tokens: Sequence[int]) -> None:
+        """Forget the latest tokens of each row, as many as it says; what is kept of the rows is moved to end together.
+        A recurrence, whose state has no way back, cannot."""
+        assert not self._recurrent, "validated: a state cannot be taken back"
+        back_B = torch.tensor(tokens, device=self._next_B1.device)
+        self._next_B1 = self._next_B1 - back_B[:, None]
+        length = int(self._next_B1.max())
+        shift_B = back_B + (length - self._length)
+        self._length = length
+        if not shift_B.any():
+            return
+        source_BT = torch.arange(self.positions, device=shift_B.device) - shift_B[:, None]
+        source_B1T1 = source_BT.clamp_(0, self.positions - 1)[:, None, :, None]
+        for pair in self._kept.values():
+            # Values that are a part of the keys begin where these do, and are moved with them.
+            for kept in {one.data_ptr(): one for one in reversed(pair)}.values():
+                kept.copy_(kept.gather(2, source_B1T1.expand(kept.shape)))
+        self._unseen_B11T = self._unseen_before(length - self._next_B1[:, 0])
 
     def attend(
         self,
@@ -271,18 +288,20 @@ class KeyValueCache(WholeSequences):
         """Keep the keys and values of this pass, and return the context of one layer, [S, B, H x D].
 
         Args:
-            hides: for a pass over one token, from the keys and what hides some of them what hides more.
+            hides: for a pass after what is kept, from the keys and what hides some of them what hides more.
         """
         query_BHSD, key_BGSD, value_BGSD = heads
         if self._is_first:
             if layer_number not in self._kept:
                 self._kept[layer_number] = self._begun(key_BGSD), self._begun(value_BGSD)
             return super().attend(layer_number, *heads, scale=scale, window=window, scores=scores)
-        first = 0 if window is None else max(0, self._length - window)
+        rows, groups, tokens, channels = key_BGSD.shape
+        first = 0 if window is None else max(0, self._length - tokens + 1 - window)
         keys_BGTD, values_BGTD = (kept[:, :, first : self._length] for kept in self._kept[layer_number])
-        keys_BGTD[:, :, -1:], values_BGTD[:, :, -1:] = key_BGSD, value_BGSD
-        rows, groups, _, channels = key_BGSD.shape
+        keys_BGTD[:, :, -tokens:], values_BGTD[:, :, -tokens:] = key_BGSD, value_BGSD
         unseen = self._unseen(query_BHSD.dtype, first)
+        if tokens > 1:
+            unseen = self._unseen_within(query_BHSD, first, window) + (0.0 if unseen is None else unseen)
         if hides is not None:
             unseen = hides(keys_BGTD[:, 0], unseen)
         if not scores.are_plain:
@@ -293,18 +312,30 @@ class KeyValueCache(WholeSequences):
                 scale=channels**-0.5 if scale is None else scale,
                 mask_QK=unseen,
                 scores=scores,
-                places=(places[-1:], places),
+                places=(places[-tokens:], places),
             )
             return with_sink(*block, scores.sink_H)[0].permute(2, 0, 1, 3).flatten(2)
         # The query heads that share a key's are as many positions that see the same.
-        context = F.scaled_dot_product_attention(
-            query_BHSD.reshape(rows, groups, -1, channels),
-            keys_BGTD,
-            values_BGTD,
-            attn_mask=unseen,
-            scale=scale,
-        )
-        return context.reshape(1, rows, -1)
+        query = query_BHSD.reshape(rows, groups, -1, channels)
+        if unseen is not None and tokens > 1:
+            unseen = unseen.repeat(1, 1, query.size(2) // tokens, 1)
+        context = F.scaled_dot_product_attention(query, keys_BGTD, values_BGTD, attn_mask=unseen, scale=scale)
+        return context.view(rows, -1, tokens, context.size(-1)).permute(2, 0, 1, 3).flatten(2)
+
+    def _unseen_within(self, query_BHSD: torch.Tensor, first: int, window: int | None) -> torch.Tensor:
+        """Return -infinity for the places, from `first` on, that a query of this pass does not see, being before them
+        or further behind than its window, and 0 for others, [1, 1, S, T]."""
+        places_T = torch.arange(first, self._length, device=query_BHSD.device)
+        own_S1 = places_T[-query_BHSD.size(2) :, None]
+        hidden_ST = places_T > own_S1
+        if window is not None:
+            hidden_ST |= places_T <= own_S1 - window
+        return query_BHSD.new_zeros(hidden_ST.shape).masked_fill_(hidden_ST, -torch.inf)[None, None]
+
+    def _unseen_before(self, first_B: torch.Tensor) -> torch.Tensor:
+        """Return -infinity for the places before the first token of each row, and 0 for others, fp32 [B, 1, 1, T]."""
+        unseen_BT = torch.arange(self.positions, device=first_B.device) < first_B[:, None]
+        return torch.zeros(unseen_BT.shape, device=first_B.device).masked_fill_(unseen_BT, -torch.inf)[:, None, None]
 
     def _unseen(self, dtype: torch.dtype, first: int) -> torch.Tensor | None:
         """Return -infinity for the places, from `first` on, before a row's first token, and 0 for others; None where

@@ -23,8 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from megatron_ext.device import split_backward
-from megatron_ext.device.kernels import linear
+from megatron_ext.device import kernels, split_backward
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Experts
 from megatron_ext.parts.experts.router import Router
@@ -45,9 +44,7 @@ def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expe
 
 def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
     """Return the same, one expert after another, in any precision."""
-    parts = zip(x_TI.split(tokens_per_expert.tolist()), weight_EOI.unbind(0), strict=True)
-    # An expert without tokens still takes part, so that its gradient is zero and not missing.
-    return torch.cat([linear(x, weight) if len(x) else F.linear(x, weight) for x, weight in parts])
+    return kernels.linear_by_expert(x_TI, weight_EOI, tokens_per_expert.tolist())
 
 
 def rows_of_biases(

@@ -206,14 +206,14 @@ class LatentSelfAttention(MegatronModule):
         up = self.linear_kv_up_proj.weight.unflatten(0, (-1, plain + value))
         return up[:, :plain], up[:, plain:]
 
-    def _absorbed(self, query_BH1D: torch.Tensor) -> torch.Tensor:
-        """Return queries for latents, [B, H, 1, R + P]: what makes keys of latents is part of them, so that one key
+    def _absorbed(self, query_BHSD: torch.Tensor) -> torch.Tensor:
+        """Return queries for latents, [B, H, S, R + P]: what makes keys of latents is part of them, so that one key
         head serves all (the same, section 2.1.2)."""
         described = self.described
-        plain, turned = query_BH1D.split((described.head_size - described.position_size, described.position_size), -1)
+        plain, turned = query_BHSD.split((described.head_size - described.position_size, described.position_size), -1)
         return torch.cat((plain @ self._up()[0], turned), dim=-1)
 
-    def _values(self, context_1BM: torch.Tensor) -> torch.Tensor:
-        """Return the context of this rank's heads, [1, B, H * V], from that in latents, [1, B, H * R]."""
-        context_1BH1R = context_1BM.unflatten(-1, (-1, 1, self.described.rank))
-        return (context_1BH1R @ self._up()[1].transpose(-1, -2)).flatten(2)
+    def _values(self, context_SBM: torch.Tensor) -> torch.Tensor:
+        """Return the context of this rank's heads, [S, B, H * V], from that in latents, [S, B, H * R]."""
+        context_SBH1R = context_SBM.unflatten(-1, (-1, 1, self.described.rank))
+        return (context_SBH1R @ self._up()[1].transpose(-1, -2)).flatten(2)

@@ -223,17 +223,17 @@ class SparseAttention(SDPAttention):
             parts.append(checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(2)
 
-    def hides(self, index: Index, kept_BTC: torch.Tensor, unseen_B11T: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what is added to the scores of the keys of one query of each row: -infinity to those that it does not
-        choose. kept: the last channels are the indexer's keys, this pass's included."""
+    def hides(self, index: Index, kept_BTC: torch.Tensor, unseen_B1ST: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what is added to the scores of the keys of the latest queries of each row: -infinity to those that
+        these do not choose. kept: the last channels are the indexer's keys, this pass's included."""
         if self.described.warms_up or kept_BTC.size(1) <= self.described.topk:
-            return unseen_B11T
-        scores_B1T = index_scores(index[0], kept_BTC[..., -self.described.head_size :], index[2])
-        if unseen_B11T is not None:
-            scores_B1T = scores_B1T + unseen_B11T[:, 0]
-        chosen = best(scores_B1T, self.described.topk)[:, None]
-        hidden = kept_BTC.new_full((len(kept_BTC), 1, 1, kept_BTC.size(1)), -torch.inf).scatter_(-1, chosen, 0.0)
-        return hidden if unseen_B11T is None else hidden + unseen_B11T
+            return unseen_B1ST
+        scores_BST = index_scores(index[0], kept_BTC[..., -self.described.head_size :], index[2])
+        if unseen_B1ST is not None:
+            scores_BST = scores_BST + unseen_B1ST[:, 0]
+        chosen = best(scores_BST, self.described.topk)[:, None]
+        hidden = kept_BTC.new_full(scores_BST[:, None].shape, -torch.inf).scatter_(-1, chosen, 0.0)
+        return hidden if unseen_B1ST is None else hidden + unseen_B1ST
 
 
 def _attend(

@@ -115,3 +115,30 @@ def test_16_bit_types_stay_what_they_are() -> None:
     x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8, 8, dtype=torch.bfloat16)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
     assert torch.equal(rms_norm(x, weight[0], 1e-5), F.rms_norm(x, (8,), weight[0], 1e-5))
+
+
+@pytest.mark.parametrize("gemm", kernels.GEMMS, indirect=True)
+@pytest.mark.usefixtures("gemm")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_products_of_experts_are_those_one_by_one(in_place: bool) -> None:
+    """To the bit, also where an expert has no row, and where a step's first gradients are written in place."""
+    counts = [5, 0, 300, 1]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(counts), 40, generator=generator, requires_grad=True)
+    weight = cast(Any, torch.nn.Parameter(torch.randn(4, 56, 40, generator=generator)))
+    upstream = torch.randn(sum(counts), 56, generator=generator)
+    one_by_one = [
+        linear(rows, matrix) if len(rows) else F.linear(rows, matrix)
+        for rows, matrix in zip(x.split(counts), weight.unbind(0), strict=True)
+    ]
+    expected = torch.cat(one_by_one)
+    expected_gradients = torch.autograd.grad(expected, (x, weight), upstream)
+    if in_place:
+        weight.main_grad = torch.full_like(weight, 7.0)
+        expect_first(weight.main_grad)
+    found = kernels.linear_by_expert(x, weight, counts)
+    gradients = torch.autograd.grad(found, (x, weight), upstream)
+    assert torch.equal(found, expected)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, expected_gradients, strict=True))
+    if in_place:
+        assert gradients[1].data_ptr() == weight.main_grad.data_ptr()
