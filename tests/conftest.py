@@ -40,6 +40,7 @@ LONG = (
     "test_matrix.py",
     "test_examples.py",
     "test_huggingface.py",
+    "test_every_field.py",
     "test_kill_and_resume.py",
     "test_megatron_features.py",
     "test_sharded_schemes.py",
@@ -52,6 +53,8 @@ LONG = (
     "test_extension.py",
     "test_resume.py",
     "test_planted_faults.py",
+    "test_inference.py",
+    "test_experts.py",
 )
 """Files that take some twenty seconds or more."""
 
