@@ -13,6 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.support.file_times import FileTimes
+
 _collection = ExitStack()
 
 
@@ -38,6 +40,7 @@ LONG = (
     "test_matrix.py",
     "test_examples.py",
     "test_huggingface.py",
+    "test_every_field.py",
     "test_kill_and_resume.py",
     "test_megatron_features.py",
     "test_sharded_schemes.py",
@@ -50,17 +53,22 @@ LONG = (
     "test_extension.py",
     "test_resume.py",
     "test_planted_faults.py",
+    "test_inference.py",
+    "test_experts.py",
 )
 """Files that take some twenty seconds or more."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests that are marked slow")
+    parser.addoption("--file-times", action="store_true", help="say what each test file costs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all") and config.option.markexpr == "not slow":  # what pyproject.toml says
         config.option.markexpr = ""
+    if config.getoption("--file-times"):
+        config.pluginmanager.register(FileTimes())
     if _only_hands_out(config):
         return
     from megatron_ext import device

@@ -1,6 +1,7 @@
 """The forkserver imports this once, so that every rank starts with torch, megatron-core and the program loaded."""
 
 import gc
+import importlib
 import sys
 
 from megatron_ext import device
@@ -21,19 +22,33 @@ import megatron.core.optimizer  # noqa: E402
 import megatron.core.pipeline_parallel  # noqa: E402, F401
 
 # The program itself, with what it imports once it knows its flags: each rank would take a quarter of a second for it.
+import torch  # noqa: E402
+
+import megatron_ext.checkpoint.huggingface.load_hf  # noqa: E402
 import megatron_ext.checkpoint.local.writer  # noqa: E402
 import megatron_ext.checkpoint.native.load_checkpoint  # noqa: E402
 import megatron_ext.checkpoint.native.save  # noqa: E402
+import megatron_ext.config.parse.data_lists  # noqa: E402
+import megatron_ext.data.one_rank_per_node  # noqa: E402
+import megatron_ext.data.shuffled_order  # noqa: E402
+import megatron_ext.optim.muon  # noqa: E402
 import megatron_ext.resilience.watchdog  # noqa: E402
 import megatron_ext.train.build  # noqa: E402
 import megatron_ext.train.callbacks.history  # noqa: E402
 import megatron_ext.train.callbacks.standard  # noqa: E402
 import megatron_ext.train.pretrain  # noqa: E402
-import megatron_ext.train.start_watchdog  # noqa: E402, F401
+import megatron_ext.train.start_watchdog  # noqa: E402
+import megatron_ext.verify.gather  # noqa: E402, F401
+from megatron_ext.config.derived.sharding import SCHEMES  # noqa: E402
+from megatron_ext.config.parse.options import options_by_flag  # noqa: E402
 from megatron_ext.device.kernels import measured_gemm  # noqa: E402
 
-# Otherwise each rank would measure it for a tenth of a second.
+# Otherwise each rank would measure, look up and list the same for a tenth of a second.
 measured_gemm()
+torch.distributed.BackendConfig("gloo")
+options_by_flag()
+for scheme in SCHEMES:
+    importlib.import_module(scheme.implementation.partition(":")[0])
 
 # What is loaded stays: the collector of a rank need not look at it, which would also copy its pages.
 gc.freeze()

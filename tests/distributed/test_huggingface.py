@@ -365,16 +365,19 @@ def test_training_goes_on_from_either_way_in(imported: dict[str, str], models: d
     assert (whole_vocabulary([direct[0][1]]) - models["Qwen3"][1]).abs().max() > 0.01, "three steps change the model"
 
 
-def _kept_interpreter(world_size: int, function: Callable[..., Any], *arguments: Any, fresh: bool = False) -> list[Any]:
+@pytest.fixture
+def kept_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for `run_ranks` with `fresh`, which the quickstart (test_examples.py) has as it is."""
-    assert (world_size, fresh) == (1, True)
-    return [in_plain_process(function, *arguments)]
+
+    def computed(world_size: int, function: Callable[..., Any], *arguments: Any, fresh: bool = False) -> list[Any]:
+        assert (world_size, fresh) == (1, True)
+        return [in_plain_process(function, *arguments)]
+
+    monkeypatch.setattr(exported_model, "run_ranks", computed)
 
 
-def test_a_trained_model_exports(
-    models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exported_model, "run_ranks", _kept_interpreter)
+@pytest.mark.usefixtures("kept_interpreter")
+def test_a_trained_model_exports(models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, written = tmp_path / "saved", tmp_path / "hf"
     arguments = flags(["--load-hf", str(models["Qwen3"][0])], tp=2, pp=2)
     parts = [logits for _, logits in run_ranks(4, _train, arguments, str(saved))]
@@ -451,6 +454,7 @@ def _with_depths(source: Path, folder: Path, depths: int) -> dict[str, torch.Ten
     return tensors
 
 
+@pytest.mark.usefixtures("kept_interpreter")
 @pytest.mark.parametrize(
     ("name", "depths"), [("DeepSeek-V3, dense", 2), ("GLM-4.5", 2), ("GLM-4.7 Flash", 2), ("Qwen3-Next", 1)]
 )
@@ -468,8 +472,8 @@ def test_depths_of_multi_token_prediction_go_in_and_out(
     # 1 and back: what a norm's weight differs from 1 is rounded once.
     rounding = 2.0**-24 if name == "Qwen3-Next" else 0.0
     assert all((found[one] - tensor).abs().max() <= rounding for one, tensor in tensors.items())
-    for source in (["--load-hf", str(folder)], _checkpoint(str(ours))):
-        parts = run_ranks(4, our_logits, flags(source, tp=2, pp=2))
+    runs = [flags(source, tp=2, pp=2) for source in (["--load-hf", str(folder)], _checkpoint(str(ours)))]
+    for parts in zip(*run_ranks(4, in_turn, our_logits, runs), strict=True):
         assert (whole_vocabulary(parts) - logits).abs().max() < TOLERANCE
     # Ranks that have loaded the folder save what the import has written, by place and by byte.
     run_ranks(2, _load_and_save, flags(["--load-hf", str(folder)], pp=2), str(saved))
