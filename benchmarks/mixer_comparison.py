@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.learning_runs import (
+    ADAMW,
     MLP,
     WIDTHS,
     Comparison,
@@ -69,10 +70,11 @@ def main() -> None:
             *mixers(size)[mixer],
             *corpus(given.data, "code"),
             *schedule(rate, given.steps),
+            *ADAMW.split(),
         ]
 
     by_name = {mixer: functools.partial(flags, mixer) for mixer in mixers("1M")}
-    tried = tuned(given, by_name, {"attention": 4e-3})
+    tried = tuned(given, by_name, {"attention": 2e-3})
     rates = dict.fromkeys(by_name, best_of(tried["attention"]))
     write(given, "mixer_comparison", {"code": Comparison(tried, compare(given, by_name, rates))})
 

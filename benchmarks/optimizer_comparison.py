@@ -15,15 +15,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.learning_runs import MLP, Comparison, arguments, best_of, compare, corpus, model, schedule, tuned, write
+from benchmarks.learning_runs import (
+    ADAMW,
+    MLP,
+    Comparison,
+    arguments,
+    best_of,
+    compare,
+    corpus,
+    model,
+    schedule,
+    tuned,
+    write,
+)
 
 # Muon's updates have the size of Adam's (arXiv:2502.16982). Lion's are larger at the same rate, so that its best rate
 # is smaller; what decays is the rate times the weight decay (arXiv:2302.06675).
 OPTIMIZERS = {
-    "AdamW": ("--optimizer adam", 4e-3),
-    "Muon": ("--optimizer muon --muon-nesterov --muon-scale-mode spectral --muon-extra-scale-factor 0.2", 1.6e-2),
-    "Lion": ("--optimizer lion --weight-decay 1", 1e-3),
-    "schedule-free AdamW": ("--optimizer schedule_free", 8e-3),
+    "AdamW": (ADAMW, 2e-3),
+    "Muon": (
+        "--optimizer muon --muon-nesterov --muon-scale-mode spectral --muon-extra-scale-factor 0.2 --adam-beta2 0.95",
+        8e-3,
+    ),
+    "Lion": ("--optimizer lion --weight-decay 1", 5e-4),
+    "schedule-free AdamW": ("--optimizer schedule_free --adam-beta2 0.95", 4e-3),
 }
 
 
