@@ -278,7 +278,7 @@ def pictures(title: str, rows: Sequence[Compared]) -> dict[str, str]:
             Series([(step * scale(row), loss) for step, loss in row.curve()], row.name, style=f"run{n}")
             for n, row in enumerate(rows)
         ]
-        unit = "thousand tokens" if along == "tokens" else "CPU s"
+        unit = "k tokens" if along == "tokens" else "CPU s"
         drawn[along] = line_picture(
             title, "nats per token", lines, along=unit, style="".join([*styles, ".key { stroke: none; }\n"])
         )
@@ -310,7 +310,9 @@ def write(given: argparse.Namespace, name: str, found: Mapping[str, Comparison])
         for size, rows in each.sizes.items():
             text += ["", f"## {data}, {size}", "", *table(rows, given.steps)]
             for along, svg in pictures(f"Held-out loss, {data}, {size}", rows).items():
-                drawn[f"{name}-{data}-{size}-{along}.svg"] = svg
+                file = f"{name}-{data}-{size}-{along}.svg"
+                drawn[file] = svg
+                text += ["", f"![Held-out loss by {along}]({file})"]
     page = "\n".join(text) + "\n"
     print(page)
     if given.output is not None:

@@ -49,9 +49,13 @@ def mixers(size: str) -> dict[str, list[str]]:
 
 
 @functools.cache
-def mlp_width(size: str, mixer: str, data: str) -> int:
-    """Return the width of the MLPs, a multiple of 8, with which a model has as many parameters as that of attention."""
-    flags = [*corpus(Path(data), "code"), *schedule(1e-3, 20)]
+def mlp_width(size: str, mixer: str, data: tuple[str, ...]) -> int:
+    """Return the width of the MLPs, a multiple of 8, with which a model has as many parameters as that of attention.
+
+    Args:
+        data: the flags of its data.
+    """
+    flags = [*data, *schedule(1e-3, 20)]
     wanted = parameters([*model(size, MLP[size]), *mixers(size)["attention"], *flags])
     counts = {
         width: parameters([*model(size, width), *mixers(size)[mixer], *flags])
@@ -63,12 +67,13 @@ def mlp_width(size: str, mixer: str, data: str) -> int:
 def main() -> None:
     given = arguments(__doc__)
 
+    data = corpus(given.data, "code")
+
     def flags(mixer: str, size: str, rate: float) -> list[str]:
-        width = mlp_width(size, mixer, str(given.data))
         return [
-            *model(size, width),
+            *model(size, mlp_width(size, mixer, tuple(data))),
             *mixers(size)[mixer],
-            *corpus(given.data, "code"),
+            *data,
             *schedule(rate, given.steps),
             *ADAMW.split(),
         ]
