@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.recording import heading, keep, sentence
 from megatron_ext.charts import COLOURS, Series, line_picture
 
+STEP_TOKENS = 512
 EVERY = 10  # steps, over which a curve's training losses are averaged
 ADAMW = "--optimizer adam --adam-beta2 0.95"
 WIDTHS = {"1M": 128, "4M": 256}
@@ -218,7 +219,7 @@ def best_of(tried: Mapping[float, float]) -> float:
     return min(tried, key=tried.__getitem__)
 
 
-def arguments(text: str, corpora: Sequence[str] = ("code",)) -> argparse.Namespace:
+def arguments(text: str | None, corpora: Sequence[str] = ("code",)) -> argparse.Namespace:
     """Return the options of a comparison.
 
     Args:
@@ -269,19 +270,16 @@ def _steps_until(curve: Sequence[tuple[int, float]], loss: float) -> float | Non
 
 
 def pictures(title: str, rows: Sequence[Compared]) -> dict[str, str]:
-    """Return SVG files, by what stands along them: held-out losses by thousands of tokens and by CPU seconds."""
-    tokens = 0.512  # thousands, of a step
+    """Return SVG files, by what stands along them: held-out losses by tokens and by processor seconds."""
     styles = [f".run{n} {{ stroke: {each}; color: {each}; }}\n" for n, each in enumerate(COLOURS[: len(rows)])]
     drawn = {}
-    for along, scale in (("tokens", lambda row: tokens), ("seconds", lambda row: row.step_seconds)):
-        lines = [
-            Series([(step * scale(row), loss) for step, loss in row.curve()], row.name, style=f"run{n}")
-            for n, row in enumerate(rows)
-        ]
-        unit = "k tokens" if along == "tokens" else "CPU s"
-        drawn[along] = line_picture(
-            title, "nats per token", lines, along=unit, style="".join([*styles, ".key { stroke: none; }\n"])
-        )
+    for name, along in (("tokens", "tokens"), ("seconds", "CPU ms")):
+        lines = []
+        for n, row in enumerate(rows):
+            scale = STEP_TOKENS if name == "tokens" else 1000 * row.step_seconds
+            lines.append(Series([(round(step * scale), loss) for step, loss in row.curve()], row.name, style=f"run{n}"))
+        style = "".join([*styles, ".key { stroke: none; }\n"])
+        drawn[name] = line_picture(title, "nats per token", lines, along=along, style=style)
     return drawn
 
 
@@ -292,8 +290,8 @@ def write(given: argparse.Namespace, name: str, found: Mapping[str, Comparison])
     text = [
         f"# {name.replace('_', ' ').capitalize()}, {record['date']}",
         "",
-        f"{sentence(record)} `python benchmarks/{name}.py`: {given.steps} steps of 512 tokens, held-out loss in "
-        "nats per token (per byte with tinyshakespeare). CPU seconds are those of the process, one thread, "
+        f"{sentence(record)} `python benchmarks/{name}.py`: {given.steps} steps of {STEP_TOKENS} tokens, held-out loss "
+        "in nats per token (per byte with tinyshakespeare). CPU seconds are those of the process, one thread, "
         "without evaluations.",
     ]
     drawn = {}
