@@ -42,9 +42,9 @@ def mixers(size: str) -> dict[str, list[str]]:
     mamba = f"--mamba-head-dim 32 --mamba-num-heads {heads} --mamba-num-groups 1 --mamba-state-dim 64"
     return {
         "attention": ["--num-layers", "4"],
-        "Gated DeltaNet 3:1": f"--num-layers 4 --experimental-attention-variant gated_delta_net {delta}".split(),
-        "Kimi Delta Attention 3:1": f"--num-layers 4 --experimental-attention-variant kda {delta}".split(),
-        "Mamba-2 3:1": f"--hybrid-layer-pattern M-M-M-*- {mamba}".split(),
+        "Gated DeltaNet": f"--num-layers 4 --experimental-attention-variant gated_delta_net {delta}".split(),
+        "Kimi Delta Attention": f"--num-layers 4 --experimental-attention-variant kda {delta}".split(),
+        "Mamba-2": f"--hybrid-layer-pattern M-M-M-*- {mamba}".split(),
     }
 
 
