@@ -6,7 +6,7 @@ parameters and tokens, on the quickstart's corpus.
     OMP_NUM_THREADS=1 python benchmarks/mixer_comparison.py --data runs/learning --output benchmarks/results
 
 Each model has four layers of a mixer and an MLP. The mixers have about as many parameters as attention, and the width
-of the MLPs makes up for the rest. The learning rate is attention's best of one seed at the small size, on a grid of
+of the MLPs makes up for the rest. The learning rate of each is the best of one seed at the small size, on a grid of
 factors of 2. Runs that the folder's runs.jsonl has are not trained again.
 """
 
@@ -79,8 +79,8 @@ def main() -> None:
         ]
 
     by_name = {mixer: functools.partial(flags, mixer) for mixer in mixers("1M")}
-    tried = tuned(given, by_name, {"attention": 2e-3})
-    rates = dict.fromkeys(by_name, best_of(tried["attention"]))
+    tried = tuned(given, by_name, dict.fromkeys(by_name, 2e-3))
+    rates = {mixer: best_of(losses) for mixer, losses in tried.items()}
     write(given, "mixer_comparison", {"code": Comparison(tried, compare(given, by_name, rates))})
 
 
