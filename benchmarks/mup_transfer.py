@@ -4,29 +4,31 @@
     python tools/python_corpus.py --output-prefix corpus --package transformers --files "models/*/modeling_*.py" \\
         --without-header
     python tools/preprocess_data.py --input corpus_train.jsonl --output-prefix corpus --tokenizer-type ByteTokenizer
-    python benchmarks/mup_transfer.py --data-path corpus_text_document --output benchmarks/results    # 15 minutes
+    python benchmarks/mup_transfer.py --data-path corpus_text_document --output benchmarks/results
 
-Loss is the mean of the last ten steps, in nats per byte. Without --use-mup matrices begin with a standard deviation of
+Each width begins with the best rate of the one before, and tries those twice as large and half as large until the best
+lies between two. Loss is the mean of the last ten steps and of the seeds, in nats per byte. Runs that --runs has are
+not trained again. Without --use-mup matrices begin with a standard deviation of
 1 over the root of the width, as usual; at the base width of 64 both are the same.
 """
 
 import argparse
 import math
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.learning_runs import Runs, best_rate
 from benchmarks.recording import heading, keep, sentence
 
 BASE, HEAD = 64, 16
 MODEL = (
     "--num-layers 2 --seq-length 64 --position-embedding-type rope --normalization RMSNorm --disable-bias-linear "
     "--micro-batch-size 8 --global-batch-size 8 --lr-warmup-iters 10 --hidden-dropout 0 --attention-dropout 0 "
-    "--untie-embeddings-and-output-weights --weight-decay 0 --tokenizer-type ByteTokenizer --eval-interval 0"
+    "--untie-embeddings-and-output-weights --weight-decay 0 --tokenizer-type ByteTokenizer --eval-interval 0 "
+    "--device cpu --log-interval 1000000"
 )
 MUP = f"--use-mup --mup-base-hidden-size {BASE} --mup-base-head-dim {HEAD} --init-method-std {1 / math.sqrt(BASE)}"
 # At the base, the updates of square matrices are of one size in both modes: 0.2 x the root of the width.
@@ -42,59 +44,51 @@ def flags(optimizer: str, mup: bool, width: int) -> list[str]:
     return f"{MODEL} {sizes} {begin} {update}".split()
 
 
-def losses(given: argparse.Namespace, words: Sequence[str], rate: float, seeds: int) -> list[float]:
-    """Return the last loss of each seed; NaN where it is lost."""
-    from megatron_ext.verify.ranks import RankError
-    from megatron_ext.verify.recorded_training import record
-
-    found = []
-    for seed in range(1, seeds + 1):
-        run = ["--data-path", str(given.data_path), "--train-iters", str(given.steps), "--seed", str(seed)]
-        try:
-            last = record([*words, *run, "--lr", str(rate)], 1, given.steps).losses[-10:]
-            found.append(sum(last) / len(last))
-        except RankError as error:
-            if "NumericError" not in str(error):
-                raise
-            found.append(math.nan)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-path", type=Path, required=True, help="prefix of .bin and .idx")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/mup.jsonl"), help="file of the runs; its are not trained again"
+    )
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--optimizers", nargs="+", default=["adam", "muon"], choices=("adam", "muon"))
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--rates", type=int, default=7, help="learning rates from 0.001 on, each twice the last")
     parser.add_argument("--output", type=Path, help="folder for the .json and .md of this run")
     given = parser.parse_args()
-    began = time.time()
+    runs = Runs(given.runs)
     record: dict[str, Any] = heading()
     record |= {"steps": given.steps, "seeds": given.seeds, "tables": []}
-    rates = [0.001 * 2**power for power in range(given.rates)]
     text = [
         f"# Best learning rate by width, {record['date']}",
         "",
         f"{sentence(record)} `python benchmarks/mup_transfer.py`: loss in nats per byte after {given.steps} steps of "
-        f"512 bytes, {given.seeds} seed{'s' * (given.seeds > 1)}; the best of each width in bold.",
+        f"512 bytes, mean of {given.seeds} seed{'s' * (given.seeds > 1)}; the best of each width in bold, between "
+        "its neighbours.",
     ]
     for optimizer, mup in ((optimizer, mup) for optimizer in given.optimizers for mup in (False, True)):
         title = f"{optimizer}, {'--use-mup' if mup else 'standard parametrization'}"
-        table = {}
+        found: dict[int, dict[float, float]] = {}
+        best = 0.008
         for width in given.widths:
-            found = [losses(given, flags(optimizer, mup, width), rate, given.seeds) for rate in rates]
-            table[width] = [sum(each) / len(each) for each in found]
-            print(title, width, [f"{loss:.4f}" for loss in table[width]], flush=True)
-        record["tables"].append({"title": title, "rates": rates, "losses": table})
+            words = [*flags(optimizer, mup, width), "--data-path", str(given.data_path)]
+
+            def loss(rate: float, words: list[str] = words) -> float:
+                seeds = range(1, given.seeds + 1)
+                last = [runs.run([*words, "--lr", str(rate)], given.steps, seed).losses[-1] for seed in seeds]
+                return math.inf if any(map(math.isnan, last)) else sum(last) / len(last)
+
+            found[width] = best_rate(loss, best)
+            best = min(found[width], key=found[width].__getitem__)
+        record["tables"].append({"title": title, "losses": found})
+        rates = sorted(set().union(*found.values()))
         text += ["", f"## {title}", "", f"| width | {' | '.join(f'{rate:g}' for rate in rates)} |"]
         text.append("|---" * (len(rates) + 1) + "|")
-        for width, row in table.items():
-            best = min(loss for loss in row if not math.isnan(loss))
-            cells = " | ".join(f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for loss in row)
-            text.append(f"| {width} | {cells} |")
-    record["seconds"] = round(time.time() - began)
+        for width, row in found.items():
+            cells = [f"{row[rate]:.3f}" if rate in row else "" for rate in rates]
+            at = rates.index(min(row, key=row.__getitem__))
+            cells[at] = f"**{cells[at]}**"
+            text.append(f"| {width} | {' | '.join(cells)} |")
     page = "\n".join(text) + "\n"
     print(page)
     if given.output is not None:
