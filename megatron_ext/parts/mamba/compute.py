@@ -12,7 +12,7 @@ needs `mamba_ssm` and a GPU.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,8 @@ from megatron_ext.parts.gated_delta.compute import (
     documents_of_span,
     states,
 )
-from megatron_ext.parts.gated_delta.describe import GatedDelta
 from megatron_ext.parts.gated_delta.rule import delta_rule
+from megatron_ext.parts.mamba.describe import Mamba
 
 
 class Mamba2(GatedDeltaNet):
@@ -37,7 +37,7 @@ class Mamba2(GatedDeltaNet):
 
     def __init__(self, *positional: Any, **settings: Any) -> None:
         super().__init__(*positional, **settings)
-        described, ranks = self.described, self.tp_group.size()
+        ranks, described = self.tp_group.size(), cast(Mamba, self.described)
         channels, heads, width = (
             size // ranks for size in (described.convolved_size, described.value_heads, described.context_size)
         )
@@ -58,7 +58,7 @@ class Mamba2(GatedDeltaNet):
 
 
 def _span(
-    described: GatedDelta,
+    described: Mamba,
     ids: torch.Tensor | None,
     counted_SB: torch.Tensor | None,
     mixed_PSBGM: torch.Tensor,

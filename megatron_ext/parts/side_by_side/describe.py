@@ -18,12 +18,16 @@ class SideBySide(Attention):
     """Attention, and the Mamba-2 mixer next to it."""
 
     modules = (*Attention.modules, "mamba")
-    blocks = 2
     joined = 1
 
     mamba: Mamba = field(kw_only=True)
     multipliers: tuple[float, ...] = field(kw_only=True)
     """Factors of what attention gives, and of what Mamba-2 gives."""
+
+    @property
+    def blocks(self) -> int:
+        """How often tensor-parallel ranks gather its input: for each of the two."""
+        return 2
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
         """Yield the parameters of both."""
