@@ -83,9 +83,12 @@ def read_zero_shards(folder: Path, stages: int) -> dict[str, list[dict[str, Piec
 
 
 def _shapes(folder: Path, file: str) -> dict[str, tuple[int, ...]]:
-    groups = torch_file.read(file_inside(folder, file)).get("param_shapes")
-    groups = groups if isinstance(groups, list) else [groups]
-    return {name: tuple(shape) for group in groups for name, shape in (group or {}).items()}
+    try:
+        groups = torch_file.read(file_inside(folder, file))["param_shapes"]
+        groups = groups if isinstance(groups, list) else [groups]
+        return {name: tuple(map(int, shape)) for group in groups for name, shape in group.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / file} has no param_shapes; take another checkpoint") from error
 
 
 def _collect(path: Path, pieces: dict[str, dict[str, list[Entry]]]) -> None:
