@@ -261,7 +261,7 @@ _ADAPTIVE_MUON = replace(
     name="adaptive_muon",
     title="AdaptiveMuon",
     torch_class="megatron_ext.optim.adaptive_muon:AdaptiveMuon",
-    arguments=_MUON.arguments | {name: f"adaptive_muon_{name}" for name in ("moment2_method", "beta2", "eps")},
+    arguments={**_MUON.arguments, **{name: f"adaptive_muon_{name}" for name in ("moment2_method", "beta2", "eps")}},
     states=(*_MUON.states, State("moment2_buffer")),
     remark="Muon whose updates are divided by the root of their second moment",
 )

@@ -28,7 +28,7 @@ def test_the_ranks_have_all_of_it_together_and_no_text_is_cut(name: str, tmp_pat
     drawing = ElementTree.fromstring((tmp_path / f"{name}_parallel.svg").read_text())
     space = "{http://www.w3.org/2000/svg}"
     boxes = [each for each in drawing.iter(f"{space}rect") if each.get("class") in ("part", "whole")]
-    covered = dict.fromkeys(("part", "whole"), 0.0)
+    covered: dict[str, float] = dict.fromkeys(("part", "whole"), 0.0)
     for box in boxes:
         covered[box.attrib["class"]] += float(box.attrib["width"])
     rows = len(TECHNIQUES[name].parts), len(TECHNIQUES[name].parts) + len(TECHNIQUES[name].wholes)

@@ -117,7 +117,7 @@ def test_what_only_training_does_is_left_out() -> None:
         "num_layers_per_virtual_pipeline_stage": 1,
     }
     config = small_config(layout=layout, model={"transformer_impl": "transformer_engine"})
-    found = trained_model._for_inference(config)
+    found = trained_model._for_inference(config, depths=False)
     assert (found.layout.sequence_parallel, found.layout.virtual_pipeline_model_parallel_size) == (False, 1)
     assert (found.layout.tensor_model_parallel_size, found.layout.pipeline_model_parallel_size) == (2, 2)
     assert found.model.transformer_impl == "local"
