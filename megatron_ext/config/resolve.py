@@ -209,7 +209,8 @@ def _resolve_exchange(values: dict[str, Any]) -> None:
     size, tensor = values.get("context_parallel_size", 1), values.get("tensor_model_parallel_size", 1)
     groups = values.get("num_query_groups" if values.get("group_query_attention") else "num_attention_heads")
     dropout = values.get("attention_dropout", ModelConfig.attention_dropout)
-    if positive(size, tensor, groups, dropout) and size > 1 and groups % (size * tensor) == 0:
+    both = groups, values.get("num_query_groups_local") or groups
+    if positive(size, tensor, *both, dropout) and size > 1 and math.gcd(*both) % (size * tensor) == 0:
         _fill(values, "cp_comm_type", ("a2a",))
 
 

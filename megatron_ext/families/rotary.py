@@ -9,6 +9,7 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.families.reading import Reading, refuse_others
 from megatron_ext.parts.attention.describe import scaling_of
 
+_SHARE = "partial_rotary_factor"
 KINDS = ("full_attention", "sliding_attention")
 
 SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic")
@@ -186,7 +187,7 @@ def rotary_by_layer(reading: Reading, usual: float, key: str | None = None) -> t
             reading.problems.append("truncate is false, only true is supported")
     local = Reading(of_windows, {}, {"rope_type": "type"})
     base = local.number("rope_theta", base)
-    refuse_others(local, {"rope_type": "default", "partial_rotary_factor": 1.0})
+    refuse_others(local, {"rope_type": "default", "partial_rotary_factor": (of_all or {}).get(_SHARE, 1.0)})
     local.refuse_the_rest("which rope_type default does not read; leave it out")
     reading.problems += [f"rope_parameters: {KINDS[1]}: {problem}" for problem in local.problems]
     return reading.changed(rope_parameters=of_all) if is_by_layer else reading, {"rotary_base_local": base}

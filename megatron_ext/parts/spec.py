@@ -135,7 +135,9 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[Table, slic
             core_attention=partial(  # pyright: ignore[reportArgumentType]
                 SDPAttention, window=attention.window, softmax=attention.softmax
             ),
-            linear_proj=BiasedRowLinear if attention.output_bias else RowLinear,
+            linear_proj=_with_inputs(  # pyright: ignore[reportArgumentType]
+                BiasedRowLinear if attention.output_bias else RowLinear, attention.context_size
+            ),
             q_layernorm=query_norm,
             k_layernorm=key_norm,
         ),
@@ -145,6 +147,11 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[Table, slic
 def _with_outputs(build: Callable[..., Any], outputs: int) -> Callable[..., Any]:
     """Return what builds a linear layer with so many outputs, whatever is asked for."""
     return lambda inputs, _outputs, **settings: build(inputs, outputs, **settings)
+
+
+def _with_inputs(build: Callable[..., Any], inputs: int) -> Callable[..., Any]:
+    """Return what builds a linear layer with so many inputs, whatever is asked for."""
+    return lambda _inputs, outputs, **settings: build(inputs, outputs, **settings)
 
 
 def _latent_attention(layer: Layer, _tp_group: ProcessGroup, tables: Mapping[Table, slice]) -> ModuleSpec:

@@ -217,10 +217,13 @@ class Stack:
 
     @property
     def has_mixed_parameters(self) -> bool:
-        """Whether layers differ in their parameters, with experts or an MLP, attention or another mixer: a checkpoint
+        """Whether layers differ in their parameters, with experts or an MLP, in mixers, groups or sinks: a checkpoint
         then holds each layer by itself, and otherwise the same parameter of all as one tensor."""
         decoder = [layer for layer, _ in self.kinds if layer.next_token is None]
-        return len({(type(layer.mlp), type(layer.mixer)) for layer in decoder}) > 1
+        attentions = (layer.mixer if isinstance(layer.mixer, Attention) else None for layer in decoder)
+        of_attention = [one and (one.groups, one.softmax.sink) for one in attentions]
+        kinds = ((type(layer.mlp), type(layer.mixer)) for layer in decoder)
+        return len(set(zip(kinds, of_attention, strict=True))) > 1
 
     def total(self, of: Callable[[Layer], float]) -> float:
         """Return the sum of `of` over the layers."""

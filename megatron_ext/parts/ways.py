@@ -64,7 +64,7 @@ def _has_other_scores(config: Config) -> bool:
     """Return whether softmax is over more than the products of queries and keys."""
     model = config.model
     changed = model.attention_logit_softcapping is not None or model.position_embedding_type == "alibi"
-    return changed or model.softmax_type != "vanilla"
+    return changed or model.softmax_types != {"vanilla"}
 
 
 _NEVER_RUN = "which was never run with {} here"
@@ -127,6 +127,9 @@ WAYS: dict[str, Way] = {
             "parallel": "whose MLP reads what attention has added to",
             "rotation by layer": "which has one table of angles",
             "longer queries": "whose angles lengthen nothing",
+            "groups by layer": "which has one number of key/value heads",
+            "other values": _NEVER_RUN.format("values of another size than keys"),
+            "multiplied values": "which multiplies no values",
             "temperature": "which has no factors of positions",
             "norms after": "whose layers have norms before attention and MLP alone",
             "norms of projections": "whose norms of queries and keys are over single heads, and alike",

@@ -48,11 +48,13 @@ def heads_divide_over_context_ranks(config: Config, facts: Facts) -> Iterator[st
     """Require for a2a that the heads divide over the context-parallel ranks."""
     layout, model = config.layout, config.model
     size, tensor = layout.context_parallel_size, layout.tensor_model_parallel_size
-    groups = model.num_key_value_heads
-    if "a2a" not in layout.cp_comm_type or not positive(size, tensor, groups, model.num_attention_heads):
+    numbers = model.key_value_heads
+    if "a2a" not in layout.cp_comm_type or not positive(size, tensor, *numbers.values(), model.num_attention_heads):
         return
-    if size > 1 and groups % (size * tensor):
-        kind = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
+    for kind, number in numbers.items():
+        if size == 1 or number % (size * tensor) == 0:
+            continue
+        groups = math.gcd(*numbers.values())
         others = tensor * layout.pipeline_model_parallel_size
         working = [
             n
@@ -62,7 +64,7 @@ def heads_divide_over_context_ranks(config: Config, facts: Facts) -> Iterator[st
         # Of the other exchanges none has dropout.
         dropout = " --attention-dropout 0" if model.attention_dropout > 0.0 else ""
         yield (
-            f"--cp-comm-type a2a gives every rank whole key and value heads, but {kind} {groups} is not divisible by "
+            f"--cp-comm-type a2a gives every rank whole key and value heads, but {kind} {number} is not divisible by "
             f"--context-parallel-size {size} x --tensor-model-parallel-size {tensor}; use --cp-comm-type p2p or "
             f"all_gather{dropout}"
             f"{', or ' + use('--context-parallel-size', working).removeprefix('use ') if working else ''}"

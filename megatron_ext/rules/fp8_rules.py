@@ -36,8 +36,10 @@ def fp8_takes_whole_blocks(config: Config, facts: Facts) -> Iterator[str]:
     sizes = (model.hidden_size, model.num_attention_heads, model.ffn_hidden_size, model.kv_channels, tensor)
     if training.fp8_format is None or model.num_experts is not None or not positive(*sizes, model.num_layers):
         return
-    heads, groups = model.num_attention_heads, model.num_key_value_heads
-    if heads % tensor or model.ffn_hidden_size % tensor or not groups_fit(groups, tensor):
+    groups = model.key_value_heads.values()
+    if not positive(*groups) or any(size % tensor for size in (model.num_attention_heads, model.ffn_hidden_size)):
+        return  # refused by others
+    if not all(groups_fit(one, tensor) for one in groups):
         return  # refused by others
     side = multiple_of(config)
     wrong = []

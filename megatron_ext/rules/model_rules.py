@@ -32,15 +32,14 @@ def heads_divide_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
 def query_groups_fit_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the query groups are a multiple or a divisor of the tensor-parallel size."""
     model, size = config.model, config.layout.tensor_model_parallel_size
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if not model.group_query_attention or not positive(heads, groups, size):
-        return
-    if heads % size == 0 and not groups_fit(groups, size):
-        working = [g for g in divisors(heads) if groups_fit(g, size)]
-        yield (
-            f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {size}; "
-            f"use --num-query-groups {listed(working)}"
-        )
+    heads = model.num_attention_heads
+    for flag, groups in model.key_value_heads.items():
+        if positive(heads, groups, size) and heads % size == 0 and not groups_fit(groups, size):
+            working = [g for g in divisors(heads) if groups_fit(g, size)]
+            yield (
+                f"{flag} {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {size}; "
+                f"use {flag} {listed(working)}"
+            )
 
 
 def heads_divide_by_query_groups(config: Config, facts: Facts) -> Iterator[str]:
@@ -49,14 +48,14 @@ def heads_divide_by_query_groups(config: Config, facts: Facts) -> Iterator[str]:
     heads, groups = model.num_attention_heads, model.num_query_groups
     if not positive(heads, groups):
         return
-    if not model.group_query_attention:
-        if groups != heads:
-            yield f"--num-query-groups {groups} has no effect without --group-query-attention; give both or neither"
-    elif heads % groups:
-        yield (
-            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
-            f"use --num-query-groups {listed(divisors(heads))}"
-        )
+    for flag, number in model.key_value_heads.items():
+        if positive(number) and heads % number:
+            yield (
+                f"--num-attention-heads {heads} is not divisible by {flag} {number}; use {flag} "
+                f"{listed(divisors(heads))}"
+            )
+    if not model.group_query_attention and groups != heads:
+        yield f"--num-query-groups {groups} has no effect without --group-query-attention; give both or neither"
 
 
 def head_size_is_whole(config: Config, facts: Facts) -> Iterator[str]:
@@ -336,6 +335,13 @@ def positions_by_layer_have_layers(config: Config, facts: Facts) -> Iterator[str
             f"--rotary-base-local {model.rotary_base_local:g} is of layers with a window that rotate, but there are "
             "none; add --window-size 4095,0 --position-embedding-type rope, or leave it out"
         )
+    of_windows = {
+        "--num-query-groups-local": model.num_query_groups_local,
+        "--softmax-type-local": model.softmax_type_local,
+    }
+    for flag, value in of_windows.items():
+        if value is not None and model.window_size is None:
+            yield f"{flag} {value} is of layers with a window; add --window-size 4095,0, or leave it out"
     if model.attention_temperature_scale is not None and model.no_rope_freq is None:
         yield (
             f"--attention-temperature-scale {model.attention_temperature_scale:g} is of layers that rotate nothing, "

@@ -30,7 +30,7 @@ def tensor_sizes(config: Config) -> list[int]:
     return [
         size
         for size in divisors(model.num_attention_heads)
-        if (not positive(model.num_query_groups) or groups_fit(model.num_query_groups, size))
+        if all(not positive(groups) or groups_fit(groups, size) for groups in model.key_value_heads.values())
         and (not positive(model.ffn_hidden_size) or model.ffn_hidden_size % size == 0)
         and (not positive(model.padded_vocab_size) or model.padded_vocab_size % size == 0)
         and (not layout.sequence_parallel or not positive(model.seq_length) or model.seq_length % size == 0)

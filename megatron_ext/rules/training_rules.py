@@ -323,7 +323,7 @@ def products_can_be_bounded(config: Config, facts: Facts) -> Iterator[str]:
         yield f"{flag} with --transformer-impl transformer_engine is not measured; use --transformer-impl local"
     if not asked.qk_clip:
         return
-    tensor, groups = config.layout.tensor_model_parallel_size, model.num_key_value_heads
+    tensor = config.layout.tensor_model_parallel_size
     grouped = not model.multi_latent_attention
     if grouped and model.has_qkv_bias:
         fix = "leave --add-qkv-bias out" if model.add_qkv_bias else "use --disable-bias-linear"
@@ -335,11 +335,12 @@ def products_can_be_bounded(config: Config, facts: Facts) -> Iterator[str]:
         )
     for flag in ("--qk-layernorm",) * (grouped and model.qk_layernorm) + ("--qk-l2-norm",) * model.qk_l2_norm:
         yield f"--qk-clip with {flag}: no weight before the norm changes what it returns; leave --qk-clip out"
-    if grouped and groups is not None and tensor > groups:
-        yield (
-            f"--qk-clip with --tensor-model-parallel-size {tensor} and --num-query-groups {groups}: ranks share a "
-            f"group of heads, which reach other products on each; use --tensor-model-parallel-size {groups} or less"
-        )
+    for flag, groups in model.key_value_heads.items():
+        if grouped and groups is not None and tensor > groups:
+            yield (
+                f"--qk-clip with --tensor-model-parallel-size {tensor} and {flag} {groups}: ranks share a group of "
+                f"heads, which reach other products on each; use --tensor-model-parallel-size {groups} or less"
+            )
     for flag, on in (
         ("--optimizer-cpu-offload", asked.optimizer_cpu_offload),
         ("--torch-fsdp2-cpu-offload", config.layout.torch_fsdp2_cpu_offload),

@@ -123,6 +123,14 @@ MODELS |= {
         f"--num-layers 4 {_LLAMA} {_UNTIED} {_EVERY_SECOND} --rotary-base-local 100 --rope-type yarn "
         "--rotary-scaling-factor 4 --original-max-position-embeddings 32"
     ),
+    "heads by layer": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} {_EVERY_SECOND} --num-query-groups-local 4 --softmax-type-local learnable "
+        "--value-channels 10 --value-multiplier 0.7 --rotary-base-local 100 --rotary-percent 0.5 --add-qkv-bias"
+    ),
+    "heads by layer, packed": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} {_EVERY_SECOND} --num-query-groups-local 1 --softmax-type-local off-by-one "
+        "--value-channels 24 --value-multiplier 1.3 --reset-position-ids --reset-attention-mask"
+    ),
     "longrope": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --rope-type longrope --original-max-position-embeddings 32 "
         f"--rotary-scaling-factor 4 {_LISTS}"

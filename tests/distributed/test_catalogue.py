@@ -92,6 +92,10 @@ MODELS["sinks and gates"] = {
     "norm_position": "both",
     "embed_layernorm": True,
 }
+MODELS["heads by layer"] = {
+    **{**LLAMA, "window_size": "3,0", "window_attn_skip_freq": "2", "num_query_groups_local": 4, "value_channels": 12},
+    **{"softmax_type_local": "learnable", "value_multiplier": 0.7, "add_qkv_bias": True},
+}
 MODELS["gates of heads"] = {**LLAMA, "attention_output_gate": True, "attention_output_gate_over": "head"}
 MODELS["GPT-2 in parallel through one norm, bias of the logits"] = {
     "parallel_residual": "one-norm",

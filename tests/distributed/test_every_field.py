@@ -59,6 +59,7 @@ RUNS: dict[str, tuple[int, str]] = {
                     "--kv-channels 4 --longrope-short-factor 1 2 --longrope-long-factor 3 9"),
     "no rotation in layer 2": (1, f"{ROPE} --no-rope-freq 2 --window-size 3,0 --window-attn-skip-freq [1,0] "
                                   "--attention-temperature-scale 0.5 --attention-temperature-step 2"),
+    "heads by layer": (1, "--window-size 3,0 --window-attn-skip-freq [1,0] --num-query-groups-local 2"),
     "queries in groups": (1, "--group-query-attention --num-query-groups 2 --disable-bias-linear"),
     "rmsnorm": (1, "--normalization RMSNorm --qk-layernorm"),
     "experts": (1, MOE),
@@ -110,6 +111,10 @@ CHANGES: dict[str, tuple[str, str]] = {
     "kv_channels": ("plain", "--kv-channels 16"),
     "group_query_attention": ("plain", "--group-query-attention"),
     "num_query_groups": ("queries in groups", "--num-query-groups 1"),
+    "num_query_groups_local": ("heads by layer", "--num-query-groups-local 1"),
+    "value_channels": ("plain", "--value-channels 12"),
+    "value_multiplier": ("plain", "--value-multiplier 0.5"),
+    "softmax_type_local": ("heads by layer", "--softmax-type-local off-by-one"),
     "seq_length": ("plain", "--seq-length 8"),
     "max_position_embeddings": ("saves", "--max-position-embeddings 32"),
     "position_embedding_type": ("plain", ROPE),

@@ -55,6 +55,7 @@ CUT_IN_THEIR_OWN_WAY = {
         "Qwen2-MoE",
         "Granite with experts",
         "GPT-OSS",
+        "MiMo-V2-Flash",
         "GPT-2",
         "Kimi Linear",
     ),

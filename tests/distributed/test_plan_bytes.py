@@ -38,6 +38,10 @@ _DELTA = (
 )
 _MAMBA = "--hybrid-layer-pattern MM*- --mamba-state-dim 16 --mamba-head-dim 12 --mamba-num-groups 4 --mamba-num-heads 8"
 _BOTH = f"{_MAMBA.replace('MM*-', 'B-B-')} --mlp-multipliers 0.5 2"
+_BY_LAYER = (
+    "--window-size 15,0 --window-attn-skip-freq 2 --group-query-attention --num-query-groups 4 "
+    "--num-query-groups-local 2 --softmax-type-local learnable --value-channels 12 --value-multiplier 0.7"
+)
 _KDA = _DELTA.replace("gated_delta_net", "kda")
 RUNS = {
     _TP: 0.005,
@@ -52,6 +56,8 @@ RUNS = {
     f"{_TP} --sequence-parallel --parallel-residual two-norms": 0.005,
     f"{_TP} --sequence-parallel {_FULL} --parallel-residual one-norm": 0.005,
     f"{_TP} --recompute-granularity selective --recompute-modules mlp --parallel-residual two-norms": 0.005,
+    f"{_BY_LAYER} {_TP} --sequence-parallel": 0.005,
+    f"{_BY_LAYER} {_CP} --cp-comm-type all_gather": 0.005,
     f"{_LATENTS} {_TP}": 0.005,
     f"{_LATENTS} {_TP} --sequence-parallel": 0.005,
     f"{_LATENTS} {_TP} --sequence-parallel --sequence-parallel-keep-gathered --q-lora-rank 24": 0.005,

@@ -37,6 +37,10 @@ FLAGS: dict[str, tuple[int, str]] = {
     "one token": (1, ""),
 }
 NOT_HERE = ("Transformer Engine", "FlashAttention 3")
+_BY_LAYER = (
+    "--window-size 12,0 --window-attn-skip-freq 2 --num-query-groups-local 2 --softmax-type-local learnable "
+    "--value-channels 12 --value-multiplier 0.6"
+)
 _LATENT = (
     "--group-query-attention=false --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 6"
@@ -65,6 +69,8 @@ PIECES = {
     "slopes, dropout": "--position-embedding-type alibi --attention-dropout 0.25",
     "dropout": "--attention-dropout 0.25",
     "window, dropout": "--window-size 12,0 --attention-dropout 0.25",
+    "heads by layer": f"{_BY_LAYER} --attention-dropout 0",
+    "values of another size": "--value-channels 12 --value-multiplier 0.6 --attention-dropout 0.25",
     "latent": f"{_LATENT} --attention-dropout 0",
     "latent, window": f"{_LATENT} --window-size 12,0 --attention-dropout 0",
     "latent, dropout": f"{_LATENT} --attention-dropout 0.25",
@@ -89,6 +95,7 @@ PARTS = {
         f"{_LLAMA} --window-size 12,0 --window-attn-skip-freq 2 --rotary-base-local 100 --rope-type yarn "
         "--rotary-scaling-factor 4 --original-max-position-embeddings 16"
     ),
+    "heads by layer": f"{_LLAMA} {_BY_LAYER}",
     "temperature": f"{_LLAMA} --no-rope-freq 2 --attention-temperature-scale 0.5 --attention-temperature-step 5",
     "latents": f"{_LLAMA} {_LATENT}",
     "chosen keys": f"{_LLAMA} {_INDEXED}",

@@ -58,6 +58,10 @@ _EXPERTS: dict[str, Any] = {
     **{"n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1},
     **{"n_group": 3, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1},
 }
+_OF_MIMO = {
+    **{name: value for name, value in _EXPERTS.items() if name not in ("n_shared_experts", "first_k_dense_replace")},
+    **{"num_hidden_layers": 4, "pad_token_id": None},
+}
 _INDEXER: dict[str, Any] = {"index_n_heads": 10, "index_head_dim": 14, "index_topk": 9}
 _DELTA: dict[str, Any] = {
     **{**_DECODER, "num_hidden_layers": 4, "partial_rotary_factor": 0.5, "linear_key_head_dim": 6},
@@ -421,6 +425,24 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "num_key_value_heads": 1},
         **{"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]},
         **{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "swiglu_limit": 0.5},
+    },
+    "MiMo-V2-Flash": {
+        **{"model_type": "mimo_v2_flash", **_DECODER, **_OF_MIMO, "num_key_value_heads": 1, "v_head_dim": 10},
+        **{"n_group": 1, "topk_group": 1, "sliding_window": 6, **_UNTIED},
+    },
+    "MiMo-V2-Flash with wide values": {
+        **{"model_type": "mimo_v2_flash", **_DECODER, **_OF_MIMO, "num_attention_heads": 8, "v_head_dim": 14},
+        **{"head_dim": 10, "attention_value_scale": None, "attention_bias": True, "tie_word_embeddings": True},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        "rope_parameters": {
+            "full_attention": {
+                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 700.0},
+                "partial_rotary_factor": 0.6,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.6},
+        },
+        "sliding_window": 9,
     },
     "Llama 4": {
         **{"model_type": "llama4_text", **_DECODER, "num_hidden_layers": 4, "intermediate_size": 32, **_UNTIED},

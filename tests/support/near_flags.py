@@ -96,6 +96,8 @@ MORE = (
     "--longrope-long-factor 3 4 --rotary-scaling-factor 3",
     "--position-embedding-type rope --rotary-base-local 7 --window-size 7,0 --attention-dropout 0 --no-rope-freq 2 "
     "--attention-temperature-scale 0.1 --attention-temperature-step 9",
+    "--window-size 7,0 --attention-dropout 0 --num-query-groups-local 2 --softmax-type-local learnable "
+    "--value-channels 12 --value-multiplier 2",
     "--quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1",
     "--group-query-attention --num-query-groups 2 --world-size 4 --tensor-model-parallel-size 4 --kv-channels 12",
     "--padded-vocab-size 1024 --make-vocab-size-divisible-by 32 --max-position-embeddings 65",

@@ -45,7 +45,7 @@ def kernels_by_name(config: Config) -> str | None:
     model = config.model
     if model.attention_logit_softcapping is not None or model.position_embedding_type == "alibi":
         return "with capped scores or ALiBi attention is computed by torch's flex_attention"
-    if model.softmax_type != "vanilla":
+    if "vanilla" not in model.softmax_types:
         return f"with --softmax-type {model.softmax_type} attention is computed by torch's flex_attention"
     return None
 

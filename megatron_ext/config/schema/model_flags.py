@@ -60,6 +60,16 @@ class ModelConfig:
         resume="shape",
         at_least=1,
     )
+    num_query_groups_local: int | None = option(
+        None,
+        "Number of key/value heads in layers with a window; default: as many as in the others.",
+        resume="shape",
+        at_least=1,
+    )
+    value_channels: int | None = option(
+        None, "Size of one value head; default that of a query and key head.", resume="shape", at_least=1
+    )
+    value_multiplier: float = option(1.0, "Factor of attention's values.", resume="function", positive=True)
     seq_length: int = option(None, "Tokens in one training sample.", resume="free", required="1024", at_least=1)
     max_position_embeddings: int = option(
         None,
@@ -497,6 +507,12 @@ class ModelConfig:
         resume="shape",
         choices=("vanilla", "off-by-one", "learnable"),
     )
+    softmax_type_local: str | None = option(
+        None,
+        "That of layers with a window; default: as in the others.",
+        resume="shape",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
     attention_logit_softcapping: float | None = option(
         None,
         "Bound c of attention's scores, as c tanh(scores / c), as Gemma 2 has it; default none.",
@@ -872,6 +888,19 @@ class ModelConfig:
     def num_key_value_heads(self) -> int:
         """Number of key/value heads: the query groups with grouped-query attention, else one per attention head."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def key_value_heads(self) -> dict[str, int]:
+        """The flags that say numbers of key/value heads, with these: of all layers, or of those without a window and of
+        those with one."""
+        flag = "--num-query-groups" if self.group_query_attention else "--num-attention-heads"
+        local = {"--num-query-groups-local": self.num_query_groups_local} if self.num_query_groups_local else {}
+        return {flag: self.num_key_value_heads, **local}
+
+    @property
+    def softmax_types(self) -> set[str]:
+        """What the softmax of layers without a window and of those with one sums over besides the keys."""
+        return {self.softmax_type, self.softmax_type_local or self.softmax_type}
 
     @property
     def shares_word_embeddings(self) -> bool:

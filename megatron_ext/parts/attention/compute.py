@@ -53,6 +53,9 @@ class CausalSelfAttention(SelfAttention):
         super().__init__(*positional, **settings)
         self.rotary_columns, self.described = rotary_columns, described
         self.is_heated = described.temperature is not None
+        # megatron-core counts them by one configuration of all layers.
+        self.num_query_groups_per_partition = max(described.groups // self.world_size, 1)
+        self.num_attention_heads_per_partition = described.query_heads // min(described.groups, self.world_size)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -105,6 +108,7 @@ class CausalSelfAttention(SelfAttention):
         if isinstance(table, TokenAngles):
             heads_SBHD, table = (*table.turned(*heads_SBHD[:2]), heads_SBHD[2]), None
         query, key, value = (heads.permute(1, 2, 0, 3) for heads in heads_SBHD)
+        value = value if self.described.of_values == 1.0 else value * self.described.of_values
         if table is not None:
             query, key = rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved)
         return *self._rotated_and_normed(query, key), value, gate_SBHD
@@ -146,9 +150,9 @@ class CausalSelfAttention(SelfAttention):
     @property
     def _splits_at_once(self) -> bool:
         """Whether nothing happens to queries and keys between their product and their rotation: no norm, no choice of
-        heads where ranks share a group, and no gate between them."""
+        heads where ranks share a group, and no gate between them; and nothing to values."""
         described = self.described
-        if described.gate or described.value_head_size != described.head_size:
+        if described.gate or described.value_head_size != described.head_size or described.of_values != 1.0:
             return False
         return self.q_layernorm is None and self.k_layernorm is None and described.groups >= self.world_size
 

@@ -167,6 +167,8 @@ class Attention(Part):
     """Bound of the size of each number in queries, keys and values, where they go into rotation."""
 
     temperature: Temperature | None = None
+    of_values: float = 1.0
+    """Factor of the values."""
 
     @property
     def positions(self) -> Rotary | Temperature | None:
@@ -322,7 +324,8 @@ class Attention(Part):
         if self.window is not None:
             found["window"] = Asked(f"--window-size is {config.model.window_size}", "--window-size -1,0")
         if self.softmax.sink != "vanilla":
-            found["sink"] = Asked(f"--softmax-type is {self.softmax.sink}", "--softmax-type vanilla")
+            local = "" if config.model.softmax_type_local is None or self.window is None else "-local"
+            found["sink"] = Asked(f"--softmax-type{local} is {self.softmax.sink}", f"--softmax-type{local} vanilla")
         if self.softmax.cap is not None:
             text = f"--attention-logit-softcapping is {self.softmax.cap:g}"
             found["cap"] = Asked(text)
@@ -340,6 +343,14 @@ class Attention(Part):
         if self.temperature is not None:
             text = f"--attention-temperature-scale is {self.temperature.scale:g}"
             found["temperature"] = Asked(text, "leave --attention-temperature-scale out")
+        if self.groups != config.model.num_key_value_heads:
+            text = f"--num-query-groups-local is {self.groups}"
+            found["groups by layer"] = Asked(text, "leave --num-query-groups-local out")
+        if self.value_head_size != self.head_size:
+            text = f"--value-channels is {self.value_head_size}"
+            found["other values"] = Asked(text, "leave --value-channels out")
+        if self.of_values != 1.0:
+            found["multiplied values"] = Asked(f"--value-multiplier is {self.of_values:g}", "--value-multiplier 1")
         if self.qk_norm in ("each-head", "projection"):
             found["norms of projections"] = Asked(f"--qk-layernorm-over is {self.qk_norm}", "--qk-layernorm-over head")
         return found
@@ -377,16 +388,16 @@ class Attention(Part):
 
 def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
     """Return the attention of layer `number`, with norms of this kind."""
-    rotary = _rotary(model, number)
+    rotary, window = _rotary(model, number), window_of(model, number)
     without_weight = model.qk_l2_norm and rotary is not None
     scale = model.attention_temperature_scale if rotary is None else None
     return Attention(
         kind="grouped_query",
         query_heads=model.num_attention_heads,
-        groups=model.num_key_value_heads,
+        groups=(window is not None and model.num_query_groups_local) or model.num_key_value_heads,
         head_size=model.kv_channels,
-        value_head_size=model.kv_channels,
-        window=window_of(model, number),
+        value_head_size=model.value_channels or model.kv_channels,
+        window=window,
         rotary=rotary,
         qk_norm=model.qk_layernorm_over if model.qk_layernorm else "head" if without_weight else None,  # pyright: ignore[reportArgumentType]
         qk_norm_after_rotation=model.qk_layernorm_place == "after",
@@ -394,13 +405,14 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
         qkv_bias=model.has_qkv_bias,
         output_bias=model.has_output_bias,
         softmax=Softmax(
-            model.softmax_type,  # pyright: ignore[reportArgumentType]
+            (window is not None and model.softmax_type_local) or model.softmax_type,  # pyright: ignore[reportArgumentType]
             model.attention_logit_softcapping,
             model.position_embedding_type == "alibi",
         ),
         gate=model.attention_output_gate_over if model.attention_output_gate else None,  # pyright: ignore[reportArgumentType]
         clip=model.qkv_clip,
         temperature=None if scale is None else Temperature(scale, model.attention_temperature_step),
+        of_values=model.value_multiplier,
     )
 
 

@@ -272,6 +272,10 @@ class LatentAttention(Attention):
             )
         for flag, is_asked in (
             ("--softmax-type", model.softmax_type != "vanilla"),
+            ("--softmax-type-local", model.softmax_type_local is not None),
+            ("--num-query-groups-local", model.num_query_groups_local is not None),
+            ("--value-channels", model.value_channels is not None),
+            ("--value-multiplier", model.value_multiplier != 1.0),
             ("--attention-logit-softcapping", model.attention_logit_softcapping is not None),
             ("--attention-output-gate", model.attention_output_gate),
             ("--qkv-clip", model.qkv_clip is not None),

@@ -93,6 +93,10 @@ BASES: dict[str, dict[str, Any]] = {
     "phimoe": {**_SMALL, "num_local_experts": 4},
     "granitemoe": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3},
     "gpt_oss": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    "mimo_v2_flash": {
+        **{**_SMALL, "num_key_value_heads": 1, "num_hidden_layers": 2, "v_head_dim": 10, "n_routed_experts": 4},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 12, "sliding_window": 7, "pad_token_id": None},
+    },
     "llama4_text": {
         **{**_SMALL, "num_local_experts": 4, "intermediate_size_mlp": 16, "no_rope_layer_interval": 2},
         **{"floor_scale": 5, "attention_chunk_size": 32},

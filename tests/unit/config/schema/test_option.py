@@ -25,6 +25,7 @@ EVERY_PART = (
     "--window-attn-skip-freq 2 --attention-dropout 0 --moe-layer-freq 2 --softmax-scale 0.3 "
     "--attention-logit-softcapping 2 --final-logit-softcapping 3 --qkv-clip 4 --moe-shared-expert-gate "
     "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-scores 1 "
+    "--num-query-groups-local 2 --softmax-type-local learnable --value-channels 4 --value-multiplier 2 "
     "--moe-router-topk-scaling-factor 2.5 --attention-chunk-size 512 --moe-latent-size 32"
 )
 ROTATED = f"{EVERY_PART} --position-embedding-type rope --no-rope-freq 2 --mtp-num-layers 1"

@@ -79,6 +79,7 @@ def test_scores_are_multiplied_as_published() -> None:
         ("--tensor-model-parallel-size 2 --world-size 2", "--num-attention-heads 5 is not divisible", None),
         ("--rope-type longrope", "leave out --multi-latent-attention", None),
         ("--rotary-base-local 9", "--rotary-base-local with --multi-latent-attention", None),
+        ("--value-channels 9", "--value-channels with --multi-latent-attention", None),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_setting_that_works(flags: str, said: str, fix: str | None) -> None:

@@ -1,0 +1,99 @@
+"""MiMo-V2-Flash: layers with a window have twice the key/value heads of the others, a sink that each head learns and a
+rotary base of their own; values are smaller than keys and multiplied; and DeepSeek-V3's experts without shared ones."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.families import mixtures, shared
+from megatron_ext.families.family import Family
+from megatron_ext.families.reading import Reading, refuse_others
+from megatron_ext.families.rotary import local_base, rotary_by_layer, scaled_without_windows
+from megatron_ext.parts.stack import layers
+
+_MIXTURE = mixtures.Mixture(mixtures.BIASED_SIGMOID, group_scores=2, normalized=True)
+_SHARE = "partial_rotary_factor"
+_BASES = dict(zip(shared.KINDS, (5e6, 1e4), strict=True))
+
+
+def _rotations(reading: Reading) -> dict[str, Any]:
+    """Return `rope_parameters` of both kinds of layers, with what transformers takes for what they do not say."""
+    given: Any = reading.get("rope_parameters") or {kind: {"rope_theta": base} for kind, base in _BASES.items()}
+    if not isinstance(given, dict) or [*map(type, map(given.get, shared.KINDS))] != [dict, dict]:
+        reading.problems.append(f"rope_parameters need those of {' and '.join(shared.KINDS)} each")
+        return {}
+    usual = {kind: 0.334 if given[kind].get("rope_type", "default") == "default" else 1.0 for kind in shared.KINDS}
+    return {kind: {**given[kind], _SHARE: given[kind].get(_SHARE, share)} for kind, share in usual.items()}
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    refuse_others(reading, {"rope_scaling": None, "n_shared_experts": 0})  # which transformers does not read
+    before = reading.get("sliding_window_size")  # without a query's own position, in published files
+    if before is not None:
+        reading = reading.changed(sliding_window=reading.integer("sliding_window_size") + 1)
+    usual = [number > 0 and (number + 1) % 6 != 0 for number in shared.layer_numbers(reading)]
+    windows = shared.layer_window_values(reading, shared.typed_windows(reading, usual))
+    reading, local = rotary_by_layer(reading.changed(rope_parameters=_rotations(reading)), _BASES[shared.KINDS[1]])
+    values = {**shared.decoder_values(reading, partial=True), **windows, **local}
+    heads, groups, size = values["num_attention_heads"], 2 * values["num_query_groups"], reading.integer("v_head_dim")
+    has_windows = values["window_size"] is not None
+    if has_windows and heads % groups:
+        reading.problems.append(
+            f"num_attention_heads {heads} is not divisible by {groups}, twice num_key_value_heads, in layers with a "
+            "window"
+        )
+    return {
+        **local_base(values),
+        **_MIXTURE.values(reading, mixtures.typed_mixtures(reading, 1)),
+        "num_query_groups_local": groups if has_windows else None,
+        "softmax_type_local": "learnable" if has_windows else None,
+        "value_channels": None if size == values["kv_channels"] else size,
+        "value_multiplier": reading.number("attention_value_scale", 1.0),
+        "add_qkv_bias": reading.boolean("attention_bias", False),
+    }
+
+
+def _write(config: Config) -> dict[str, Any]:
+    model = config.model
+    content = {**shared.decoder_json(config), **shared.typed_window_json(config), **_MIXTURE.json(config)}
+    base, scaling = content.pop("rope_theta"), content.pop("rope_scaling") or {"rope_type": "default"}
+    del content["first_k_dense_replace"], content["n_shared_experts"]
+    of_all = {"rope_theta": base, _SHARE: model.rotary_percent, **scaling}
+    of_windows = {"rope_theta": model.rotary_base_local or base, _SHARE: model.rotary_percent, "rope_type": "default"}
+    return {
+        **content,
+        "rope_parameters": dict(zip(shared.KINDS, (of_all, of_windows), strict=True)),
+        "mlp_layer_types": [mixtures.MLP_KINDS[layer.experts is not None] for layer in layers(config)],
+        "v_head_dim": model.value_channels or model.kv_channels,
+        "attention_value_scale": model.value_multiplier,
+        "attention_bias": model.has_qkv_bias,
+    }
+
+
+def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
+    has_windows = model.window_size is not None
+    return {
+        **scaled_without_windows(model),
+        **_MIXTURE.dependent_flags(model),
+        "moe_shared_expert_intermediate_size": None,
+        "num_query_groups_local": 2 * model.num_key_value_heads if has_windows else None,
+        "softmax_type_local": "learnable" if has_windows else None,
+    }
+
+
+MIMO_V2_FLASH = Family(
+    "mimo_v2_flash",
+    "MiMoV2FlashForCausalLM",
+    {**mixtures.MIXTURE_NAMES, "self_attention.core_attention.softmax_offset": ("self_attn.attention_sink_bias",)},
+    {**shared.DECODER_FLAGS, "disable_bias_linear": True},
+    _read,
+    _write,
+    {
+        **{"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128},
+        **{"sliding_window": 129, "attention_value_scale": 0.707, "rms_norm_eps": 1e-5, _SHARE: 0.334},
+        **{"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48, "vocab_size": 152576},
+        **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
+        "max_position_embeddings": 131072,
+    },
+    {"n_routed_experts": "num_local_experts"},
+    dependent_flags=_dependent_flags,
+)
