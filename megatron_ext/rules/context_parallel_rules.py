@@ -65,8 +65,8 @@ def heads_divide_over_context_ranks(config: Config, facts: Facts) -> Iterator[st
         dropout = " --attention-dropout 0" if model.attention_dropout > 0.0 else ""
         yield (
             f"--cp-comm-type a2a gives every rank whole key and value heads, but {kind} {number} is not divisible by "
-            f"--context-parallel-size {size} x --tensor-model-parallel-size {tensor}; use --cp-comm-type p2p or "
-            f"all_gather{dropout}"
+            f"--context-parallel-size {size} x --tensor-model-parallel-size {tensor}; use --cp-comm-type "
+            f"{'all_gather' if model.num_query_groups_local else 'p2p or all_gather'}{dropout}"
             f"{', or ' + use('--context-parallel-size', working).removeprefix('use ') if working else ''}"
         )
 
