@@ -70,7 +70,7 @@ PIECES = {
     "dropout": "--attention-dropout 0.25",
     "window, dropout": "--window-size 12,0 --attention-dropout 0.25",
     "heads by layer": f"{_BY_LAYER} --attention-dropout 0",
-    "values of another size": "--value-channels 12 --value-multiplier 0.6 --attention-dropout 0.25",
+    "values of another size, dropout": "--value-channels 12 --value-multiplier 0.6 --attention-dropout 0.25",
     "latent": f"{_LATENT} --attention-dropout 0",
     "latent, window": f"{_LATENT} --window-size 12,0 --attention-dropout 0",
     "latent, dropout": f"{_LATENT} --attention-dropout 0.25",
@@ -95,7 +95,7 @@ PARTS = {
         f"{_LLAMA} --window-size 12,0 --window-attn-skip-freq 2 --rotary-base-local 100 --rope-type yarn "
         "--rotary-scaling-factor 4 --original-max-position-embeddings 16"
     ),
-    "heads by layer": f"{_LLAMA} {_BY_LAYER}",
+    "heads and windows by layer": f"{_LLAMA} {_BY_LAYER}",
     "temperature": f"{_LLAMA} --no-rope-freq 2 --attention-temperature-scale 0.5 --attention-temperature-step 5",
     "latents": f"{_LLAMA} {_LATENT}",
     "chosen keys": f"{_LLAMA} {_INDEXED}",
