@@ -125,9 +125,9 @@ class WholeSequences(Sequences):
             heads: queries [B, H, S, D], keys and values [B, G, S, D].
         """
         query_BHSD, key_BGSD, value_BGSV = heads
+        scale = query_BHSD.size(-1) ** -0.5 if scale is None else scale
         if not scores.are_plain or (window is not None and window < query_BHSD.size(2)):
-            known = query_BHSD.size(-1) ** -0.5 if scale is None else scale
-            context = attend_window(query_BHSD, key_BGSD, value_BGSV, known, window, scores)
+            context = attend_window(query_BHSD, key_BGSD, value_BGSV, scale, window, scores)
         else:
             query, key, value = widened(*heads)
             context = F.scaled_dot_product_attention(

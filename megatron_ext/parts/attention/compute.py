@@ -280,8 +280,8 @@ class SDPAttention(torch.nn.Module):
         self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
 
     def _whole(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor) -> torch.Tensor:
+        scale = self.softmax_scale or 1.0 / math.sqrt(query_BHSD.size(-1))
         if takes(query_BHSD, self.dropout):
-            scale = self.softmax_scale or 1.0 / math.sqrt(query_BHSD.size(-1))
             return attend_short(query_BHSD, key_BGSD, value_BGSV, scale)
         # Most of torch's kernels know one size of heads alone, and the others hold all scores.
         query, key, value = widened(query_BHSD, key_BGSD, value_BGSV)
@@ -291,7 +291,7 @@ class SDPAttention(torch.nn.Module):
             value,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
-            scale=self.softmax_scale,
+            scale=scale,
             enable_gqa=query.size(1) != key.size(1),
         )
         channels = value_BGSV.size(-1)

@@ -41,21 +41,23 @@ def _roundings(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("sequence", "dtype"), [(33, torch.float32), (SHORT + 1, torch.float32), (33, torch.bfloat16)])
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])  # 3: as many as samples
-@pytest.mark.parametrize("scale", [None, 0.5])
-def test_equals_attention_written_out(sequence: int, groups: int, scale: float | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("scale", "values"), [(None, 16), (0.5, 16), (None, 24)])
+def test_equals_attention_written_out(
+    sequence: int, groups: int, scale: float | None, values: int, dtype: torch.dtype
+) -> None:
     """In fp32 within 2e-6. In bf16 four roundings of the context, half of them at random: of the probabilities, their
     product, and it; in the gradients twelve, for those of the probabilities and scores come on top."""
     torch.manual_seed(0)
     batch, heads, channels = 3, 6, 16
-    shapes = [(batch, heads, sequence, channels)] + [(batch, groups, sequence, channels)] * 2
+    shapes = [(batch, heads, sequence, channels), *((batch, groups, sequence, size) for size in (channels, values))]
     ours = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     exact = [tensor.detach().double().requires_grad_() for tensor in ours]
-    weight = torch.randn(sequence, batch, heads * channels, dtype=dtype)
+    weight = torch.randn(sequence, batch, heads * values, dtype=dtype)
 
     context = _attention(scale=scale)(*ours)
     expected = _written_out(*exact, scale=scale or 1.0 / math.sqrt(channels))
 
-    assert context.shape == (sequence, batch, heads * channels)
+    assert context.shape == (sequence, batch, heads * values)
     assert context.is_contiguous()
     pairs = [
         (context.detach(), expected.detach()),
