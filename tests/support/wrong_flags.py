@@ -256,6 +256,9 @@ EXAMPLES = {
     "A loss with its output layer under Megatron-FSDP": Example(
         "--world-size 2 --use-megatron-fsdp --linear-cross-entropy", "--linear-cross-entropy=false"
     ),
+    "A loss of the normalizer with the output layer": Example(
+        "--z-loss-strength 1e-4 --linear-cross-entropy", "--linear-cross-entropy=false"
+    ),
     "A loss with its output layer in float16": Example("--fp16 --linear-cross-entropy", "--fp16=false --bf16"),
     "Products that add to gradients under FSDP2": Example(
         "--world-size 2 --use-torch-fsdp2 --gradient-accumulation-fusion", "--gradient-accumulation-fusion=false"
