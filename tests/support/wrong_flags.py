@@ -543,7 +543,7 @@ WRONG = [
     ("--lm-head-bias --logits-multiplier 2", "use --logits-multiplier 1.0"),
     ("--softmax-scale 0", "--softmax-scale 0 is not above 0"),
     ("--qkv-clip 0", "--qkv-clip 0 is not above 0"),
-    ("--softmax-type learnable", "alibi computes attention block by block, whose kernels have no dropout, but"),
+    ("--softmax-type learnable", "computes attention block by block, whose kernels have no dropout, but"),
     ("--swiglu --geglu", "--swiglu and --geglu name different activations"),
     ("--no-rope-freq 4", "says which layers rotate nothing, but with --position-embedding-type learned_absolute none"),
     ("--window-size 7,0", "block by block, whose kernels have no dropout, but --attention-dropout is 0.1"),
