@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Reordered:
     """The rows of a shard in another order; it is read as an `Entry` is."""
 
-    shard: Entry | Pieces
+    shard: "Entry | Pieces | Zeros"
     blocks: tuple[range, ...]
     """Rows of the shard, each once."""
 
