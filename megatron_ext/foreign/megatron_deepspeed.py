@@ -209,6 +209,8 @@ _WORDS: dict[str, dict[str, Sequence[str]]] = {
     "--cpu-torch-adam": {"": ["--optimizer-cpu-offload"]},
     "--no-tie-embed-logits": {"": ["--untie-embeddings-and-output-weights"]},
     "--use-rms-norm": {"": ["--normalization=RMSNorm"]},
+    "--use-z-loss": {"": ["--z-loss-strength=1e-4"]},
+    "--use-glm-rope": {"": ["--rotary-interleaved"]},
     "--glu-activation": {"swiglu": ["--swiglu"], "geglu": ["--geglu"]},
     "--activation-func-type": {"swiglu": ["--swiglu"], "gelu": []},
     "--attention-head-type": {"multihead": [], "multiquery": ["--group-query-attention", "--num-query-groups=1"]},

@@ -3,6 +3,8 @@
 Meanings are those of its source (features_manager/, core/transformer/moe/router.py, training/initialize.py).
 """
 
+from collections.abc import Iterable
+
 from megatron_ext.foreign.script import Script
 
 _SPECS = ("qwen3_spec", "deepseek_spec")
@@ -27,10 +29,16 @@ def read_mindspeed(script: Script) -> None:
     counts = (script.values("--num-layer-list") or [""])[0].split(",")
     if all(map(str.isdecimal, counts)):
         script.take("--num-layer-list")
-        stages = "|".join("t" * int(count) for count in counts)
-        script.give(("--pipeline-model-parallel-layout", f"E{stages}L"))
+        script.give(_layout(script, map(int, counts)))
     _positions(script)
     _experts(script)
+    _leave_out_layers(script)
+
+
+def _layout(script: Script, layers: Iterable[int]) -> tuple[str, str]:
+    """Return the flag of stages, or chunks of them, that have so many layers each."""
+    depths = "m" * (script.number("--mtp-num-layers") or 0)
+    return "--pipeline-model-parallel-layout", f"E{'|'.join('t' * count for count in layers)}{depths}L"
 
 
 def _positions(script: Script) -> None:
@@ -72,6 +80,8 @@ def _experts(script: Script) -> None:
         if dense:  # the source tests it so: with 0 every layer has experts
             pattern = ",".join(str(int(layer >= dense and layer % every == 0)) for layer in range(layers))
             script.give(("--moe-layer-freq", f"[{pattern}]"))
+    if script.take("--fix-router") is not None:  # token t goes to the experts t K, ..., t K + K - 1 modulo their number
+        script.give(("--moe-router-force-load-balancing",))
     divided = script.take("--norm-topk-prob") is not None
     kind = (script.values("--moe-router-load-balancing-type") or ["aux_loss"])[0]
     if kind == "softmax_topk":  # weights out of the softmax over all experts, and no loss of balance
@@ -88,3 +98,25 @@ def _experts(script: Script) -> None:
     if script.take("--moe-tp-extend-ep") is not None:  # experts are whole, and divided over these ranks, too
         experts = tensor * (script.number("--expert-model-parallel-size") or 1)
         script.give(("--expert-tensor-parallel-size", "1"), ("--expert-model-parallel-size", str(experts)))
+
+
+def _leave_out_layers(script: Script) -> None:
+    """Take the layers that do nothing, by their numbers from 0: stages have the others, as they lie there."""
+    named = (script.values("--noop-layers") or [""])[0].split(",")
+    layers, stages = script.number("--num-layers") or 0, script.number("--pipeline-model-parallel-size") or 1
+    in_chunk = script.number("--num-layers-per-virtual-pipeline-stage") or layers // stages
+    left_out = {int(one) for one in named if one.isdecimal()}
+    if len(left_out) < len(named) or max(left_out) >= layers or layers % in_chunk:
+        return
+    kept = [layer not in left_out for layer in range(layers)]
+    counts = [sum(kept[start : start + in_chunk]) for start in range(0, layers, in_chunk)]
+    for flag in ("--noop-layers", "--num-layers-per-virtual-pipeline-stage"):
+        script.take(flag)
+    script.give(("--num-layers", str(sum(kept))))
+    if stages > 1:
+        script.give(_layout(script, counts))
+    pattern = (script.values("--moe-layer-freq") or [""])[0]
+    has_experts = pattern.strip("[]").split(",")
+    if pattern.startswith("[") and len(has_experts) == layers:
+        own = ",".join(one for one, stays in zip(has_experts, kept, strict=True) if stays)
+        script.give(("--moe-layer-freq", f"[{own}]"))

@@ -22,6 +22,11 @@ def read_weighted_splits(script: Script) -> None:
             if groups is not None:
                 script.give([f"--{part}-data-path", *_prefixes(groups)])
         except (OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and "--dry-run" in script:
+                named = " ".join(path or ())
+                script.give(("--per-split-data-args-path", named))  # which a dry run does not open either
+                script.warnings.append(f"{flag} {named} does not exist; a run needs it, --dry-run does not")
+                continue
             script.problems.append(f"{' '.join([flag, *(path or ())])}: {getattr(error, 'strerror', None) or error}")
             script.unread |= {"data_path", "train_data_path"}
 

@@ -207,6 +207,7 @@ def build_model(
     chunks = config.layout.virtual_pipeline_model_parallel_size
     of_readout["true_vocab_size"] = config.data.vocab_size or config.model.padded_vocab_size
     of_readout |= {"cap": config.model.final_logit_softcapping, "has_bias": config.model.lm_head_bias}
+    of_readout["z_loss"] = config.model.z_loss_strength
     build = partial(_build_chunk, config, transformer_config, pg_collection, chunks, on_meta, layer_spec, of_readout)
     return [build(chunk) for chunk in range(chunks)]
 

@@ -198,6 +198,10 @@ class Readout:
     has_bias: bool = False
     """Whether the logits have a bias."""
 
+    z_loss: float = 0.0
+    """Factor of the square of the log of the softmax's normalizer in the loss of a token (PaLM, arXiv:2204.02311,
+    section 5)."""
+
     def prepare(self, output_layer: ColumnParallelLinear) -> None:
         """Make the layer that megatron-core has built an `OutputLayer`."""
         output_layer.__class__ = OutputLayer
@@ -235,6 +239,10 @@ class Readout:
     def _losses(self, layer: Callable[..., Any], hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         if self.own_loss is not None:
             return checked_losses(self.own_loss(TokenLogits(layer(hidden_SBH)[0], labels_BS, self.tp_group)), labels_BS)
+        if self.z_loss:
+            token = TokenLogits(layer(hidden_SBH)[0], labels_BS, self.tp_group)
+            log_normalizer_BS = token.log_normalizer()
+            return log_normalizer_BS - token.of_labels() + self.z_loss * log_normalizer_BS.square()
         labels_SB = labels_BS.t()
         if self.tp_group.size() > 1 or not self.keeps_output_weight:
             logits = layer(hidden_SBH)[0]

@@ -61,10 +61,8 @@ def _takes_flash_attention(config: Config, *versions: int) -> bool:
 
 
 def _has_other_scores(config: Config) -> bool:
-    """Return whether softmax is over more than the products of queries and keys."""
-    model = config.model
-    changed = model.attention_logit_softcapping is not None or model.position_embedding_type == "alibi"
-    return changed or model.softmax_types != {"vanilla"}
+    """Return whether softmax is over more than the products of queries and keys, and what slopes take from them."""
+    return config.model.attention_logit_softcapping is not None or config.model.softmax_types != {"vanilla"}
 
 
 _NEVER_RUN = "which was never run with {} here"
@@ -79,7 +77,7 @@ WAYS: dict[str, Way] = {
     ),
     "other scores": Way(
         _has_other_scores,
-        "--softmax-type, --attention-logit-softcapping or alibi computes attention block by block",
+        "--softmax-type or --attention-logit-softcapping computes attention block by block",
         _NO_DROPOUT,
     ),
     "documents": Way(

@@ -6,10 +6,15 @@ from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 
 
-def linear_cross_entropy_keeps_small_numbers(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse --linear-cross-entropy where it would lose small numbers."""
+def linear_cross_entropy_is_exact(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse --linear-cross-entropy where it would lose small numbers, or a part of the loss."""
     if not config.training.linear_cross_entropy:
         return
+    if config.model.z_loss_strength:
+        yield (
+            f"--z-loss-strength {config.model.z_loss_strength:g} needs the logits, of which --linear-cross-entropy "
+            "keeps none; leave --linear-cross-entropy out"
+        )
     if config.training.fp16:
         yield (
             "--linear-cross-entropy has probabilities in 16 bits before the loss scale is applied, and --fp16 holds "
@@ -38,4 +43,4 @@ def products_add_to_main_gradients(config: Config, facts: Facts) -> Iterator[str
         )
 
 
-RULES = (linear_cross_entropy_keeps_small_numbers, products_add_to_main_gradients)
+RULES = (linear_cross_entropy_is_exact, products_add_to_main_gradients)

@@ -124,6 +124,11 @@ class Extensions:
                 "--linear-cross-entropy keeps no logits, which this run's own loss is given; leave "
                 "--linear-cross-entropy out"
             )
+        if self.loss is not None and config.model.z_loss_strength:
+            raise ConfigurationError(
+                f"--z-loss-strength {config.model.z_loss_strength:g} is a part of the cross-entropy, in whose place "
+                "this run's own loss stands; add z * token.log_normalizer() ** 2 to that, and leave the flag out"
+            )
         if makes_graphs(config) and self._uncaptured():
             config = without_graphs(config)
         config = with_own_parameters(config, self.layer_parameters)

@@ -44,6 +44,7 @@ MODELS = {
     "gates of heads": (
         f"--num-layers 4 {_LLAMA} --attention-output-gate --attention-output-gate-over head --qk-layernorm"
     ),
+    "loss of the normalizer": f"--num-layers 4 {_LLAMA} --z-loss-strength 0.01",
     "caps and clips": (
         f"--num-layers 4 {_LLAMA} --window-size 15,0 --window-attn-skip-freq 2 --attention-logit-softcapping 2 "
         "--final-logit-softcapping 4 --qkv-clip 1 --norm-position both"

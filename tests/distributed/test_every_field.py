@@ -195,6 +195,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "softmax_scale": ("plain", "--softmax-scale 1"),
     "softmax_type": ("plain", "--softmax-type off-by-one"),
     "attention_logit_softcapping": ("plain", "--attention-logit-softcapping 0.1"),
+    "z_loss_strength": ("plain", "--z-loss-strength 0.01"),
     "final_logit_softcapping": ("plain", "--final-logit-softcapping 1"),
     "attention_output_gate": ("plain", "--attention-output-gate"),
     "moe_router_sparsemixer_eps": ("experts", "--moe-router-sparsemixer-eps 0.3"),

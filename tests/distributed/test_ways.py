@@ -67,6 +67,7 @@ PIECES = {
     "sinks, dropout": "--softmax-type learnable --attention-dropout 0.25",
     "caps, dropout": "--attention-logit-softcapping 0.5 --attention-dropout 0.25",
     "slopes, dropout": "--position-embedding-type alibi --attention-dropout 0.25",
+    "slopes, dropout of none": "--position-embedding-type alibi --attention-dropout 1e-13",
     "dropout": "--attention-dropout 0.25",
     "window, dropout": "--window-size 12,0 --attention-dropout 0.25",
     "heads by layer": f"{_BY_LAYER} --attention-dropout 0",
@@ -259,7 +260,13 @@ def _difference(way: str, piece: str) -> float:
 
 
 def _differences(pairs: list[tuple[str, str]]) -> list[float]:
+    from megatron.core import tensor_parallel
+
+    from megatron_ext import device
+
+    device.install("cpu")
     torch.distributed.init_process_group("gloo")
+    tensor_parallel.get_cuda_rng_tracker().add("model-parallel-rng", 1)  # pyright: ignore[reportOptionalMemberAccess]
     return [_difference(*pair) for pair in pairs]
 
 

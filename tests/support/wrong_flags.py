@@ -259,6 +259,9 @@ EXAMPLES = {
     "A loss with its output layer under Megatron-FSDP": Example(
         "--world-size 2 --use-megatron-fsdp --linear-cross-entropy", "--linear-cross-entropy=false"
     ),
+    "A loss of the normalizer with the output layer": Example(
+        "--z-loss-strength 1e-4 --linear-cross-entropy", "--linear-cross-entropy=false"
+    ),
     "A loss with its output layer in float16": Example("--fp16 --linear-cross-entropy", "--fp16=false --bf16"),
     "Products that add to gradients under FSDP2": Example(
         "--world-size 2 --use-torch-fsdp2 --gradient-accumulation-fusion", "--gradient-accumulation-fusion=false"
@@ -558,7 +561,7 @@ WRONG = [
     ("--lm-head-bias --logits-multiplier 2", "use --logits-multiplier 1.0"),
     ("--softmax-scale 0", "--softmax-scale 0 is not above 0"),
     ("--qkv-clip 0", "--qkv-clip 0 is not above 0"),
-    ("--softmax-type learnable", "alibi computes attention block by block, whose kernels have no dropout, but"),
+    ("--softmax-type learnable", "computes attention block by block, whose kernels have no dropout, but"),
     ("--swiglu --geglu", "--swiglu and --geglu name different activations"),
     ("--no-rope-freq 4", "says which layers rotate nothing, but with --position-embedding-type learned_absolute none"),
     ("--window-size 7,0", "block by block, whose kernels have no dropout, but --attention-dropout is 0.1"),

@@ -10,30 +10,83 @@ checkpoint/ds_to_universal.py):
     mp_rank_00_model_states.pt            the flags of the run; without pipelines, its weights, too
     zero_pp_rank_0_mp_rank_00_optim_states.pt   what ZeRO divides: masters and Adam's states (`zero_shards.py`)
     zero/<parameter>/fp32.pt              a universal checkpoint: whole parameters, with exp_avg.pt and exp_avg_sq.pt
+    layer_1_expert_3_mp_rank_00_model_states.pt   an expert of the second layer that has some, next to the second form
 
 Nothing in the files is executed (`torch_file.py`).
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.deepspeed import torch_file
-from megatron_ext.checkpoint.deepspeed.saved_flags import flags_of
+from megatron_ext.checkpoint.deepspeed.saved_flags import flags_of, has_gate_last, is_neox
 from megatron_ext.checkpoint.deepspeed.zero_shards import SHARD_FILE, Pieces, read_zero_shards
+from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parts.catalogue import EMBEDDING_NORM, OUTPUT_LAYER, POSITION_EMBEDDINGS, WORD_EMBEDDINGS
 from megatron_ext.untrusted.untrusted_folder import file_inside, is_plain, read_inside
 
-Weights = dict[str, list[Entry | Pieces]]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """The rows of a shard in another order; it is read as an `Entry` is."""
+
+    shard: "Entry | Pieces | Zeros"
+    blocks: tuple[range, ...]
+    """Rows of the shard, each once."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its elements, by the name that safetensors has for it."""
+        return self.shard.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the shard."""
+        return self.shard.shape
+
+    def rows(self, start: int, count: int) -> "npt.NDArray":
+        """Return a copy of `count` rows."""
+        import numpy as np
+
+        before, parts = 0, []
+        for block in self.blocks:
+            own = block[max(start - before, 0) : max(start + count - before, 0)]
+            parts += [self.shard.rows(own.start, len(own))] if own else []
+            before += len(block)
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """A parameter of ours that is not there, and adds nothing; it is read as an `Entry` is."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def rows(self, start: int, count: int) -> "npt.NDArray":
+        """Return `count` rows."""
+        import numpy as np
+
+        return np.zeros((count, *self.shape[1:]), ARRAYS[self.dtype])
+
+
+Shard = Entry | Pieces | Reordered | Zeros
+Weights = dict[str, list[Shard]]
 """Parameter -> its shards, in the order of the tensor-parallel ranks."""
 
 STATES = {"param": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """State of Adam's -> the file of a universal checkpoint that has it."""
 
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODULES = {
     "input_layernorm": "input_layernorm",
@@ -89,7 +142,7 @@ class DeepSpeedFolder:
         if (self.path / "zero").is_dir():
             self.states = {state: self._universal(file) for state, file in STATES.items()}
             self.weights = self.states["param"]
-        elif any(map(SHARD_FILE.fullmatch, names)):
+        elif any(map(SHARD_FILE.fullmatch, names)) and not any(map(_EXPERT_FILE.fullmatch, names)):
             stages = args.get("pipeline_model_parallel_size") or args.get("pipe_parallel_size") or 1
             shards = read_zero_shards(self.path, _whole(stages) or 1)
             self.states = {state: self._by_our_names(ranks) for state, ranks in shards.items()}
@@ -99,6 +152,51 @@ class DeepSpeedFolder:
         else:
             files = [content, *(torch_file.read(file_inside(self.path, name)) for _, name in ranks[1:])]
             self.weights = self._by_our_names([dict(_flat(one.get("module"))) for one in files])
+            self._add_experts(names, bool(args.get("enable_expert_tensor_parallelism")))
+        for weights in {id(one): one for one in (self.weights, *self.states.values())}.values():
+            self._reorder(weights, args)
+        if is_neox(args):
+            for shards in [shards for name, shards in self.weights.items() if name.endswith(".linear_fc2.weight")][:1]:
+                self.values["ffn_hidden_size"] = sum(shard.shape[-1] for shard in shards)
+
+    def _add_experts(self, names: list[str], divided: bool) -> None:
+        """Read the experts, which all tensor-parallel ranks have whole where they are not `divided`."""
+        found = sorted((int(match[3]), name) for name in names if (match := _EXPERT_FILE.fullmatch(name)))
+        by_rank: dict[int, dict[str, Any]] = {}
+        for rank, name in found:
+            if divided or rank == found[0][0]:
+                by_rank.setdefault(rank, {}).update(_flat(torch_file.read(file_inside(self.path, name))))
+        if by_rank:
+            self.weights |= self._by_our_names([*by_rank.values()])
+        for name in [name for name in self.weights if name.endswith(".router.weight")]:
+            router = self.weights[name][0]
+            if not self.values.get("disable_bias_linear"):  # there a router has none
+                self.weights[name.replace("weight", "bias")] = [Zeros(router.dtype, router.shape[:1])]
+
+    def _reorder(self, weights: Weights, args: Mapping[str, Any]) -> None:
+        """Put the rows of fused matrices, and their biases, in our order: the gate first, and a group's queries before
+        its key and its value, where GPT-NeoX has all queries, all keys and all values of a rank."""
+        heads, groups = (int(self.values.get(name) or 0) for name in ("num_attention_heads", "num_query_groups"))
+        for name, shards in weights.items():
+            own, each = groups // len(shards), heads // max(groups, 1)
+            if ".linear_fc1." in name and has_gate_last(args):
+                parts, blocks = 2, [(1, 2), (0, 1)]
+            elif ".linear_qkv." in name and is_neox(args) and own:
+                keys, values, parts = own * each, own * (each + 1), own * (each + 2)
+                firsts = ((group * each, keys + group, values + group) for group in range(own))
+                blocks = [(q, q + each) if q < keys else (q, q + 1) for of_group in firsts for q in of_group]
+            else:
+                continue
+            if len(shards) == 1 and (self.path / "zero").is_dir() and _tensor_ranks(args) > 1:
+                raise ConfigurationError(
+                    f"{self.path}: {name} was put together of tensor-parallel ranks, whose gates, or keys and values, "
+                    "lie between the others; give the checkpoint that it was made of"
+                )
+            for place, shard in enumerate(shards):
+                size = shard.shape[0] // parts
+                ranges = tuple(range(low * size, high * size) for low, high in blocks)
+                if not isinstance(shard, Reordered) and size * parts == shard.shape[0]:
+                    shards[place] = Reordered(shard, ranges)
 
     def _of_layers(self, names: list[str]) -> Weights:
         found = sorted((int(match[1]), int(match[2]), name) for name in names if (match := _LAYER_FILE.fullmatch(name)))
@@ -149,6 +247,9 @@ def _our_name(name: str, number: Mapping[str, int]) -> str | None:
     if layer is None:
         return _OTHERS.get(rest) if rest not in ("weight", "bias") or module else OUTPUT_LAYER
     inner, _, kind = rest.rpartition(".")
+    if expert := re.fullmatch(r"mlp\.deepspeed_moe\.(?:gate\.wg|experts\.deepspeed_experts\.(\d+)\.(.*))", inner):
+        module = "router" if expert[1] is None else f"experts.{expert[1]}.{_MODULES.get(f'mlp.{expert[2]}', '')[4:]}"
+        return f"decoder.layers.{layer}.mlp.{module}.{kind}"
     return (
         f"decoder.layers.{layer}.{_MODULES[inner]}.{kind}" if inner in _MODULES and kind in ("weight", "bias") else None
     )
@@ -174,6 +275,10 @@ def _checkpoint(folder: Path) -> Path:
     if not folder.is_dir():
         raise ConfigurationError(f"--load {folder} does not exist; give a folder that DeepSpeed saved into")
     return folder
+
+
+def _tensor_ranks(args: Mapping[str, Any]) -> int:
+    return _whole(args.get("model_parallel_size") or args.get("tensor_model_parallel_size") or 1)
 
 
 def _whole(value: Any) -> int:

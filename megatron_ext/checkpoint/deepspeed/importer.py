@@ -8,10 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_ext.checkpoint.copying import BLOCK, ComputedBytes, FilePart
-from megatron_ext.checkpoint.deepspeed.deepspeed_folder import DeepSpeedFolder
-from megatron_ext.checkpoint.deepspeed.zero_shards import Pieces
+from megatron_ext.checkpoint.deepspeed.deepspeed_folder import DeepSpeedFolder, Shard
 from megatron_ext.checkpoint.dtypes import WIDTH
-from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.native.single_process import Item, items, write_checkpoint
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
@@ -68,7 +66,7 @@ def _tensors(folder: DeepSpeedFolder, config: Config) -> Iterator[Item]:
             yield from items(config, parameter, dtype, elements, prefix)
 
 
-def _as_saved(parameter: Parameter, shards: list[Entry | Pieces]) -> Parameter:
+def _as_saved(parameter: Parameter, shards: list[Shard]) -> Parameter:
     """Return the parameter with as many rows of a vocabulary as its shards have: they may be padded otherwise."""
     rows, *rest = parameter.shape
     own = sum(shard.shape[0] for shard in shards)
@@ -99,7 +97,7 @@ def _check(folder: DeepSpeedFolder, config: Config, entries: int) -> None:
         raise DataError(f"{folder.path} is not the model that its flags describe: {'; '.join(problems[:20])}")
 
 
-def _elements(shards: list[Entry | Pieces], parameter: Parameter, dtype: str, rows: range) -> Iterator[FilePart]:
+def _elements(shards: list[Shard], parameter: Parameter, dtype: str, rows: range) -> Iterator[FilePart]:
     """Yield the elements of these rows of a parameter; padding, which comes last, is zero."""
     width = WIDTH[dtype]
     for size in parameter.shape[1:]:
@@ -110,7 +108,7 @@ def _elements(shards: list[Entry | Pieces], parameter: Parameter, dtype: str, ro
         yield ComputedBytes(len(part) * width, functools.partial(_merge, shards, parameter, dtype, part))
 
 
-def _merge(shards: list[Entry | Pieces], parameter: Parameter, dtype: str, rows: range, target: memoryview) -> None:
+def _merge(shards: list[Shard], parameter: Parameter, dtype: str, rows: range, target: memoryview) -> None:
     """Fill `target` with rows of a parameter that tensor-parallel ranks divide, or each hold whole.
 
     Of those that each rank holds the mean is taken, as in the published BLOOM: norms of ranks have drifted apart there.

@@ -9,8 +9,10 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_ext.checkpoint.megatron_lm.saved_flags import saved_model
+from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.parse.options import names_by_resume, options_by_name, read_yaml_value
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.foreign.megatron_deepspeed import read
 
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "LayerNorm": "LayerNorm", "RMSNorm": "RMSNorm"}
 _POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
@@ -27,23 +29,45 @@ def flags_of(args: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: the model has something that is not computed here; all of it is named.
     """
-    is_neox = "pos_emb" in args
-    refused = [*(_refused_by_neox if is_neox else _refused_by_megatron)(args)]
+    refused = [*(_refused_by_neox if is_neox(args) else _refused_by_megatron)(args)]
     if refused:
         raise ConfigurationError(f"its model cannot be computed here: {'; '.join(refused)}")
-    values = _of_neox(args) if is_neox else _of_megatron(args)
+    values = _of_neox(args) if is_neox(args) else _of_megatron(args)
     for name in (*names_by_resume("curve"), *_KEPT_CURVES):
         with suppress(ValueError):  # None, or another kind of value under the same name
             values.setdefault(name, read_yaml_value(options_by_name()[name], args.get(name)))
     return values
 
 
-def _refused_by_megatron(args: Mapping[str, Any]) -> Iterator[str]:
+def is_neox(args: Mapping[str, Any]) -> bool:
+    """Return whether GPT-NeoX saved these flags."""
+    return "pos_emb" in args
+
+
+def has_gate_last(args: Mapping[str, Any]) -> bool:
+    """Return whether the second half of the rows of an MLP's first matrix goes through the activation, and not the
+    first one."""
+    return (args.get("activation") if is_neox(args) else args.get("glu_activation")) in _GATED
+
+
+_GATED = ("swiglu", "geglu")
+
+
+def _experts(args: Mapping[str, Any]) -> Typed:
+    """Return the flags of the experts of a Megatron-DeepSpeed's model, as a script says them."""
     experts = args.get("num_experts")
-    if any(number not in (None, 1) for number in (experts if isinstance(experts, list) else [experts])):
-        yield "num_experts, whose files of each expert are not read"
+    words = ["--no-pipeline-parallel", "--num-layers", str(args.get("num_layers")), "--num-experts"]
+    words += map(str, experts if isinstance(experts, list) else [experts or 1])
+    names = ("topk", "expert_interval", "mlp_type", "moe_loss_coeff", "moe_train_capacity_factor")
+    words += [f"--{name.replace('_', '-')}={args[name]}" for name in names if args.get(name) is not None]
+    return read([*words, *([] if args.get("moe_token_dropping", True) else ["--disable-moe-token-dropping"])])
+
+
+def _refused_by_megatron(args: Mapping[str, Any]) -> Iterator[str]:
+    yield from _experts(args).problems
+    if args.get("glu_activation") not in (None, *_GATED):
+        yield f"glu_activation {args['glu_activation']}"
     reasons = {
-        "glu_activation": "whose gate is the second half of the matrix",
         "apply_layernorm_1p": "whose weights are kept less one",
         "apply_residual_connection_post_layernorm": "whose residual stream is normalized",
     }
@@ -67,21 +91,20 @@ def _of_megatron(args: Mapping[str, Any]) -> dict[str, Any]:
         "num_query_groups": groups,
         "openai_gelu": bool(args.get("openai_gelu") or fused),  # the fused form is the one by tanh
         "num_experts": None,
+        **{gated: True for gated in _GATED if args.get("glu_activation") == gated},
     }
-    return {**saved_model(known), "seq_length": args.get("seq_length")}
+    return {**saved_model(known), "seq_length": args.get("seq_length"), **_experts(args).values}
 
 
 def _refused_by_neox(args: Mapping[str, Any]) -> Iterator[str]:
-    heads, kinds = args.get("num_attention_heads"), {str(kind) for kind in _leaves(args.get("attention_config") or [])}
+    kinds = {str(kind) for kind in _leaves(args.get("attention_config") or [])}
     usual: dict[str, tuple[Any, ...]] = {
         "pos_emb": ("rotary", "learned", "alibi", "none"),
         "norm": (None, "layernorm", "rmsnorm"),
-        "activation": (None, "gelu"),
-        "num_kv_heads": (None, heads),
+        "activation": (None, "gelu", *_GATED),
         "gpt_j_tied": (None, False),
         "use_qk_layernorm": (None, False),
         "use_mup": (None, False),
-        "mlp_multiple_of": (None, 1),
         "moe_num_experts": (None, 0, 1),
         "sliding_window_width": (None,),
     }
@@ -106,10 +129,13 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _of_neox(args: Mapping[str, Any]) -> dict[str, Any]:
     positions = {"rotary": "rope", "learned": "learned_absolute"}
     is_rms, hidden = args.get("norm") == "rmsnorm", args.get("hidden_size")
+    heads, groups = args.get("num_attention_heads"), args.get("num_kv_heads")
+    gated = has_gate_last(args)
+    grouped = {"group_query_attention": True, "num_query_groups": groups} if groups not in (None, heads) else {}
     values = {
         **{name: args.get(name) for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")},
         "max_position_embeddings": args.get("max_position_embeddings") or args.get("seq_length"),
-        "ffn_hidden_size": args.get("intermediate_size") or (hidden and 4 * hidden),
+        "ffn_hidden_size": args.get("intermediate_size") or (hidden and 4 * hidden),  # rounded, by its version
         "position_embedding_type": positions.get(str(args["pos_emb"]), args["pos_emb"]),
         "rotary_percent": float(args.get("rotary_pct") or 1.0),
         "rotary_base": float(args.get("rotary_emb_base") or 10000),
@@ -118,6 +144,8 @@ def _of_neox(args: Mapping[str, Any]) -> dict[str, Any]:
         "norm_epsilon": args.get("rms_norm_epsilon", 1e-8) if is_rms else args.get("layernorm_epsilon", 1e-5),
         "parallel_residual": "two-norms" if args.get("gpt_j_residual") else "none",
         "disable_bias_linear": not args.get("use_bias_in_mlp", True),
-        "openai_gelu": bool(args.get("bias_gelu_fusion")),
+        "openai_gelu": bool(args.get("bias_gelu_fusion")) and not gated,
+        **grouped,
+        **({str(args["activation"]): True} if gated else {}),
     }
     return {name: value for name, value in values.items() if value is not None}

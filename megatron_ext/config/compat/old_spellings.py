@@ -197,6 +197,12 @@ EARLIER: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "the loss needs its logits until the backward pass; --linear-cross-entropy keeps none of them",
+        """
+        --mtp-mem-efficient-logits
+        """,
+    ),
+    (
         "data are .bin and .idx files, prepared before training, which ranks need not share",
         """
         --handler-name N, --no-shared-storage

@@ -9,7 +9,6 @@ _BIGCODES = "it is BigCode's Megatron-LM's"
 _MEGABLOCKS = "it is MegaBlocks'"
 _MPI = "it names a rank by hand: start with torchrun, or with mpirun and $MASTER_ADDR, and leave it out"
 _YARN = f"{_MINDSPEED}: use --rope-type yarn, --mscale and --mscale-all-dim, or --use-rope-scaling"
-_LEARNED_ROUTING = "experts are chosen by what the router has learned; leave it out"
 
 FLAGS: dict[str, str] = {
     "--gradient-accumulation-steps": (
@@ -28,17 +27,16 @@ FLAGS: dict[str, str] = {
         f"{_MINDSPEED}: use --moe-shared-expert-intermediate-size, which is this number times --moe-ffn-hidden-size"
     ),
     "--seq-aux": f"{_MINDSPEED}: use --moe-router-load-balancing-type seq_aux_loss",
-    "--fix-router": f"{_MINDSPEED}, for measuring speed: {_LEARNED_ROUTING}",
-    "--noop-layers": (
-        f"{_MINDSPEED}: use --num-layers without these, and --pipeline-model-parallel-layout, or "
-        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+    "--fix-sub-seq-length": (
+        f"{_MINDSPEED}, for measuring speed: attention ends where documents of the data do (--reset-attention-mask); "
+        "leave it out"
     ),
+    "--noop-layers": f"{_MINDSPEED}: give numbers of layers from 0, below --num-layers, as in 62,63",
     "--model-type-hf": f"{_MINDSPEED}: leave it out; --load-hf DIR reads what the model is from its config.json",
     **dict.fromkeys(
         ("--rope-scaling-type", "--rope-scaling-mscale", "--rope-scaling-mscale-all-dim"),
         _YARN,
     ),
-    "--use-z-loss": "it is LLM-jp's: a loss on the size of the logits is not in this version; leave it out",
     **dict.fromkeys(("--rank", "--dist-url"), _MPI),
     **dict.fromkeys(
         ("--kd", "--mos"), "it is Megatron-DeepSpeed's distillation, which is not in this version: leave it out"
@@ -77,9 +75,13 @@ READ_AS_THERE: dict[str, str] = {
     "--mlp-type TEXT": "standard: layers of experts have no MLP besides.",
     "--moe-expert-parallel-size N": "--expert-model-parallel-size.",
     "--moe-loss-coeff X": "--moe-aux-loss-coeff.",
+    "--use-glm-rope": "MindSpeed's: --rotary-interleaved.",
+    "--use-z-loss": "LLM-jp's: --z-loss-strength 1e-4.",
+    "--fix-router": "MindSpeed's, for measuring speed: --moe-router-force-load-balancing, which draws the experts.",
     "--enable-hf2mg-convert": "MindSpeed's: --load names a Hugging Face model, as --load-hf does.",
     "--norm-topk-prob": "MindSpeed's: weights of a token's experts add up to 1, as without --moe-router-pre-softmax.",
     "--moe-tp-extend-ep": "MindSpeed's: --expert-tensor-parallel-size 1, and experts divided over those ranks, too.",
+    "--noop-layers N,N": "MindSpeed's: layers that do nothing; --num-layers and the stages are without them.",
     "--num-layer-list N,N": "MindSpeed's: layers of each stage, as --pipeline-model-parallel-layout.",
 }
 """Flag of Megatron-DeepSpeed's and MindSpeed's scripts, with its value -> what `foreign/` takes it for."""

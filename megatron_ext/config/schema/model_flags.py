@@ -561,6 +561,13 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
     )
+    z_loss_strength: float = option(
+        0.0,
+        "Factor of the square of the log of the softmax's normalizer in the loss of each token, training's and "
+        "validation's, which keeps logits small; PaLM's is 1e-4.",
+        resume="free",
+        at_least=0,
+    )
     lm_head_bias: bool = option(
         False,
         "A bias of the logits, as Phi has it.",

@@ -26,7 +26,7 @@ from megatron_ext.parts.attention.describe import VANILLA, Softmax
 from megatron_ext.parts.attention.describe import Attention as Described
 from megatron_ext.parts.attention.packed import attend_documents, attend_window
 from megatron_ext.parts.attention.rope import TokenAngles, heated, rotate, split_and_rotate
-from megatron_ext.parts.attention.scores import PLAIN, Scores
+from megatron_ext.parts.attention.scores import PLAIN, Scores, causal_slopes
 from megatron_ext.parts.attention.segments import largest_scores
 from megatron_ext.parts.attention.short import attend_short, takes
 
@@ -279,9 +279,15 @@ class SDPAttention(torch.nn.Module):
         largest, before = largest_scores(query, key, segments, scale, self.window), self.current_max_attn_logits
         self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
 
-    def _whole(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor) -> torch.Tensor:
+    def _whole(
+        self,
+        query_BHSD: torch.Tensor,
+        key_BGSD: torch.Tensor,
+        value_BGSV: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         scale = self.softmax_scale or 1.0 / math.sqrt(query_BHSD.size(-1))
-        if takes(query_BHSD, self.dropout):
+        if mask is None and takes(query_BHSD, self.dropout):
             return attend_short(query_BHSD, key_BGSD, value_BGSV, scale)
         # Most of torch's kernels know one size of heads alone, and the others hold all scores.
         query, key, value = widened(query_BHSD, key_BGSD, value_BGSV)
@@ -289,8 +295,9 @@ class SDPAttention(torch.nn.Module):
             query,
             key,
             value,
+            attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            is_causal=mask is None,
             scale=scale,
             enable_gqa=query.size(1) != key.size(1),
         )
@@ -312,6 +319,9 @@ class SDPAttention(torch.nn.Module):
         attend: Any = self._whole
         if documents is not None:
             attend = partial(attend_documents, documents=documents, **how)
+        elif self.training and self.dropout > 0.0 and scores.slopes is not None:
+            length = query.size(2) * (group.size() if group is not None else 1)
+            attend = partial(self._whole, mask=causal_slopes(scores.slopes, length, query.dtype, query.device))
         elif window is not None or not scores.are_plain:
             attend = partial(attend_window, **how)
         if group is None:

@@ -11,6 +11,7 @@ Shapes: B batch, H query heads, G key/value heads, Q queries, K keys, D channels
 head.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,16 @@ class Scores:
 
 
 PLAIN = Scores()
+
+
+@functools.lru_cache(maxsize=1)  # all layers keep the same one for their backward passes
+def causal_slopes(slopes: tuple[float, ...], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return what the scores of each head lose, and -inf where a query sees no key, [1, H, Q, K]: for kernels with
+    dropout, which blocks that are put together later do not have."""
+    places = torch.arange(length, device=device)
+    distance_QK = (places - places[:, None]).to(torch.promote_types(dtype, torch.float32))
+    lost_HQK = distance_QK.new_tensor(slopes)[:, None, None] * distance_QK
+    return lost_HQK.masked_fill(distance_QK > 0, -torch.inf).to(dtype)[None]
 
 
 def forward(

@@ -84,6 +84,7 @@ def _problems(line: str, **options: Any) -> list[str]:
         (f"{_LENGTH} --pad-vocab-size-to 512", f"{_LENGTH} --padded-vocab-size 512"),
         (f"{_LENGTH} --intermediate-size 96 --rope-theta 500", f"{_LENGTH} --ffn-hidden-size 96 --rotary-base 500"),
         (f"{_LENGTH} --cpu-optimizer", f"{_LENGTH} --optimizer-cpu-offload"),
+        (f"{_LENGTH} --use-z-loss", f"{_LENGTH} --z-loss-strength 1e-4"),
         (f"{_LENGTH} --use-rms-norm --activation-func-type gelu", f"{_LENGTH} --normalization RMSNorm"),
         (f"{_LENGTH} --no-tie-embed-logits", f"{_LENGTH} --untie-embeddings-and-output-weights"),
         (

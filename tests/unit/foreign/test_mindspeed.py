@@ -19,6 +19,21 @@ _MODEL = "--num-layers 4 --num-experts 4 --moe-ffn-hidden-size 8 --tensor-model-
         ("--first-k-dense-replace 1 --moe-layer-freq 1", "--moe-layer-freq [0,1,1,1]"),
         ("--first-k-dense-replace 1 --moe-layer-freq 2", "--moe-layer-freq [0,0,1,0]"),
         ("--first-k-dense-replace 0 --moe-layer-freq 1", "--moe-layer-freq 1"),
+        ("--num-layer-list 1,3 --mtp-num-layers 1", "--mtp-num-layers 1 --pipeline-model-parallel-layout Et|tttmL"),
+        ("--fix-router", "--moe-router-force-load-balancing"),
+        ("--use-glm-rope --rotary-percent 0.5", "--rotary-interleaved --rotary-percent 0.5"),
+        ("--noop-layers 3", "--num-layers 3"),
+        (
+            "--noop-layers 0,3 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+            "--mtp-num-layers 1",
+            "--num-layers 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|mL "
+            "--mtp-num-layers 1",
+        ),
+        (
+            "--noop-layers 1 --pipeline-model-parallel-size 2 --first-k-dense-replace 2 --moe-layer-freq 1",
+            "--num-layers 3 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|ttL "
+            "--moe-layer-freq [0,1,1]",
+        ),
         ("--norm-topk-prob --moe-router-pre-softmax", ""),
         ("--moe-router-load-balancing-type softmax_topk --norm-topk-prob", "--moe-router-load-balancing-type none"),
         (
@@ -51,7 +66,7 @@ def test_flags_have_their_meaning(script: str, ours: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["--spec my_spec layer", "--fix-router", "--rope-scaling-type plm", "--noop-layers 3"]
+    "script", ["--spec my_spec layer", "--fix-sub-seq-length 8", "--rope-scaling-type plm", "--noop-layers 4"]
 )
 def test_what_has_no_equivalent_is_refused_by_its_name(script: str) -> None:
     assert [problem.split()[0] for problem in read(shlex.split(f"{_MODEL} {script}")).problems] == [script.split()[0]]

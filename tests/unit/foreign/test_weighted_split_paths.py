@@ -38,3 +38,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         [problem] = read(["--test-weighted-split-paths-path", str(tmp_path / name)]).problems
         assert problem.startswith(f"--test-weighted-split-paths-path {tmp_path / name}: ")
         assert said in problem
+
+
+def test_a_dry_run_does_without_the_file() -> None:
+    words = ["--train-weighted-split-paths-path", "/nowhere/train.txt"]
+    typed = read([*words, "--dry-run"])
+    assert not typed.problems
+    assert "/nowhere/train.txt does not exist; a run needs it" in typed.warnings[0]
+    assert "No such file" in read(words).problems[0]

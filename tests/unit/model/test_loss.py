@@ -112,6 +112,24 @@ def test_padding_takes_no_probability(model: GPT, keeps: bool) -> None:
     assert (of_read[:, 250:] == torch.finfo(torch.float32).min).all()
 
 
+def test_the_square_of_the_log_of_the_normalizer_is_added(model: GPT) -> None:
+    """As the sum of autograd's operations over the true vocabulary: losses and gradients."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(5, 2, 64, generator=generator, requires_grad=True)
+    labels = torch.randint(250, (2, 5), generator=generator)
+    weight = _weight(model)
+    logits = hidden @ weight[:250].t()
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none").view(5, 2).t()
+    expected = expected + 0.25 * logits.logsumexp(-1).t().square()
+    wanted = torch.autograd.grad(expected.sum(), (hidden, weight))
+    readout = Readout(model.config, model.pg_collection.tp, 250, z_loss=0.25)
+    own = weight if model.share_embeddings_and_output_weights else None
+    found = readout(hidden_states=hidden, output_layer=model.output_layer, output_weight=own, labels=labels)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(torch.autograd.grad(found.sum(), (hidden, weight)), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "rank", "expected"), [(6, 0, 4), (6, 1, 2), (8, 1, 4), (4, 0, 4), (4, 1, 0), (3, 0, 3), (3, 1, 0)]
 )

@@ -85,6 +85,12 @@ def _config(**groups: dict[str, Any]) -> Config:
             "--linear-cross-entropy out",
         ),
         (["layer_spec"], {"training": {"linear_cross_entropy": True}}, None),
+        (
+            ["loss"],
+            {"model": {"z_loss_strength": 0.5}},
+            "--z-loss-strength 0.5 is a part of the cross-entropy, in whose place this run's own loss stands; add "
+            "z * token.log_normalizer() ** 2 to that, and leave the flag out",
+        ),
     ],
 )
 def test_own_parts_that_cannot_work(parts: list[str], flags: dict[str, Any], said: str | None) -> None:

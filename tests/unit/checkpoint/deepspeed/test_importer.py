@@ -98,6 +98,31 @@ def _llama(state: State) -> dict[str, State]:
     return {**found, "04": {"weight": state["model.norm.weight"]}, "05": {"lm_head.weight": state["lm_head.weight"]}}
 
 
+def _glu(state: State) -> dict[str, State]:
+    """As BigScience's program, where the gate is the second half."""
+    found = _llama(state)
+    for layer in (found["02"], found["03"]):
+        gate, up = layer["mlp.dense_h_to_4h.weight"].chunk(2)
+        layer["mlp.dense_h_to_4h.weight"] = torch.cat([up, gate])
+    return found
+
+
+def _neox_llama(state: State) -> dict[str, State]:
+    """As GPT-NeoX: all queries, all keys, all values; the gate is the second half."""
+    found = {"00": {"word_embeddings.weight": state["model.embed_tokens.weight"]}}
+    for layer in range(2):
+        own = _of(state, f"model.layers.{layer}.")
+        found[f"{2 + layer:02}"] = {
+            **{f"{name}.scale": own[f"{name}.weight"] for name in ("input_layernorm", "post_attention_layernorm")},
+            "attention.query_key_value.weight": torch.cat([own[f"self_attn.{kind}_proj.weight"] for kind in "qkv"]),
+            "attention.dense.weight": own["self_attn.o_proj.weight"],
+            "mlp.linear1.weight": torch.cat([own[f"mlp.{kind}_proj.weight"] for kind in ("up", "gate")]),
+            "mlp.linear2.weight": own["mlp.down_proj.weight"],
+        }
+    norm = {"norm.scale": state["model.norm.weight"]}
+    return {**found, "05": norm, "06": {"final_linear.weight": state["lm_head.weight"]}}
+
+
 def _of(state: State, prefix: str, other: str = "") -> State:
     return {f"{other}{name.removeprefix(prefix)}": one for name, one in state.items() if name.startswith(prefix)}
 
@@ -105,11 +130,13 @@ def _of(state: State, prefix: str, other: str = "") -> State:
 def _part(name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     """What a tensor-parallel rank has: rows of QKV, of the MLP's first matrix (of gate and up one by one) and of
     vocabularies, columns of what comes after them, all of the rest."""
-    if whole.dim() == 2 and ("dense.weight" in name or "4h_to_h" in name):
+    if whole.dim() == 2 and ("dense.weight" in name or "4h_to_h" in name or "linear2" in name):
         return whole.chunk(ranks, 1)[rank].clone()
-    if "h_to_4h" in name and whole.size(0) == 2 * 40:
+    if name == "attention.query_key_value.weight" and whole.size(0) < 3 * 24:
+        return torch.cat([one.chunk(ranks)[rank] for one in whole.split([24, 12, 12])])
+    if ("h_to_4h" in name or "linear1" in name) and whole.size(0) == 2 * 40:
         return torch.cat([one.chunk(ranks)[rank] for one in whole.chunk(2)])
-    divided = ("query_key_value", "dense_h_to_4h", "word_embeddings.weight", "lm_head", "final_linear")
+    divided = ("query_key_value", "dense_h_to_4h", "word_embeddings.weight", "lm_head", "final_linear", "output_layer")
     return whole.chunk(ranks)[rank].clone() if any(one in name for one in divided) else whole
 
 
@@ -145,6 +172,21 @@ MODELS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         ),
     ),
 }
+MODELS["glu"] = (
+    MODELS["llama"][0],
+    _glu,
+    Namespace(**{**vars(MODELS["llama"][2]), "swiglu": False, "glu_activation": "swiglu"}),
+)
+MODELS["neox_llama"] = (
+    MODELS["llama"][0],
+    _neox_llama,
+    {
+        **{"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "seq_length": 32, "pos_emb": "rotary"},
+        **{"num_kv_heads": 2, "activation": "swiglu", "intermediate_size": 120, "norm": "rmsnorm"},
+        **{"rms_norm_epsilon": 1e-6, "no_weight_tying": True},
+        **{"use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
+    },
+)
 
 
 def _write(folder: Path, name: str, ranks: int, flat: bool = False) -> None:
@@ -227,7 +269,9 @@ def _divide(tag: Path, name: str, ranks: int, replicas: int) -> None:
             torch.save(content, tag / f"bf16_zero_pp_rank_{replica}_mp_rank_{rank:02}_optim_states.pt")
 
 
-@pytest.mark.parametrize(("name", "ranks", "replicas"), [("llama", 2, 3), ("bloom", 1, 2), ("gpt_neox", 2, 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "replicas"), [("llama", 2, 3), ("bloom", 1, 2), ("gpt_neox", 2, 2), ("neox_llama", 2, 2)]
+)
 def test_states_that_zero_divides_are_put_together(name: str, ranks: int, replicas: int, tmp_path: Path) -> None:
     _write(tmp_path, name, ranks)
     import_deepspeed(tmp_path / "saved", tmp_path / "of layers")
@@ -271,6 +315,82 @@ def test_shards_are_put_together_as_the_folder_of_transformers(
     models = [SavedModel(tmp_path / folder).config.model for folder in ("from deepspeed", "from hf")]
     same = [(one.position_embedding_type, one.rotary_percent, one.openai_gelu, one.norm_epsilon) for one in models]
     assert same[0] == same[1]
+
+
+def _write_experts(folder: Path, ranks: int, divided: bool, biases: bool) -> dict[str, torch.Tensor]:
+    """Write a Mixtral of transformers' and the files that DeepSpeed's engine writes of a model with experts in the
+    second layer of two, without pipelines; return the biases of its experts."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 40, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, **sizes, num_experts_per_tok=3, rms_norm_eps=1e-6))
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder / "hf")
+    state, own = model.state_dict(), "model.layers.0"
+    q, k, v = (state[f"{own}.self_attn.{kind}_proj.weight"].view(2, -1, 24) for kind in "qkv")
+    encoder, layer = "language_model.encoder", "language_model.encoder.layers.0"
+    common = {
+        "language_model.embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        f"{layer}.input_layernorm.weight": state[f"{own}.input_layernorm.weight"],
+        f"{layer}.post_attention_layernorm.weight": state[f"{own}.post_attention_layernorm.weight"],
+        f"{layer}.self_attention.query_key_value.weight": torch.cat((q, k, v), 1).flatten(0, 1),
+        f"{layer}.self_attention.dense.weight": state[f"{own}.self_attn.o_proj.weight"],
+        f"{layer}.mlp.deepspeed_moe.gate.wg.weight": state[f"{own}.mlp.gate.weight"],
+        f"{encoder}.final_layernorm.weight": state["model.norm.weight"],
+        "language_model.output_layer.weight": state["lm_head.weight"],
+    }
+    added: dict[str, torch.Tensor] = {}
+    if biases:
+        for module, size in (("query_key_value", 48), ("dense", 24)):
+            common[f"{layer}.self_attention.{module}.bias"] = torch.zeros(size)
+    args = Namespace(**{**vars(MODELS["llama"][2]), "num_layers": 1, "num_experts": [4], "topk": 3, "seq_length": 32})
+    args.expert_interval, args.moe_token_dropping, args.add_bias_linear = 1, False, biases
+    args.enable_expert_tensor_parallelism = divided
+    tag = folder / "global_step7"
+    tag.mkdir()
+    for rank in range(ranks):
+        of_rank = {
+            name: _part(name.partition(f"{layer}.")[2] or name, one, rank, ranks) for name, one in common.items()
+        }
+        torch.save({"module": of_rank, "args": args, "iteration": 7}, tag / f"mp_rank_{rank:02}_model_states.pt")
+        for expert in range(4):
+            prefix = f"{layer}.mlp.deepspeed_moe.experts.deepspeed_experts.{expert}"
+            whole = {
+                "dense_h_to_4h.weight": state[f"{own}.mlp.experts.gate_up_proj"][expert],
+                "dense_4h_to_h.weight": state[f"{own}.mlp.experts.down_proj"][expert],
+            }
+            if biases:
+                generator = torch.Generator().manual_seed(expert)
+                whole |= {
+                    f"dense_{kind}.bias": torch.randn(size, generator=generator)
+                    for kind, size in (("h_to_4h", 80), ("4h_to_h", 24))
+                }
+                added[f"decoder.layers.0.mlp.experts.{expert}.linear_fc1.bias"] = whole["dense_h_to_4h.bias"]
+                added[f"decoder.layers.0.mlp.experts.{expert}.linear_fc2.bias"] = whole["dense_4h_to_h.bias"]
+            parts = {name: _part(name, one, rank, ranks) if divided else one for name, one in whole.items()}
+            named = {f"{prefix}.{name}": one for name, one in parts.items()}
+            torch.save(named, tag / f"layer_0_expert_{expert}_mp_rank_{rank:02}_model_states.pt")
+    return added
+
+
+@pytest.mark.parametrize(("ranks", "divided", "biases"), [(1, False, True), (2, False, False), (2, True, False)])
+def test_experts_are_read_from_a_file_of_each(ranks: int, divided: bool, biases: bool, tmp_path: Path) -> None:
+    """They equal the import of transformers' folder; a router has no bias there, which is zero here."""
+    added = _write_experts(tmp_path, ranks, divided, biases)
+    import_huggingface(tmp_path / "hf", tmp_path / "from hf")
+    import_deepspeed(tmp_path / "global_step7", tmp_path / "from deepspeed")
+    ours, theirs = _arrays(tmp_path / "from deepspeed"), _arrays(tmp_path / "from hf")
+    for name, one in ours.items():
+        np.testing.assert_array_equal(one, theirs.get(name, added.get(name, np.zeros_like(one))), name)
+    assert theirs.keys() | added.keys() <= ours.keys()
+    model = SavedModel(tmp_path / "from deepspeed").config.model
+    assert (model.num_experts, model.moe_router_topk, model.moe_router_pre_softmax) == (4, 3, False)
+    for file in tmp_path.glob("global_step7/layer_0_expert_3_*"):
+        file.unlink()
+    with pytest.raises(DataError, match=r"experts\.3\.linear_fc1\.weight are missing"):
+        import_deepspeed(tmp_path / "global_step7", tmp_path / "other")
 
 
 def test_norms_that_differ_between_ranks_are_averaged(tmp_path: Path) -> None:

@@ -26,6 +26,12 @@ NEOX = {**MEGATRON, "pos_emb": "rotary"}
         ),
         (NEOX, {"position_embedding_type": "rope", "ffn_hidden_size": 96, "norm_epsilon": 1e-5}),
         ({**NEOX, "norm": "rmsnorm"}, {"normalization": "RMSNorm", "norm_epsilon": 1e-8}),
+        ({**NEOX, "num_kv_heads": 2}, {"group_query_attention": True, "num_query_groups": 2}),
+        ({**NEOX, "activation": "geglu", "bias_gelu_fusion": True}, {"geglu": True, "openai_gelu": False}),
+        (
+            {**MEGATRON, "num_experts": [8], "expert_interval": 2},
+            {"num_experts": 8, "moe_layer_freq": "([0]*1+[1])*1+[0]*0"},
+        ),
         ({**NEOX, "gpt_j_residual": True}, {"parallel_residual": "two-norms"}),
         (
             {**NEOX, "pos_emb": "learned"},
@@ -41,12 +47,11 @@ def test_flags_become_ours(args: dict[str, Any], expected: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({**MEGATRON, "num_experts": [4]}, "num_experts"),
-        ({**MEGATRON, "glu_activation": "swiglu"}, "glu_activation"),
+        ({**MEGATRON, "num_experts": [4], "mlp_type": "residual"}, "--mlp-type residual"),
+        ({**MEGATRON, "glu_activation": "reglu"}, "glu_activation reglu"),
         ({**MEGATRON, "apply_layernorm_1p": True}, "apply_layernorm_1p"),
         ({**NEOX, "pos_emb": "rpe"}, "pos_emb rpe"),
-        ({**NEOX, "activation": "swiglu"}, "activation swiglu"),
-        ({**NEOX, "num_kv_heads": 2}, "num_kv_heads 2"),
+        ({**NEOX, "activation": "relu"}, "activation relu"),
         ({**NEOX, "gpt_j_tied": True}, "gpt_j_tied True"),
         ({**NEOX, "attention_config": [[["global", "local"], 1]]}, "attention_config local"),
         ({**NEOX, "output_layer_parallelism": "row", "no_weight_tying": True}, "output_layer_parallelism row"),

@@ -75,6 +75,7 @@ OUR_OWN = {
     "--lm-head-bias",
     "--geglu",
     "--xielu",
+    "--z-loss-strength",
     "--rotary-base-local",
     "--num-query-groups-local",
     "--softmax-type-local",

@@ -51,6 +51,7 @@ FREE_IN_THE_MODEL = {
     "moe_router_load_balancing_type": "a term of the loss, not of the output",
     "moe_aux_loss_coeff": "a term of the loss, not of the output",
     "moe_z_loss_coeff": "a term of the loss, not of the output",
+    "z_loss_strength": "a term of the loss, not of the output",
     "dsa_indexer_loss_coeff": "a term of the loss, not of the output",
     "dsa_indexer_use_sparse_loss": "a term of the loss, not of the output",
     "dsa_indexer_warmup": "a stage of training, after which keys are chosen",

@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_ext.model.config import transformer_config
 from megatron_ext.parallel import groups as groups_of_ranks
 from megatron_ext.parts.attention.compute import SDPAttention
-from megatron_ext.parts.attention.describe import SHORT
+from megatron_ext.parts.attention.describe import SHORT, Softmax
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 
@@ -112,6 +112,23 @@ def test_dropout_draws_from_the_tensor_parallel_generator_and_only_in_training()
 
     attention.eval()
     assert torch.equal(attention(*tensors), attention(*tensors))
+
+
+def test_dropout_of_slopes_leaves_weights_out_and_divides_the_others() -> None:
+    """Each channel of the values is a token's own, so that the context shows the weights."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    assert tracker is not None
+    tracker.reset()
+    tracker.add("model-parallel-rng", 7)
+    config = transformer_config(small_config({"attention_dropout": 0.25, "position_embedding_type": "alibi"}), "cpu")
+    attention = SDPAttention(config, 1, AttnMaskType.causal, "self", softmax=Softmax(has_slopes=True))
+    query, key = torch.randn(2, 8, config.num_attention_heads, 64, 64, generator=torch.Generator().manual_seed(1))
+    value = torch.eye(64).expand_as(key)
+    trained = attention(query, key, value)
+    whole = attention.eval()(query, key, value)
+    kept = trained != 0
+    torch.testing.assert_close(trained[kept], whole[kept] / 0.75)
+    assert kept.sum() / (whole != 0).sum() == pytest.approx(0.75, abs=0.01)
 
 
 def test_a_gate_of_heads_multiplies_all_channels_of_each() -> None:
