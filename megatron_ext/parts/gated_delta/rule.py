@@ -6,9 +6,9 @@
 
 Within a chunk all of its writes follow from one triangular system (the same, section 3.3); from chunk to chunk the
 state alone is handed on. With one decay for all channels of a head this is Gated DeltaNet, with one for each channel of
-the key Kimi Delta Attention (arXiv:2510.26692). There every two positions of a chunk have D decays between them: products
-of positions of a chunk's second half with those of its first are a matrix product, of what decays from the middle on and
-of what decays up to it, neither of which can overflow; each half is divided likewise, down to single positions.
+the key Kimi Delta Attention (arXiv:2510.26692). There every two positions of a chunk have D decays between them. The
+products of positions of a chunk's second half with those of its first are one matrix product, of what decays from the
+middle on and of what decays up to it, none of which can overflow; each half is divided likewise, down to one position.
 
 Shapes: S positions, N chunks of C positions, D channels of a key, V of a value; ... are rows and heads that broadcast.
 """
