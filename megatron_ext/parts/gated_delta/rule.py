@@ -60,10 +60,8 @@ def delta_rule(
         opened = opened * (ids_NC == before_N1)[..., None]
         closing = closing * (ids_NC == ids_NC[..., -1:])[..., None]
         kept = kept * (ids_NC[..., -1:] == before_N1)[..., None]
-    rows = [] if beta_S1 is None else [key]
-    if query_SD is not None:
-        query = _chunks(query_SD, chunk)
-        rows.append(query)
+    query = None if query_SD is None else _chunks(query_SD, chunk)
+    rows = [row for row in (None if beta_S1 is None else key, query) if row is not None]
     products = _products_by_channel if by_channel else _products
     found = products(rows, key, total, sees)
     writes, reads = value, None
@@ -77,7 +75,7 @@ def delta_rule(
     steps = [x.unbind(-3) for x in (writes, (key * closing).transpose(-1, -2), kept)]
     steps.append((None,) * len(steps[0]) if reads is None else reads.unbind(-3))
     outputs, state = [], state_DV
-    if query_SD is not None:
+    if query is not None:
         steps += [x.unbind(-3) for x in (query * opened, found[-1])]
     for write, put, keep, read, *asked in zip(*steps, strict=True):
         moved = write if read is None else write - read @ state
