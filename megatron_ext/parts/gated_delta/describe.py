@@ -34,8 +34,8 @@ _FP32 = 4
 SPAN = 1024
 """Positions after each of which a state is kept for the backward pass."""
 
-CHUNK, _WIDE_CHUNK = 64, 16
-"""Positions of a chunk (`rule.CHUNK`, `rule.WIDE_CHUNK`)."""
+CHUNK = 64
+"""Positions of a chunk (`rule.CHUNK`)."""
 
 
 @dataclass(frozen=True)
@@ -179,22 +179,24 @@ class GatedDelta(Part):
 
     def computed_again(self, share: Share) -> float:
         """Return the bytes of what autograd keeps of one span: between positions of a chunk decays and products, with a
-        decay for each channel of each; of each position inputs and outputs of the convolution, keys, queries and values
-        by heads, the solution of the triangular system, what is read, normed and gated; of each chunk but the first a
-        state. Where a state is mapped, keys stand next to values, and nothing is read."""
+        decay for each channel keys and queries with what decays up to the middle of each of their blocks; of each
+        position inputs and outputs of the convolution, keys, queries and values by heads, the solution of the
+        triangular system, what is read, normed and gated; of each chunk but the first a state. Where a state is mapped,
+        keys stand next to values, and nothing is read."""
         pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
         span = min(SPAN, share.length // (share.context * pieces))
-        chunk = min(self._chunk, span)
+        chunk = min(CHUNK, span)
         chunks = -(-span // chunk)
         keys, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
         size, wide, convolved = self.key_size, self.value_size, self.convolved_size // share.tensor
         # With one decay keys and queries are multiplied by matrices, which copies those of several pieces or chunks.
         copies, single, scalars = (0, 0, 2) if self.by_channel else (2 * (pieces * chunks > 1), 4, 6)
-        of_pairs = heads * chunk * (size + 1)
         found = []
         for reads in (True, False) if share.context > 1 else (True,):
             columns = wide if reads else size + wide
-            pairs = (2 + reads) * of_pairs if self.by_channel else chunk * ((3 + reads) * heads + (1 + reads) * keys)
+            pairs = chunk * ((3 + reads) * heads + (1 + reads) * keys)
+            if self.by_channel:
+                pairs = heads * (chunk * (2 + reads) + (4 + reads) * size * (chunk - 1).bit_length() // 2)
             of_values = heads * (size + 3 * columns + 3 * wide * reads)
             of_keys = heads * size * (6 - single + reads) + keys * size * (1 + reads) * (1 + copies)
             of_each = pairs + 3 * convolved + of_values + of_keys + heads * (scalars + reads) + 2 * keys
@@ -253,15 +255,12 @@ class GatedDelta(Part):
     def core_flops(self, length: int) -> float:
         """Return the operations of one token, forward: of the state what reads and writes it, of a chunk half of its
         square, which causality leaves, for the products of keys and queries, the triangular system and its result. The
-        convolution is among the matrices. With a decay for each channel every product of two channels has one."""
-        keys, values, chunk = self.key_size, self.value_size, min(self._chunk, length)
+        convolution is among the matrices. With a decay for each channel value heads have keys and queries of their
+        own."""
+        keys, values, chunk = self.key_size, self.value_size, min(CHUNK, length)
         of_states = 6 * self.value_heads * keys * values
-        pairs = 3 * self.value_heads * keys if self.by_channel else 2 * self.key_heads * keys
+        pairs = 2 * (self.value_heads if self.by_channel else self.key_heads) * keys
         return of_states + chunk * (pairs + self.value_heads * (keys + 2 * values))
-
-    @property
-    def _chunk(self) -> int:
-        return _WIDE_CHUNK if self.by_channel else CHUNK
 
     def core(self, share: Share) -> Core:
         """Return the same of a rank's microbatch, which its backward pass computes once more; with context parallelism
@@ -271,7 +270,7 @@ class GatedDelta(Part):
             maps += self.map_flops or 1.0 + self.key_size / self.value_size / 2
         flops = maps * share.tokens * self.core_flops(share.length) / share.tensor
         heads = self.value_heads / share.tensor
-        return Core(flops, 3.0, flops, self.key_size, heads * share.tokens * self._chunk * self.decays)
+        return Core(flops, 3.0, flops, self.key_size, heads * share.tokens * CHUNK)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return what it asks of a way of computing it."""

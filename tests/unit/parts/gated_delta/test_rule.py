@@ -69,9 +69,10 @@ def test_a_sequence_goes_on_from_a_state() -> None:
     assert (second[1] - whole[1]).abs().max() < TOLERANCE
 
 
-def test_decays_that_leave_nothing_are_no_numbers_beyond_all() -> None:
+@pytest.mark.parametrize("channels", [1, 6])
+def test_decays_that_leave_nothing_are_no_numbers_beyond_all(channels: int) -> None:
     """Of exponents as small as fp32 has, nothing becomes infinite or not a number, forward or backward."""
-    *inputs, state = (one.detach().float() for one in _inputs(130, 1))
+    *inputs, state = (one.detach().float() for one in _inputs(130, channels))
     inputs[3] = torch.full_like(inputs[3], -1e4)
     leaves: Any = [one.requires_grad_() for one in (*inputs, state)]
     read, last = delta_rule(*leaves)
