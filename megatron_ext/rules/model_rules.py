@@ -280,7 +280,7 @@ def every_multiplier_is_given(config: Config, facts: Facts) -> Iterator[str]:
     for name, count, has_any, of in (
         ("mamba_multipliers", 5, {MAMBA, BOTH} & {*letters}, "a letter M or B in --hybrid-layer-pattern"),
         ("mixer_multipliers", 2, BOTH in letters, "a letter B in --hybrid-layer-pattern"),
-        ("mlp_multipliers", 2, mlp, "--swiglu and --transformer-impl local, no --num-experts, and - in a pattern of layers"),
+        ("mlp_multipliers", 2, mlp, "--swiglu and --transformer-impl local, no --num-experts, and - in a pattern"),
     ):
         factors, flag = getattr(model, name), flag_of(name)
         if factors is None:

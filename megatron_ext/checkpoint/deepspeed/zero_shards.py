@@ -9,8 +9,8 @@ runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py). The shapes are in 
 
 import math
 import re
-from operator import index
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
