@@ -75,8 +75,6 @@ class Speculation:
         self._ahead = [KeyValueCache(*cached) for _ in range(self.depths if model.is_last_stage else 0)]
         self._tokens_BS = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
         self._positions = torch.arange(width, device=device)[None]
-        # Of what no row keeps, a part may lie beyond the last position that the model has.
-        self._last_position = (model.longest or cached[0]) - 1
         self._last_B = torch.tensor(lengths, device=device) - 1
         self._is_first = True
         self._wrong: list[int] = []
@@ -95,7 +93,7 @@ class Speculation:
                     cache.take_back(
                         [n if goes else self.depths + 1 for n, goes in zip(self._wrong, goes_on, strict=True)]
                     )
-                self._positions = cache.advance(self.depths + 1).clamp_(max=self._last_position)
+                self._positions = cache.advance(self.depths + 1)
             self._tokens_BS = self._next_BS
         logits = self._model.forward(self._tokens_BS, self._positions, self._trunk)
         said, group = self._said(logits), self._model.groups.pp

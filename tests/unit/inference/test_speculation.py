@@ -16,7 +16,6 @@ from tests.support.small_models import DELTA, INDEXED, LATENTS, LLAMA, MIXTURE, 
 TIED = {**LLAMA, "untie_embeddings_and_output_weights": False}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama, tied": {**TIED, "mtp_num_layers": 1},
-    "learned positions, as many as are needed": {"mtp_num_layers": 2, "max_position_embeddings": 39},
     "two depths": {**LLAMA, "mtp_num_layers": 2},
     "one key head, three depths": {**LLAMA, "num_query_groups": 1, "mtp_num_layers": 3},
     "windows in some layers": {**TIED, "window_size": "3,0", "window_attn_skip_freq": "2", "mtp_num_layers": 2},
