@@ -65,9 +65,9 @@ def _experts(script: Script) -> None:
     shared = script.number("--n-shared-experts")
     if shared and width:
         script.translate("--n-shared-experts", "--moe-shared-expert-intermediate-size", str(shared * width))
-    dense, layers = script.number("--first-k-dense-replace"), script.number("--num-layers")
+    dense, layers = script.number("--first-k-dense-replace"), script.number("--num-layers") or 0
     every = 1 if "--moe-layer-freq" not in script else script.number("--moe-layer-freq")
-    if dense is not None and every and 0 < (layers or 0) <= _MOST_LAYERS:
+    if dense is not None and every and 0 < layers <= _MOST_LAYERS:
         script.take("--first-k-dense-replace")
         if dense:  # the source tests it so: with 0 every layer has experts
             pattern = ",".join(str(int(layer >= dense and layer % every == 0)) for layer in range(layers))
