@@ -11,6 +11,9 @@ _SPECS = ("qwen3_spec", "deepseek_spec")
 """Modules whose layers are those that --qk-layernorm, --multi-latent-attention and --num-experts describe."""
 
 
+_MOST_LAYERS = 10_000  # as many as --num-layers may be
+
+
 def read_mindspeed(script: Script) -> None:
     """Take the flags that have an equivalent here; those without one stay, to be refused by their names."""
     if script.take("--ai-framework") is not None:
@@ -22,14 +25,13 @@ def read_mindspeed(script: Script) -> None:
             f"--spec {module} changes nothing here: its layers are those of --qk-layernorm, --multi-latent-attention "
             "and --num-experts"
         )
-    if script.take("--enable-hf2mg-convert") is not None:
+    if "--enable-hf2mg-convert" in script:
         script.take("--model-type-hf")  # config.json says it
         script.take("--exit-on-missing-checkpoint")  # of --load, in whose place this is
-        script.give(("--load-hf", *(script.take("--load") or ())))
+        script.translate("--enable-hf2mg-convert", "--load-hf", *(script.take("--load") or ()))
     counts = (script.values("--num-layer-list") or [""])[0].split(",")
     if all(map(str.isdecimal, counts)):
-        script.take("--num-layer-list")
-        script.give(_layout(script, map(int, counts)))
+        script.translate("--num-layer-list", *_layout(script, map(int, counts)))
     _positions(script)
     _experts(script)
     _leave_out_layers(script)
@@ -38,7 +40,10 @@ def read_mindspeed(script: Script) -> None:
 def _layout(script: Script, layers: Iterable[int]) -> tuple[str, str]:
     """Return the flag of stages, or chunks of them, that have so many layers each."""
     depths = "m" * (script.number("--mtp-num-layers") or 0)
-    return "--pipeline-model-parallel-layout", f"E{'|'.join('t' * count for count in layers)}{depths}L"
+    return (
+        "--pipeline-model-parallel-layout",
+        f"E{'|'.join(f't*{count}' if count else '' for count in layers)}{depths}L",
+    )
 
 
 def _positions(script: Script) -> None:
@@ -70,12 +75,10 @@ def _experts(script: Script) -> None:
     width = script.number("--moe-ffn-hidden-size") or script.number("--ffn-hidden-size")
     shared = script.number("--n-shared-experts")
     if shared and width:
-        script.take("--n-shared-experts")
-        if "--moe-shared-expert-intermediate-size" not in script:
-            script.give(("--moe-shared-expert-intermediate-size", str(shared * width)))
-    dense, layers = script.number("--first-k-dense-replace"), script.number("--num-layers")
-    if dense is not None and layers:
-        every = script.number("--moe-layer-freq") or 1
+        script.translate("--n-shared-experts", "--moe-shared-expert-intermediate-size", str(shared * width))
+    dense, layers = script.number("--first-k-dense-replace"), script.number("--num-layers") or 0
+    every = 1 if "--moe-layer-freq" not in script else script.number("--moe-layer-freq")
+    if dense is not None and every and 0 < layers <= _MOST_LAYERS:
         script.take("--first-k-dense-replace")
         if dense:  # the source tests it so: with 0 every layer has experts
             pattern = ",".join(str(int(layer >= dense and layer % every == 0)) for layer in range(layers))

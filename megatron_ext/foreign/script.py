@@ -50,6 +50,14 @@ class Script:
             self.take(flag)
             self._groups.append((flag, values, [flag, *values]))
 
+    def translate(self, flag: str, *given: str) -> None:
+        """Put a flag and its values in the place of another; a problem where the script gives it other values."""
+        typed, there = [flag, *(self.take(flag) or ())], self.values(given[0])
+        if there not in (None, [*given[1:]]):
+            said, other = " ".join(typed), " ".join([given[0], *there])
+            self.problems.append(f"{said} is {' '.join(given)} here, but the script has {other}; leave one of them out")
+        self.give(given)
+
     def words(self) -> list[str]:
         """Return the command line that is left."""
         return [word for _, _, typed in self._groups for word in typed]

@@ -274,11 +274,12 @@ def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
 def every_multiplier_is_given(config: Config, facts: Facts) -> Iterator[str]:
     """Require as many factors as there is to multiply, above 0, and that there is such a thing."""
     model, letters = config.model, config.model.hybrid_layer_pattern or ""
-    mlp = model.swiglu and model.num_experts is None and model.transformer_impl == "local"
+    has_mlp = model.num_experts is None and MLP in (letters or MLP)
+    mlp = model.swiglu and model.transformer_impl == "local" and has_mlp
     for name, count, has_any, of in (
         ("mamba_multipliers", 5, {MAMBA, BOTH} & {*letters}, "a letter M or B in --hybrid-layer-pattern"),
         ("mixer_multipliers", 2, BOTH in letters, "a letter B in --hybrid-layer-pattern"),
-        ("mlp_multipliers", 2, mlp, "--swiglu and --transformer-impl local, and no --num-experts"),
+        ("mlp_multipliers", 2, mlp, "--swiglu and --transformer-impl local, no --num-experts, and - in a pattern"),
     ):
         factors, flag = getattr(model, name), flag_of(name)
         if factors is None:

@@ -42,9 +42,6 @@ _IN_A_LAYER = {
     "post_mlp_layernorm": False,
     "": False,
 }
-_SUMMED_LATER = ("self_attention.linear_proj", "mlp.linear_fc2", "mlp")
-"""What puts out a part of a sum over the tensor-parallel ranks where attention and MLP are in parallel."""
-
 _BEFORE, _AFTER = ("embedding",), ("decoder.final_layernorm",)
 
 
@@ -111,10 +108,15 @@ def named_modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
         for local, layer in enumerate(chunk.decoder.layers):
             for inner in _IN_A_LAYER:
                 module = modules.get(f"decoder.layers.{local}.{inner}".rstrip("."))
-                if module is not None and not (getattr(layer, "is_parallel", False) and inner in _SUMMED_LATER):
+                if module is not None and not _is_summed_later(module):
                     yield f"decoder.layers.{layer.layer_number - 1}.{inner}".rstrip("."), module
         if chunk.post_process:
             yield LOSS, chunk
+
+
+def _is_summed_later(module: Any) -> bool:
+    """Return whether it puts out a part of a sum over the tensor-parallel ranks (`parts/linear/compute.py`)."""
+    return any(getattr(one, "explicit_expert_comm", False) for one in (module, getattr(module, "linear_fc2", None)))
 
 
 def forward_order(config: Config) -> list[str]:

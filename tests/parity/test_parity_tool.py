@@ -181,6 +181,12 @@ def test_agreement_of_a_layout_that_divides_everything(proof_of: Callable[..., P
     assert max(proof.outputs.values()) > 0.0  # two computations, not one compared with itself
 
 
+def test_parts_of_a_sum_over_ranks_are_not_compared_with_the_sum(proof_of: Callable[..., Proof]) -> None:
+    proof = proof_of("Falcon-H1", TP2)
+    assert proof.first_difference() is None
+    assert not any(name.endswith("self_attention.linear_proj") for name in proof.outputs)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -545,7 +545,9 @@ WRONG = [
     ),
     ("--hybrid-layer-pattern M-M-M-MX --mamba-num-groups 2", "'X' is no letter; known are M, G, *, +, -, E and B"),
     ("--hybrid-layer-pattern M-M-M-M* --mamba-num-groups 3", "4 is not divisible by --mamba-num-groups 3; use"),
-    ("--mlp-multipliers 1 2", "--mlp-multipliers needs --swiglu and --transformer-impl local, and no --num-experts"),
+    ("--mlp-multipliers 1 2", "--mlp-multipliers needs --swiglu and --transformer-impl local, no --num-experts"),
+    ("--num-layers 2 --swiglu --position-embedding-type none --mlp-multipliers 1 2 --hybrid-layer-pattern ** "
+     "--transformer-impl local", "and - in a pattern; leave --mlp-multipliers out"),
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [1,0]", "--moe-layer-freq [1,0] is neither a number of layers nor"),
     (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [0]*8", "gives no layer its --num-experts"),
     ("--moe-layer-freq [0]+[1]*7", "--moe-layer-freq without --num-experts"),

@@ -10,6 +10,7 @@ runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py). The shapes are in 
 import math
 import re
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,12 @@ def read_zero_shards(folder: Path, stages: int) -> dict[str, list[dict[str, Piec
         for state, parameters in pieces.items():
             for name, parts in parameters.items():
                 sizes = math.prod(shapes.get(name, (0,))), sum(part.shape[0] for part in parts)
-                if sizes[0] != sizes[1]:
-                    raise DataError(f"{folder}: shards of {name} have {sizes[1]} elements of its {sizes[0]}")
+                kinds = sorted({part.dtype for part in parts})
+                if name not in shapes or sizes[0] != sizes[1] or len(kinds) > 1:
+                    raise DataError(
+                        f"{folder}: shards of {name} have {sizes[1]} elements of its {sizes[0]}, in "
+                        f"{' and '.join(kinds)}; take the files of all ranks of one checkpoint"
+                    )
                 whole = Pieces(parts[0].dtype, shapes[name], tuple(parts))
                 result[state][rank % (ranks // stages)].setdefault(name, whole)
     return result
@@ -87,7 +92,7 @@ def _shapes(folder: Path, file: str) -> dict[str, tuple[int, ...]]:
         groups = torch_file.read(file_inside(folder, file))["param_shapes"]
         groups = groups if isinstance(groups, list) else [groups]
         return {name: tuple(map(int, shape)) for group in groups for name, shape in group.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise DataError(f"{folder / file} has no param_shapes; take another checkpoint") from error
 
 
@@ -109,8 +114,10 @@ def _collect(path: Path, pieces: dict[str, dict[str, list[Entry]]]) -> None:
                 **{name: states[group][name] for name in ("exp_avg", "exp_avg_sq")},
             }
             for name, place in places.items():
+                start, size = index(place["start"]), index(place["numel"])
+                if start and name in pieces["param"]:
+                    raise ValueError(f"{name} does not go on where the rank before it ends")
                 for state, entry in flat.items():
-                    start, size = place["start"], place["numel"]
                     if min(start, size) < 0 or start + size > math.prod(entry.shape):
                         raise ValueError(f"{name} reaches beyond its group")
                     piece = Entry(entry.path, entry.dtype, (size,), Entry.offset_of(_vector(entry), start))

@@ -14,24 +14,24 @@ _MODEL = "--num-layers 4 --num-experts 4 --moe-ffn-hidden-size 8 --tensor-model-
     [
         ("--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec --ai-framework mindspore", ""),
         ("--enable-hf2mg-convert --model-type-hf qwen3 --load model --exit-on-missing-checkpoint", "--load-hf model"),
-        ("--num-layer-list 1,3", "--pipeline-model-parallel-layout Et|tttL"),
+        ("--num-layer-list 1,3", "--pipeline-model-parallel-layout Et*1|t*3L"),
         ("--n-shared-experts 3", "--moe-shared-expert-intermediate-size 24"),
         ("--first-k-dense-replace 1 --moe-layer-freq 1", "--moe-layer-freq [0,1,1,1]"),
         ("--first-k-dense-replace 1 --moe-layer-freq 2", "--moe-layer-freq [0,0,1,0]"),
         ("--first-k-dense-replace 0 --moe-layer-freq 1", "--moe-layer-freq 1"),
-        ("--num-layer-list 1,3 --mtp-num-layers 1", "--mtp-num-layers 1 --pipeline-model-parallel-layout Et|tttmL"),
+        ("--num-layer-list 1,3 --mtp-num-layers 1", "--mtp-num-layers 1 --pipeline-model-parallel-layout Et*1|t*3mL"),
         ("--fix-router", "--moe-router-force-load-balancing"),
         ("--use-glm-rope --rotary-percent 0.5", "--rotary-interleaved --rotary-percent 0.5"),
         ("--noop-layers 3", "--num-layers 3"),
         (
             "--noop-layers 0,3 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
             "--mtp-num-layers 1",
-            "--num-layers 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|mL "
+            "--num-layers 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*1|t*1|mL "
             "--mtp-num-layers 1",
         ),
         (
             "--noop-layers 1 --pipeline-model-parallel-size 2 --first-k-dense-replace 2 --moe-layer-freq 1",
-            "--num-layers 3 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|ttL "
+            "--num-layers 3 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*1|t*2L "
             "--moe-layer-freq [0,1,1]",
         ),
         ("--norm-topk-prob --moe-router-pre-softmax", ""),
@@ -63,6 +63,32 @@ def test_flags_have_their_meaning(script: str, ours: str) -> None:
     found, expected = (read(shlex.split(f"{_MODEL} {line}")) for line in (script, ours))
     assert found.problems == expected.problems == ()
     assert found.values == expected.values
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "--num-layer-list 1,3 --pipeline-model-parallel-layout Ett|ttL",
+        "--n-shared-experts 3 --moe-shared-expert-intermediate-size 5",
+        "--enable-hf2mg-convert --load model --load-hf other",
+    ],
+)
+def test_contradictions_are_refused(script: str) -> None:
+    first, *_, flag, value = script.split()
+    [problem] = read(shlex.split(f"{_MODEL} {script}")).problems
+    assert problem.startswith(first)
+    assert problem.endswith(f"but the script has {flag} {value}; leave one of them out")
+
+
+def test_numbers_that_no_model_has_are_refused_at_once() -> None:
+    assert "--num-layers: 1000000000 is above" in read(["--num-layers", "1000000000"]).problems[0]
+    for script in (
+        "--num-layers 1000000000 --first-k-dense-replace 1",
+        "--first-k-dense-replace 1 --moe-layer-freq [1]*4",
+    ):
+        assert any("--first-k-dense-replace" in one for one in read(shlex.split(f"{_MODEL} {script}")).problems)
+    listed = read(shlex.split("--num-layers 4 --num-layer-list 99999999999"))
+    assert listed.values["pipeline_model_parallel_layout"] == "Et*99999999999L"  # which a rule refuses
 
 
 @pytest.mark.parametrize(

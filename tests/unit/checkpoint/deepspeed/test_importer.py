@@ -288,6 +288,52 @@ def test_states_that_zero_divides_are_put_together(name: str, ranks: int, replic
         import_deepspeed(tmp_path / "saved", tmp_path / "other")
 
 
+def _swap(tag: Path) -> None:
+    first, second, _ = sorted(tag.glob("bf16_zero_*"))
+    kept = first.read_bytes()
+    second.replace(first)
+    second.write_bytes(kept)
+
+
+def _change_shard(how: str, tag: Path) -> None:
+    shard, model = tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", tag / "mp_rank_00_model_states.pt"
+    state, shapes = torch.load(shard, weights_only=False), torch.load(model, weights_only=False)
+    own = state["optimizer_state_dict"]
+    places, masters = own["param_slice_mappings"][0], own["single_partition_of_fp32_groups"]
+    if how == "an unknown name":
+        places["3.other"] = _Range(0, 0)
+    elif how == "half an element":
+        places["1.word_embeddings.weight"].start = 0.5
+    elif how == "another precision":
+        masters[0] = masters[0].bfloat16()
+    elif how == "an infinite shape":
+        shapes["param_shapes"][0]["1.word_embeddings.weight"] = (float("inf"), 1)
+    torch.save(state, shard)
+    torch.save(shapes, model)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("an unknown name", r"shards of 3\.other have 0 elements of its 0, in F32; take the files of all ranks"),
+        ("half an element", r"no state of Adam in ZeRO's form \('float' object cannot"),
+        ("another precision", r"elements of its (\d+), in BF16 and F32"),
+        ("an infinite shape", "model_states.pt has no param_shapes"),
+        ("ranks are swapped", "does not go on where the rank before it ends"),
+    ],
+)
+def test_damaged_shards_are_refused(how: str, said: str, tmp_path: Path) -> None:
+    _write(tmp_path, "bloom", 1)
+    tag = tmp_path / "saved/global_step7"
+    _divide(tag, "bloom", 1, 3)
+    if how == "ranks are swapped":
+        _swap(tag)
+    else:
+        _change_shard(how, tag)
+    with pytest.raises(DataError, match=said):
+        import_deepspeed(tmp_path / "saved", tmp_path / "ours")
+
+
 def _as_one_module(number: str, parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The names of a run without pipelines."""
     if number == "01":
