@@ -13,6 +13,10 @@ cd "$(dirname "$0")/../.."
 source tools/environment.sh --no-install
 name=${1:?name of a recipe, as in 'python tools/recipes.py list'}
 shift
+[ -f "examples/recipes/$name.yaml" ] || {
+    echo "there is no recipe $name; 'python tools/recipes.py list' names them" >&2
+    exit 64
+}
 
 if [ "${1:-}" = --reduced ]; then
     tiny=$(mktemp -d)

@@ -89,7 +89,7 @@ def _load(options: Any, flags: list[str]) -> tuple[Any, "Sampling"]:
 
     _check(options)
     configured = configure_trained(flags)
-    from megatron_ext.inference.sampling import Sampling
+    from megatron_ext.inference.sampling import Sampling, check_drafts
 
     sampling = Sampling(
         temperature=options.temperature,
@@ -106,8 +106,6 @@ def _load(options: Any, flags: list[str]) -> tuple[Any, "Sampling"]:
     from megatron_ext.train.trained_model import load_trained
 
     if options.speculative:
-        from megatron_ext.inference.speculation import check_drafts
-
         check_drafts(configured.config, sampling)
     return load_trained(configured, depths=options.speculative), sampling
 

@@ -74,7 +74,7 @@ def generate(
         sampling: how tokens are chosen, and when a text ends.
         rows: prompts that a replica has at work at once, which bounds the cache's memory.
         cached: whether keys and values are kept; without, each token costs a pass over the whole text.
-        speculative: whether depths of multi-token prediction draft tokens, which `speculation.check_drafts` allows.
+        speculative: whether depths of multi-token prediction draft tokens, which `sampling.check_drafts` allows.
         on_token: told of every token.
     Raises:
         ConfigurationError: a prompt is empty, has an id that is none, or leaves no room for the tokens.

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts.gated_delta.describe import GatedDelta
+from megatron_ext.parts.stack import stack
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,22 @@ class Sampling:
         ]
         if wrong:
             raise ConfigurationError(wrong)
+
+
+def check_drafts(config: Config, sampling: Sampling) -> None:
+    """Raise ConfigurationError where no depth can draft, or nothing could judge the drafts."""
+    problems, flag = [], "--speculative"
+    if not config.model.mtp_num_layers:
+        problems.append(
+            f"{flag} drafts with the depths of multi-token prediction, and the model has none; leave {flag} out, or "
+            "train a model with --mtp-num-layers"
+        )
+    if any(isinstance(kind.mixer, GatedDelta) for kind, _ in stack(config).kinds):
+        problems.append(f"{flag} with a recurrence, whose state cannot take drafts back; leave {flag} out")
+    if sampling.temperature > 0 or sampling.repetition_penalty != 1.0:
+        problems.append(f"{flag} takes the most likely tokens; use --temperature 0 and --repetition-penalty 1")
+    if problems:
+        raise ConfigurationError(problems)
 
 
 class Sampler:

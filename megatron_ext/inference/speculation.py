@@ -14,30 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.config.derived.pipeline_split import last_stage
-from megatron_ext.config.schema import Config
-from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.inference_model import Model
-from megatron_ext.inference.sampling import Sampling
 from megatron_ext.model.names import unwrapped
 from megatron_ext.parts.attention.cached import KeyValueCache, Project
-from megatron_ext.parts.gated_delta.describe import GatedDelta
-from megatron_ext.parts.stack import stack
-
-
-def check_drafts(config: Config, sampling: Sampling) -> None:
-    """Raise ConfigurationError where no depth can draft, or nothing could judge the drafts."""
-    problems, flag = [], "--speculative"
-    if not config.model.mtp_num_layers:
-        problems.append(
-            f"{flag} drafts with the depths of multi-token prediction, and the model has none; leave {flag} out, or "
-            "train a model with --mtp-num-layers"
-        )
-    if any(isinstance(kind.mixer, GatedDelta) for kind, _ in stack(config).kinds):
-        problems.append(f"{flag} with a recurrence, whose state cannot take drafts back; leave {flag} out")
-    if sampling.temperature > 0 or sampling.repetition_penalty != 1.0:
-        problems.append(f"{flag} takes the most likely tokens; use --temperature 0 and --repetition-penalty 1")
-    if problems:
-        raise ConfigurationError(problems)
 
 
 class _Trunk(KeyValueCache):
@@ -59,7 +38,7 @@ class Speculation:
     """Goes on from prompts by as many tokens in a pass as the model agrees with.
 
     Args:
-        model: the model, which `check_drafts` allows.
+        model: the model, which `sampling.check_drafts` allows.
         prompts: ids of each row.
         width: tokens that the rows of all replicas are filled up to in the first pass.
         most: the most tokens that a row is asked for.

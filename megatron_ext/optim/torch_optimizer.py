@@ -13,7 +13,7 @@ import torch
 
 from megatron_ext.config.derived.optimizers import OptimizerTraits, traits_of
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, listed
 from megatron_ext.parallel.matrices import matrix_of
 
 Group = dict[str, Any]
@@ -32,7 +32,29 @@ def torch_optimizer(settings: OptimizerConfig) -> Any:
 
 def _alone(traits: OptimizerTraits, settings: OptimizerConfig) -> Any:
     """Return what makes one of the optimizers of a run."""
-    return partial(_torch_class(traits), **traits.values(settings), **traits.torch_options)
+    make = partial(_torch_class(traits), **traits.values(settings), **traits.torch_options)
+    if traits.is_the_engines:
+        return make
+    names = traits_of(settings).state_names(settings)
+
+    def made(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
+        optimizer = make(*arguments, **options)
+        optimizer.register_step_post_hook(lambda stepped, *_: _require_named_states(stepped, traits, names))
+        return optimizer
+
+    return made
+
+
+def _require_named_states(optimizer: torch.optim.Optimizer, traits: OptimizerTraits, names: Sequence[str]) -> None:
+    """Raise ConfigurationError where the first tensor has a state that no checkpoint would hold. Scalars are no state:
+    counts and `OptimizerTraits.numbers`."""
+    state = next((kept for kept in optimizer.state.values() if kept), {})
+    unnamed = [name for name, kept in state.items() if name not in names and torch.is_tensor(kept) and kept.dim()]
+    if unnamed:
+        raise ConfigurationError(
+            f"the optimizer {traits.name!r} keeps the state {listed(map(repr, unnamed))}, which its traits do not "
+            f"name, so that no checkpoint would hold it; add State({unnamed[0]!r}) to states= of its traits"
+        )
 
 
 def is_torchs(optimizer: torch.optim.Optimizer | None, settings: OptimizerConfig) -> bool:

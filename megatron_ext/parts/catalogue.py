@@ -41,6 +41,12 @@ def count(config: Config) -> int:
     return sum(number * parameter.size for parameter, number in kinds_of_parameters(config))
 
 
+def vocabulary_padding(config: Config) -> int:
+    """Return how many of `count` stand for no entry of the vocabulary, in rows that round it up."""
+    matrices = 2 if config.model.untie_embeddings_and_output_weights else 1
+    return (config.model.padded_vocab_size - config.data.vocab_size) * config.model.hidden_size * matrices
+
+
 def kinds_of_parameters(config: Config) -> Iterator[tuple[Parameter, int]]:
     """Yield parameters that stand for all of the model, each with the number of its like: a layer for its kind, and an
     expert for its layer's. A model of many layers and experts has millions of parameters."""

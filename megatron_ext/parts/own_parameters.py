@@ -11,11 +11,11 @@ read from flags or a file has no own parameters, and no file holds them.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import cast, get_args
 
 from megatron_ext.config.schema import Config
-from megatron_ext.errors import ConfigurationError
-from megatron_ext.parts.parameter import Parameter
+from megatron_ext.errors import ConfigurationError, listed
+from megatron_ext.parts.parameter import Init, Parameter
 from megatron_ext.parts.stack import Layer, layers
 
 OwnParameters = Callable[[Config, Layer], Iterable[Parameter]]
@@ -73,7 +73,14 @@ def _listed(config: Config, layer: Layer) -> list[Parameter]:
 
 def _check(parameter: Parameter, ranks: int) -> None:
     what = f"layer_parameters: {parameter.name} of shape {list(parameter.shape)}"
-    dim, shape = parameter.tp_dim, parameter.shape
+    dim, shape, known = parameter.tp_dim, parameter.shape, get_args(Init.__value__)
+    if parameter.init not in known:
+        raise ConfigurationError(f"{what} cannot begin by init={parameter.init!r}; use {listed(known)}")
+    if parameter.init in ("normal", "uniform") and not parameter.std > 0:
+        raise ConfigurationError(
+            f"{what} cannot be drawn with std={parameter.std:g}; give a positive one, as --init-method-std does: "
+            "std=config.model.init_method_std, or use init='zeros'"
+        )
     if parameter.init in ("normal", "uniform") and len(shape) != 2:
         raise ConfigurationError(
             f"{what} cannot begin with random numbers, which matrices alone do; use init='zeros' or 'ones'"

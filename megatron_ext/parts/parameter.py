@@ -4,6 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+type Init = Literal["normal", "uniform", "ones", "zeros", "constant", "log-uniform", "time-step"]
+"""How a parameter begins; log-uniform: as logarithms of uniform numbers from 1 to 16; time-step: so that softplus of it
+is a number from 0.001 to 0.1 whose logarithm is uniform."""
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -16,9 +20,8 @@ class Parameter:
     stage: int | Literal["embedding", "output"]
     """Index of the layer that it belongs to, or the first or last pipeline stage."""
 
-    init: Literal["normal", "uniform", "ones", "zeros", "constant", "log-uniform", "time-step"]
-    """How it begins; log-uniform: as logarithms of uniform numbers from 1 to 16; time-step: so that softplus of it is a
-    number from 0.001 to 0.1 whose logarithm is uniform."""
+    init: Init
+    """How it begins."""
 
     std: float = 0.0
     """Standard deviation of a normal or uniform initialization; of a constant one, the value."""

@@ -22,7 +22,7 @@ from megatron_ext.config.derived.rank_order import (
 from megatron_ext.config.derived.sharding import ZERO_1
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.parts.catalogue import count, count_per_rank
+from megatron_ext.parts.catalogue import count, count_per_rank, vocabulary_padding
 from megatron_ext.parts.experts.describe import Experts
 from megatron_ext.parts.linear.describe import layers_in_fp8
 from megatron_ext.parts.stack import layers
@@ -74,8 +74,7 @@ def _formula(config: Config) -> list[str]:
 
 def _model(config: Config) -> list[str]:
     padding = config.model.padded_vocab_size - config.data.vocab_size
-    matrices = 2 if config.model.untie_embeddings_and_output_weights else 1  # of the vocabulary
-    total = count(config) - padding * config.model.hidden_size * matrices
+    total = count(config) - vocabulary_padding(config)
     return [
         *_experts(config),
         f"parameters           {total:,} ({parameters_without_embeddings(config):,} without embeddings and output)",

@@ -9,7 +9,7 @@ from megatron_ext.config.derived.cuda_graphs import makes_graphs
 from megatron_ext.config.derived.rank_order import axis_sizes
 from megatron_ext.config.parse.blend import read_blend
 from megatron_ext.config.schema import Config
-from megatron_ext.parts.catalogue import count
+from megatron_ext.parts.catalogue import count, vocabulary_padding
 from megatron_ext.parts.stack import stack
 
 
@@ -81,7 +81,9 @@ def _layout(config: Config) -> str:
 def _model(config: Config) -> str:
     layers = stack(config).count(lambda layer: layer.next_token is None)
     precision = "bf16" if config.training.bf16 else "fp16" if config.training.fp16 else "fp32"
-    return f"{count(config):,} parameters, {layers} layers of width {config.model.hidden_size:,}, {precision}"
+    padding = vocabulary_padding(config)
+    number = f"{count(config) - padding:,} parameters" + (f" and {padding:,} of vocabulary padding" if padding else "")
+    return f"{number}, {layers} layers of width {config.model.hidden_size:,}, {precision}"
 
 
 def _graphs(config: Config) -> str:

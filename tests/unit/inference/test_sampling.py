@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.inference.sampling import Sampler, Sampling, narrowed, penalized
+from megatron_ext.inference.sampling import Sampler, Sampling, check_drafts, narrowed, penalized
+from tests.support.small_models import DELTA, LLAMA, small_config
 
 
 def _drawn_from(logits: list[float], **sampling: Any) -> list[int]:
@@ -120,3 +121,18 @@ def test_draws_depend_on_the_number_of_the_prompt_and_the_seed() -> None:
     assert len({tuple(first), tuple(second), tuple(third)}) == 3
     assert drawn([2, 1]) == [third, second]
     assert drawn([0], seed=2) != [first]
+
+
+REFUSED: list[tuple[dict[str, Any], Sampling, str]] = [
+    (LLAMA, Sampling(), "the model has none; leave --speculative out"),
+    ({**DELTA, "mtp_num_layers": 1}, Sampling(), "whose state cannot take drafts back; leave --speculative out"),
+    ({**LLAMA, "mtp_num_layers": 1}, Sampling(temperature=0.5), "use --temperature 0"),
+    ({**LLAMA, "mtp_num_layers": 1}, Sampling(repetition_penalty=1.1), "--repetition-penalty 1"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sampling", "said"), REFUSED, ids=[said for *_, said in REFUSED])
+def test_what_cannot_be_drafted_is_refused(flags: dict[str, Any], sampling: Sampling, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        check_drafts(small_config(flags), sampling)
+    check_drafts(small_config({**LLAMA, "mtp_num_layers": 1}), Sampling())

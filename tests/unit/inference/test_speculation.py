@@ -1,17 +1,14 @@
 """Drafts of multi-token prediction change no token, whatever attention keeps and however many of them are right."""
 
-import re
 from typing import Any
 
 import pytest
 
 from megatron_ext.device.cpu import CpuDevice
-from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.generation import generate
 from megatron_ext.inference.inference_model import Model
 from megatron_ext.inference.sampling import Sampling
-from megatron_ext.inference.speculation import check_drafts
-from tests.support.small_models import DELTA, INDEXED, LATENTS, LLAMA, MIXTURE, build_small_model, small_config
+from tests.support.small_models import INDEXED, LATENTS, LLAMA, MIXTURE, build_small_model, small_config
 
 TIED = {**LLAMA, "untie_embeddings_and_output_weights": False}
 MODELS: dict[str, dict[str, Any]] = {
@@ -30,12 +27,6 @@ MODELS: dict[str, dict[str, Any]] = {
 PROMPTS = [[1, 0, 2, 2, 1], [2], [0, 1, 1], [1, 2, 0, 0, 0, 1, 2, 1, 2]]
 IDS = 3
 """So few that a random model's drafts are right now and then."""
-REFUSED: list[tuple[dict[str, Any], Sampling, str]] = [
-    (LLAMA, Sampling(), "the model has none; leave --speculative out"),
-    ({**DELTA, "mtp_num_layers": 1}, Sampling(), "whose state cannot take drafts back; leave --speculative out"),
-    ({**LLAMA, "mtp_num_layers": 1}, Sampling(temperature=0.5), "use --temperature 0"),
-    ({**LLAMA, "mtp_num_layers": 1}, Sampling(repetition_penalty=1.1), "--repetition-penalty 1"),
-]
 
 
 def _model(flags: dict[str, Any]) -> Model:
@@ -56,10 +47,3 @@ def test_tokens_are_those_without_drafts(name: str) -> None:
         assert len({tuple(one.tokens) for one in plain}) > 1
         drafted, accepted = (sum(getattr(one, what) for one in found) for what in ("drafted", "accepted"))
         assert 0 < accepted < drafted
-
-
-@pytest.mark.parametrize(("flags", "sampling", "said"), REFUSED, ids=[said for *_, said in REFUSED])
-def test_what_cannot_be_drafted_is_refused(flags: dict[str, Any], sampling: Sampling, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(said)):
-        check_drafts(small_config(flags), sampling)
-    check_drafts(small_config({**LLAMA, "mtp_num_layers": 1}), Sampling())

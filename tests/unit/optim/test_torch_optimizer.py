@@ -2,22 +2,25 @@
 
 import ast
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits, traits_of
+from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits, State, traits_of
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.doctor.machine import checkpoint_bytes
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign.translate import translate
 from megatron_ext.optim.short_adam import ShortAdam, keep, kept_average
 from megatron_ext.optim.torch_optimizer import as_registered, is_torchs, over, torch_optimizer
 from megatron_ext.parts.catalogue import count
 from megatron_ext.plan.state_bytes import state_bytes
+from megatron_ext.train.extensions import Extensions
 from tests.support.syntax import nodes_of, source
 from tests.support.wrong_flags import BASE
 
@@ -60,6 +63,16 @@ def test_the_states_are_those_that_torch_keeps(optimizer: str) -> None:
         assert kept[state.name].shape == weight.shape
         assert kept[state.name].dtype == getattr(torch, state.dtype)
     assert traits.bytes_each(settings) * weight.numel() == sum(value.nbytes for value in kept.values())
+
+
+def test_an_own_state_that_no_checkpoint_would_hold_is_refused() -> None:
+    """With its first update, and not when a resumed run begins it from nothing."""
+    own = replace(OPTIMIZERS["lion"], name="mine", states=(State("velocity"),))
+    with Extensions(optimizer=own).registered():
+        settings = Extensions(optimizer=own).applied(_configuration("")).optimizer
+        said = "the optimizer 'mine' keeps the state 'exp_avg', which its traits do not name"
+        with pytest.raises(ConfigurationError, match=said):
+            _updated(settings)
 
 
 def _trained(optimizer: torch.optim.Optimizer, weight: torch.Tensor, steps: int) -> torch.Tensor:

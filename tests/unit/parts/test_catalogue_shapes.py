@@ -2,7 +2,7 @@
 Sizes differ wherever two could be mistaken for each other."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -268,6 +268,11 @@ def test_rows_that_stand_for_entries(vocabulary: int, rows: int | None) -> None:
         (Parameter("mix", (4, 48), 0, "uniform", 0.1, tp_dim=0), None),
         (Parameter("mix", (4, 48), 0, "normal", 0.1, tp_dim=1), None),
         (Parameter("mix", (48,), 0, "uniform", 0.1), "cannot begin with random numbers"),
+        (
+            Parameter("mix", (4, 48), 0, cast(Any, "xavier"), 0.1),
+            "cannot begin by init='xavier'; use normal, uniform, ",
+        ),
+        (Parameter("mix", (4, 48), 0, "normal"), "cannot be drawn with std=0; give a positive one"),
         (Parameter("mix", (4, 48, 2), 0, "normal", 0.1), "cannot begin with random numbers"),
         (Parameter("mix", (48,), 0, "zeros", expert=0), "expert, tp_stride and true_rows belong to experts"),
         (Parameter("mix", (48,), 0, "zeros", tp_stride=2), "expert, tp_stride and true_rows belong to experts"),

@@ -325,3 +325,10 @@ def test_the_tool_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert recipes.main(["list"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert sorted(listed) == sorted(SIZED)
+
+
+def test_run_sh_names_a_recipe_that_is_not_there(stand_ins: dict[str, str]) -> None:
+    script = ["bash", str(ROOT / "examples/recipes/run.sh"), "lama3.1-8b", "--dry-run"]
+    ended = subprocess.run(script, env=stand_ins, capture_output=True, text=True, check=False)
+    said = "there is no recipe lama3.1-8b; 'python tools/recipes.py list' names them\n"
+    assert (ended.returncode, ended.stderr) == (64, said)
