@@ -1,7 +1,7 @@
 """Counts the bytes that every way of sharding a model keeps and sends on each rank, next to the formulas.
 
-    python benchmarks/sharding.py                                    # the table, to the standard output
-    python benchmarks/sharding.py --write docs/parallelism.md        # into the page, and results as JSON
+    python benchmarks/sharding.py                                  # the table, to the standard output
+    python benchmarks/sharding.py --write docs/inside/sharding.md  # into the page, and results as JSON
     python benchmarks/sharding.py --schemes DDP ZeRO-1
 
 Runs on CPU processes of this machine: bytes are the same on GPUs. Kept bytes are counted at the tensors' storages after

@@ -259,7 +259,7 @@ def test_the_report_is_that_of_the_docs_and_ends_with_flags_to_paste(tmp_path: P
     assert printed[-1].split() == found["best"][0]["flags"]
     assert "estimates" in result.stdout
     page = (ROOT / "docs/parallelism.md").read_text()
-    example = page.split("--number 4 -- <the model's flags>\n")[1].split("```")[0]
+    example = page.split("```text\n")[1].split("```")[0]
     shown = [line for line in example.splitlines() if line[:1].isdigit() or line.startswith("    ")]
     assert len(shown) > 8
     assert [line for line in shown if line not in result.stdout] == []
