@@ -129,11 +129,14 @@ class GatedDelta(Part):
             yield place.matrix("gates_in_proj.weight", self.gates_size, hidden, sequence_parallel=True, sections=halves)
             yield place.matrix("decay_out_proj.weight", self.value_heads * self.key_size, self.value_size, tp_dim=0)
             yield place.matrix("gate_out_proj.weight", self.context_size, self.value_size, tp_dim=0)
-        # Up to 1 / sqrt(positions), as torch begins a convolution of single channels, and megatron-core with it.
-        std = (3.0 * self.kernel) ** -0.5
+        # Up to 1 / sqrt(positions), as torch begins a convolution of single channels, and megatron-core with it; with
+        # decays of channels as a matrix, as transformers and `fla` do: half-open gates add less at the beginning.
+        begins = "uniform", (3.0 * self.kernel) ** -0.5
+        if self.by_channel:
+            begins = "normal", place.model.init_method_std
         name = f"{place.name}.conv1d.weight"
         shape, sections = (channels, 1, self.kernel), self.sections[:3]
-        yield Parameter(name, shape, place.stage, "uniform", std, tp_dim=0, sections=sections)
+        yield Parameter(name, shape, place.stage, *begins, tp_dim=0, sections=sections)
         # As transformers and `fla` begin each; Megatron-LM's Gated DeltaNet has ones.
         steps = "time-step" if self.by_channel else "ones"
         yield place.vector("dt_bias", self.value_heads * self.decays, steps, tp_dim=0)
