@@ -294,7 +294,7 @@ def test_what_forks_write_is_taken(line: str, values: dict[str, Any]):
         ("--first-k-dense-replace 1", "--first-k-dense-replace 1 is not supported: of a mixture of experts"),
         ("--moe-expert-rank-capacity-factor 8", "--moe-expert-rank-capacity-factor 8 is not supported"),
         ("--dataset LLama-SFT", "--dataset LLama-SFT is not supported: --data-path reads .bin and .idx files"),
-        ("--fix-router", "--fix-router is unknown: it is MindSpeed's, for measuring speed"),
+        ("--fix-sub-seq-length 8", "--fix-sub-seq-length is unknown: it is MindSpeed's, for measuring speed"),
         ("--exit-interval -1", "--exit-interval -1 is below 1"),
     ],
 )
