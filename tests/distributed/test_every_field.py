@@ -295,7 +295,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "optimizer": ("plain", "--optimizer sgd"),
     "lr": ("plain", "--lr 1e-3"),
     "min_lr": ("plain", "--min-lr 5e-3"),
-    "decoupled_lr": ("decoupled", "--decoupled-lr 1e-2"),
+    "decoupled_lr": ("decoupled", "--decoupled-lr 2e-2"),
     "decoupled_min_lr": ("decoupled", "--decoupled-min-lr 9e-4"),
     "lr_scale_rule": ("plain", "--lr-scale-rule linear --lr-scale-base-batch-size 1"),
     "lr_scale_base_batch_size": ("plain", "--lr-scale-rule sqrt --lr-scale-base-batch-size 2"),

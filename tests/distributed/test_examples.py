@@ -155,8 +155,8 @@ def test_the_quickstart_fits_its_steps_to_the_machine(factor: float, takes: str,
     assert f"of {steps} steps" in ended.stdout
     parts = re.findall(r"^== \[ *(\d+) s, about (\d+) s left\] (\d)/8 ", ended.stdout, re.MULTILINE)
     assert [number for _, _, number in parts] == list("12345678")
-    totals = {int(passed) + int(left) for passed, left, _ in parts}
-    assert totals == {60} if factor < 1 else min(totals) > 300
+    for passed, left, _ in parts:  # a busy machine may need more than the minute
+        assert int(left) == max(60 - int(passed), 0) if factor < 1 else int(passed) + int(left) > 300
     trainings = [line.split() for line in commands.read_text().splitlines() if "pretrain_gpt.py" in line]
     assert [words[words.index("--train-iters") + 1] for words in trainings] == [steps] * 2
     # A fast machine's training is the one whose losses README prints.

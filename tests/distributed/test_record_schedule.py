@@ -177,7 +177,7 @@ def test_the_page_of_the_run_has_the_picture(folder: Path, tmp_path: Path) -> No
     page = tmp_path / "run.html"
     assert show_run.main([str(folder / SLOW / "recorded"), "--html", str(page)]) == 0
     text = page.read_text()
-    assert text.count("<svg") == 4 + 2
+    assert text.count("<svg") == 4 + 2 + 1, "curves, passes of the step, and the layout"
     assert text.count('class="pass ') == 2 * 2 * 2
     assert ") is slow: a microbatch takes " in text
     assert show_run.main([str(folder / "PP2" / "plain"), "--html", str(page)]) == 0
