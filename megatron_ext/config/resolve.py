@@ -207,10 +207,10 @@ def _resolve_exchange(values: dict[str, Any]) -> None:
     """Have context-parallel ranks exchange heads where attention has dropout and nobody has named an exchange: a ring
     puts attention together from blocks, whose kernels have no dropout."""
     size, tensor = values.get("context_parallel_size", 1), values.get("tensor_model_parallel_size", 1)
-    groups = values.get("num_query_groups" if values.get("group_query_attention") else "num_attention_heads")
+    groups: Any = values.get("num_query_groups" if values.get("group_query_attention") else "num_attention_heads")
     dropout = values.get("attention_dropout", ModelConfig.attention_dropout)
-    both = groups, values.get("num_query_groups_local") or groups
-    if positive(size, tensor, *both, dropout) and size > 1 and math.gcd(*both) % (size * tensor) == 0:
+    local: Any = values.get("num_query_groups_local") or groups
+    if positive(size, tensor, groups, local, dropout) and size > 1 and math.gcd(groups, local) % (size * tensor) == 0:
         _fill(values, "cp_comm_type", ("a2a",))
 
 

@@ -125,13 +125,13 @@ class WholeSequences(Sequences):
             heads: queries [B, H, S, D], keys and values [B, G, S, D].
         """
         query_BHSD, key_BGSD, value_BGSV = heads
-        scale = query_BHSD.size(-1) ** -0.5 if scale is None else scale
+        factor: float = query_BHSD.size(-1) ** -0.5 if scale is None else scale
         if not scores.are_plain or (window is not None and window < query_BHSD.size(2)):
-            context = attend_window(query_BHSD, key_BGSD, value_BGSV, scale, window, scores)
+            context = attend_window(query_BHSD, key_BGSD, value_BGSV, factor, window, scores)
         else:
             query, key, value = widened(*heads)
             context = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, enable_gqa=query.size(1) != key.size(1)
+                query, key, value, is_causal=True, scale=factor, enable_gqa=query.size(1) != key.size(1)
             )[..., : value_BGSV.size(-1)]
         return context.permute(2, 0, 1, 3).flatten(2)
 

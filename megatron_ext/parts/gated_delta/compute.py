@@ -181,9 +181,9 @@ class GatedDeltaNet(MegatronModule):
             ids = F.pad(ids, (0, 0, described.kernel, 0))  # of the positions before, too
         reading: list[Any] = [self.get_parameter(name) for name in self.divided_for_reading]
         if not reading:
-            reading = [
-                copy_to_tensor_model_parallel_region(one, group=self.tp_group) for one in self.out_norm.parameters()
-            ]
+            reading = list(self.out_norm.parameters())
+            if self.tp_group.size() > 1:
+                reading = [copy_to_tensor_model_parallel_region(one, group=self.tp_group) for one in reading]
         run = partial(self._run, mixed_PSBGM, ids, None if inference is None else inference.counted(length))
         kept = None if inference is None else inference.recurrent(self.layer_number)
         tail, state = kept or self._begun(mixed_PSBGM, inputs_PSBGX)
