@@ -141,6 +141,12 @@ def _for_inference(config: Config, depths: bool) -> Config:
         pipeline_schedule=None,
     )
     number = config.model.mtp_num_layers if depths else None
+    if layout.pipeline_model_parallel_layout and config.layout.virtual_pipeline_model_parallel_size > 1:
+        # It names chunks, of which a stage has one here.
+        stages, layers = layout.pipeline_model_parallel_size, config.model.num_layers
+        of_stages = "|".join("t" * ((one + 1) * layers // stages - one * layers // stages) for one in range(stages))
+        split = f"E{of_stages}{'m' * (number or 0)}L"
+        layout = dataclasses.replace(layout, pipeline_model_parallel_layout=split)
     model = dataclasses.replace(config.model, transformer_impl="local", mtp_num_layers=number)
     return dataclasses.replace(config, layout=layout, model=model)
 

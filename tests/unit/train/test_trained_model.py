@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.config.derived.pipeline_split import layer_counts
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.generation import generate
@@ -122,6 +123,16 @@ def test_what_only_training_does_is_left_out() -> None:
     assert (found.layout.tensor_model_parallel_size, found.layout.pipeline_model_parallel_size) == (2, 2)
     assert found.model.transformer_impl == "local"
     assert found.training == config.training
+
+
+def test_stages_of_named_chunks_have_one_each() -> None:
+    named = {"pipeline_model_parallel_layout": "Et|t|tt|tmL", "num_virtual_stages_per_pipeline_rank": 2}
+    layout = {"pipeline_model_parallel_size": 2, "world_size": 2, **named}
+    config = small_config(layout=layout, model={"num_layers": 5, "mtp_num_layers": 1})
+    for depths, expected in ((False, "Ett|tttL"), (True, "Ett|tttmL")):
+        found = trained_model._for_inference(config, depths=depths)
+        assert found.layout.pipeline_model_parallel_layout == expected
+        assert layer_counts(found) == [[2], [3]]
 
 
 def test_a_model_is_loaded_without_what_predicts_further_tokens(tmp_path: Path) -> None:
