@@ -318,7 +318,7 @@ SLOWER_OR_LARGER: tuple[tuple[str, str], ...] = (
 
 REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
     (
-        "of a mixture of experts, this part is not in this version; leave it out, docs/parallelism.md has the others",
+        "of a mixture of experts, this part is not in this version; leave it out, docs/experts.md has the others",
         """
         --first-k-dense-replace N =0;-1, --moe-min-capacity N, --moe-train-capacity-factor N,
         --moe-eval-capacity-factor N, --moe-capacity-factor N

@@ -36,7 +36,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "of a mixture of experts, this part is not in this version; leave it out, docs/parallelism.md has the others",
+        "of a mixture of experts, this part is not in this version; leave it out, docs/experts.md has the others",
         """
         --expert-tensor-parallel-num-weight-shards N, --moe-shared-expert-glu-interleave-size N,
         --moe-enable-routing-replay, --moe-router-quantile-balancing-ema N =0.0, --moe-router-force-biased N,
