@@ -286,7 +286,7 @@ def every_multiplier_is_given(config: Config, facts: Facts) -> Iterator[str]:
             continue
         if len(factors) != count or min(factors) <= 0:
             given = " ".join(f"{factor:g}" for factor in factors)
-            yield f"{flag} {given} must be {count} numbers above 0; use {flag} {' '.join(['1'] * count)}"
+            yield f"{flag} {given} must be {count} numbers above 0; use for example {' '.join(['1'] * count)}"
         elif not has_any:
             yield f"{flag} needs {of}; leave {flag} out"
 

@@ -52,6 +52,18 @@ MODEL = (
         ("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
     ),
     Seam(
+        f"{_CORE}.transformer.attention.Attention.num_query_groups_per_partition",
+        "set for the layer: the engine counts the groups of a rank by one configuration of all layers",
+        (),
+        (f"{_CORE}.transformer.attention.Attention.__init__",),
+    ),
+    Seam(
+        f"{_CORE}.transformer.attention.Attention.num_attention_heads_per_partition",
+        "set for the layer, as its groups",
+        (),
+        (f"{_CORE}.transformer.attention.Attention.__init__",),
+    ),
+    Seam(
         f"{_CORE}.transformer.mlp.MLP.forward",
         "overridden by a shorter one, which computes what it does without fusions, clamps and scales",
         ("hidden_states", "per_token_scale"),

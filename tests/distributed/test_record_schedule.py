@@ -181,4 +181,4 @@ def test_the_page_of_the_run_has_the_picture(folder: Path, tmp_path: Path) -> No
     assert text.count('class="pass ') == 2 * 2 * 2
     assert ") is slow: a microbatch takes " in text
     assert show_run.main([str(folder / "PP2" / "plain"), "--html", str(page)]) == 0
-    assert page.read_text().count("<svg") == 4
+    assert page.read_text().count("<svg") == 4 + 1

@@ -18,7 +18,7 @@ CommandLine = Mapping[str, tuple[str, ...]]
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
 _WORD = r"(?:'[^']*'|(?:[^\s,;()]|,(?=\d))+)"
-_LIST = re.compile(rf"({_WORD}(?:, (?!or ){_WORD})*(?: or (?!--)(?!more\b){_WORD})?)")
+_LIST = re.compile(rf"({_WORD}(?:, (?!or ){_WORD})*(?: or (?!--)(?!(?:more|less)\b){_WORD})?)")
 _ONE_OF = ("keep one", "leave one", "give one", "give both or neither")
 ONLY_A_USER_HAS = {
     "--load": ("/dev",),

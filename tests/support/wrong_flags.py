@@ -506,19 +506,24 @@ WRONG = [
     ("--position-embedding-type rope --kv-channels 15", "they turn in pairs; use --kv-channels 16"),
     ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0 is not above 0 and at most 1"),
     ("--rotary-base-local 5", "is of layers with a window that rotate, but there are none"),
-    ("--softmax-type-local learnable", "is of layers with a window; add --window-size 4095,0"),
-    ("--num-query-groups-local 3 --window-size 7,0", "is not divisible by --num-query-groups-local 3; use"),
+    ("--softmax-type-local learnable --attention-dropout 0", "is of layers with a window; add --window-size 4095,0"),
+    (
+        "--num-query-groups-local 3 --window-size 7,0 --attention-dropout 0",
+        "is not divisible by --num-query-groups-local 3; use",
+    ),
     (
         "--world-size 3 --num-attention-heads 12 --hidden-size 96 --window-size 7,0 --tensor-model-parallel-size 3 "
-        "--num-query-groups-local 4",
+        "--num-query-groups-local 4 --attention-dropout 0",
         "--num-query-groups-local 4 is neither a multiple nor a divisor of --tensor-model-parallel-size 3",
     ),
     (
-        "--world-size 2 --window-size 7,0 --context-parallel-size 2 --cp-comm-type a2a --num-query-groups-local 1",
+        "--world-size 2 --window-size 7,0 --context-parallel-size 2 --cp-comm-type a2a --num-query-groups-local 1 "
+        "--attention-dropout 0",
         "whole key and value heads, but --num-query-groups-local 1 is not divisible by --context-parallel-size 2 x",
     ),
     (
-        "--world-size 2 --window-size 7,0 --tensor-model-parallel-size 2 --qk-clip --num-query-groups-local 1",
+        "--world-size 2 --window-size 7,0 --tensor-model-parallel-size 2 --qk-clip --num-query-groups-local 1 "
+        "--attention-dropout 0 --disable-bias-linear",
         "--qk-clip with --tensor-model-parallel-size 2 and --num-query-groups-local 1",
     ),
     ("--attention-temperature-scale 0.1", "is of layers that rotate nothing, but there are none; add --no-rope-freq 4"),

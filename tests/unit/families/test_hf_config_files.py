@@ -173,7 +173,10 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
             r"hybrid, which has --hybrid-layer-pattern M-\*- \(not MM\*-\)",
         ),
         ({**GRANITE_4, "mamba_num_heads": 6}, r"which has --mamba-num-heads 4 \(not 6\)"),
-        ({**GRANITE_4, "mamba_num_heads": 6, "mamba_head_dim": 10}, r"32 \(not 6\), --mamba-head-dim 2 \(not 10\)"),
+        (
+            {**GRANITE_4, "mamba_num_heads": 6, "mamba_head_dim": 10},
+            r"falcon_h1, .* rope \(not none\), --hybrid-layer-pattern B-B- \(not M-\*-\)",
+        ),
         ({"openai_gelu": True, **EXPERTS}, "is phimoe, which has --position-embedding-type rope"),
     ],
 )

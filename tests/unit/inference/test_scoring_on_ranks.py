@@ -48,6 +48,7 @@ def test_one_of_those_that_hold_the_same_scores_counts(rank: int) -> None:
         device=SimpleNamespace(torch_device=torch.device("cpu")),
         groups=SimpleNamespace(tp=_group(rank, 2)),
         config=SimpleNamespace(model=SimpleNamespace(padded_vocab_size=8)),
+        rank=rank,
         replica=0,
         replicas=1,
         at_work=nullcontext,

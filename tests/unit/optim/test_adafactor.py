@@ -13,8 +13,8 @@ from megatron_ext.optim.torch_optimizer import torch_optimizer
 from megatron_ext.parallel.matrices import Matrix
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.plan.state_bytes import state_bytes
+from tests.support.matrix_steps import begun, trained
 from tests.support.wrong_flags import BASE
-from tests.unit.optim.test_muon import begun, trained
 
 SETTINGS = {"beta2_decay": -0.5, "d": 1.5, "eps": (None, 0.2)}
 FLAGS = "--optimizer adafactor --adafactor-beta2-decay=-0.5 --adafactor-clip 1.5 --adafactor-eps2 0.2"

@@ -11,8 +11,8 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.optim.adaptive_muon import AdaptiveMuon
 from megatron_ext.optim.torch_optimizer import torch_optimizer
 from megatron_ext.parallel.matrices import Matrix
+from tests.support.matrix_steps import begun, trained
 from tests.support.wrong_flags import BASE
-from tests.unit.optim.test_muon import begun, trained
 
 METHODS = ("adamuon", "normuon", "namo")
 

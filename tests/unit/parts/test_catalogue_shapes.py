@@ -156,6 +156,7 @@ def test_the_catalogue_of_a_layer() -> None:
     sp: dict[str, Any] = {"sequence_parallel": True}
     normal: tuple[Literal["normal"], float] = ("normal", 0.03)
     small: tuple[Literal["normal"], float] = ("normal", 0.03 / 8**0.5)
+    matrix: dict[str, Any] = {"by_element": False}
     found = [parameter for parameter in parameters(distinct_config({"swiglu": True})) if parameter.stage == 2]
     at = "decoder.layers.2"
     assert sorted(found, key=lambda one: one.name) == sorted(
@@ -169,12 +170,20 @@ def test_the_catalogue_of_a_layer() -> None:
                 for norm in ("input_layernorm", "pre_mlp_layernorm")
             ),
             Parameter(f"{at}.self_attention.linear_proj.bias", (48,), 2, "zeros", **sp),
-            Parameter(f"{at}.self_attention.linear_proj.weight", (48, 60), 2, *small, tp_dim=1),
-            Parameter(f"{at}.self_attention.linear_qkv.weight", (100, 48), 2, *normal, tp_dim=0, sections=(30, 10, 10)),
+            Parameter(f"{at}.self_attention.linear_proj.weight", (48, 60), 2, *small, tp_dim=1, **matrix),
+            Parameter(
+                f"{at}.self_attention.linear_qkv.weight",
+                (100, 48),
+                2,
+                *normal,
+                tp_dim=0,
+                sections=(30, 10, 10),
+                **matrix,
+            ),
             Parameter(f"{at}.self_attention.linear_qkv.bias", (100,), 2, "zeros", tp_dim=0),
-            Parameter(f"{at}.mlp.linear_fc1.weight", (80, 48), 2, *normal, tp_dim=0, tp_stride=2),
+            Parameter(f"{at}.mlp.linear_fc1.weight", (80, 48), 2, *normal, tp_dim=0, tp_stride=2, **matrix),
             Parameter(f"{at}.mlp.linear_fc1.bias", (80,), 2, "zeros", tp_dim=0, tp_stride=2),
-            Parameter(f"{at}.mlp.linear_fc2.weight", (48, 40), 2, *small, tp_dim=1),
+            Parameter(f"{at}.mlp.linear_fc2.weight", (48, 40), 2, *small, tp_dim=1, **matrix),
             Parameter(f"{at}.mlp.linear_fc2.bias", (48,), 2, "zeros", **sp),
         ],
         key=lambda one: one.name,
@@ -185,10 +194,10 @@ def test_the_catalogue_of_a_layer() -> None:
         f"{at}.mlp.router.weight", (6, 48), 2, *normal, **sp, by_element=True
     )
     assert by_name["mlp.experts.0.linear_fc1.weight"] == Parameter(
-        f"{at}.mlp.experts.0.linear_fc1.weight", (48, 48), 2, *normal, tp_dim=0, tp_stride=2, expert=0
+        f"{at}.mlp.experts.0.linear_fc1.weight", (48, 48), 2, *normal, tp_dim=0, tp_stride=2, expert=0, **matrix
     )
     assert by_name["mlp.experts.5.linear_fc2.weight"] == Parameter(
-        f"{at}.mlp.experts.5.linear_fc2.weight", (48, 24), 2, *small, tp_dim=1, expert=5
+        f"{at}.mlp.experts.5.linear_fc2.weight", (48, 24), 2, *small, tp_dim=1, expert=5, **matrix
     )
     assert by_name["mlp.shared_experts.linear_fc1.weight"].shape == (64, 48)
     assert by_name["post_self_attn_layernorm.weight"].shape == by_name["post_mlp_layernorm.weight"].shape == (48,)

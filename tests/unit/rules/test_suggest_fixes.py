@@ -106,6 +106,7 @@ OF_DENSE_MODELS = {"expert_flags_need_experts", "fp8_takes_whole_blocks", "trans
 
 
 OF_FACTS = {
+    "matrices_have_a_rule",
     "nothing_needed_is_missing",
     "named_files_exist",
     "samples_to_skip_can_be_read",
@@ -116,7 +117,7 @@ OF_FACTS = {
     "moments_are_kept_as_in_the_checkpoint",
     "ranks_are_those_of_the_launch",
 }
-"""Rules that speak of what is found outside of the flags, or of flags that every base has."""
+"""Rules that speak of what is found outside of the flags (a user's own layers), or of flags that every base has."""
 
 
 @pytest.mark.parametrize("case", range(len(FACTS)), ids=[flags for flags, _ in FACTS])

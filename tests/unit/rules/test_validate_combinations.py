@@ -15,7 +15,7 @@ from tests.support.errors_page import combinations, errors_page
 from tests.support.wrong_flags import BASE, EXAMPLES
 
 # Rules about one flag by itself, or about the machine.
-NO_COMBINATION = {"ranks_are_those_of_the_launch", "timeout_is_a_time"}
+NO_COMBINATION = {"matrices_have_a_rule", "ranks_are_those_of_the_launch", "timeout_is_a_time"}
 ABOUT_OTHER_THINGS = {"model_rules", "training_rules", "curve_rules", "run_rules", "suggest", "validate"}
 
 
