@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import device
+from megatron_ext.config.derived.pipeline_split import layer_counts
 from megatron_ext.config.parse.arguments import read
 from megatron_ext.config.parse.options import options_by_flag
 from megatron_ext.config.schema import Config
@@ -143,7 +144,7 @@ def _for_inference(config: Config, depths: bool) -> Config:
     number = config.model.mtp_num_layers if depths else None
     if layout.pipeline_model_parallel_layout and config.layout.virtual_pipeline_model_parallel_size > 1:
         # It names chunks, of which a stage has one here.
-        stages, layers = layout.pipeline_model_parallel_size, config.model.num_layers
+        stages, layers = layout.pipeline_model_parallel_size, sum(map(sum, layer_counts(config)))
         of_stages = "|".join("t" * ((one + 1) * layers // stages - one * layers // stages) for one in range(stages))
         split = f"E{of_stages}{'m' * (number or 0)}L"
         layout = dataclasses.replace(layout, pipeline_model_parallel_layout=split)
