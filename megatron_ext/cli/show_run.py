@@ -9,9 +9,11 @@ pipeline (--record-schedule), its page draws a step of it, too. --files FILE ...
 
 import contextlib
 import os
+from math import prod
 from pathlib import Path
 
 from megatron_ext.commandline import ToolParser, write_output
+from megatron_ext.config.derived.rank_order import axis_sizes
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import TrainingError
@@ -63,17 +65,20 @@ def _page(runs: dict[str, RunHistory], first: Path, files: list[str]) -> str:
     if len(runs) > 1:
         return runs_page(runs)
     [(name, history)] = runs.items()
-    config = _config(first)
+    ranks = next((row["world_size"] for row in reversed(history.steps) if row.get("world_size")), 1)
+    config = _config(first, ranks)
     layout = config.layout if config is not None else None
+    if layout is not None and prod(axis_sizes(layout)) != ranks:
+        layout = None  # of a checkpoint that the latest ranks did not write
     return run_page(history, name, _pipeline(first), facts=_facts(first, config), layout=layout, files=files)
 
 
-def _config(run: Path) -> Config | None:
-    """Return what the run's newest checkpoint says that it is; None where that cannot be read."""
+def _config(run: Path, ranks: int) -> Config | None:
+    """Return what the run's newest checkpoint says that it is, on so many ranks; None where that cannot be read."""
     folder = run if run.is_dir() else run.parent
     with contextlib.suppress(TrainingError, OSError):  # a page without it is better than none
         values = saved_values(folder / "metrics.jsonl")
-        return resolve(values, Facts()) if values else None
+        return resolve(values, Facts(world_size=ranks)) if values else None
     return None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.cli import compare_runs, show_run
+from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Lane, Pass, Timeline
@@ -460,6 +461,19 @@ def test_a_long_run_can_be_enlarged_without_a_script() -> None:
     ]
     assert "iteration 175: 2.00571" in within
     assert "<details>" not in run_page(of_rows(*({} for _ in range(49))), "run")
+
+
+@pytest.mark.parametrize(("ranks", "drawn"), [(8, 8), (1, 0), (6, 0), (None, 0)])
+def test_the_layout_is_that_of_the_ranks_that_ran(ranks: int | None, drawn: int, tmp_path: Path) -> None:
+    """A checkpoint does not say how many ranks there were, and may be of another number than the last rows."""
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "world_size": 4}
+    (tmp_path / "iter_0000002").mkdir()
+    (tmp_path / "iter_0000002/config.yaml").write_text(to_yaml(small_config(LLAMA, layout, {"train_iters": 2})))
+    with MetricsFile(tmp_path / "metrics.jsonl", 0) as file:
+        file.write(step(iteration=1, world_size=1))
+        file.write(step(iteration=2, world_size=ranks))
+    assert show_run.main([str(tmp_path), "--html", str(tmp_path / "run.html")]) == 0
+    assert (tmp_path / "run.html").read_text().count('class="rank"') == drawn
 
 
 def test_the_page_draws_the_layout_and_links_to_files(tmp_path: Path) -> None:
