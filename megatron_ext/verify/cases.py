@@ -9,6 +9,7 @@ Every case starts from the same seed and no checkpoint.
 from dataclasses import dataclass, replace
 
 from megatron_ext.verify import compared_layouts as layouts
+from megatron_ext.verify import compared_parts as parts
 from megatron_ext.verify.compared_models import MODELS
 
 
@@ -43,14 +44,14 @@ def _cases() -> list[Case]:
             cases.append(
                 Case(name, model, world_size, tuple(flags.split()), slow=name not in layouts.QUICK, slow_in_bf16=True)
             )
-    for layout, (world_size, flags) in layouts.EXPERT_LAYOUTS.items():
-        name, slow = f"{layout}, experts", layout not in layouts.QUICK_EXPERTS
+    for layout, (world_size, flags) in parts.EXPERT_LAYOUTS.items():
+        name, slow = f"{layout}, experts", layout not in parts.QUICK_EXPERTS
         cases.append(Case(name, "experts", world_size, tuple(flags.split()), slow=slow, slow_in_bf16=True))
-    routed = [("routing by groups", one) for one in layouts.ROUTING]
-    routed += [("routing with two losses", one) for one in layouts.TWICE]
-    routed += [("experts in a latent width", one) for one in layouts.TWICE if one != "EP4"]
+    routed = [("routing by groups", one) for one in parts.ROUTING]
+    routed += [("routing with two losses", one) for one in parts.TWICE]
+    routed += [("experts in a latent width", one) for one in parts.TWICE if one != "EP4"]
     for model, layout in routed:
-        (world_size, flags), slow = layouts.ROUTING[layout], layout not in layouts.QUICK_ROUTING
+        (world_size, flags), slow = parts.ROUTING[layout], layout not in parts.QUICK_ROUTING
         cases.append(Case(f"{layout}, {model}", model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
     # Biases and learned positions under sequence parallelism, and tied embeddings across a divided vocabulary.
     flags = f"{layouts.TP2_SP} --pipeline-model-parallel-size 2"
@@ -60,18 +61,18 @@ def _cases() -> list[Case]:
         slow = name not in layouts.QUICK
         case = Case(name, _model(name), world_size, tuple(words.split()), slow, slow_in_bf16=slow or "CP4" not in name)
         cases.append(case)
-    for layout, (world_size, flags) in layouts.OLMO2.items():
-        slow = layout not in layouts.QUICK_OLMO2
+    for layout, (world_size, flags) in parts.OLMO2.items():
+        slow = layout not in parts.QUICK_OLMO2
         cases.append(
             Case(f"{layout}, OLMo-2", "OLMo-2", world_size, tuple(flags.split()), slow, slow or layout == "TP4")
         )
-    quick = layouts.QUICK_WINDOWS | layouts.QUICK_LATENTS | layouts.QUICK_DELTA | layouts.QUICK_AHEAD
-    quick |= layouts.QUICK_MAMBA | layouts.QUICK_SCHEDULES | layouts.QUICK_INDEXED
-    others = layouts.WINDOWS | layouts.LATENTS | layouts.INDEXED | layouts.DELTA | layouts.MAMBA | layouts.AHEAD
+    quick = parts.QUICK_WINDOWS | parts.QUICK_LATENTS | parts.QUICK_DELTA | parts.QUICK_AHEAD
+    quick |= parts.QUICK_MAMBA | layouts.QUICK_SCHEDULES | parts.QUICK_INDEXED
+    others = parts.WINDOWS | parts.LATENTS | parts.INDEXED | parts.DELTA | parts.MAMBA | parts.AHEAD
     others |= layouts.SCHEDULES
     for name, (world_size, flags) in others.items():
         cases.append(Case(name, _model(name), world_size, tuple(flags.split()), name not in quick, slow_in_bf16=True))
-    for name, (world_size, flags) in layouts.PIECES.items():
+    for name, (world_size, flags) in parts.PIECES.items():
         cases.append(Case(name, _model(name), world_size, tuple(flags.split()), "PP2" not in name, slow_in_bf16=True))
     for case in [case for case in cases if case.name in layouts.MUON_CASES]:
         slow, name, model = case.name not in layouts.QUICK_MUON, f"{case.name}, Muon", f"{case.model}, Muon"
