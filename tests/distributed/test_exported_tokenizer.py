@@ -22,7 +22,8 @@ from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.tiktoken import DEFAULT_SPECIAL_TOKENS
 from megatron_ext.tokenizer.tokenizer_training import train_bytelevel_bpe, train_sentencepiece
-from tests.support.hf_models import VOCABULARY, quiet_transformers, write_model
+from tests.support.hf_models import quiet_transformers, write_model
+from tests.support.hf_shapes import VOCABULARY
 
 quiet_transformers()
 

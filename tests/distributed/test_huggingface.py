@@ -22,7 +22,6 @@ from megatron_ext.verify.recorded_training import record
 from tests.support.hf_gradients import IN_FP64, gradients_in_fp64, write_gradients
 from tests.support.hf_models import (
     FEWER,
-    MODELS,
     fixed,
     flags,
     forward,
@@ -35,6 +34,7 @@ from tests.support.hf_models import (
     whole_vocabulary,
     write_model,
 )
+from tests.support.hf_shapes import MODELS
 from tests.support.plain_process import in_plain_process
 from tests.support.several_models import in_turn
 

@@ -8,7 +8,6 @@ import torch
 
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.hf_models import (
-    MODELS,
     flags,
     logits_of_folder,
     our_logits,
@@ -17,6 +16,7 @@ from tests.support.hf_models import (
     whole_vocabulary,
     write_model,
 )
+from tests.support.hf_shapes import MODELS
 from tests.support.plain_process import in_plain_process
 from tests.support.several_models import in_turn
 
