@@ -9,8 +9,6 @@ from megatron_ext.foreign.script import Script
 
 _SPECS = ("qwen3_spec", "deepseek_spec")
 """Modules whose layers are those that --qk-layernorm, --multi-latent-attention and --num-experts describe."""
-
-
 _MOST_LAYERS = 10_000  # as many as --num-layers may be
 
 
@@ -109,7 +107,7 @@ def _leave_out_layers(script: Script) -> None:
     layers, stages = script.number("--num-layers") or 0, script.number("--pipeline-model-parallel-size") or 1
     in_chunk = script.number("--num-layers-per-virtual-pipeline-stage") or layers // stages
     left_out = {int(one) for one in named if one.isdecimal()}
-    if len(left_out) < len(named) or max(left_out) >= layers or layers % in_chunk:
+    if len(left_out) < len(named) or not max(left_out) < layers <= _MOST_LAYERS or not in_chunk or layers % in_chunk:
         return
     kept = [layer not in left_out for layer in range(layers)]
     counts = [sum(kept[start : start + in_chunk]) for start in range(0, layers, in_chunk)]

@@ -87,6 +87,8 @@ def test_numbers_that_no_model_has_are_refused_at_once() -> None:
         "--first-k-dense-replace 1 --moe-layer-freq [1]*4",
     ):
         assert any("--first-k-dense-replace" in one for one in read(shlex.split(f"{_MODEL} {script}")).problems)
+    for script in ("--num-layers 2 --pipeline-model-parallel-size 4", "--num-layers 1000000000"):
+        assert any("--noop-layers" in one for one in read(shlex.split(f"{script} --noop-layers 1")).problems)
     listed = read(shlex.split("--num-layers 4 --num-layer-list 99999999999"))
     assert listed.values["pipeline_model_parallel_layout"] == "Et*99999999999L"  # which a rule refuses
 
