@@ -204,6 +204,8 @@ def compare(given: argparse.Namespace, flags: Flags, rates: Mapping[str, float])
     """Return by size what its seeds learned at these learning rates."""
     runs, sizes = Runs(given.data / "runs.jsonl"), {}
     for size, seeds in zip(WIDTHS, given.seeds, strict=False):
+        if not seeds:
+            continue
         found: dict[str, list[Learned]] = {name: [] for name in flags}
         for seed in range(1, seeds + 1):  # outside, so that a stop leaves all with the same number
             for name, of in flags.items():

@@ -14,6 +14,7 @@ the groups that they share.)
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -111,6 +112,7 @@ def start(
     rendezvous.keep_to_this_machine()
     store, rank, world_size = rendezvous.meet(timeout, before) if "RANK" in os.environ else _alone()
     backend = layout.distributed_backend or device.backend
+    reports_errors = sys.excepthook
     # No device_id: it makes every group's communicator at once, and unbatched sends and receives, with which
     # interleaved pipelines overlap, then wait for everything else of their group.
     torch.distributed.init_process_group(
@@ -120,6 +122,9 @@ def start(
         rank=rank,
         world_size=world_size,
     )
+    # torch's hook writes the rank before each line of a traceback, once for each time that it was put in.
+    if reports_errors.__module__ == c10d.__name__:
+        sys.excepthook = reports_errors
     device.bind_group()
     return store
 

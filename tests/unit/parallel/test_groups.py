@@ -1,5 +1,6 @@
 """Which ranks a layout puts into a group together, on ranks that this process plays, and how long they wait."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -69,3 +70,14 @@ def test_ranks_wait_as_many_minutes_as_the_flag_says_and_a_little_for_the_report
         assert _seconds(made.tp) == pytest.approx(125.0, abs=1.0)
     finally:
         groups.destroy()
+
+
+def test_starting_again_writes_the_rank_once_before_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for _ in range(3):
+        groups.start(LayoutConfig(), device.install("cpu"))
+        groups.destroy()
+    sys.excepthook(ValueError, ValueError("no"), None)
+    assert capsys.readouterr().err == "[rank0]: ValueError: no\n"
