@@ -2,11 +2,12 @@
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.learning_runs import Compared, Learned, Runs, best_rate, table
+from benchmarks.learning_runs import Compared, Learned, Runs, best_rate, compare, table
 
 MODEL = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 64 "
@@ -48,3 +49,10 @@ def test_cost_until_the_first_rows_loss_lies_between_evaluations() -> None:
     text = table(rows, 200)
     assert text[2].endswith("| 100 | 100 |")
     assert text[3].endswith("| 200 | 150 |")
+
+
+def test_a_size_without_seeds_is_not_compared(tmp_path: Path) -> None:
+    flags = {"small": lambda size, rate: [*MODEL.split(), "--lr", str(rate)]}
+    sizes = compare(Namespace(data=tmp_path, steps=20, seeds=[1, 0]), flags, {"small": 0.001})
+    assert list(sizes) == ["1M"]
+    assert len(table(sizes["1M"], 20)) == 3
