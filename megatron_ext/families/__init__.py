@@ -14,6 +14,12 @@ from megatron_ext.families.registry import FAMILIES, family_of, obstacles, writt
 from megatron_ext.families.state_dict_mapping import ParameterMapping, RowRange, state_dict_mapping
 
 __all__ = [
-    *("FAMILIES", "Family", "ParameterMapping", "RowRange", "family_of", "obstacles", "state_dict_mapping"),
+    "FAMILIES",
+    "Family",
+    "ParameterMapping",
+    "RowRange",
+    "family_of",
+    "obstacles",
+    "state_dict_mapping",
     "written_as",
 ]

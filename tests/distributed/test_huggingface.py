@@ -493,7 +493,10 @@ def test_depths_of_multi_token_prediction_go_in_and_out(
 
 
 @pytest.mark.usefixtures("kept_interpreter")
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tmL"])
+@pytest.mark.parametrize(
+    "layout",
+    ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tmL"],
+)
 def test_depths_that_no_family_has_are_left_out(
     layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
