@@ -26,6 +26,13 @@ DECODER_NAMES: dict[str, tuple[str, ...]] = {
     "decoder.final_layernorm": ("model.norm",),
     "output_layer": ("lm_head",),
 }
+ATTENTION_NAMES = {name: theirs for name, theirs in DECODER_NAMES.items() if not name.startswith("mlp.")}
+"""Those of a decoder without its MLPs."""
+
+STACKED_EXPERTS = {"mlp.experts.linear_fc1": "experts.gate_up_proj", "mlp.experts.linear_fc2": "experts.down_proj"}
+"""Matrices of experts -> tensors in the mixture there, each of all experts, transposed; `_bias` follows for biases."""
+
+STACKED_TRANSPOSED = frozenset(f"{matrix}{kind}" for matrix in STACKED_EXPERTS for kind in ("", ".bias"))
 NEXT_TOKEN_NAMES = {one: (one,) for one in ("enorm", "hnorm", "eh_proj")} | {"final_layernorm": ("shared_head.norm",)}
 """Modules of a depth of multi-token prediction, which is a layer after the last one there."""
 
@@ -70,6 +77,30 @@ def size(key: str, flag: str) -> Keys:
     return lambda reading: {flag: reading.integer(key)}, lambda config: {key: getattr(config.model, flag)}
 
 
+def number(key: str, flag: str, usual: float) -> Keys:
+    """Return a key that is one of our positive numbers; `usual`: where it is missing."""
+    return lambda reading: {flag: reading.number(key, usual)}, lambda config: {key: getattr(config.model, flag)}
+
+
+def understood(*names: str) -> Keys:
+    """Return keys that transformers does not read either."""
+    return lambda reading: reading.understand(*names) or {}, lambda config: {}
+
+
+def usually_scaled(scaling: Mapping[str, Any], of_decoder: Keys) -> Keys:
+    """Return the keys of a decoder whose frequencies are stretched by `scaling` where the file does not say how."""
+    read, write = of_decoder
+
+    def values(reading: Reading) -> dict[str, Any]:
+        said = reading.get("rope_scaling") or reading.get("rope_parameters")
+        return read(reading if said else reading.changed(rope_parameters=scaling))
+
+    return values, lambda config: {**(content := write(config)), "rope_scaling": content["rope_scaling"] or UNSCALED}
+
+
+UNSCALED = {"rope_type": "default"}
+
+
 def head_norms(key: str) -> Keys:
     """Return the key of norms of queries and keys with weights of each head."""
     return lambda reading: _head_norms(reading.boolean(key, False)), lambda config: {key: config.model.qk_layernorm}
@@ -97,10 +128,19 @@ def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple
     """
     expert = f"{mixture}.experts.{{}}"
     return {
-        **{name: theirs for name, theirs in DECODER_NAMES.items() if not name.startswith("mlp.")},
+        **ATTENTION_NAMES,
         "mlp.router": (f"{mixture}.gate",),
         "mlp.experts.linear_fc1": (f"{expert}.{gate}", f"{expert}.{up}"),
         "mlp.experts.linear_fc2": (f"{expert}.{down}",),
+    }
+
+
+def stacked_names(mixture: str) -> dict[str, tuple[str, ...]]:
+    """Return the names of a decoder with `STACKED_EXPERTS` in this module."""
+    return {
+        **{**ATTENTION_NAMES, "mlp.router": (f"{mixture}.router",)},
+        **{f"{ours}.weight": (f"{mixture}.{theirs}",) for ours, theirs in STACKED_EXPERTS.items()},
+        **{f"{ours}.bias": (f"{mixture}.{theirs}_bias",) for ours, theirs in STACKED_EXPERTS.items()},
     }
 
 
@@ -218,7 +258,7 @@ _GELUS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}  # -> --op
 
 
 def _activation(model: ModelConfig) -> str:
-    if model.swiglu:
+    if model.swiglu or model.quick_geglu:
         return "silu"
     if model.xielu:
         return "xielu"
@@ -316,6 +356,21 @@ def biases_of_attention(model: ModelConfig) -> dict[str, Any]:
     return {"add_output_bias": model.add_qkv_bias}
 
 
+def biased_mlp(model: ModelConfig) -> dict[str, Any]:
+    """Return the same next to an MLP with biases (`Family.dependent_flags`)."""
+    return {**biases_of_attention(model), "add_mlp_bias": model.disable_bias_linear}
+
+
+def own_epsilon(flag: str, epsilon: float, others: float) -> dict[str, float | None]:
+    """Return the flag of norms that have this epsilon whatever `others` have: None where it is the same."""
+    return {flag: None if others == epsilon else epsilon}
+
+
+def all_but_every(reading: Reading, every: int) -> list[bool]:
+    """Return that all layers have something but each `every`-th of them."""
+    return [(number + 1) % every != 0 for number in layer_numbers(reading)]
+
+
 def layer_numbers(reading: Reading) -> range:
     """Return the indices of the layers; of more than there may be, which is refused, the first of them."""
     return range(min(reading.integer("num_hidden_layers"), options_by_name()["num_layers"].at_most or 1))
@@ -353,7 +408,7 @@ def typed(usual: Callable[[Reading], Sequence[bool]]) -> Keys:
 def rotating_layers(reading: Reading) -> list[bool]:
     """Return which layers rotate queries and keys, by `no_rope_layers` or by its interval."""
     every = reading.integer("no_rope_layer_interval", 4)
-    rotates = [(number + 1) % every != 0 for number in layer_numbers(reading)]
+    rotates = all_but_every(reading, every)
     named = reading.get("no_rope_layers") or None  # 1 in layers that rotate
     if isinstance(named, list) and len(named) == len(rotates) and {*map(str, named)} <= {"0", "1"}:
         return [one == 1 for one in named]
@@ -415,6 +470,12 @@ def typed_window_json(config: Config) -> dict[str, Any]:
     has_window = [layer.attention.window is not None for layer in layers(config)]
     return {**window_json(config), "layer_types": [KINDS[window] for window in has_window]}
 
+
+BIASED_MLP: Keys = (
+    lambda reading: bias_flags(*[reading.boolean("attention_bias", True)] * 2, True),
+    lambda config: {"attention_bias": config.model.has_qkv_bias},
+)
+"""Biases of the MLP, and of attention or not."""
 
 WINDOWS: Keys = (window_values, window_json)
 SWITCHABLE_WINDOWS: Keys = (switched_window_values, switched_window_json)
