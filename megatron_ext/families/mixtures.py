@@ -123,6 +123,14 @@ class Mixture:
         }
 
     @property
+    def typed_keys(self) -> Keys:
+        """The same with `mlp_layer_types`, by which one layer without experts is the usual number."""
+        return (
+            lambda reading: self.values(reading, typed_mixtures(reading, 1)),
+            lambda config: {**self.json(config), **typed_json(config)},
+        )
+
+    @property
     def keys(self) -> Keys:
         """The keys of `config.json`, in both directions."""
         return self.values, self.json
@@ -136,15 +144,27 @@ MLP_KINDS = ("dense", "sparse")
 """What `mlp_layer_types` says of a layer."""
 
 
+def typed_json(config: Config) -> dict[str, Any]:
+    """Return `mlp_layer_types`."""
+    held = layers(config)[: config.model.num_layers]
+    return {"mlp_layer_types": [MLP_KINDS[layer.experts is not None] for layer in held]}
+
+
 def typed_mixtures(reading: Reading, usual: int) -> int:
+    """Return the same as `first_typed`, with which `first_k_dense_replace` must agree."""
+    first = first_typed(reading, usual)
+    by_kinds = f"but by mlp_layer_types, or its default, it is {first}"
+    reading.refuse_unless("first_k_dense_replace", first, first, by_kinds)
+    return first
+
+
+def first_typed(reading: Reading, usual: int) -> int:
     """Return the first layer with experts by `mlp_layer_types`; `usual`: where it is missing."""
     numbers, kinds = layer_numbers(reading), reading.get("mlp_layer_types")
     first = usual if not isinstance(kinds, list) else kinds.count(MLP_KINDS[0])
     expected = [MLP_KINDS[number >= first] for number in numbers]
     words = f"but supported are dense layers first and sparse ones after them, of num_hidden_layers {len(numbers)}"
     reading.refuse_unless("mlp_layer_types", expected, expected, words)
-    by_kinds = f"but by mlp_layer_types, or its default, it is {first}"
-    reading.refuse_unless("first_k_dense_replace", first, first, by_kinds)
     return first
 
 
