@@ -6,11 +6,11 @@ from typing import Any
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family, usual_values
-from megatron_ext.families.granite import granite_json, granite_values
+from megatron_ext.families.granite import GRANITES
 from megatron_ext.families.granitemoe import GRANITEMOE
 from megatron_ext.families.mamba_layers import (
+    MAMBA_KEYS,
     MAMBA_SECTIONS,
-    MambaKeys,
     letters,
     mamba_json,
     mamba_names,
@@ -20,10 +20,7 @@ from megatron_ext.families.mamba_layers import (
 from megatron_ext.families.reading import Reading
 
 _KINDS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
-_KEYS = MambaKeys(
-    *("mamba_d_state", "mamba_d_head", "mamba_n_groups", "mamba_n_heads", "mamba_d_conv", "mamba_chunk_size"),
-    *("mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "hidden_act"),
-)
+_DECODER = shared.keys(shared.decoder(biases="attention"), GRANITES)
 _OF_EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax")
 _SHARED, _OURS = "shared_intermediate_size", "moe_shared_expert_intermediate_size"
 
@@ -44,9 +41,8 @@ def _read(reading: Reading) -> dict[str, Any]:
     if experts:
         of_experts = shared.expert_values(reading, experts, width, normalized=True)
     return {
-        **shared.decoder_values(reading, biases="attention"),
-        **granite_values(reading),
-        **mamba_values(reading, _KEYS),
+        **_DECODER[0](reading),
+        **mamba_values(reading, MAMBA_KEYS),
         **of_experts,
         "position_embedding_type": "rope" if kind == "rope" else "none",
         "num_layers": 2 * number,
@@ -60,8 +56,7 @@ def _write(config: Config) -> dict[str, Any]:
     model = config.model
     experts, mixers = model.num_experts, (model.hybrid_layer_pattern or "")[::2]
     content = {
-        **shared.decoder_json(config, biases="attention"),
-        **{**granite_json(config), **shared.expert_json(config), **mamba_json(config, _KEYS)},
+        **{**_DECODER[1](config), **shared.expert_json(config), **mamba_json(config, MAMBA_KEYS)},
         "num_hidden_layers": model.num_layers // 2,
         "layer_types": ["linear_attention" if mixer == "M" else "full_attention" for mixer in mixers],
         "position_embedding_type": "rope" if model.position_embedding_type == "rope" else None,

@@ -5,10 +5,10 @@ from typing import Any
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.family import Family
 from megatron_ext.families.mamba_layers import (
+    BACKBONE_NAMES,
     MAMBA_SECTIONS,
     MambaKeys,
     mamba_json,
-    mamba_names,
     mamba_values,
     whole_expansion,
 )
@@ -54,10 +54,7 @@ def _dependent(model: ModelConfig) -> dict[str, Any]:
 MAMBA2 = Family(
     "mamba2",
     "Mamba2ForCausalLM",
-    {
-        **{"embedding.word_embeddings": ("backbone.embeddings",), "input_layernorm": ("norm",)},
-        **{"decoder.final_layernorm": ("backbone.norm_f",), "output_layer": ("lm_head",), **mamba_names("mixer")},
-    },
+    BACKBONE_NAMES,
     {"normalization": "RMSNorm", "position_embedding_type": "none", "disable_bias_linear": True},
     _read,
     _write,

@@ -5,7 +5,14 @@ from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.family import EXPERT_BIAS, Family
-from megatron_ext.families.mamba_layers import MAMBA_SECTIONS, MambaKeys, letters, mamba_json, mamba_names, mamba_values
+from megatron_ext.families.mamba_layers import (
+    BACKBONE_NAMES,
+    MAMBA_SECTIONS,
+    MambaKeys,
+    letters,
+    mamba_json,
+    mamba_values,
+)
 from megatron_ext.families.mixtures import BIASED_SIGMOID, Mixture
 from megatron_ext.families.reading import Reading, refuse_others
 from megatron_ext.families.shared import QKV
@@ -89,8 +96,7 @@ NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
     {
-        **{"embedding.word_embeddings": ("backbone.embeddings",), "input_layernorm": ("norm",)},
-        **{"decoder.final_layernorm": ("backbone.norm_f",), "output_layer": ("lm_head",), **mamba_names("mixer")},
+        **BACKBONE_NAMES,
         **{QKV: ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), "self_attention.linear_proj": ("mixer.o_proj",)},
         **{"pre_mlp_layernorm": ("norm",), "mlp.linear_fc1": ("mixer.up_proj",), "mlp.router": ("mixer.gate",)},
         **{"mlp.linear_fc2": ("mixer.down_proj",), EXPERT_BIAS: ("mixer.gate.e_score_correction_bias",)},
