@@ -14,11 +14,7 @@ from megatron_ext.families.reading import Reading
 _MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
 _epsilon = partial(shared.own_epsilon, "dsa_indexer_k_norm_epsilon", 1e-6)
 
-_SIZES = {
-    "index_n_heads": "dsa_indexer_n_heads",
-    "index_head_dim": "dsa_indexer_head_dim",
-    "index_topk": "dsa_indexer_topk",
-}
+_SIZES = {f"index_{one}": f"dsa_indexer_{one}" for one in ("n_heads", "head_dim", "topk")}
 _INDEXER = {"linear_wq_b": "wq_b", "linear_wk": "wk", "k_norm": "k_norm", "linear_weights_proj": "weights_proj"}
 
 

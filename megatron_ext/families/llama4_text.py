@@ -22,13 +22,13 @@ _KINDS = ("full_attention", "chunked_attention")
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    numbers, rotates = shared.layer_numbers(reading), shared.rotating_layers(reading)
+    numbers = shared.layer_numbers(reading)
     step = reading.integer("interleave_moe_layer_step", 1)
     mixtures = reading.get("moe_layers", [*numbers[step - 1 :: step]])
     if not isinstance(mixtures, list) or not mixtures or not {*map(str, mixtures)} <= {*map(str, numbers)}:
         reading.problems.append(f"moe_layers is {json.dumps(mixtures)[:80]}; it needs indices of layers, at least one")
         mixtures = [*numbers]
-    kinds = [_KINDS[one] for one in rotates]
+    kinds = [_KINDS[one] for one in shared.rotating_layers(reading)]
     reading.refuse_unless("layer_types", kinds, kinds, f"but by no_rope_layers it is {json.dumps(kinds)[:80]}")
     heated, scale = reading.get("attn_temperature_tuning", True), reading.number("attn_scale", 0.1)
     chunk, width = reading.get("attention_chunk_size"), reading.integer("intermediate_size")
@@ -40,7 +40,6 @@ def _read(reading: Reading) -> dict[str, Any]:
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": width,
         "moe_layer_freq": None if all(has) else shared.pattern(has),
-        "no_rope_freq": None if all(rotates) else shared.pattern([not one for one in rotates]),
         "attention_temperature_scale": scale if heated else None,
         "attention_temperature_step": float(reading.integer("floor_scale", 8192)),
         "attention_chunk_size": None if chunk is None else reading.integer("attention_chunk_size"),
@@ -48,13 +47,12 @@ def _read(reading: Reading) -> dict[str, Any]:
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model, held, heat = config.model, layers(config), config.model.attention_temperature_scale
+    model, heat = config.model, config.model.attention_temperature_scale
     return {
         **{**shared.decoder_json(config, biases="attention"), **shared.expert_json(config), **shared.NO_PADDING},
         **{"intermediate_size": model.expert_ffn_hidden_size, "intermediate_size_mlp": model.ffn_hidden_size},
         "num_local_experts": model.num_experts,
-        "moe_layers": [layer.number for layer in held if layer.experts is not None],
-        "no_rope_layers": [int(layer.attention.rotary is not None) for layer in held],
+        "moe_layers": [layer.number for layer in layers(config) if layer.experts is not None],
         "attention_chunk_size": model.attention_chunk_size,
         **{"attn_temperature_tuning": heat is not None, "attn_scale": heat or 0.1},
         "floor_scale": int(model.attention_temperature_step),
@@ -81,6 +79,7 @@ LLAMA4_TEXT = Family(
         shared.in_one_form({"num_experts_per_tok": 1}),
         shared.understood("router_jitter_noise", "for_llm_compressor"),
         (_read, _write),
+        shared.FIXED_LAYERS,
         shared.switch("use_qk_norm", "qk_l2_norm", True),
     ),
     {

@@ -245,6 +245,22 @@ def expert_values(reading: Reading, experts: int, width: int, *, normalized: boo
     }
 
 
+def experts(count: str, width: str, normalized: bool | str = True) -> Keys:
+    """Return the keys of experts in every layer: their number, their MLP width, and what says whether the weights of a
+    token's experts are normalized to the sum 1, if it is not the same in all models."""
+
+    def values(reading: Reading) -> dict[str, Any]:
+        are_normalized = reading.boolean(normalized, False) if isinstance(normalized, str) else normalized
+        return expert_values(reading, reading.integer(count), reading.integer(width), normalized=are_normalized)
+
+    def content(config: Config) -> dict[str, Any]:
+        model = config.model
+        said = {normalized: not model.moe_router_pre_softmax} if isinstance(normalized, str) else {}
+        return {**expert_json(config), count: model.num_experts, width: model.expert_ffn_hidden_size, **said}
+
+    return values, content
+
+
 def expert_json(config: Config) -> dict[str, Any]:
     """Return the content of `config.json` that every family with experts has."""
     return {
@@ -308,14 +324,15 @@ def plain_json(model: ModelConfig, *keys: str) -> dict[str, Any]:
     return dict(zip(keys, (*values, model.norm_epsilon), strict=True))
 
 
-_PLAIN_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+PLAIN_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+"""Names of the first four of them in most families."""
 
 
 def rotated_plain_values(
     reading: Reading, width: str, activation: str, epsilon: str, *, partial: bool = False
 ) -> dict[str, Any]:
     """Return the values of the same with rotary positions, the form of GELU, and a width of the MLP, by their keys."""
-    values = plain_values(reading, *_PLAIN_KEYS, epsilon)
+    values = plain_values(reading, *PLAIN_KEYS, epsilon)
     values |= rotary_values(reading, values["kv_channels"], partial=partial)
     values |= gelu_values(reading, activation, "gelu")
     return {**values, "ffn_hidden_size": reading.integer(width, values["ffn_hidden_size"])}
@@ -325,7 +342,7 @@ def rotated_plain_json(
     model: ModelConfig, width: str, activation: str, epsilon: str, *, partial: bool = False
 ) -> dict[str, Any]:
     """Return the keys of `rotated_plain_values`."""
-    content = {**plain_json(model, *_PLAIN_KEYS, epsilon), **rotary_json(model, partial=partial)}
+    content = {**plain_json(model, *PLAIN_KEYS, epsilon), **rotary_json(model, partial=partial)}
     return {**content, width: model.ffn_hidden_size, activation: "gelu_new" if model.openai_gelu else "gelu"}
 
 
@@ -417,6 +434,11 @@ def rotating_layers(reading: Reading) -> list[bool]:
     return rotates
 
 
+def _fixed_values(reading: Reading) -> dict[str, Any]:
+    fixed = [not one for one in rotating_layers(reading)]
+    return {"no_rope_freq": pattern(fixed) if any(fixed) else None}
+
+
 def pattern(layers_with_it: Sequence[bool]) -> str:
     """Return a pattern over the layers, as flags take it."""
     return f"[{','.join(str(int(one)) for one in layers_with_it)}]"
@@ -477,16 +499,13 @@ BIASED_MLP: Keys = (
 )
 """Biases of the MLP, and of attention or not."""
 
+FIXED_LAYERS: Keys = (
+    _fixed_values,
+    lambda config: {"no_rope_layers": [int(layer.attention.rotary is not None) for layer in layers(config)]},
+)
+"""Layers that rotate nothing."""
+
 WINDOWS: Keys = (window_values, window_json)
 SWITCHABLE_WINDOWS: Keys = (switched_window_values, switched_window_json)
-LOCAL_EXPERTS: Keys = (
-    lambda reading: expert_values(
-        reading, reading.integer("num_local_experts"), reading.integer("intermediate_size"), normalized=True
-    ),
-    lambda config: {
-        **expert_json(config),
-        "num_local_experts": config.model.num_experts,
-        "intermediate_size": config.model.expert_ffn_hidden_size,
-    },
-)
+LOCAL_EXPERTS: Keys = experts("num_local_experts", "intermediate_size")
 """Mixtral's experts, which are in every layer."""
