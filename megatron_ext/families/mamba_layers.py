@@ -42,7 +42,7 @@ MAMBA_KEYS = MambaKeys(
     *("mamba_d_state", "mamba_d_head", "mamba_n_groups", "mamba_n_heads", "mamba_d_conv", "mamba_chunk_size"),
     *("mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "hidden_act"),
 )
-"""Those next to attention, where names without `mamba_` are of that."""
+"""Keys of Mamba-2 layers next to attention, whose keys have names without `mamba_`."""
 
 
 def mamba_names(module: str) -> dict[str, tuple[str, ...]]:

@@ -27,7 +27,7 @@ DECODER_NAMES: dict[str, tuple[str, ...]] = {
     "output_layer": ("lm_head",),
 }
 ATTENTION_NAMES = {name: theirs for name, theirs in DECODER_NAMES.items() if not name.startswith("mlp.")}
-"""Those of a decoder without its MLPs."""
+"""Names of the modules of a decoder without its MLPs."""
 
 STACKED_EXPERTS = {"mlp.experts.linear_fc1": "experts.gate_up_proj", "mlp.experts.linear_fc2": "experts.down_proj"}
 """Matrices of experts -> tensors in the mixture there, each of all experts, transposed; `_bias` follows for biases."""
