@@ -494,7 +494,7 @@ def typed_window_json(config: Config) -> dict[str, Any]:
 
 
 BIASED_MLP: Keys = (
-    lambda reading: bias_flags(*[reading.boolean("attention_bias", True)] * 2, True),
+    lambda reading: bias_flags(attention := reading.boolean("attention_bias", True), attention, True),
     lambda config: {"attention_bias": config.model.has_qkv_bias},
 )
 """Biases of the MLP, and of attention or not."""
