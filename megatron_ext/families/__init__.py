@@ -4,13 +4,22 @@
     for parameter in state_dict_mapping(config, family):
         print(parameter.name, [rows.tensor for rows in parameter.ranges])
 
-`protocol.py` says what a family consists of, `registry.py` finds the families' files and that of a configuration,
+`family.py` says what a family consists of, `registry.py` finds the families' files and that of a configuration,
 `state_dict_mapping.py` finds the rows of our parameters in a family's tensors, and `shared.py` holds what several
 families have in common. `families/hf_config.py` reads and writes whole `config.json` files with them.
 """
 
 from megatron_ext.families.family import Family
-from megatron_ext.families.registry import FAMILIES, family_of, obstacles
+from megatron_ext.families.registry import FAMILIES, family_of, obstacles, written_as
 from megatron_ext.families.state_dict_mapping import ParameterMapping, RowRange, state_dict_mapping
 
-__all__ = ["FAMILIES", "Family", "ParameterMapping", "RowRange", "family_of", "obstacles", "state_dict_mapping"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "ParameterMapping",
+    "RowRange",
+    "family_of",
+    "obstacles",
+    "state_dict_mapping",
+    "written_as",
+]

@@ -23,12 +23,9 @@ COHERE = Family(
         **{"rotary_interleaved": True, "parallel_residual": "one-norm", "disable_bias_linear": True},
     },
     *keys(
-        (lambda reading: reading.understand("model_max_length") or {}, lambda config: {}),  # of the tokenizer
+        shared.understood("model_max_length"),  # of the tokenizer
         shared.decoder(epsilon="layer_norm_eps", biases="attention"),
-        (
-            lambda reading: {"logits_multiplier": reading.number("logit_scale", 0.0625)},
-            lambda config: {"logit_scale": config.model.logits_multiplier},
-        ),
+        shared.number("logit_scale", "logits_multiplier", 0.0625),
         head_norms("use_qk_norm"),
     ),
     {

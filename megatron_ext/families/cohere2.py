@@ -21,8 +21,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     every = reading.integer("sliding_window_pattern", 4)
     shared.refuse_others(reading, {**_BLOCK, "layer_switch": every})
     reading.understand("use_parallel_embedding")
-    usual = [(number + 1) % every != 0 for number in shared.layer_numbers(reading)]
-    has_window = shared.typed_windows(reading, usual)
+    has_window = shared.typed_windows(reading, shared.all_but_every(reading, every))
     windows = shared.layer_window_values(reading, has_window)
     return {**COHERE.read(reading), **windows, "no_rope_freq": _fixed(has_window)}
 

@@ -2,18 +2,19 @@
 attention with gates in the others, norms that hold what they differ from 1."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.family import Sections
 from megatron_ext.families.reading import Reading
+from megatron_ext.families.rotary import changed_scaling
 from megatron_ext.families.shared import (
     DECODER_FLAGS,
+    all_but_every,
     biases_of_attention,
     decoder_json,
     decoder_values,
-    layer_numbers,
     pattern,
 )
 from megatron_ext.parts.stack import layers
@@ -39,17 +40,28 @@ _NORMS = ("input_layernorm", "pre_mlp_layernorm", "self_attention.q_layernorm", 
 DELTA_ADDED: dict[str, float] = dict.fromkeys((*_NORMS, "decoder.final_layernorm"), 1.0)
 
 
-def delta_names(*projections: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of a layer's gated delta rule, of which these are the parts of the first projection."""
-    names = {"conv1d": "conv1d", "out_norm": "norm", "out_proj": "out_proj", "dt_bias": "dt_bias", "A_log": "A_log"}
-    found = {f"self_attention.{ours}": (f"linear_attn.{theirs}",) for ours, theirs in names.items()}
-    return {**found, "self_attention.in_proj": tuple(f"linear_attn.{name}" for name in projections)}
+def rule_names(module: str, **own: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Return the names of a layer's delta rule, which is this module there; `own`: parts with names of their own."""
+    names = {**dict.fromkeys(("conv1d", "out_proj", "dt_bias", "A_log")), "out_norm": ("norm",), **own}
+    return {
+        f"self_attention.{ours}": tuple(f"{module}.{one}" for one in theirs or (ours,))
+        for ours, theirs in names.items()
+    }
+
+
+def parts_apart(names: Mapping[str, Sequence[str]]) -> dict[str, Sections]:
+    """Return the sections of these names whose projection and convolution lie in a tensor for each part."""
+    divided = ("self_attention.in_proj", "self_attention.conv1d")
+    return {module: Sections((1,) * len(names[module]), by_groups=False) for module in divided}
+
+
+APART = {"conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"), "out_norm": ("o_norm",), "out_proj": ("o_proj",)}
+"""Names of parts of a rule as flash-linear-attention has them."""
 
 
 def delta_values(reading: Reading) -> dict[str, Any]:
     """Return the values of our flags of such a decoder, but for its MLP or experts."""
-    every = reading.integer(_INTERVAL, 4)
-    usual = [(number + 1) % every != 0 for number in layer_numbers(reading)]
+    usual = all_but_every(reading, reading.integer(_INTERVAL, 4))
     sizes = {name: reading.integer(name) for name in RULE_SIZES}
     of_values, of_keys = sizes["linear_num_value_heads"], sizes["linear_num_key_heads"]
     if of_values % of_keys:
@@ -82,21 +94,25 @@ def rule_values(reading: Reading, variant: str, usual: Sequence[bool]) -> dict[s
 
 def without_axes(reading: Reading) -> Reading:
     """Return the file without how rotary positions of images are divided into three axes: those of a text are one."""
-    changed = {}
-    for key in ("rope_parameters", "rope_scaling"):
-        content = reading.get(key)
-        if isinstance(content, dict):
-            left = {name: value for name, value in content.items() if not name.startswith("mrope_")}
-            changed[key] = left
-    return reading.changed(**changed)
+    return changed_scaling(
+        reading, lambda _, content: {name: one for name, one in content.items() if not name.startswith("mrope_")}
+    )
 
 
 def delta_json(config: Config) -> dict[str, Any]:
     """Return the content of `config.json` of such a decoder, but for its MLP or experts."""
     return {
         **decoder_json(config, partial=True, biases="attention"),
-        "layer_types": [RULE_KINDS[not one.has_attention] for one in layers(config)[: config.model.num_layers]],
-        **{name: getattr(config.model, name) for name in RULE_SIZES},
+        **rule_json(config),
+    }
+
+
+def rule_json(config: Config) -> dict[str, Any]:
+    """Return which layers have the rule, and its sizes."""
+    model = config.model
+    return {
+        "layer_types": [RULE_KINDS[not one.has_attention] for one in layers(config)[: model.num_layers]],
+        **{name: getattr(model, name) for name in RULE_SIZES},
     }
 
 

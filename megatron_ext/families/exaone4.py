@@ -13,7 +13,7 @@ from megatron_ext.families.reading import Reading
 def _windows(reading: Reading) -> dict[str, Any]:
     every = reading.integer("sliding_window_pattern") if reading.get("layer_types") is None else 1
     reading.understand("sliding_window_pattern")
-    has_window = shared.typed_windows(reading, [(number + 1) % every != 0 for number in shared.layer_numbers(reading)])
+    has_window = shared.typed_windows(reading, shared.all_but_every(reading, every))
     fixed = None
     if reading.get("sliding_window") is not None and not all(has_window):
         fixed = shared.pattern([not one for one in has_window])

@@ -7,14 +7,10 @@ from typing import Any
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family
-from megatron_ext.families.mamba_layers import MAMBA_SECTIONS, MambaKeys, mamba_json, mamba_names, mamba_values
+from megatron_ext.families.mamba_layers import MAMBA_KEYS, MAMBA_SECTIONS, mamba_json, mamba_names, mamba_values
 from megatron_ext.families.reading import Reading, refuse_others
 
-_KEYS = MambaKeys(
-    *("mamba_d_state", "mamba_d_head", "mamba_n_groups", "mamba_n_heads", "mamba_d_conv", "mamba_chunk_size"),
-    *("mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "hidden_act"),
-    fills=False,
-)
+_KEYS = MAMBA_KEYS._replace(fills=False)
 
 
 def _factors(reading: Reading, key: str, count: int) -> list[float]:
@@ -51,8 +47,6 @@ def _read(reading: Reading) -> dict[str, Any]:
         **{name: None if {*given} == {1.0} else tuple(given) for name, given in factors.items()},
         "mamba_norm": norm if reading.boolean("mamba_rms_norm", False) else "none",
         "softmax_scale": None if of_scores == 1.0 else of_scores * values["kv_channels"] ** -0.5,
-        "embedding_multiplier": reading.number("embedding_multiplier", 1.0),
-        "logits_multiplier": reading.number("lm_head_multiplier", 1.0),
         "num_layers": 2 * number,
         "hybrid_layer_pattern": "B-" * number,
     }
@@ -74,8 +68,6 @@ def _write(config: Config) -> dict[str, Any]:
         "ssm_multipliers": list(model.mamba_multipliers or (1.0,) * 5),
         "ssm_out_multiplier": of_mamba,
         "mlp_multipliers": list(model.mlp_multipliers or (1.0, 1.0)),
-        "embedding_multiplier": model.embedding_multiplier,
-        "lm_head_multiplier": model.logits_multiplier,
     }
 
 
@@ -97,8 +89,11 @@ FALCON_H1 = Family(
         **{f"{_IN_LAYER}mamba.{name.removeprefix(_IN_LAYER)}": theirs for name, theirs in mamba_names("mamba").items()},
     },
     {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True, "position_embedding_type": "rope"},
-    _read,
-    _write,
+    *shared.keys(
+        (_read, _write),
+        shared.number("embedding_multiplier", "embedding_multiplier", 1.0),
+        shared.number("lm_head_multiplier", "logits_multiplier", 1.0),
+    ),
     {
         **{"vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
         **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192},

@@ -17,7 +17,7 @@ _AFTER = {
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    has_window = shared.typed_windows(reading, [number % 2 == 0 for number in shared.layer_numbers(reading)])
+    has_window = shared.typed_windows(reading, shared.all_but_every(reading, 2))
     return {
         **GEMMA.read(reading),
         **shared.layer_window_values(reading, has_window),

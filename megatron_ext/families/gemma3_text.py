@@ -7,7 +7,7 @@ from megatron_ext.families.family import Family
 from megatron_ext.families.gemma2 import GEMMA2
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.rotary import local_base, rotary_by_layer, scaled_without_windows
-from megatron_ext.families.shared import layer_numbers, layer_window_values, typed_windows
+from megatron_ext.families.shared import all_but_every, layer_window_values, typed_windows
 
 _LOCAL_BASE, _PATTERN = "rope_local_base_freq", "sliding_window_pattern"
 _DEFAULTS = {  # which published files of models of text and images leave out
@@ -19,8 +19,7 @@ _DEFAULTS = {  # which published files of models of text and images leave out
 def _read(reading: Reading) -> dict[str, Any]:
     every = reading.integer(_PATTERN, 6)
     reading.understand("cache_implementation", f"_{_PATTERN}")  # of generation; and the same once more
-    usual = [(number + 1) % every != 0 for number in layer_numbers(reading)]
-    windows = layer_window_values(reading, typed_windows(reading, usual))
+    windows = layer_window_values(reading, typed_windows(reading, all_but_every(reading, every)))
     reading, local = rotary_by_layer(reading, 10000.0, _LOCAL_BASE)
     return local_base({**GEMMA2.read(reading), **windows, **local})
 

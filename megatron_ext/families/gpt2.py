@@ -4,8 +4,8 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.families.family import Family
-from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import QKV, gelu_values, heads_fill_width
+from megatron_ext.families.reading import Reading, refuse_others
+from megatron_ext.families.shared import PLAIN_KEYS, QKV, gelu_values, heads_fill_width, plain_json, plain_values
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "embedding.word_embeddings": ("transformer.wte",),
@@ -21,43 +21,27 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
+_KEYS = ("n_embd", "n_head", "n_layer", "n_positions", "layer_norm_epsilon")
+
+
 def _read(reading: Reading) -> dict[str, Any]:
-    hidden, heads = reading.integer("n_embd"), reading.integer("n_head")
-    if hidden % heads:
-        reading.problems.append(f"n_embd {hidden} is not divisible by n_head {heads}")
-    reading.refuse_unless("scale_attn_weights", True, True, "only true is supported")
-    reading.refuse_unless("scale_attn_by_inverse_layer_idx", False, False, "only false is supported")
-    reading.refuse_unless("add_cross_attention", False, False, "only false is supported")
-    positions = reading.integer("n_positions")
+    refuse_others(
+        reading,
+        {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    )
+    values, positions = plain_values(reading, *_KEYS), reading.integer("n_positions")
     reading.refuse_unless("n_ctx", positions, positions, f"but n_positions is {positions}, and both are the positions")
-    return {
-        "num_layers": reading.integer("n_layer"),
-        "hidden_size": hidden,
-        "ffn_hidden_size": reading.integer("n_inner", 4 * hidden),
-        "num_attention_heads": heads,
-        "kv_channels": max(hidden // heads, 1),
-        "num_query_groups": heads,
-        **gelu_values(reading, "activation_function", "gelu_new"),
-        "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5),
-        "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", True),
-        "vocab_size": reading.integer("vocab_size"),
-        "max_position_embeddings": positions,
-    }
+    width = {"ffn_hidden_size": reading.integer("n_inner", values["ffn_hidden_size"])}
+    return {**values, **width, **gelu_values(reading, "activation_function", "gelu_new")}
 
 
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
-        "n_embd": model.hidden_size,
+        **plain_json(model, *_KEYS),
         "n_inner": model.ffn_hidden_size,
-        "n_layer": model.num_layers,
-        "n_head": model.num_attention_heads,
-        "n_positions": model.max_position_embeddings,
         "activation_function": "gelu_new" if model.openai_gelu else "gelu",
-        "layer_norm_epsilon": model.norm_epsilon,
-        "attn_pdrop": model.attention_dropout,
-        "embd_pdrop": model.hidden_dropout,
-        "resid_pdrop": model.hidden_dropout,
+        **{"attn_pdrop": model.attention_dropout, **dict.fromkeys(("embd_pdrop", "resid_pdrop"), model.hidden_dropout)},
     }
 
 
@@ -68,12 +52,7 @@ GPT2 = Family(
     {},
     _read,
     _write,
-    aliases={
-        "n_embd": "hidden_size",
-        "n_positions": "max_position_embeddings",
-        "n_head": "num_attention_heads",
-        "n_layer": "num_hidden_layers",
-    },
+    aliases=dict(zip(_KEYS, PLAIN_KEYS, strict=False)),
     dependent_flags=heads_fill_width,
     layers="transformer.h.{}.",
     headless_prefix="transformer.",

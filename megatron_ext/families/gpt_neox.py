@@ -22,30 +22,27 @@ _ROTARY = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    attention, parallel = (reading.boolean(key, True) for key in ("attention_bias", "use_parallel_residual"))
     reading.understand("attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob", "is_decoder")
-    values = shared.rotated_plain_values(reading, *_KEYS, partial=True)
-    values |= shared.bias_flags(attention, attention, True)
-    return {**values, "parallel_residual": "two-norms" if parallel else "none"}
+    form = "two-norms" if reading.boolean("use_parallel_residual", True) else "none"
+    return {**shared.rotated_plain_values(reading, *_KEYS, partial=True), "parallel_residual": form}
 
 
 def _write(config: Config) -> dict[str, Any]:
     content = shared.rotated_plain_json(config.model, *_KEYS, partial=True)
     return {
         **{_ROTARY.get(key, key): value for key, value in content.items()},
-        "attention_bias": config.model.has_qkv_bias,
         "use_parallel_residual": config.model.parallel_residual != "none",
     }
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
     form = "none" if model.parallel_residual == "none" else "two-norms"
-    biases = {**shared.biases_of_attention(model), "add_mlp_bias": model.disable_bias_linear}
-    return {**shared.heads_fill_width(model), **biases, "parallel_residual": form}
+    return {**shared.heads_fill_width(model), **shared.biased_mlp(model), "parallel_residual": form}
 
 
 GPT_NEOX = Family(
-    *("gpt_neox", "GPTNeoXForCausalLM", _NAMES, {"position_embedding_type": "rope"}, _read, _write),
+    *("gpt_neox", "GPTNeoXForCausalLM", _NAMES, {"position_embedding_type": "rope"}),
+    *shared.keys((_read, _write), shared.BIASED_MLP),
     {"tie_word_embeddings": False, "partial_rotary_factor": 0.25, "intermediate_size": 24576},
     aliases=_ROTARY,
     dependent_flags=_dependent_flags,

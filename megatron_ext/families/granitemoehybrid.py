@@ -4,26 +4,14 @@ of Granite. A layer there is two of ours."""
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.families import shared
+from megatron_ext.families import mamba_layers, shared
 from megatron_ext.families.family import Family, usual_values
-from megatron_ext.families.granite import granite_json, granite_values
+from megatron_ext.families.granite import GRANITES
 from megatron_ext.families.granitemoe import GRANITEMOE
-from megatron_ext.families.mamba_layers import (
-    MAMBA_SECTIONS,
-    MambaKeys,
-    letters,
-    mamba_json,
-    mamba_names,
-    mamba_values,
-    whole_expansion,
-)
 from megatron_ext.families.reading import Reading
 
 _KINDS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
-_KEYS = MambaKeys(
-    *("mamba_d_state", "mamba_d_head", "mamba_n_groups", "mamba_n_heads", "mamba_d_conv", "mamba_chunk_size"),
-    *("mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "hidden_act"),
-)
+_DECODER = shared.keys(shared.decoder(biases="attention"), GRANITES)
 _OF_EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax")
 _SHARED, _OURS = "shared_intermediate_size", "moe_shared_expert_intermediate_size"
 
@@ -32,7 +20,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     number = reading.integer("num_hidden_layers")
     if reading.get("layer_types") is None:
         reading = reading.changed(layer_types=["linear_attention"] * len(shared.layer_numbers(reading)))
-    mixers = letters(reading, _KINDS)
+    mixers = mamba_layers.letters(reading, _KINDS)
     if len(mixers) != number:
         reading.problems.append(f"layer_types has {len(mixers)} layers, but num_hidden_layers is {number}")
     experts, width = reading.integer("num_local_experts", least=0), reading.integer("intermediate_size")
@@ -44,9 +32,8 @@ def _read(reading: Reading) -> dict[str, Any]:
     if experts:
         of_experts = shared.expert_values(reading, experts, width, normalized=True)
     return {
-        **shared.decoder_values(reading, biases="attention"),
-        **granite_values(reading),
-        **mamba_values(reading, _KEYS),
+        **_DECODER[0](reading),
+        **mamba_layers.mamba_values(reading, mamba_layers.MAMBA_KEYS),
         **of_experts,
         "position_embedding_type": "rope" if kind == "rope" else "none",
         "num_layers": 2 * number,
@@ -60,8 +47,11 @@ def _write(config: Config) -> dict[str, Any]:
     model = config.model
     experts, mixers = model.num_experts, (model.hybrid_layer_pattern or "")[::2]
     content = {
-        **shared.decoder_json(config, biases="attention"),
-        **{**granite_json(config), **shared.expert_json(config), **mamba_json(config, _KEYS)},
+        **{
+            **_DECODER[1](config),
+            **shared.expert_json(config),
+            **mamba_layers.mamba_json(config, mamba_layers.MAMBA_KEYS),
+        },
         "num_hidden_layers": model.num_layers // 2,
         "layer_types": ["linear_attention" if mixer == "M" else "full_attention" for mixer in mixers],
         "position_embedding_type": "rope" if model.position_embedding_type == "rope" else None,
@@ -79,7 +69,11 @@ def _dependent(model: ModelConfig) -> dict[str, Any]:
     experts = {"moe_router_pre_softmax": False} if model.num_experts is not None else {}
     width = {_OURS: model.moe_shared_expert_intermediate_size or model.expert_ffn_hidden_size}
     return {
-        **{**shared.biases_of_attention(model), **shared.heads_fill_width(model), **whole_expansion(model)},
+        **{
+            **shared.biases_of_attention(model),
+            **shared.heads_fill_width(model),
+            **mamba_layers.whole_expansion(model),
+        },
         **(experts | width if experts else {}),
         "hybrid_layer_pattern": "".join(mixer + ("E" if experts else "-") for mixer in mixers),
     }
@@ -89,7 +83,7 @@ GRANITEMOEHYBRID = Family(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
     {
-        **{**GRANITEMOE.names, **mamba_names("mamba")},
+        **{**GRANITEMOE.names, **mamba_layers.mamba_names("mamba")},
         **{
             f"mlp.{kind}linear_fc{number}": (f"shared_mlp.{name}_linear",)
             for kind in ("", "shared_experts.")
@@ -108,5 +102,5 @@ GRANITEMOEHYBRID = Family(
     dependent_flags=_dependent,
     may_be_dense=True,
     halves=True,
-    sections=MAMBA_SECTIONS,
+    sections=mamba_layers.MAMBA_SECTIONS,
 )

@@ -8,9 +8,8 @@ experts `block_sparse_moe`, where the published files have `mlp`.
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.families import latents
-from megatron_ext.families.delta_rules import rule_values
-from megatron_ext.families.family import EXPERT_BIAS, Family, Sections
+from megatron_ext.families import delta_rules, latents
+from megatron_ext.families.family import EXPERT_BIAS, Family
 from megatron_ext.families.mixtures import BIASED_SIGMOID, Mixture, typed_mixtures
 from megatron_ext.families.reading import Reading, refuse_others
 from megatron_ext.families.shared import DECODER_NAMES, expert_names, layer_numbers
@@ -28,17 +27,14 @@ _ALIASES = {
     "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }
-_MODULES = {
-    "in_proj": ("q_proj", "k_proj", "v_proj", "b_proj"),
-    "gates_in_proj": ("f_a_proj", "g_a_proj"),
-    "decay_out_proj": ("f_b_proj",),
-    "gate_out_proj": ("g_b_proj",),
-    "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
-    "dt_bias": ("dt_bias",),
-    "A_log": ("A_log",),
-    "out_norm": ("o_norm",),
-    "out_proj": ("o_proj",),
-}
+_RULE = delta_rules.rule_names(
+    "self_attn",
+    in_proj=("q_proj", "k_proj", "v_proj", "b_proj"),
+    gates_in_proj=("f_a_proj", "g_a_proj"),
+    decay_out_proj=("f_b_proj",),
+    gate_out_proj=("g_b_proj",),
+    **delta_rules.APART,
+)
 _EXPERTS = "block_sparse_moe"
 _OF_EXPERTS = {
     **expert_names(_EXPERTS, gate="w1", up="w3", down="w2"),
@@ -71,7 +67,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     experts = reading.changed(n_routed_experts=reading.integer("num_experts"))
     return {
         **{name: value for name, value in of_attention.items() if name not in ("rotary_base", "rope_type")},
-        **rule_values(reading, "kda", usual),
+        **delta_rules.rule_values(reading, "kda", usual),
         **dict(zip(("linear_key_head_dim", "linear_num_key_heads", "linear_conv_kernel_dim"), sizes, strict=True)),
         **{"linear_value_head_dim": sizes[0], "linear_num_value_heads": sizes[1]},
         **_MIXTURE.values(experts, first),
@@ -106,10 +102,7 @@ def _dependent(model: ModelConfig) -> dict[str, Any]:
 KIMI_LINEAR = Family(
     "kimi_linear",
     "KimiLinearForCausalLM",
-    {
-        **{**DECODER_NAMES, **_OF_EXPERTS, **latents.LATENT_NAMES},
-        **{f"self_attention.{ours}": tuple(f"self_attn.{one}" for one in names) for ours, names in _MODULES.items()},
-    },
+    {**DECODER_NAMES, **_OF_EXPERTS, **latents.LATENT_NAMES, **_RULE},
     {**latents.LATENT_FLAGS, "position_embedding_type": "none"},
     _read,
     _write,
@@ -123,9 +116,6 @@ KIMI_LINEAR = Family(
     _ALIASES,
     dependent_flags=_dependent,
     may_be_dense=True,
-    sections={
-        "self_attention.in_proj": Sections((1, 1, 1, 1), by_groups=False),
-        "self_attention.conv1d": Sections((1, 1, 1), by_groups=False),
-    },
+    sections=delta_rules.parts_apart(_RULE),
     shapes={"self_attention.A_log": (1, 1, -1, 1)},
 )

@@ -1,14 +1,14 @@
 """Holds what families with DeepSeek's multi-head latent attention have in common: names, flags, and `config.json`."""
 
+from functools import partial
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.rotary import scaling_json
-from megatron_ext.families.shared import DECODER_FLAGS, decoder_json, decoder_values
+from megatron_ext.families.shared import DECODER_FLAGS, decoder_json, decoder_values, own_epsilon
 
-_EPSILON = 1e-6
-"""Epsilon of the norms of latents, whatever `rms_norm_eps` says of the others."""
+_epsilon = partial(own_epsilon, "latent_norm_epsilon", 1e-6)
 
 _NAMES = {
     "linear_q_proj": "q_proj",
@@ -39,8 +39,8 @@ _SIZES = {
 def latent_values(reading: Reading) -> dict[str, Any]:
     """Return the values of our flags of a decoder with latents."""
     values = decoder_values(reading, scalings=("yarn",))
-    values["latent_norm_epsilon"] = _epsilon_of_latents(values["norm_epsilon"])
-    values["rope_type"] = values["rope_type"] or "rope"
+    values |= _epsilon(values["norm_epsilon"])
+    values["rope_type"] = values.get("rope_type") or "rope"
     values |= {ours: reading.integer(theirs) for theirs, ours in _SIZES.items()}
     ranked = reading.get("q_lora_rank") is not None
     values["q_lora_rank"] = reading.integer("q_lora_rank") if ranked else None
@@ -73,9 +73,4 @@ def what_latents_can_say(model: ModelConfig) -> dict[str, Any]:
     (`Family.dependent_flags`)."""
     read = scaling_json(model) is None or (model.mscale and model.mscale_all_dim)
     mscales = {} if read else {"mscale": 1.0, "mscale_all_dim": 0.0}
-    return {**mscales, "latent_norm_epsilon": _epsilon_of_latents(model.norm_epsilon)}
-
-
-def _epsilon_of_latents(others: float) -> float | None:
-    """Return it as a flag: None where it is that of the other norms."""
-    return None if others == _EPSILON else _EPSILON
+    return {**mscales, **_epsilon(model.norm_epsilon)}

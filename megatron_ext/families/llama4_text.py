@@ -12,12 +12,9 @@ from megatron_ext.parts.stack import layers
 
 _SHARED = "feed_forward.shared_expert"
 _NAMES = {
-    **{name: theirs for name, theirs in shared.DECODER_NAMES.items() if not name.startswith("mlp.")},
+    **shared.stacked_names("feed_forward"),
     "mlp.linear_fc1": ("feed_forward.gate_proj", "feed_forward.up_proj"),
     "mlp.linear_fc2": ("feed_forward.down_proj",),
-    "mlp.router": ("feed_forward.router",),
-    "mlp.experts.linear_fc1.weight": ("feed_forward.experts.gate_up_proj",),
-    "mlp.experts.linear_fc2.weight": ("feed_forward.experts.down_proj",),
     "mlp.shared_experts.linear_fc1": (f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"),
     "mlp.shared_experts.linear_fc2": (f"{_SHARED}.down_proj",),
 }
@@ -25,16 +22,14 @@ _KINDS = ("full_attention", "chunked_attention")
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    numbers, rotates = shared.layer_numbers(reading), shared.rotating_layers(reading)
+    numbers = shared.layer_numbers(reading)
     step = reading.integer("interleave_moe_layer_step", 1)
     mixtures = reading.get("moe_layers", [*numbers[step - 1 :: step]])
     if not isinstance(mixtures, list) or not mixtures or not {*map(str, mixtures)} <= {*map(str, numbers)}:
         reading.problems.append(f"moe_layers is {json.dumps(mixtures)[:80]}; it needs indices of layers, at least one")
         mixtures = [*numbers]
-    kinds = [_KINDS[one] for one in rotates]
+    kinds = [_KINDS[one] for one in shared.rotating_layers(reading)]
     reading.refuse_unless("layer_types", kinds, kinds, f"but by no_rope_layers it is {json.dumps(kinds)[:80]}")
-    reading.refuse_unless("num_experts_per_tok", 1, 1, "only 1 is supported")
-    reading.understand("router_jitter_noise", "for_llm_compressor")  # which transformers does not read
     heated, scale = reading.get("attn_temperature_tuning", True), reading.number("attn_scale", 0.1)
     chunk, width = reading.get("attention_chunk_size"), reading.integer("intermediate_size")
     has = [number in mixtures for number in numbers]
@@ -45,8 +40,6 @@ def _read(reading: Reading) -> dict[str, Any]:
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": width,
         "moe_layer_freq": None if all(has) else shared.pattern(has),
-        "no_rope_freq": None if all(rotates) else shared.pattern([not one for one in rotates]),
-        "qk_l2_norm": reading.boolean("use_qk_norm", True),
         "attention_temperature_scale": scale if heated else None,
         "attention_temperature_step": float(reading.integer("floor_scale", 8192)),
         "attention_chunk_size": None if chunk is None else reading.integer("attention_chunk_size"),
@@ -54,14 +47,13 @@ def _read(reading: Reading) -> dict[str, Any]:
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model, held, heat = config.model, layers(config), config.model.attention_temperature_scale
+    model, heat = config.model, config.model.attention_temperature_scale
     return {
         **{**shared.decoder_json(config, biases="attention"), **shared.expert_json(config), **shared.NO_PADDING},
         **{"intermediate_size": model.expert_ffn_hidden_size, "intermediate_size_mlp": model.ffn_hidden_size},
         "num_local_experts": model.num_experts,
-        "moe_layers": [layer.number for layer in held if layer.experts is not None],
-        "no_rope_layers": [int(layer.attention.rotary is not None) for layer in held],
-        **{"use_qk_norm": model.qk_l2_norm, "attention_chunk_size": model.attention_chunk_size},
+        "moe_layers": [layer.number for layer in layers(config) if layer.experts is not None],
+        "attention_chunk_size": model.attention_chunk_size,
         **{"attn_temperature_tuning": heat is not None, "attn_scale": heat or 0.1},
         "floor_scale": int(model.attention_temperature_step),
     }
@@ -83,8 +75,13 @@ LLAMA4_TEXT = Family(
         **{**shared.DECODER_FLAGS, "rotary_interleaved": True, "disable_bias_linear": True},
         **{"moe_router_topk": 1, "moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True},
     },
-    _read,
-    _write,
+    *shared.keys(
+        shared.in_one_form({"num_experts_per_tok": 1}),
+        shared.understood("router_jitter_noise", "for_llm_compressor"),
+        (_read, _write),
+        shared.FIXED_LAYERS,
+        shared.switch("use_qk_norm", "qk_l2_norm", True),
+    ),
     {
         **{"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384},
         **{"num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128},
@@ -93,5 +90,5 @@ LLAMA4_TEXT = Family(
     },
     dependent_flags=_dependent_flags,
     inside=("llama4", "language_model."),
-    transposed=frozenset({"mlp.experts.linear_fc1", "mlp.experts.linear_fc2"}),
+    transposed=shared.STACKED_TRANSPOSED,
 )

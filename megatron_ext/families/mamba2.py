@@ -3,26 +3,19 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.families import mamba_layers
 from megatron_ext.families.family import Family
-from megatron_ext.families.mamba_layers import (
-    MAMBA_SECTIONS,
-    MambaKeys,
-    mamba_json,
-    mamba_names,
-    mamba_values,
-    whole_expansion,
-)
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import layer_numbers
 
-_KEYS = MambaKeys(
+_KEYS = mamba_layers.MambaKeys(
     *("state_size", "head_dim", "n_groups", "num_heads", "conv_kernel", "chunk_size", "expand", "use_conv_bias"),
     *("use_bias", "hidden_act"),
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = mamba_values(reading, _KEYS)
+    values = mamba_layers.mamba_values(reading, _KEYS)
     return {
         **values,
         "num_layers": reading.integer("num_hidden_layers"),
@@ -33,8 +26,7 @@ def _read(reading: Reading) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", False),
         # Of attention and MLP, which no layer has.
         "ffn_hidden_size": 4 * reading.integer("hidden_size"),
-        "num_query_groups": values["mamba_num_heads"],
-        "num_attention_heads": values["mamba_num_heads"],
+        **dict.fromkeys(("num_attention_heads", "num_query_groups"), values["mamba_num_heads"]),
         "kv_channels": values["mamba_head_dim"],
     }
 
@@ -42,22 +34,19 @@ def _read(reading: Reading) -> dict[str, Any]:
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     sizes = {"num_hidden_layers": model.num_layers, "hidden_size": model.hidden_size, "pad_token_id": None}
-    return {**sizes, "layer_norm_epsilon": model.norm_epsilon, **mamba_json(config, _KEYS)}
+    return {**sizes, "layer_norm_epsilon": model.norm_epsilon, **mamba_layers.mamba_json(config, _KEYS)}
 
 
 def _dependent(model: ModelConfig) -> dict[str, Any]:
     attention = ("group_query_attention", "max_position_embeddings", "swiglu")
     same = {name: getattr(model, name) for name in (*attention, "squared_relu", "disable_bias_linear")}
-    return {**same, **whole_expansion(model), "hybrid_layer_pattern": "M" * model.num_layers}
+    return {**same, **mamba_layers.whole_expansion(model), "hybrid_layer_pattern": "M" * model.num_layers}
 
 
 MAMBA2 = Family(
     "mamba2",
     "Mamba2ForCausalLM",
-    {
-        **{"embedding.word_embeddings": ("backbone.embeddings",), "input_layernorm": ("norm",)},
-        **{"decoder.final_layernorm": ("backbone.norm_f",), "output_layer": ("lm_head",), **mamba_names("mixer")},
-    },
+    mamba_layers.BACKBONE_NAMES,
     {"normalization": "RMSNorm", "position_embedding_type": "none", "disable_bias_linear": True},
     _read,
     _write,
@@ -67,5 +56,5 @@ MAMBA2 = Family(
     },
     dependent_flags=_dependent,
     layers="backbone.layers.{}.",
-    sections=MAMBA_SECTIONS,
+    sections=mamba_layers.MAMBA_SECTIONS,
 )

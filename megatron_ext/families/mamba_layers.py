@@ -38,11 +38,25 @@ class MambaKeys(NamedTuple):
     """Whether the channels of all heads must be `expand` times the hidden size."""
 
 
+MAMBA_KEYS = MambaKeys(
+    *("mamba_d_state", "mamba_d_head", "mamba_n_groups", "mamba_n_heads", "mamba_d_conv", "mamba_chunk_size"),
+    *("mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "hidden_act"),
+)
+"""Keys of Mamba-2 layers next to attention, whose keys have names without `mamba_`."""
+
+
 def mamba_names(module: str) -> dict[str, tuple[str, ...]]:
     """Return the names of a layer's Mamba-2 mixer, which is this module there."""
     names = {"conv1d": "conv1d", "out_norm": "norm", "in_proj": "in_proj", "out_proj": "out_proj"}
     names |= {vector: vector for vector in ("dt_bias", "A_log", "D")}
     return {f"self_attention.{ours}": (f"{module}.{theirs}",) for ours, theirs in names.items()}
+
+
+BACKBONE_NAMES = {
+    **{"embedding.word_embeddings": ("backbone.embeddings",), "input_layernorm": ("norm",)},
+    **{"decoder.final_layernorm": ("backbone.norm_f",), "output_layer": ("lm_head",), **mamba_names("mixer")},
+}
+"""Names of models whose layers are each a norm and a `mixer`."""
 
 
 def mamba_values(reading: Reading, keys: MambaKeys) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families import mixtures, shared
 from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading, refuse_others
-from megatron_ext.families.rotary import local_base, rotary_by_layer, scaled_without_windows
-from megatron_ext.parts.stack import layers
+from megatron_ext.families.rotary import local_base, rotary_by_layer, rotary_by_layer_json, scaled_without_windows
 
 _MIXTURE = mixtures.Mixture(mixtures.BIASED_SIGMOID, group_scores=2, normalized=True)
 _SHARE = "partial_rotary_factor"
@@ -43,30 +42,21 @@ def _read(reading: Reading) -> dict[str, Any]:
         )
     return {
         **local_base(values),
-        **_MIXTURE.values(reading, mixtures.typed_mixtures(reading, 1)),
         "num_query_groups_local": groups if has_windows else None,
         "softmax_type_local": "learnable" if has_windows else None,
         "value_channels": None if size == values["kv_channels"] else size,
-        "value_multiplier": reading.number("attention_value_scale", 1.0),
-        "add_qkv_bias": reading.boolean("attention_bias", False),
     }
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model = config.model
-    content = {**shared.decoder_json(config), **shared.typed_window_json(config), **_MIXTURE.json(config)}
-    base, scaling = content.pop("rope_theta"), content.pop("rope_scaling") or {"rope_type": "default"}
-    del content["first_k_dense_replace"], content["n_shared_experts"]
-    of_all = {"rope_theta": base, _SHARE: model.rotary_percent, **scaling}
-    of_windows = {"rope_theta": model.rotary_base_local or base, _SHARE: model.rotary_percent, "rope_type": "default"}
-    return {
-        **content,
-        "rope_parameters": dict(zip(shared.KINDS, (of_all, of_windows), strict=True)),
-        "mlp_layer_types": [mixtures.MLP_KINDS[layer.experts is not None] for layer in layers(config)],
-        "v_head_dim": model.value_channels or model.kv_channels,
-        "attention_value_scale": model.value_multiplier,
-        "attention_bias": model.has_qkv_bias,
-    }
+    model, content = config.model, {**shared.decoder_json(config), **shared.typed_window_json(config)}
+    content["v_head_dim"] = model.value_channels or model.kv_channels
+    return rotary_by_layer_json(content, model, **{_SHARE: model.rotary_percent})
+
+
+def _mixture_json(config: Config) -> dict[str, Any]:
+    left_out = ("first_k_dense_replace", "n_shared_experts")
+    return {key: value for key, value in _MIXTURE.typed_keys[1](config).items() if key not in left_out}
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
@@ -85,8 +75,12 @@ MIMO_V2_FLASH = Family(
     "MiMoV2FlashForCausalLM",
     {**mixtures.MIXTURE_NAMES, "self_attention.core_attention.softmax_offset": ("self_attn.attention_sink_bias",)},
     {**shared.DECODER_FLAGS, "disable_bias_linear": True},
-    _read,
-    _write,
+    *shared.keys(
+        (_read, _write),
+        (_MIXTURE.typed_keys[0], _mixture_json),
+        shared.number("attention_value_scale", "value_multiplier", 1.0),
+        shared.switch("attention_bias", "add_qkv_bias", False, given="has_qkv_bias"),
+    ),
     {
         **{"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128},
         **{"sliding_window": 129, "attention_value_scale": 0.707, "rms_norm_eps": 1e-5, _SHARE: 0.334},

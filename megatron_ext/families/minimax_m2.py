@@ -3,14 +3,15 @@ sigmoid with a bias."""
 
 from typing import Any
 
-from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
 from megatron_ext.families.family import EXPERT_BIAS, Family
 from megatron_ext.families.mixtures import BIASED_SIGMOID
 from megatron_ext.families.reading import Reading
 
-_ONE_FORM = {"router_jitter_noise": 0.0, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"}
-_OF_FURTHER_TOKENS = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers")  # left out, as in transformers
+_ONE_FORM = {
+    **{"router_jitter_noise": 0.0, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"},
+    **{"use_routing_bias": True, "shared_intermediate_size": 0},
+}
 
 
 def _read(reading: Reading) -> dict[str, Any]:
@@ -18,23 +19,11 @@ def _read(reading: Reading) -> dict[str, Any]:
     rotated = reading.get("rotary_dim")
     if rotated is not None:  # of files before transformers 5, next to which nothing else says it
         values["rotary_percent"] = reading.integer("rotary_dim") / values["kv_channels"]
-    shared.refuse_others(reading, {**_ONE_FORM, "use_routing_bias": True, "shared_intermediate_size": 0})
     kinds = reading.get("attn_type_list", [1])
     if not isinstance(kinds, list) or {*map(str, kinds)} != {"1"}:
         reading.problems.append("attn_type_list has other layers than 1: attention over all positions alone is known")
-    reading.understand(*_OF_FURTHER_TOKENS)
-    experts, width = reading.integer("num_local_experts"), reading.integer("intermediate_size")
-    return {**values, **shared.expert_values(reading, experts, width, normalized=True)}
-
-
-def _write(config: Config) -> dict[str, Any]:
-    model = config.model
-    return {
-        **{**shared.decoder_json(config), **shared.expert_json(config)},
-        "partial_rotary_factor": model.rotary_percent,
-        "num_local_experts": model.num_experts,
-        "intermediate_size": model.expert_ffn_hidden_size,
-    }
+    reading.understand("use_mtp", "num_mtp_modules", "mtp_transformer_layers")  # left out, as in transformers
+    return values
 
 
 MINIMAX_M2 = Family(
@@ -48,8 +37,11 @@ MINIMAX_M2 = Family(
         **{**shared.DECODER_FLAGS, "qk_layernorm": True, "qk_layernorm_over": "projection"},
         **{"disable_bias_linear": True, "moe_router_pre_softmax": False, **BIASED_SIGMOID},
     },
-    _read,
-    _write,
+    *shared.keys(
+        (_read, lambda config: shared.decoder_json(config, partial=True)),
+        shared.in_one_form(_ONE_FORM),
+        shared.LOCAL_EXPERTS,
+    ),
     {
         **{"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5000000.0, "max_position_embeddings": 196608},
         **{"num_local_experts": 256, "num_experts_per_tok": 8},

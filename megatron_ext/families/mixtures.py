@@ -13,9 +13,9 @@ from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import (
     DECODER_NAMES,
     Keys,
-    expert_json,
     expert_names,
     expert_values,
+    experts,
     layer_numbers,
     pattern,
 )
@@ -76,8 +76,8 @@ class Mixture:
             for key in _KEYS:
                 reading.get(key)
             return {name: usual_values()[name] for name in (*_FLAGS, *self.flags)}
-        experts, width = reading.integer("n_routed_experts"), reading.integer("moe_intermediate_size")
-        values = {**expert_values(reading, experts, width, normalized=self.normalized), **self.flags}
+        count, width = reading.integer("n_routed_experts"), reading.integer("moe_intermediate_size")
+        values = {**expert_values(reading, count, width, normalized=self.normalized), **self.flags}
         groups, chosen = reading.integer("n_group", 1), reading.integer("topk_group", 1)
         scale, shared = reading.number("routed_scaling_factor", 1.0), reading.integer("n_shared_experts", 0, least=0)
         values |= {
@@ -123,6 +123,14 @@ class Mixture:
         }
 
     @property
+    def typed_keys(self) -> Keys:
+        """The same with `mlp_layer_types`, by which one layer without experts is the usual number."""
+        return (
+            lambda reading: self.values(reading, typed_mixtures(reading, 1)),
+            lambda config: {**self.json(config), **typed_json(config)},
+        )
+
+    @property
     def keys(self) -> Keys:
         """The keys of `config.json`, in both directions."""
         return self.values, self.json
@@ -136,15 +144,27 @@ MLP_KINDS = ("dense", "sparse")
 """What `mlp_layer_types` says of a layer."""
 
 
+def typed_json(config: Config) -> dict[str, Any]:
+    """Return `mlp_layer_types`."""
+    held = layers(config)[: config.model.num_layers]
+    return {"mlp_layer_types": [MLP_KINDS[layer.experts is not None] for layer in held]}
+
+
 def typed_mixtures(reading: Reading, usual: int) -> int:
+    """Return the same as `first_typed`, with which `first_k_dense_replace` must agree."""
+    first = first_typed(reading, usual)
+    by_kinds = f"but by mlp_layer_types, or its default, it is {first}"
+    reading.refuse_unless("first_k_dense_replace", first, first, by_kinds)
+    return first
+
+
+def first_typed(reading: Reading, usual: int) -> int:
     """Return the first layer with experts by `mlp_layer_types`; `usual`: where it is missing."""
     numbers, kinds = layer_numbers(reading), reading.get("mlp_layer_types")
     first = usual if not isinstance(kinds, list) else kinds.count(MLP_KINDS[0])
     expected = [MLP_KINDS[number >= first] for number in numbers]
     words = f"but supported are dense layers first and sparse ones after them, of num_hidden_layers {len(numbers)}"
     reading.refuse_unless("mlp_layer_types", expected, expected, words)
-    by_kinds = f"but by mlp_layer_types, or its default, it is {first}"
-    reading.refuse_unless("first_k_dense_replace", first, first, by_kinds)
     return first
 
 
@@ -175,23 +195,6 @@ def shared_experts(model: ModelConfig) -> int:
     return (model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn_hidden_size
 
 
-def whole_values(reading: Reading) -> dict[str, Any]:
-    """Return the values of our flags of OLMoE's experts, which are in every layer."""
-    experts, width = reading.integer("num_experts"), reading.integer("intermediate_size")
-    return expert_values(reading, experts, width, normalized=reading.boolean("norm_topk_prob", False))
-
-
-def whole_json(config: Config) -> dict[str, Any]:
-    """Return the same keys."""
-    model = config.model
-    return {
-        **expert_json(config),
-        "intermediate_size": model.expert_ffn_hidden_size,
-        "num_experts": model.num_experts,
-        "norm_topk_prob": not model.moe_router_pre_softmax,
-    }
-
-
 def sparse_values(reading: Reading) -> dict[str, Any]:
     """Return the values of our flags of Qwen's experts in some of the layers."""
     step, dense = reading.integer("decoder_sparse_step", 1), reading.get("mlp_only_layers", [])
@@ -201,24 +204,18 @@ def sparse_values(reading: Reading) -> dict[str, Any]:
     mixtures = [(number + 1) % step == 0 and number not in dense for number in layer_numbers(reading)]
     if not any(mixtures):
         reading.problems.append(f"decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")
-    experts, width = reading.integer("num_experts"), reading.integer("moe_intermediate_size")
-    values = expert_values(reading, experts, width, normalized=reading.boolean("norm_topk_prob", False))
-    return {**values, "moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
+    return {**_SPARSE_EXPERTS[0](reading), "moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
 
 
 def sparse_json(config: Config) -> dict[str, Any]:
     """Return the same keys."""
-    model = config.model
-    return {
-        **expert_json(config),
-        "num_experts": model.num_experts,
-        "moe_intermediate_size": model.expert_ffn_hidden_size,
-        "norm_topk_prob": not model.moe_router_pre_softmax,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer.number for layer in layers(config) if layer.experts is None],
-    }
+    dense = [layer.number for layer in layers(config) if layer.experts is None]
+    return {**_SPARSE_EXPERTS[1](config), "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
+_SPARSE_EXPERTS = experts("num_experts", "moe_intermediate_size", "norm_topk_prob")
 AHEAD: Keys = (ahead_values, ahead_json)
-WHOLE_MIXTURE: Keys = (whole_values, whole_json)
+WHOLE_MIXTURE: Keys = experts("num_experts", "intermediate_size", "norm_topk_prob")
+"""OLMoE's experts, which are in every layer."""
+
 SPARSE_MIXTURE: Keys = (sparse_values, sparse_json)

@@ -4,14 +4,14 @@ import re
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.families import mamba_layers
 from megatron_ext.families.family import EXPERT_BIAS, Family
-from megatron_ext.families.mamba_layers import MAMBA_SECTIONS, MambaKeys, letters, mamba_json, mamba_names, mamba_values
 from megatron_ext.families.mixtures import BIASED_SIGMOID, Mixture
 from megatron_ext.families.reading import Reading, refuse_others
 from megatron_ext.families.shared import QKV
 
 _KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
-_KEYS = MambaKeys(
+_KEYS = mamba_layers.MambaKeys(
     *("ssm_state_size", "mamba_head_dim", "n_groups", "mamba_num_heads", "conv_kernel", "chunk_size", "expand"),
     *("use_conv_bias", "mamba_proj_bias", "mamba_hidden_act"),
     fills=False,
@@ -21,7 +21,7 @@ _WIDTH, _LATENT = "moe_shared_expert_intermediate_size", "moe_latent_size"
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    pattern = letters(reading, _KINDS, "hybrid_override_pattern")
+    pattern = mamba_layers.letters(reading, _KINDS, "hybrid_override_pattern")
     sized, last = reading.changed(num_hidden_layers=len(pattern)), len(pattern)
     experts = _MIXTURE.values(sized, 0 if "E" in pattern else last)
     if "E" in pattern:
@@ -37,7 +37,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     reading.understand("use_mamba_kernels")
     return {
         **experts,
-        **mamba_values(reading, _KEYS),
+        **mamba_layers.mamba_values(reading, _KEYS),
         _LATENT: reading.integer(_LATENT) if latent is not None and "E" in pattern else None,
         "hybrid_layer_pattern": pattern,
         "num_layers": len(pattern),
@@ -63,7 +63,7 @@ def _write(config: Config) -> dict[str, Any]:
         experts[_LATENT] = model.moe_latent_size
     return {
         **experts,
-        **mamba_json(config, _KEYS),
+        **mamba_layers.mamba_json(config, _KEYS),
         "time_step_min": 1e-20,
         "layers_block_type": [words[letter] for letter in model.hybrid_layer_pattern or ""],
         "hidden_size": model.hidden_size,
@@ -89,8 +89,7 @@ NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
     {
-        **{"embedding.word_embeddings": ("backbone.embeddings",), "input_layernorm": ("norm",)},
-        **{"decoder.final_layernorm": ("backbone.norm_f",), "output_layer": ("lm_head",), **mamba_names("mixer")},
+        **mamba_layers.BACKBONE_NAMES,
         **{QKV: ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), "self_attention.linear_proj": ("mixer.o_proj",)},
         **{"pre_mlp_layernorm": ("norm",), "mlp.linear_fc1": ("mixer.up_proj",), "mlp.router": ("mixer.gate",)},
         **{"mlp.linear_fc2": ("mixer.down_proj",), EXPERT_BIAS: ("mixer.gate.e_score_correction_bias",)},
@@ -124,5 +123,5 @@ NEMOTRON_H = Family(
     dependent_flags=_dependent,
     may_be_dense=True,
     layers="backbone.layers.{}.",
-    sections=MAMBA_SECTIONS,
+    sections=mamba_layers.MAMBA_SECTIONS,
 )

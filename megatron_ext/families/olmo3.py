@@ -7,24 +7,19 @@ from megatron_ext.families import shared
 from megatron_ext.families.family import Family
 from megatron_ext.families.olmo2 import OLMO2
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.rotary import local_base, rotary_by_layer, scaled_without_windows
+from megatron_ext.families.rotary import local_base, rotary_by_layer, rotary_by_layer_json, scaled_without_windows
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     # Next to `rope_parameters` it is that of all layers or of those without a window, by transformers' version.
     shared.refuse_others(reading, {"rope_theta": 500000.0})
-    usual = [(number + 1) % 4 != 0 for number in shared.layer_numbers(reading)]
-    windows = shared.layer_window_values(reading, shared.typed_windows(reading, usual))
+    windows = shared.layer_window_values(reading, shared.typed_windows(reading, shared.all_but_every(reading, 4)))
     reading, local = rotary_by_layer(reading, 500000.0)
     return local_base({**shared.decoder_values(reading, biases="attention"), **windows, **local})
 
 
 def _write(config: Config) -> dict[str, Any]:
-    content = {**OLMO2.write(config), **shared.typed_window_json(config)}
-    base, scaling = content.pop("rope_theta"), content.pop("rope_scaling")
-    of_windows = {"rope_type": "default", "rope_theta": config.model.rotary_base_local or base}
-    of_all = {"rope_type": "default", "rope_theta": base, **(scaling or {})}
-    return {**content, "rope_parameters": dict(zip(shared.KINDS, (of_all, of_windows), strict=True))}
+    return rotary_by_layer_json({**OLMO2.write(config), **shared.typed_window_json(config)}, config.model)
 
 
 OLMO3 = Family(

@@ -5,42 +5,34 @@ Files are as published. transformers 5.23 reads them; what it writes itself divi
 three equal parts, whatever their sizes, and names norms otherwise.
 """
 
+from functools import partial
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.families import shared
-from megatron_ext.families.delta_rules import RULE_KINDS, RULE_SIZES, rule_values
-from megatron_ext.families.family import Family, Sections
+from megatron_ext.families import delta_rules, shared
+from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading
-from megatron_ext.parts.stack import layers
 
-_MODULES = {
-    "in_proj": ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
-    "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
-    "dt_bias": ("dt_bias",),
-    "A_log": ("A_log",),
-    "out_norm": ("o_norm",),
-    "out_proj": ("o_proj",),
-}
-_EPSILON = 1e-5
-"""Epsilon of the norm of a rule's heads, whatever `rms_norm_eps` says of the others."""
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+_RULE = delta_rules.rule_names("linear_attn", in_proj=_PROJECTIONS, **delta_rules.APART)
+_epsilon = partial(shared.own_epsilon, "linear_norm_epsilon", 1e-5)
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     rotary = reading.content.get("rope_parameters")
     rotates = not (isinstance(rotary, dict) and rotary.get("rope_theta", 0.0) is None)
     numbers = shared.layer_numbers(reading)
-    usual = [number % 4 != 3 for number in numbers]
+    usual = shared.all_but_every(reading, 4)
     if all(usual):
         usual[-1] = False
     values = {
         **shared.decoder_values(reading if rotates else reading.changed(rope_parameters=None), biases="attention"),
-        **rule_values(reading, "gated_delta_net", usual),
+        **delta_rules.rule_values(reading, "gated_delta_net", usual),
         "position_embedding_type": "rope" if rotates else "none",
         "linear_allow_neg_eigval": reading.boolean("linear_allow_neg_eigval", True),
     }
     if values["linear_attention_freq"] in (None, shared.pattern([True] * len(numbers))):
-        reading.problems.append(f"layer_types must have both {' and '.join(RULE_KINDS)}")
+        reading.problems.append(f"layer_types must have both {' and '.join(delta_rules.RULE_KINDS)}")
     heads = values["num_attention_heads"]
     keys = reading.integer("linear_num_key_heads", heads)
     size = reading.integer("linear_key_head_dim", max(int(0.75 * values["hidden_size"] / keys), 1))
@@ -48,7 +40,7 @@ def _read(reading: Reading) -> dict[str, Any]:
         *(reading.integer("linear_conv_kernel_dim", 4), size, reading.integer("linear_value_head_dim", 2 * size), keys),
         reading.integer("linear_num_value_heads", heads),
     )
-    return {**values, **dict(zip(RULE_SIZES, sizes, strict=True)), **_epsilon(values["norm_epsilon"])}
+    return {**values, **dict(zip(delta_rules.RULE_SIZES, sizes, strict=True)), **_epsilon(values["norm_epsilon"])}
 
 
 def _write(config: Config) -> dict[str, Any]:
@@ -56,17 +48,8 @@ def _write(config: Config) -> dict[str, Any]:
     if model.position_embedding_type == "none":
         del content["rope_theta"], content["rope_scaling"]
         content["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
-    return {
-        **content,
-        "layer_types": [RULE_KINDS[not layer.has_attention] for layer in layers(config)],
-        **{name: getattr(model, name) for name in RULE_SIZES},
-        "linear_allow_neg_eigval": model.linear_allow_neg_eigval,
-        **shared.NO_PADDING,
-    }
-
-
-def _epsilon(others: float) -> dict[str, Any]:
-    return {"linear_norm_epsilon": None if others == _EPSILON else _EPSILON}
+    signs = {"linear_allow_neg_eigval": model.linear_allow_neg_eigval}
+    return {**content, **delta_rules.rule_json(config), **signs, **shared.NO_PADDING}
 
 
 def _dependent(model: ModelConfig) -> dict[str, Any]:
@@ -76,10 +59,7 @@ def _dependent(model: ModelConfig) -> dict[str, Any]:
 OLMO_HYBRID = Family(
     "olmo_hybrid",
     "OlmoHybridForCausalLM",
-    {
-        **{**shared.DECODER_NAMES, **shared.NAMES_WITH_NORMS_AFTER},
-        **{f"self_attention.{ours}": tuple(f"linear_attn.{one}" for one in names) for ours, names in _MODULES.items()},
-    },
+    {**shared.DECODER_NAMES, **shared.NAMES_WITH_NORMS_AFTER, **_RULE},
     {
         **{"swiglu": True, "normalization": "RMSNorm", "norm_position": "after-attention", "qk_layernorm": True},
         **{"qk_layernorm_over": "projection", "disable_bias_linear": True},
@@ -91,8 +71,5 @@ OLMO_HYBRID = Family(
         **{"num_attention_heads": 30, "max_position_embeddings": 65536},
     },
     dependent_flags=_dependent,
-    sections={
-        "self_attention.in_proj": Sections((1,) * 6, by_groups=False),
-        "self_attention.conv1d": Sections((1,) * 3, by_groups=False),
-    },
+    sections=delta_rules.parts_apart(_RULE),
 )

@@ -6,28 +6,28 @@ from megatron_ext.config.schema import Config
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading
+from megatron_ext.families.rotary import changed_scaling
 
 _NAMES = {**shared.DECODER_NAMES, shared.QKV: ("self_attn.qkv_proj",), "mlp.linear_fc1": ("mlp.gate_up_proj",)}
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     original = reading.integer("original_max_position_embeddings", 4096)  # read with longrope alone
-    for key in ("rope_scaling", "rope_parameters"):
-        scaling = reading.get(key)
-        if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) in ("longrope", "su", "yarn"):
-            Reading.refuse_unless(
-                (inner := Reading(scaling, {})),
-                "original_max_position_embeddings",
-                original,
-                original,
-                f"but transformers takes the {original} next to {key}; say it once, or the same in both",
-            )
-            reading.problems += [f"{key}: {problem}" for problem in inner.problems]
-            # All three names are one kind.
-            named = {name: "longrope" for name in ("rope_type", "type") if name in scaling}
-            reading = reading.changed(**{key: {**scaling, **named, "original_max_position_embeddings": original}})
+
+    def with_original(key: str, scaling: dict[str, Any]) -> dict[str, Any]:
+        if scaling.get("rope_type", scaling.get("type")) not in ("longrope", "su", "yarn"):
+            return scaling
+        words = f"but transformers takes the {original} next to {key}; say it once, or the same in both"
+        inner = Reading(scaling, {})
+        inner.refuse_unless("original_max_position_embeddings", original, original, words)
+        reading.problems.extend(f"{key}: {problem}" for problem in inner.problems)
+        # All three names are one kind.
+        named = {name: "longrope" for name in ("rope_type", "type") if name in scaling}
+        return {**scaling, **named, "original_max_position_embeddings": original}
+
     shared.refuse_others(reading, {"attention_bias": False})  # in the file of Phi-4
-    values = shared.decoder_values(reading, partial=True, scalings=("longrope",))
+    scaled = changed_scaling(reading, with_original)
+    values = shared.decoder_values(scaled, partial=True, scalings=("longrope",))
     return {**values, **shared.window_values(reading)}
 
 

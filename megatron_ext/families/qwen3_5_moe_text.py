@@ -3,10 +3,11 @@
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.families import delta_rules, qwen3_5_text, shared
+from megatron_ext.families import delta_rules, qwen3_5_text
 from megatron_ext.families.family import Family
 from megatron_ext.families.qwen2_moe import QWEN2_MOE
 from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import experts, keys
 
 _SHARED = "shared_expert_intermediate_size"
 
@@ -15,20 +16,12 @@ def _read(reading: Reading) -> dict[str, Any]:
     width = reading.integer(_SHARED)
     # No layer has an MLP, whose width our flags have in any case.
     reading = delta_rules.without_axes(reading.changed(intermediate_size=width))
-    experts, of_each = reading.integer("num_experts"), reading.integer("moe_intermediate_size")
-    return {
-        **delta_rules.delta_values(reading),
-        **shared.expert_values(reading, experts, of_each, normalized=True),
-        "moe_shared_expert_intermediate_size": width,
-    }
+    return {**delta_rules.delta_values(reading), "moe_shared_expert_intermediate_size": width}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model = config.model
-    content = {**delta_rules.delta_json(config), **shared.expert_json(config), "num_experts": model.num_experts}
-    del content["intermediate_size"]
-    content["moe_intermediate_size"] = model.expert_ffn_hidden_size
-    return {**content, _SHARED: model.moe_shared_expert_intermediate_size}
+    content = {**delta_rules.delta_json(config), _SHARED: config.model.moe_shared_expert_intermediate_size}
+    return {key: value for key, value in content.items() if key != "intermediate_size"}
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
@@ -46,8 +39,7 @@ QWEN3_5_MOE_TEXT = Family(
         "moe_router_pre_softmax": False,
         "moe_layer_freq": None,
     },
-    _read,
-    _write,
+    *keys((_read, _write), experts("num_experts", "moe_intermediate_size")),
     {
         **{**delta_rules.DELTA_DEFAULTS, "num_key_value_heads": 2, "hidden_size": 2048, "num_hidden_layers": 40},
         **{"vocab_size": 248320, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512},

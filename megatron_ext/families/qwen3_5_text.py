@@ -3,10 +3,11 @@
 from megatron_ext.families import delta_rules, shared
 from megatron_ext.families.family import Family, Sections
 
+_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 QWEN3_5_TEXT = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
-    {**shared.DECODER_NAMES, **delta_rules.delta_names("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")},
+    {**shared.DECODER_NAMES, **delta_rules.rule_names("linear_attn", in_proj=_PROJECTIONS)},
     {**delta_rules.DELTA_FLAGS, "disable_bias_linear": True},
     *(lambda reading: delta_rules.delta_values(delta_rules.without_axes(reading)), delta_rules.delta_json),
     {

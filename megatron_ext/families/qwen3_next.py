@@ -18,6 +18,9 @@ _AHEAD = {
 files, which have one."""
 
 
+_RULE = delta_rules.rule_names("linear_attn", in_proj=("in_proj_qkvz", "in_proj_ba"))
+
+
 def _dependent(model: ModelConfig) -> dict[str, Any]:
     return {**delta_rules.shared_expert(model), "mtp_num_layers": 1 if model.mtp_num_layers else model.mtp_num_layers}
 
@@ -25,7 +28,7 @@ def _dependent(model: ModelConfig) -> dict[str, Any]:
 QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    {**QWEN2_MOE.names, **delta_rules.delta_names("in_proj_qkvz", "in_proj_ba"), **_AHEAD},
+    {**QWEN2_MOE.names, **_RULE, **_AHEAD},
     {**delta_rules.DELTA_FLAGS, "disable_bias_linear": True, "moe_shared_expert_gate": True},
     *keys(
         (delta_rules.delta_values, delta_rules.delta_json),

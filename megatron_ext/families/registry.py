@@ -48,6 +48,22 @@ def family_of(config: Config) -> Family:
     return FAMILIES[nearest]
 
 
+def written_as(config: Config) -> tuple[Family, Config]:
+    """Return the family that the model is written as, and the configuration of what that holds of it: without the
+    depths of multi-token prediction, where no family has the model with them.
+
+    Raises:
+        ConfigurationError: no family has the model without them either, as in `family_of`.
+    """
+    try:
+        return family_of(config), config
+    except ConfigurationError:
+        if not config.model.mtp_num_layers:
+            raise
+        trunk = dataclasses.replace(config, model=dataclasses.replace(config.model, mtp_num_layers=None))
+        return family_of(trunk), trunk
+
+
 def obstacles(config: Config, family: Family) -> list[str]:
     """Return what the family has and the configuration does not have, each as a flag."""
     model = _normalized(config)

@@ -2,7 +2,7 @@
 layer."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_ext.config.schema import ModelConfig
@@ -211,6 +211,20 @@ def scaled_without_windows(model: ModelConfig) -> dict[str, Any]:
 def _is_stretched(values: Mapping[str, Any]) -> bool:
     by_flag = values.get("use_rope_scaling") or values.get("rope_type")
     return bool(by_flag) or values.get("rotary_seq_len_interpolation_factor", 1.0) != 1.0
+
+
+def changed_scaling(reading: Reading, change: Callable[[str, dict[str, Any]], dict[str, Any]]) -> Reading:
+    """Return the file with what `change` makes of each key that says how frequencies are stretched, and its content."""
+    places = {key: reading.get(key) for key in ("rope_scaling", "rope_parameters")}
+    return reading.changed(**{key: change(key, one) for key, one in places.items() if isinstance(one, dict)})
+
+
+def rotary_by_layer_json(content: dict[str, Any], model: ModelConfig, **of_both: Any) -> dict[str, Any]:
+    """Return `content` with the keys of both kinds of layers in the place of those of all, and `of_both` in each."""
+    base, scaling = content.pop("rope_theta"), content.pop("rope_scaling") or {}
+    of_all = {"rope_type": "default", "rope_theta": base, **of_both, **scaling}
+    of_windows = {"rope_type": "default", "rope_theta": model.rotary_base_local or base, **of_both}
+    return {**content, "rope_parameters": dict(zip(KINDS, (of_all, of_windows), strict=True))}
 
 
 def _contradictions(reading: Reading, name: str, outer: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:

@@ -26,6 +26,13 @@ DECODER_NAMES: dict[str, tuple[str, ...]] = {
     "decoder.final_layernorm": ("model.norm",),
     "output_layer": ("lm_head",),
 }
+ATTENTION_NAMES = {name: theirs for name, theirs in DECODER_NAMES.items() if not name.startswith("mlp.")}
+"""Names of the modules of a decoder without its MLPs."""
+
+STACKED_EXPERTS = {"mlp.experts.linear_fc1": "experts.gate_up_proj", "mlp.experts.linear_fc2": "experts.down_proj"}
+"""Matrices of experts -> tensors in the mixture there, each of all experts, transposed; `_bias` follows for biases."""
+
+STACKED_TRANSPOSED = frozenset(f"{matrix}{kind}" for matrix in STACKED_EXPERTS for kind in ("", ".bias"))
 NEXT_TOKEN_NAMES = {one: (one,) for one in ("enorm", "hnorm", "eh_proj")} | {"final_layernorm": ("shared_head.norm",)}
 """Modules of a depth of multi-token prediction, which is a layer after the last one there."""
 
@@ -70,6 +77,30 @@ def size(key: str, flag: str) -> Keys:
     return lambda reading: {flag: reading.integer(key)}, lambda config: {key: getattr(config.model, flag)}
 
 
+def number(key: str, flag: str, usual: float) -> Keys:
+    """Return a key that is one of our positive numbers; `usual`: where it is missing."""
+    return lambda reading: {flag: reading.number(key, usual)}, lambda config: {key: getattr(config.model, flag)}
+
+
+def understood(*names: str) -> Keys:
+    """Return keys that transformers does not read either."""
+    return lambda reading: reading.understand(*names) or {}, lambda config: {}
+
+
+def usually_scaled(scaling: Mapping[str, Any], of_decoder: Keys) -> Keys:
+    """Return the keys of a decoder whose frequencies are stretched by `scaling` where the file does not say how."""
+    read, write = of_decoder
+
+    def values(reading: Reading) -> dict[str, Any]:
+        said = reading.get("rope_scaling") or reading.get("rope_parameters")
+        return read(reading if said else reading.changed(rope_parameters=scaling))
+
+    return values, lambda config: {**(content := write(config)), "rope_scaling": content["rope_scaling"] or UNSCALED}
+
+
+UNSCALED = {"rope_type": "default"}
+
+
 def head_norms(key: str) -> Keys:
     """Return the key of norms of queries and keys with weights of each head."""
     return lambda reading: _head_norms(reading.boolean(key, False)), lambda config: {key: config.model.qk_layernorm}
@@ -97,10 +128,19 @@ def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple
     """
     expert = f"{mixture}.experts.{{}}"
     return {
-        **{name: theirs for name, theirs in DECODER_NAMES.items() if not name.startswith("mlp.")},
+        **ATTENTION_NAMES,
         "mlp.router": (f"{mixture}.gate",),
         "mlp.experts.linear_fc1": (f"{expert}.{gate}", f"{expert}.{up}"),
         "mlp.experts.linear_fc2": (f"{expert}.{down}",),
+    }
+
+
+def stacked_names(mixture: str) -> dict[str, tuple[str, ...]]:
+    """Return the names of a decoder with `STACKED_EXPERTS` in this module."""
+    return {
+        **{**ATTENTION_NAMES, "mlp.router": (f"{mixture}.router",)},
+        **{f"{ours}.weight": (f"{mixture}.{theirs}",) for ours, theirs in STACKED_EXPERTS.items()},
+        **{f"{ours}.bias": (f"{mixture}.{theirs}_bias",) for ours, theirs in STACKED_EXPERTS.items()},
     }
 
 
@@ -205,6 +245,22 @@ def expert_values(reading: Reading, experts: int, width: int, *, normalized: boo
     }
 
 
+def experts(count: str, width: str, normalized: bool | str = True) -> Keys:
+    """Return the keys of experts in every layer: their number, their MLP width, and what says whether the weights of a
+    token's experts are normalized to the sum 1, if it is not the same in all models."""
+
+    def values(reading: Reading) -> dict[str, Any]:
+        are_normalized = reading.boolean(normalized, False) if isinstance(normalized, str) else normalized
+        return expert_values(reading, reading.integer(count), reading.integer(width), normalized=are_normalized)
+
+    def content(config: Config) -> dict[str, Any]:
+        model = config.model
+        said = {normalized: not model.moe_router_pre_softmax} if isinstance(normalized, str) else {}
+        return {**expert_json(config), count: model.num_experts, width: model.expert_ffn_hidden_size, **said}
+
+    return values, content
+
+
 def expert_json(config: Config) -> dict[str, Any]:
     """Return the content of `config.json` that every family with experts has."""
     return {
@@ -218,7 +274,7 @@ _GELUS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}  # -> --op
 
 
 def _activation(model: ModelConfig) -> str:
-    if model.swiglu:
+    if model.swiglu or model.quick_geglu:
         return "silu"
     if model.xielu:
         return "xielu"
@@ -268,14 +324,15 @@ def plain_json(model: ModelConfig, *keys: str) -> dict[str, Any]:
     return dict(zip(keys, (*values, model.norm_epsilon), strict=True))
 
 
-_PLAIN_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+PLAIN_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+"""Names of the first four of them in most families."""
 
 
 def rotated_plain_values(
     reading: Reading, width: str, activation: str, epsilon: str, *, partial: bool = False
 ) -> dict[str, Any]:
     """Return the values of the same with rotary positions, the form of GELU, and a width of the MLP, by their keys."""
-    values = plain_values(reading, *_PLAIN_KEYS, epsilon)
+    values = plain_values(reading, *PLAIN_KEYS, epsilon)
     values |= rotary_values(reading, values["kv_channels"], partial=partial)
     values |= gelu_values(reading, activation, "gelu")
     return {**values, "ffn_hidden_size": reading.integer(width, values["ffn_hidden_size"])}
@@ -285,7 +342,7 @@ def rotated_plain_json(
     model: ModelConfig, width: str, activation: str, epsilon: str, *, partial: bool = False
 ) -> dict[str, Any]:
     """Return the keys of `rotated_plain_values`."""
-    content = {**plain_json(model, *_PLAIN_KEYS, epsilon), **rotary_json(model, partial=partial)}
+    content = {**plain_json(model, *PLAIN_KEYS, epsilon), **rotary_json(model, partial=partial)}
     return {**content, width: model.ffn_hidden_size, activation: "gelu_new" if model.openai_gelu else "gelu"}
 
 
@@ -314,6 +371,21 @@ def bias_flags(queries: bool, output: bool, mlp: bool) -> dict[str, bool]:
 def biases_of_attention(model: ModelConfig) -> dict[str, Any]:
     """Return that all matrices of attention have biases, or none has (`Family.dependent_flags`)."""
     return {"add_output_bias": model.add_qkv_bias}
+
+
+def biased_mlp(model: ModelConfig) -> dict[str, Any]:
+    """Return the same next to an MLP with biases (`Family.dependent_flags`)."""
+    return {**biases_of_attention(model), "add_mlp_bias": model.disable_bias_linear}
+
+
+def own_epsilon(flag: str, epsilon: float, others: float) -> dict[str, float | None]:
+    """Return the flag of norms that have this epsilon whatever `others` have: None where it is the same."""
+    return {flag: None if others == epsilon else epsilon}
+
+
+def all_but_every(reading: Reading, every: int) -> list[bool]:
+    """Return that all layers have something but each `every`-th of them."""
+    return [(number + 1) % every != 0 for number in layer_numbers(reading)]
 
 
 def layer_numbers(reading: Reading) -> range:
@@ -353,13 +425,18 @@ def typed(usual: Callable[[Reading], Sequence[bool]]) -> Keys:
 def rotating_layers(reading: Reading) -> list[bool]:
     """Return which layers rotate queries and keys, by `no_rope_layers` or by its interval."""
     every = reading.integer("no_rope_layer_interval", 4)
-    rotates = [(number + 1) % every != 0 for number in layer_numbers(reading)]
+    rotates = all_but_every(reading, every)
     named = reading.get("no_rope_layers") or None  # 1 in layers that rotate
     if isinstance(named, list) and len(named) == len(rotates) and {*map(str, named)} <= {"0", "1"}:
         return [one == 1 for one in named]
     if named is not None:
         reading.problems.append(f"no_rope_layers is {json.dumps(named)[:80]}; it needs {len(rotates)} times 0 or 1")
     return rotates
+
+
+def _fixed_values(reading: Reading) -> dict[str, Any]:
+    fixed = [not one for one in rotating_layers(reading)]
+    return {"no_rope_freq": pattern(fixed) if any(fixed) else None}
 
 
 def pattern(layers_with_it: Sequence[bool]) -> str:
@@ -416,16 +493,19 @@ def typed_window_json(config: Config) -> dict[str, Any]:
     return {**window_json(config), "layer_types": [KINDS[window] for window in has_window]}
 
 
+BIASED_MLP: Keys = (
+    lambda reading: bias_flags(attention := reading.boolean("attention_bias", True), attention, True),
+    lambda config: {"attention_bias": config.model.has_qkv_bias},
+)
+"""Biases of the MLP, and of attention or not."""
+
+FIXED_LAYERS: Keys = (
+    _fixed_values,
+    lambda config: {"no_rope_layers": [int(layer.attention.rotary is not None) for layer in layers(config)]},
+)
+"""Layers that rotate nothing."""
+
 WINDOWS: Keys = (window_values, window_json)
 SWITCHABLE_WINDOWS: Keys = (switched_window_values, switched_window_json)
-LOCAL_EXPERTS: Keys = (
-    lambda reading: expert_values(
-        reading, reading.integer("num_local_experts"), reading.integer("intermediate_size"), normalized=True
-    ),
-    lambda config: {
-        **expert_json(config),
-        "num_local_experts": config.model.num_experts,
-        "intermediate_size": config.model.expert_ffn_hidden_size,
-    },
-)
+LOCAL_EXPERTS: Keys = experts("num_local_experts", "intermediate_size")
 """Mixtral's experts, which are in every layer."""

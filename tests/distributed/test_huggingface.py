@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
+from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.families import state_dict_mapping
@@ -22,6 +23,8 @@ from megatron_ext.verify.recorded_training import record
 from tests.support.hf_gradients import IN_FP64, gradients_in_fp64, write_gradients
 from tests.support.hf_models import (
     FEWER,
+    LENGTH,
+    TOKENS,
     fixed,
     flags,
     forward,
@@ -34,8 +37,9 @@ from tests.support.hf_models import (
     whole_vocabulary,
     write_model,
 )
-from tests.support.hf_shapes import MODELS
+from tests.support.hf_shapes import MODELS, VOCABULARY
 from tests.support.plain_process import in_plain_process
+from tests.support.program import run_program
 from tests.support.several_models import in_turn
 
 quiet_transformers()
@@ -486,6 +490,33 @@ def test_depths_of_multi_token_prediction_go_in_and_out(
         before, after = one.read(name), other.read(name)
         rows = min(len(before), len(after))  # the vocabulary is padded to other sizes
         assert (before[:rows] == after[:rows]).all(), name
+
+
+@pytest.mark.usefixtures("kept_interpreter")
+@pytest.mark.parametrize(
+    "layout",
+    ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tmL"],
+)
+def test_depths_that_no_family_has_are_left_out(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Llama that predicts two tokens is written as one that predicts one, by which its logits are the same."""
+    saved, written = tmp_path / "saved", tmp_path / "hf"
+    model = "--num-layers 2 --hidden-size 48 --num-attention-heads 6 --group-query-attention --num-query-groups 2 "
+    model += "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --seq-length 32 "
+    training = "--mtp-num-layers 1 --mock-data --micro-batch-size 2 --train-iters 4 --lr 1e-2 --eval-iters 0 "
+    words = f"{model}{training}--vocab-size {VOCABULARY} {layout} --save {saved}".split()
+    assert [ended.code for ended in run_ranks(2, run_program, words)] == [0, 0]
+    assert convert(["to-hf", "--load", str(saved), "--save", str(written)]) == 0
+    said = capsys.readouterr()
+    assert "llama has no depths of multi-token prediction: those of --mtp-num-layers 1 are left out" in said.err
+    assert "largest difference of logits" in said.out
+    with exported_model.our_model(SavedModel(saved), "F32", LENGTH) as trained:
+        ours = trained(torch.tensor(TOKENS))
+    assert (in_plain_process(logits_of_folder, str(written)) - ours).abs().max() < TOLERANCE
+    assert not [name for name in _tensors(written) if "layers.2." in name or "mtp" in name]
+    parts = run_ranks(1, our_logits, flags(["--load-hf", str(written)]))
+    assert (whole_vocabulary(parts) - ours).abs().max() < TOLERANCE
 
 
 def test_files_without_the_depths_that_their_config_names(models: dict[str, Any], tmp_path: Path) -> None:

@@ -36,12 +36,12 @@ from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENI
 from megatron_ext.config.schema import Config
 from megatron_ext.durable import sync
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.families import Family, ParameterMapping, RowRange, family_of, state_dict_mapping
+from megatron_ext.families import Family, ParameterMapping, RowRange, state_dict_mapping
 from megatron_ext.families.hf_config import hf_config
 from megatron_ext.families.state_dict_mapping import copies
 from megatron_ext.markup import code, table
 from megatron_ext.parts.catalogue import count
-from megatron_ext.terminal import tracked
+from megatron_ext.terminal import tracked, warn
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.untrusted.text import load_json, read_file
@@ -90,17 +90,22 @@ def export_huggingface(
     final = Path(destination)
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ConfigurationError(f"--save {final} exists and is not an empty folder; give a new one")
-    family = family_of(source.config)
+    family, config = source.written
     source.check()
+    if config != source.config:
+        warn(
+            f"{family.model_type} has no depths of multi-token prediction: those of --mtp-num-layers "
+            f"{source.config.model.mtp_num_layers} are left out, and the layers before them are exported"
+        )
     code = dtype or source.dtype()
     unfinished = final.with_name(f".{final.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        mappings = state_dict_mapping(source.config, family)
+        mappings = state_dict_mapping(config, family)
         shapes = {name: shape for part in mappings for name, shape in part.tensor_shapes().items()}
-        constants = family.constants_of(source.config)
-        repeated = copies(source.config, family)
+        constants = family.constants_of(config)
+        repeated = copies(config, family)
         shapes |= {copy: shapes[original] for copy, original in repeated.items()}
         shapes |= dict.fromkeys(constants, ())
         dtypes = {name: part.dtype for part in mappings for name in part.tensor_shapes() if part.dtype is not None}
@@ -288,7 +293,7 @@ def _write_companions(folder: Path, source: SavedModel, family: Family, code: st
         end = tokenizer.eod if tokenizer is not None else None
         generation = {"bos_token_id": None, **generation, "eos_token_id": end}
         _write_json(path, generation)
-    content = hf_config(source.config, family, DTYPES[code])
+    content = hf_config(source.written[1], family, DTYPES[code])
     content |= {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "config.json", content)
     (folder / "README.md").write_text(_model_card(source, family, code), encoding="utf-8")
@@ -357,7 +362,7 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# {family.architecture}, {count(source.config) / 1e6:,.1f}M parameters
+# {family.architecture}, {count(source.written[1]) / 1e6:,.1f}M parameters
 
 Exported from the training checkpoint {code(source.path.name)} by `tools/convert_checkpoint.py to-hf`.
 

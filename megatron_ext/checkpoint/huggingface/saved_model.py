@@ -5,7 +5,7 @@ import math
 import pickle
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -22,7 +22,7 @@ from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.families import family_of, state_dict_mapping
+from megatron_ext.families import Family, state_dict_mapping, written_as
 from megatron_ext.parts.catalogue import parameters, states
 from megatron_ext.untrusted.untrusted_folder import check_folder, file_inside
 
@@ -90,8 +90,13 @@ class SavedModel:
         """Return the name of the tensor that holds a parameter, or its average."""
         return self.saved_as(stacked(self.config, name).key)
 
+    @cached_property
+    def written(self) -> tuple[Family, Config]:
+        """What `written_as` returns: the family, and the configuration of what is exported."""
+        return written_as(self.config)
+
     def check(self) -> None:
-        """Check that every parameter of the configuration is there.
+        """Check that every parameter that is exported is there.
 
         Raises:
             ConfigurationError: a layer has parameters of its own, which no family has.
@@ -99,7 +104,8 @@ class SavedModel:
         """
         self._require_our_layers()
         problems = []
-        for mapping in state_dict_mapping(self.config, family_of(self.config)):
+        family, config = self.written
+        for mapping in state_dict_mapping(config, family):
             parameter = mapping.parameter
             key, sizes = self._key(parameter.name), stacked(self.config, parameter.name).sizes
             expected = (*sizes, *parameter.shape)

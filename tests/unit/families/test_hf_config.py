@@ -281,6 +281,14 @@ def test_two_names_of_a_key_say_the_same(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_settings_by_layer_are_taken_or_refused(family: str, tmp_path: Path) -> None:
+    """By the name of their key, where all layers of a family rotate alike."""
+    of_kinds = {kind: {"rope_type": "default", "rope_theta": 300.0} for kind in ("full_attention", "sliding_attention")}
+    found = _read(tmp_path, {"model_type": family, **BASES[family], "rope_parameters": of_kinds})
+    assert isinstance(found, dict) or any("rope_parameters" in problem for problem in found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_key_that_nobody_knows_is_refused(family: str, tmp_path: Path) -> None:
     base = {"model_type": family, **BASES[family]}
     for key, value in {"query_scale": 2.0, "text_config": {"rope_theta": 3.0}, "per_layer_config": {"0": {}}}.items():
