@@ -27,6 +27,9 @@ _FEW_ROWS = 32
 _LARGE = 1 << 20
 """Elements of a matrix from which on oneDNN is the faster one with AVX-512, be the rows few or many."""
 
+_ROWS = 32
+"""Numbers of rows of an expert that oneDNN multiplies are multiples of it."""
+
 _WRITTEN_IN_PLACE = 1 << 17
 """Elements of a matrix from which on a gradient that need not be copied is worth an autograd function in Python."""
 
@@ -205,19 +208,18 @@ class _LinearByExpert(torch.autograd.Function):
     def forward(ctx: Any, x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         ctx.save_for_backward(x_TI, weight_EOI)
         ctx.tokens = tokens
-        parts = zip(x_TI.split(tokens), weight_EOI, strict=True)
-        return torch.cat([_product_or_blas(x, weight) for x, weight in parts])
+        return _products_by_expert(x_TI, weight_EOI, tokens)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TI, weight_EOI = ctx.saved_tensors
-        grads, for_x, for_weight = grad_TO.split(ctx.tokens), None, None
+        for_x, for_weight = None, None
         if ctx.needs_input_grad[0]:
-            for_x = torch.cat([_product_or_blas(g, weight.t()) for g, weight in zip(grads, weight_EOI, strict=True)])
+            for_x = _products_by_expert(grad_TO, weight_EOI.transpose(1, 2), ctx.tokens)
         if ctx.needs_input_grad[1]:
             place = place_of_first(weight_EOI)
             for_weight = torch.empty_like(weight_EOI) if place is None else place
-            for g, x, out in zip(grads, x_TI.split(ctx.tokens), for_weight, strict=True):
+            for g, x, out in zip(grad_TO.split(ctx.tokens), x_TI.split(ctx.tokens), for_weight, strict=True):
                 if _gemm == "onednn" and len(x):
                     out.copy_(_product(g.t(), x.t()))
                 else:
@@ -225,9 +227,25 @@ class _LinearByExpert(torch.autograd.Function):
         return for_x, for_weight, None
 
 
-def _product_or_blas(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x A^T by what multiplies here; oneDNN takes no matrix without rows."""
-    return F.linear(x, weight) if _gemm == "blas" or not len(x) else _product(x, weight)
+def _products_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Return rows of x times the transposed matrix of their expert, [T, O].
+
+    oneDNN makes machine code for each number of rows, which takes as long as the product of 200 of them, and experts
+    have another number at each step. So it multiplies a multiple of `_ROWS` of them, of neighbors too, which changes
+    no bit of the others.
+    """
+    product_TO, begin = x_TI.new_empty(len(x_TI), weight_EOI.size(1)), 0
+    for rows, weight in zip(tokens, weight_EOI, strict=True):
+        own = slice(begin, begin + rows)
+        if _gemm == "blas":
+            torch.mm(x_TI[own], weight.t(), out=product_TO[own])
+        elif rows:
+            multiplied = min(-(-rows // _ROWS) * _ROWS, len(x_TI)) if rows > 1 else 1  # a single one: other sums
+            first = min(begin, len(x_TI) - multiplied)
+            window = _product(x_TI[first : first + multiplied], weight)
+            product_TO[own] = window[begin - first :][:rows]
+        begin += rows
+    return product_TO
 
 
 class _RMSNorm(torch.autograd.Function):
