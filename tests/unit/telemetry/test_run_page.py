@@ -441,8 +441,8 @@ def test_a_resume_is_marked_with_as_many_ranks_too_and_both_phases_lie_on_one_ch
     assert [line.count("L") for line in lines(loss)] == [6, 2]
     assert [path.attrib["class"] for path in loss.iter("path")][-2:] == ["line", "line third"]
     assert re.findall(r'<span class="key[^"]*">(.*?)</span>', page) == [
-        "\u2500 training, 1 rank",
-        "\u2500 training, 8 ranks",
+        "\u2500\u00a0training, 1 rank",
+        "\u2500\u00a0training, 8 ranks",
     ]
 
 
