@@ -54,6 +54,9 @@ details { margin: 0 0 2rem; } summary { cursor: pointer; } a { color: var(--firs
 .fourth, .key.fourth { stroke: var(--fourth); color: var(--fourth); }
 .fifth, .key.fifth { stroke: var(--fifth); color: var(--fifth); }
 .hits rect { fill: transparent; } .hits rect:hover { fill: var(--quiet); fill-opacity: .25; }
+"""
+
+BARS_STYLE = """
 .limit { stroke: var(--ink); stroke-dasharray: 4 3; }
 .bars text { paint-order: stroke; stroke: var(--page); stroke-width: 3px; }
 """ + "".join(f".part{n} {{ color: {colour}; fill: {colour}; }}\n" for n, colour in enumerate(COLOURS))
@@ -298,11 +301,11 @@ def bars_picture(title: str, unit: str, rows: Bars, limit: float) -> Markup:
     """
     names, height, drawing = _bars(unit, rows, limit, left=170, width=760)
     key = [(f"\u25a0 {name}", f"part{n}") for n, name in enumerate(names)]
-    return picture(760, height, title, drawing, key=key)
+    return picture(760, height, title, drawing, key=key, style=BARS_STYLE)
 
 
 def bars_chart(title: str, unit: str, rows: Bars, limit: float | None = None) -> Markup:
-    """Return the bars as a part of a page; the arguments are those of `bars_picture`."""
+    """Return the bars as a part of a page, which has BARS_STYLE; the arguments are those of `bars_picture`."""
     names, height, drawing = _bars(unit, rows, limit, left=28, width=_WIDTH)
     key = [[" ", element("span", f"\u25a0\u00a0{name}", class_=f"key part{n}")] for n, name in enumerate(names)]
     heading = [title, " ", element("span", unit), key if len(names) > 1 else ""]

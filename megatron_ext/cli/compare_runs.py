@@ -4,7 +4,7 @@
     python tools/compare_runs.py checkpoints/before checkpoints/after --html both.html
 
 Prints `identical: N rows` and exits with 0, or names the first row and field that differ and exits with 1. Times,
-rates and memory are left out: no run repeats them. --html FILE draws both runs on the page of `show`, under the verdict.
+rates and memory are left out: no run repeats them. --html FILE draws both runs as `show` does, under the verdict.
 """
 
 import math

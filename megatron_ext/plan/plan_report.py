@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_ext.charts import bars_chart, bars_picture, main, page, wide
+from megatron_ext.charts import BARS_STYLE, bars_chart, bars_picture, main, page, wide
 from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.derived.sharding import ZERO_1
 from megatron_ext.config.parse.options import flag_of
@@ -193,23 +193,21 @@ def as_page(question: Question, candidates: Sequence[Candidate], lines: Iterable
         lines: what stands above.
     """
     numbered = {str(number): each for number, each in enumerate(candidates, start=1)}
-    rows = {
+    memory = {
         number: {part: size / _GIGA for part, size in each.memory.parts.items()} for number, each in numbered.items()
     }
-    charts = [bars_chart("Memory", "GB", rows, question.usable_bytes / _GIGA)]
+    charts = [bars_chart("Memory", "GB", memory, question.usable_bytes / _GIGA)]
     timed = {number: each for number, each in numbered.items() if each.time is not None}
     if timed:
+        shares = {number: {"": 100 * _share_of_peak(each, question.machine)} for number, each in timed.items()}
         charts.append(bars_chart("Step", "s", {number: _seconds(each) for number, each in timed.items()}))
-        shares = {number: 100 * _share_of_peak(each, question.machine) for number, each in timed.items()}
-        charts.append(
-            bars_chart("Model FLOPs utilization", "%", {number: {"": share} for number, share in shares.items()})
-        )
+        charts.append(bars_chart("Model FLOPs utilization", "%", shares))
     layouts = [
         [element("p", f"{number}: {name(each)}"), element("pre", command(each.choice))]
         for number, each in numbered.items()
     ]
     title = f"Layouts on {question.world_size:,} x {question.machine.devices.name}"
-    return page(title, lines, [main(charts), wide("Flags of each layout", *layouts)])
+    return page(title, lines, [main(charts), wide("Flags of each layout", *layouts)], style=BARS_STYLE)
 
 
 def _seconds(candidate: Candidate) -> dict[str, float]:

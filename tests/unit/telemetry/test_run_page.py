@@ -280,7 +280,7 @@ def test_several_runs_share_the_charts_of_one_page(tmp_path: Path):
     page = (tmp_path / "page.html").read_text()
     assert "&lt;two&gt;" in page
     assert "<two>" not in page
-    training, validation, *rest = svgs(page)
+    training, _, validation, *rest = svgs(page)
     classes = [path.attrib["class"] for path in training.iter("path") if "line" in path.attrib["class"]]
     assert classes == ["line run0", "line run1"]
     assert [len(line.split("L")) for line in lines(training)] == [2, 3]
