@@ -280,7 +280,8 @@ def _changes(axes: _Axes, marks: Sequence[tuple[int, str]]) -> Iterator[Markup]:
 def _ticks(axes: _Axes) -> Sequence[float]:
     """Return where the horizontal axis has its numbers: not where its name stands."""
     if not axes.doublings:
-        return [x for x in ticks(axes.x_low, axes.x_high, 6) if axes.x(x) >= _LEFT + 14]
+        whole = (x for x in ticks(axes.x_low, axes.x_high, 6) if x == round(x))
+        return [x for x in whole if axes.x(x) >= _LEFT + 14]
     powers = range(math.floor(math.log10(axes.x_low)), math.ceil(math.log10(axes.x_high)) + 1)
     round_numbers = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
     return _few([x for x in round_numbers if axes.x_low <= x <= axes.x_high and axes.x(x) >= _LEFT + 14], 8)

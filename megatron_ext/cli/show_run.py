@@ -55,9 +55,12 @@ def main(argv: list[str]) -> int:
 
 
 def named(runs: list[Path]) -> dict[str, Path]:
-    """Return the runs by the parts of their paths in which they differ, whole paths where these are not enough."""
+    """Return the runs by the ends of their paths in which they differ; one alone by the last two parts of its path."""
     folders = [run.parent if run.name == "metrics.jsonl" else run for run in runs]
-    depth = next((n for n in range(1, 99) if len({each.parts[-n:] for each in folders}) == len(set(folders))), 99)
+    depth = next(
+        (n for n in range(1 + (len(runs) == 1), 99) if len({each.parts[-n:] for each in folders}) == len(set(folders))),
+        99,
+    )
     return {str(Path(*folder.parts[-depth:])): run for folder, run in zip(folders, runs, strict=True)}
 
 
