@@ -34,10 +34,9 @@ h2 { font-size: 1rem; margin: 0 0 .25rem; }
 h2 span, summary { font-weight: normal; color: var(--quiet); }
 pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 1.5rem; }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 2rem; }
-section { margin: 0; }
 .wide { max-width: 1180px; margin: 2rem 0; overflow-x: auto; }
 section svg { width: 100%; height: auto; display: block; }
-text { fill: var(--quiet); font-size: 12px; font-variant-numeric: tabular-nums; }
+text { fill: var(--quiet); font: 12px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
 .grid { stroke: var(--grid); }
 .line { fill: none; stroke: var(--first); stroke-width: 1.6; stroke-linejoin: round; }
 .second { stroke: var(--second); }
@@ -47,12 +46,11 @@ text { fill: var(--quiet); font-size: 12px; font-variant-numeric: tabular-nums; 
 .dot { fill: var(--first); } .dot.second { fill: var(--second); stroke: var(--page); }
 .paper { fill: var(--page); } .legend { fill: currentColor; }
 .title { fill: var(--ink); font-size: 14px; font-weight: 600; }
-text { font-family: system-ui, sans-serif; }
 details { margin: 0 0 2rem; } summary { cursor: pointer; } a { color: var(--first); overflow-wrap: anywhere; }
 .key { font-weight: normal; color: var(--first); } .key.second { color: var(--second); }
-.third, .key.third { stroke: var(--third); color: var(--third); }
-.fourth, .key.fourth { stroke: var(--fourth); color: var(--fourth); }
-.fifth, .key.fifth { stroke: var(--fifth); color: var(--fifth); }
+.third { stroke: var(--third); color: var(--third); }
+.fourth { stroke: var(--fourth); color: var(--fourth); }
+.fifth { stroke: var(--fifth); color: var(--fifth); }
 .hits rect { fill: transparent; } .hits rect:hover { fill: var(--quiet); fill-opacity: .25; }
 """
 
