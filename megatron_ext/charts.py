@@ -34,9 +34,9 @@ h2 { font-size: 1rem; margin: 0 0 .25rem; }
 h2 span, summary { font-weight: normal; color: var(--quiet); }
 pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 1.5rem; }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 2rem; }
-section { margin: 0; }
+.wide { max-width: 1180px; margin: 2rem 0; overflow-x: auto; }
 section svg { width: 100%; height: auto; display: block; }
-text { fill: var(--quiet); font-size: 12px; font-variant-numeric: tabular-nums; }
+text { fill: var(--quiet); font: 12px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
 .grid { stroke: var(--grid); }
 .line { fill: none; stroke: var(--first); stroke-width: 1.6; stroke-linejoin: round; }
 .second { stroke: var(--second); }
@@ -46,14 +46,18 @@ text { fill: var(--quiet); font-size: 12px; font-variant-numeric: tabular-nums; 
 .dot { fill: var(--first); } .dot.second { fill: var(--second); stroke: var(--page); }
 .paper { fill: var(--page); } .legend { fill: currentColor; }
 .title { fill: var(--ink); font-size: 14px; font-weight: 600; }
-text { font-family: system-ui, sans-serif; }
 details { margin: 0 0 2rem; } summary { cursor: pointer; } a { color: var(--first); overflow-wrap: anywhere; }
 .key { font-weight: normal; color: var(--first); } .key.second { color: var(--second); }
-.third, .key.third { stroke: var(--third); color: var(--third); }
-.fourth, .key.fourth { stroke: var(--fourth); color: var(--fourth); }
-.fifth, .key.fifth { stroke: var(--fifth); color: var(--fifth); }
+.third { stroke: var(--third); color: var(--third); }
+.fourth { stroke: var(--fourth); color: var(--fourth); }
+.fifth { stroke: var(--fifth); color: var(--fifth); }
 .hits rect { fill: transparent; } .hits rect:hover { fill: var(--quiet); fill-opacity: .25; }
 """
+
+BARS_STYLE = """
+.limit { stroke: var(--ink); stroke-dasharray: 4 3; }
+.bars text { paint-order: stroke; stroke: var(--page); stroke-width: 3px; }
+""" + "".join(f".part{n} {{ color: {colour}; fill: {colour}; }}\n" for n, colour in enumerate(COLOURS))
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,7 @@ def chart(
         for each in series:
             if each.name:
                 mark = "\u25cf" if each.dotted else "\u2500"
-                heading += [" ", element("span", f"{mark} {each.name}", class_=_classes("key", each))]
+                heading += [" ", element("span", f"{mark}\u00a0{each.name}", class_=_classes("key", each))]
     if logarithmic:
         series = [replace(each, points=[at for at in each.points if min(at) > 0]) for each in series]
     shown = finite(point for each in series for point in each.points)
@@ -274,45 +278,68 @@ def _changes(axes: _Axes, marks: Sequence[tuple[int, str]]) -> Iterator[Markup]:
 def _ticks(axes: _Axes) -> Sequence[float]:
     """Return where the horizontal axis has its numbers: not where its name stands."""
     if not axes.doublings:
-        return [x for x in ticks(axes.x_low, axes.x_high, 6) if axes.x(x) >= _LEFT + 14]
+        whole = (x for x in ticks(axes.x_low, axes.x_high, 6) if x == round(x))
+        return [x for x in whole if axes.x(x) >= _LEFT + 14]
     powers = range(math.floor(math.log10(axes.x_low)), math.ceil(math.log10(axes.x_high)) + 1)
     round_numbers = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
     return _few([x for x in round_numbers if axes.x_low <= x <= axes.x_high and axes.x(x) >= _LEFT + 14], 8)
 
 
-def bars_picture(title: str, unit: str, rows: Mapping[str, Mapping[str, float]], limit: float) -> Markup:
+Bars = Mapping[str, Mapping[str, float]]
+"""The parts of each row of a drawing of bars, by name: no more of them than there are colours."""
+
+
+def bars_picture(title: str, unit: str, rows: Bars, limit: float) -> Markup:
     """Return an SVG file with a bar for each row, made of its parts.
 
     Args:
         title: what the picture shows.
         unit: of the values.
-        rows: the parts of each row, by name.
+        rows: the bars.
         limit: where a line marks what there is room for.
     """
-    left, width, height = 170, 760, 26
-    longest = max(limit, *(sum(parts.values()) for parts in rows.values()))
+    names, height, drawing = _bars(unit, rows, limit, left=170, width=760)
+    key = [(f"\u25a0 {name}", f"part{n}") for n, name in enumerate(names)]
+    return picture(760, height, title, drawing, key=key, style=BARS_STYLE)
+
+
+def bars_chart(title: str, unit: str, rows: Bars, limit: float | None = None) -> Markup:
+    """Return the bars as a part of a page, which has BARS_STYLE; the arguments are those of `bars_picture`."""
+    names, height, drawing = _bars(unit, rows, limit, left=28, width=_WIDTH)
+    key = [[" ", element("span", f"\u25a0\u00a0{name}", class_=f"key part{n}")] for n, name in enumerate(names)]
+    heading = [title, " ", element("span", unit), key if len(names) > 1 else ""]
+    return section(heading, svg(_WIDTH, height, f"{title}, {unit}", drawing))
+
+
+def _bars(unit: str, rows: Bars, limit: float | None, *, left: float, width: float) -> tuple[list[str], float, Content]:
+    """Return the names of the parts, the height of the drawing, and the drawing."""
+    height = 26
+    longest = max(limit or 0.0, *(sum(parts.values()) for parts in rows.values()))
     scale = (width - left - 60) / longest
     names = list(dict.fromkeys(name for parts in rows.values() for name, value in parts.items() if value))
-    border, bottom = left + limit * scale, height * len(rows)
+    bottom = height * len(rows)
     marks, values = list[Content](), list[Content]()
-    line = element("path", class_="limit", d=f"M{border:.1f} 0V{bottom}")
     for number, (row, parts) in enumerate(rows.items()):
         y, x = number * height, float(left)
         marks.append(label(left - 8, y + 17, row, "end"))
         for name in names:
             value = parts.get(name, 0.0)
-            hover = element("title", f"{row}: {name} {value:.1f} {unit}")
+            hover = element("title", f"{row}: {name} {value:.3g} {unit}")
             place = {"x": f"{x:.1f}", "y": y + 3, "width": f"{value * scale:.1f}", "height": height - 6}
-            marks.append(element("rect", hover, fill=COLOURS[names.index(name)], **place))
+            marks.append(element("rect", hover, class_=f"part{names.index(name)}", **place))
             x += value * scale
-        values.append(label(f"{x + 6:.1f}", y + 17, f"{sum(parts.values()):.0f} {unit}", "start"))
-    values.append(label(f"{border:.1f}", bottom + 16, f"{limit:.0f} {unit} may be filled", "middle"))
-    rules = "".join(f".part{n} {{ color: {COLOURS[n]}; }}\n" for n in range(len(names)))
-    key = [(f"\u25a0 {name}", f"part{n}") for n, name in enumerate(names)]
-    drawing = [[mark, "\n"] for mark in (*marks, line, *values)]
-    rules += ".limit { stroke: var(--ink); stroke-dasharray: 4 3; }\n"
-    rules += "text { paint-order: stroke; stroke: var(--page); stroke-width: 3px; }\n"  # over the line of the limit
-    return picture(width, bottom + 24, title, drawing, key=key, style=rules)
+        values.append(label(f"{x + 6:.1f}", y + 17, f"{_amount(sum(parts.values()))} {unit}", "start"))
+    if limit is not None:
+        border = left + limit * scale
+        marks.append(element("path", class_="limit", d=f"M{border:.1f} 0V{bottom}"))
+        side = "end" if border > width / 2 else "start"
+        values.append(label(f"{border:.1f}", bottom + 16, f"{_amount(limit)} {unit} may be filled", side))
+        bottom += 24
+    return names, bottom, element("g", "\n", [[mark, "\n"] for mark in (*marks, *values)], class_="bars")
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _classes(kind: str, series: Series) -> str:

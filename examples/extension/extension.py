@@ -3,10 +3,12 @@
     torchrun --nproc-per-node 4 examples/extension/extension.py --device cpu --mock-data --vocab-size 64 \
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
         --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --position-embedding-type rope \
-        --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-2 --log-interval 5
+        --hidden-dropout 0 --attention-dropout 0 \
+        --micro-batch-size 2 --global-batch-size 8 --train-iters 200 --lr 0.1 --log-interval 50
 
-Nothing of megatron_ext is changed for it, and each part computes the same in every layout: docs/extending.md says what
-that asks of it. tests/parity/test_extension.py compares TP, PP, DP and CP with one process.
+The loss falls from log(64) = 4.16, that of a guess, to about 1.9. Nothing of megatron_ext is changed for it, and each
+part computes the same in every layout: docs/extending.md says what that asks of it. tests/parity/test_extension.py
+compares TP, PP, DP and CP with one process.
 """
 
 import dataclasses

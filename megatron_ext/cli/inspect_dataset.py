@@ -154,8 +154,7 @@ def show(prefix: str, html: Path | None = None) -> None:
     say("\n".join(lines))
     if html is not None:
         counts = charts.Series([(2**exponent, count) for exponent, count in enumerate(summary.histogram)])
-        unit = "sequences of so many tokens or more, up to twice as many"
-        drawn = charts.chart("Lengths", unit, [counts], along="token", doublings=True)
+        drawn = charts.chart("Sequences", "", [counts], along="tokens (up to twice as many)", doublings=True)
         write_output("--html", html, charts.page(prefix, lines, charts.main([drawn])))
     most = max(summary.histogram)
     for exponent, count in enumerate(summary.histogram):

@@ -21,6 +21,7 @@ from megatron_ext.terminal import say
 
 COMMANDS = {
     "pretrain": ("pretrain", "pretrain a GPT model; pretrain_gpt.py is the same"),
+    "torchrun": ("torchrun", "start ranks as torchrun does; last line and exit code are those of the rank that failed"),
     "new": ("new_run", "make a model of your own text: tokenizer, data, training, export, sample, page"),
     "preprocess": ("preprocess_data", "turn text into the .bin/.idx files that training reads"),
     "train-tokenizer": ("train_tokenizer", "train a tokenizer on text files"),

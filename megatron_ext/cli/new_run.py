@@ -21,15 +21,16 @@ import yaml
 from megatron_ext.commandline import ToolParser
 from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.telemetry.loss_curve import read_history, summary
-from megatron_ext.terminal import say
+from megatron_ext.terminal import say, warn
 from megatron_ext.untrusted.text import load_json, read_file
 
 _PARTS = ("tokenizer", "tokens", "size of the model", "training", "export to Hugging Face", "a sample", "the page")
-_REST = 30.0  # seconds of export, sample and page
+_STARTS = 4  # as long as the programs that follow take to start: training, export, sample and page
 _SHARE = 0.85  # of what is left, by the estimate; evaluations and saves are not in it
 _TOKENS_PER_PARAMETER = 10  # at least; about half of what is best for the operations spent (arXiv:2203.15556)
 _MOST_EPOCHS = 4  # more helps less and less (Muennighoff et al. 2023, arXiv:2305.16264)
-_FEWEST_STEPS, _BATCH = 20, 16
+_FEWEST_STEPS, _MEASURED, _BATCH = 20, 6, 16
+_MOST_MEASURING = 0.1  # of what is left for the training may go into trying another size
 
 
 class Size(NamedTuple):
@@ -104,12 +105,22 @@ class _Making:
 
     def _sized(self, tokens: int) -> tuple[dict[str, Any], float]:
         """Return the flags of the largest model that sees enough tokens, and the seconds of its training."""
-        room = max(0.0, self._seconds - self._elapsed() - _REST) * _SHARE
-        chosen = None
+        chosen, start, room = None, 0.0, 0.0
         for shape in SIZES:
             if shape.length * _BATCH > tokens // 20 and chosen is not None:
                 break  # too little text for a validation set of such samples
+            if chosen is not None and start > _MOST_MEASURING * room:
+                break
+            begun = self._elapsed()
             step = self._step_seconds(shape)
+            start = max(0.0, self._elapsed() - begun - _MEASURED * step)
+            room = max(0.0, self._seconds - self._elapsed() - _STARTS * start) * _SHARE
+            if chosen is None and room < _FEWEST_STEPS * step:
+                least = self._elapsed() + _STARTS * start + _FEWEST_STEPS * step / _SHARE
+                warn(
+                    f"--minutes {self._seconds / 60:g} is too few for a training here: these are the fewest steps of "
+                    f"the smallest model, and all of it takes about {least / 60:.1f} minutes"
+                )
             steps = min(int(room / step), _MOST_EPOCHS * tokens // (shape.length * _BATCH))
             seen, parameters = steps * shape.length * _BATCH, shape.parameters(self._vocabulary)
             say(f"  {shape.layers} layers of {shape.hidden}: {step:.3f} s a step, {seen:,} tokens in {steps:,} steps")
@@ -147,7 +158,7 @@ class _Making:
         """Return the seconds of the fastest of a few steps, of synthetic tokens."""
         with tempfile.TemporaryDirectory() as folder:
             file, rows = Path(folder) / "run.yaml", Path(folder) / "metrics.jsonl"
-            file.write_text(yaml.safe_dump({**_shape(shape), "lr": 1e-3, "train_iters": 6}), encoding="utf-8")
+            file.write_text(yaml.safe_dump({**_shape(shape), "lr": 1e-3, "train_iters": _MEASURED}), encoding="utf-8")
             synthetic = ["--mock-data", "--vocab-size", self._vocabulary, "--eval-iters", 0, "--log-interval", 1]
             flags = ["--config", file, *self._device, *synthetic, "--metrics-file", rows]
             self._tool("pretrain", *flags, quiet=True)

@@ -68,17 +68,15 @@ def page(both: Comparison, proof: Proof) -> charts.Markup:
         one, ranks = ([(at, value) for at, value in enumerate(run, 1) if value is not None] for run in (known, other))
         series = [charts.Series(one, "one process"), charts.Series(ranks, f"{both.world_size} ranks", dotted=True)]
         drawn.append(charts.chart(name, unit, series, along="step"))
-    return charts.page("Parity", report(both, proof).splitlines(), charts.main(drawn))
+    table = charts.wide("Each step", charts.element("pre", "\n".join(_table(proof))))
+    words = [line for line in report(both, proof).splitlines() if line not in _table(proof)]
+    return charts.page("Parity", words, [charts.main(drawn), table], style=".wide pre { white-space: pre; }")
 
 
 def report(both: Comparison, proof: Proof) -> str:
     """Return the comparison in words, with the verdict in the last line."""
     lines = [f"one process against {both.world_size} ranks, fp32{''.join(f', {change}' for change in both.changed)}"]
-    lines.append(f"{'step':>4}  {'loss, one process':>18}  {'loss':>18}  {'gradient norm':>18}  {'gradient norm':>18}")
-    known, other = proof.reference, proof.other
-    curves = zip(known.losses, other.losses, known.grad_norms, other.grad_norms, strict=True)
-    for step, numbers in enumerate(curves, start=1):
-        lines.append(f"{step:4d}  " + "  ".join(f"{'none' if n is None else f'{n:.10g}':>18}" for n in numbers))
+    lines += _table(proof)
     equal = sum(distance == 0.0 for distance in proof.weights.values())
     lines.append(f"initial weights  {equal} of {len(proof.weights)} equal bit for bit")
     for title, distances in (("outputs", proof.outputs), ("first gradients", proof.gradients)):
@@ -91,3 +89,13 @@ def report(both: Comparison, proof: Proof) -> str:
     else:
         lines.append(f"verdict: THEY PART. First, {difference.sentence} (tolerance {proof.tolerance:g})")
     return "\n".join(lines)
+
+
+def _table(proof: Proof) -> list[str]:
+    """Return losses and gradient norms of both runs, a line for each step."""
+    lines = [f"{'step':>4}  {'loss, one process':>18}  {'loss':>18}  {'gradient norm':>18}  {'gradient norm':>18}"]
+    known, other = proof.reference, proof.other
+    curves = zip(known.losses, other.losses, known.grad_norms, other.grad_norms, strict=True)
+    for step, numbers in enumerate(curves, start=1):
+        lines.append(f"{step:4d}  " + "  ".join(f"{'none' if n is None else f'{n:.10g}':>18}" for n in numbers))
+    return lines

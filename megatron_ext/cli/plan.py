@@ -140,8 +140,10 @@ def _evaluate(options: argparse.Namespace, asked: Question) -> int:
         raise ConfigurationError(evaluated)
     limits_json, limits_lines = _limits(options, asked, [layout_evaluation.as_candidate(evaluated)])
     _write_json(options, layout_evaluation.as_json(evaluated) | limits_json)
+    lines = [*layout_evaluation.as_text(evaluated), *limits_lines]
+    _write_page(options, asked, [layout_evaluation.as_candidate(evaluated)], lines)
     if not _is_stdout(options):
-        say("\n".join([*layout_evaluation.as_text(evaluated), *limits_lines]))
+        say("\n".join(lines))
     return 0
 
 
@@ -158,9 +160,12 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
     limits_json, limits_lines = _limits(options, asked, answer.best)
     short = with_short_gradients(asked, answer)
     _write_json(options, report.as_json(asked, answer, short) | limits_json)
-    if _is_stdout(options):
+    if _is_stdout(options) and options.html is None:
         return 0 if answer.best else 1
     lines = report.head(asked, answer.nearest)
+    _write_page(options, asked, answer.best or [answer.nearest], lines)
+    if _is_stdout(options):
+        return 0 if answer.best else 1
     if not answer.best:
         ranks = fewest_ranks(asked, _MOST_RANKS * asked.world_size)
         offloads = with_offloads(asked, answer.nearest)
@@ -192,6 +197,11 @@ def _limits(
         return {}, []
     parts = bottlenecks.limits(asked, best, searched=not options.evaluate)
     return {"limits": [asdict(part) for part in parts]}, ["", *bottlenecks.table(parts, best)]
+
+
+def _write_page(options: argparse.Namespace, asked: Question, shown: Sequence[Candidate], lines: Sequence[str]) -> None:
+    if options.html is not None:
+        write_output("--html", options.html, report.as_page(asked, shown, lines))
 
 
 def _write_json(options: argparse.Namespace, content: dict[str, Any]) -> None:
@@ -266,8 +276,9 @@ def _parser() -> ToolParser:
     parser.add_argument("--limits", action="store_true", help="say what 10%% more or less of each part would change")
     for flag in ("--tokens", "--dollars-per-hour", "--watts", "--mtbf-hours", "--stall", "--restart-minutes"):
         parser.remove_flag(flag, "multiply the seconds a step that --json - has by the steps of the run")
-    for flag in ("--over-devices", "--over-seq-lengths", "--html"):
+    for flag in ("--over-devices", "--over-seq-lengths"):
         parser.remove_flag(flag, "run the planner for each --world-size or --seq-length and read its --json")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the layouts as a page as well")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the memory of the plain ways to share the model")
     parser.add_argument("--json", metavar="FILE", help="write everything there as well; - is the standard output")
     return parser

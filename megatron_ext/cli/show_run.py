@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the training losses")
     options = parser.parse_args(argv)
-    runs = {name: read_history(run) for name, run in _named(options.runs).items()}
+    runs = {name: read_history(run) for name, run in named(options.runs).items()}
     for number, (name, history) in enumerate(runs.items()):
         if len(runs) > 1:
             say(f"{chr(10) * bool(number)}== {name}")
@@ -54,10 +54,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _named(runs: list[Path]) -> dict[str, Path]:
-    """Return the runs by the parts of their paths in which they differ, whole paths where these are not enough."""
+def named(runs: list[Path]) -> dict[str, Path]:
+    """Return the runs by the ends of their paths in which they differ; one alone by the last two parts of its path."""
     folders = [run.parent if run.name == "metrics.jsonl" else run for run in runs]
-    depth = next((n for n in range(1, 99) if len({each.parts[-n:] for each in folders}) == len(set(folders))), 99)
+    depth = next(
+        (n for n in range(1 + (len(runs) == 1), 99) if len({each.parts[-n:] for each in folders}) == len(set(folders))),
+        99,
+    )
     return {str(Path(*folder.parts[-depth:])): run for folder, run in zip(folders, runs, strict=True)}
 
 

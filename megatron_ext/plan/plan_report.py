@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_ext.charts import bars_picture
+from megatron_ext.charts import BARS_STYLE, bars_chart, bars_picture, main, page, wide
 from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.config.derived.sharding import ZERO_1
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config
-from megatron_ext.markup import Markup
+from megatron_ext.markup import Markup, element
 from megatron_ext.parts.catalogue import count
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine
@@ -124,10 +124,16 @@ def speed(candidate: Candidate, machine: Machine) -> str:
     """Return how fast the first layout is, and what it keeps in host memory."""
     config = candidate.config
     tokens = config.training.global_batch_size * config.model.seq_length / candidate.seconds
-    each = tokens / config.layout.world_size
-    share = each * flops_per_token(config) / machine.devices.peak_flops(config.training)
+    each, share = tokens / config.layout.world_size, _share_of_peak(candidate, machine)
     text = f"1 trains {tokens:,.0f} tokens a second, {each:,.0f} a device: {share:.1%} of the peak (causal attention)"
     return text + (f"; it keeps {on_host(config, machine)}" if host_bytes(config) else "")
+
+
+def _share_of_peak(candidate: Candidate, machine: Machine) -> float:
+    config = candidate.config
+    tokens = config.training.global_batch_size * config.model.seq_length / candidate.seconds
+    peak = config.layout.world_size * machine.devices.peak_flops(config.training)
+    return tokens * flops_per_token(config) / peak
 
 
 def on_host(config: Config, machine: Machine) -> str:
@@ -176,6 +182,40 @@ def memory_picture(candidates: Iterable[Candidate], question: Question) -> Marku
     rows = {_plain_name(each): {part: size / _GIGA for part, size in each.memory.parts.items()} for each in candidates}
     title = f"Memory of the fullest device, {question.world_size} x {question.machine.devices.name}"
     return bars_picture(title, "GB", rows, question.usable_bytes / _GIGA)
+
+
+def as_page(question: Question, candidates: Sequence[Candidate], lines: Iterable[str]) -> Markup:
+    """Return layouts as a page: memory, time of a step and utilization of each, from 0, and its flags.
+
+    Args:
+        question: what was asked.
+        candidates: the layouts, each with its time, in the order of their numbers.
+        lines: what stands above.
+    """
+    numbered = {str(number): each for number, each in enumerate(candidates, start=1)}
+    memory = {
+        number: {part: size / _GIGA for part, size in each.memory.parts.items()} for number, each in numbered.items()
+    }
+    charts = [bars_chart("Memory", "GB", memory, question.usable_bytes / _GIGA)]
+    timed = {number: each for number, each in numbered.items() if each.time is not None}
+    if timed:
+        shares = {number: {"": 100 * _share_of_peak(each, question.machine)} for number, each in timed.items()}
+        charts.append(bars_chart("Step", "s", {number: _seconds(each) for number, each in timed.items()}))
+        charts.append(bars_chart("Model FLOPs utilization", "%", shares))
+    layouts = [
+        [element("p", f"{number}: {name(each)}"), element("pre", command(each.choice))]
+        for number, each in numbered.items()
+    ]
+    title = f"Layouts on {question.world_size:,} x {question.machine.devices.name}"
+    return page(title, lines, [main(charts), wide("Flags of each layout", *layouts)], style=BARS_STYLE)
+
+
+def _seconds(candidate: Candidate) -> dict[str, float]:
+    """Return the seconds of a step by part, those of all communication as one."""
+    assert candidate.time is not None
+    seconds = dict(candidate.time.parts)
+    sent = sum(seconds.pop(axis) for axis in ("tp", "cp", "ep", "pp", "dp"))
+    return {"compute": seconds.pop("compute"), "communication": sent, **seconds}
 
 
 def _plain_name(candidate: Candidate) -> str:

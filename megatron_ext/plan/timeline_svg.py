@@ -19,7 +19,6 @@ _NARROW = 3  # of a box, whose border in the colour of the page would hide it
 _WIDE_ENOUGH = 8  # of a box, for each digit of its number
 
 STYLE = """
-.wide { max-width: 1180px; margin: 2rem 0; overflow-x: auto; }
 .wide svg { min-width: 720px; }
 .wide pre { white-space: pre; overflow-x: auto; }
 .lane { fill: var(--grid); fill-opacity: .45; }

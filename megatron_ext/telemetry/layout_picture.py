@@ -41,5 +41,5 @@ def as_section(layout: LayoutConfig) -> Markup:
         hover = element("title", f"rank {rank}: tensor {at.tp}, context {at.cp}, data {at.dp}, stage {at.pp}")
         marks.append(element("rect", hover, class_="rank", x=x, y=y, width=_CELL - 2, height=_HIGH - 2))
         marks.append(label(x + _CELL / 2 - 1, y + _HIGH / 2 + 3, f"rank {rank}", "middle"))
-    size = max(_LEFT + sizes.pp * width, 360), _TOP + sizes.dp * height
+    size = max(_LEFT + sizes.pp * width, 320), _TOP + sizes.dp * height
     return wide(heading, svg(*size, f"layout: {text}", [[mark, "\n"] for mark in marks], natural=True))

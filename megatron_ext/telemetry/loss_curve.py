@@ -50,6 +50,11 @@ class RunHistory:
         return [(row["iteration"], row["validation_loss"]) for row in self.evaluations]
 
 
+def metrics_path(run: Path) -> Path:
+    """Return the metrics file of a run, given that file or the folder (--save) that holds `metrics.jsonl`."""
+    return run / "metrics.jsonl" if run.is_dir() else run
+
+
 def read_history(run: Path) -> RunHistory:
     """Return the history of a run, given its metrics file or the folder (--save) that holds `metrics.jsonl`.
 
@@ -57,7 +62,7 @@ def read_history(run: Path) -> RunHistory:
         ConfigurationError: there is no such file, or no row in it.
         DataError: no line of it is a row.
     """
-    path = run / "metrics.jsonl" if run.is_dir() else run
+    path = metrics_path(run)
     if not path.exists():
         raise ConfigurationError(
             f"{path}: no such file. Give the --save folder of a run, or the file that it wrote with --metrics-file."

@@ -272,15 +272,21 @@ _CHARTS = (
 )
 
 
-def runs_page(runs: Mapping[str, RunHistory]) -> str:
-    """Return the page as text.
+def runs_page(runs: Mapping[str, RunHistory], verdict: str = "") -> str:
+    """Return the page as text; of two runs it also draws the difference of their losses.
 
     Args:
         runs: the runs by name, in the order in which they are shown.
+        verdict: a line that stands above all others.
     """
     lines = [line for name, run in runs.items() for line in (name, *(f"    {text}" for text in summary(run)))]
     charts = [chart(title, unit, _series(runs, field), along="iteration") for title, unit, field in _CHARTS]
-    return page(f"{len(runs)} runs", lines, main(charts), style=_colours(len(runs)))
+    if len(runs) == 2:
+        first, second = (dict(run.points("lm_loss")) for run in runs.values())
+        between = [(at, second[at] - loss) for at, loss in first.items() if at in second]
+        charts.insert(1, _chart("Difference of training losses", "second less first", [Series(between)]))
+    title = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    return page(title, [*filter(None, [verdict]), *lines], main(charts), style=_colours(len(runs)))
 
 
 def losses_picture(runs: Mapping[str, RunHistory]) -> str:

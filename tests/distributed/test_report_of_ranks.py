@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import ROOT, end_all, start_torchrun
+from tests.support.launched import ROOT, end_all, start_python, start_torchrun
 from tests.support.warm_python import warm_python
 
 PROGRAM = ROOT / "tests/support/failing_rank.py"
@@ -65,3 +65,26 @@ def test_under_torchrun_rank_0_alone_tells_configuration_errors(tmp_path: Path):
         "rank 0: 1 problem in the configuration, named above; nothing was started. Change the flags and start again."
     ], run.output
     assert "rank 0: --a 1: too small" in run.output, "torchrun's summary has the problem itself"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("configuration", 64, "rank 0: --a 1: too small"),
+        ("numeric", 70, "rank 1: NaN in layer 3, iteration 5"),
+        ("kill", 137, "rank 1: ended by SIGKILL"),
+    ],
+)
+def test_under_our_launcher_the_cause_is_the_last_line_and_gives_the_exit_code(
+    how: str, code: int, cause: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    words = ["megatron_ext", "torchrun", "--standalone", "--nproc-per-node=2", str(PROGRAM), how, "-"]
+    process = start_python(["-m", *words], log, warm_python(tmp_path / "bin") | {"PYTHONPATH": str(ROOT)})
+    try:
+        assert process.wait(90) == code
+    finally:
+        end_all(process)
+    lines = log.read_text().splitlines()
+    assert lines[-1] == cause
+    assert not any(line.startswith("Traceback") for line in lines)

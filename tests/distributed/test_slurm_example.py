@@ -106,9 +106,9 @@ exit 1
 """
 
 
-@pytest.mark.parametrize("stopped", [True, False])
-def test_a_run_that_was_stopped_is_queued_again_and_one_that_failed_is_not(
-    stopped: bool, environment: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("stopped", ["by Slurm", "by hand", ""])
+def test_a_run_that_slurm_has_stopped_is_queued_again_and_one_stopped_by_hand_or_failed_is_not(
+    stopped: str, environment: dict[str, str], tmp_path: Path
 ):
     run = RUN if stopped else RUN.replace("seq 300", "seq 1")
     (Path(environment["SAVE"]) / "exit.json").write_text('{"code": 75}')  # of an earlier run
@@ -118,7 +118,9 @@ def test_a_run_that_was_stopped_is_queued_again_and_one_that_failed_is_not(
         while not (save / "started").exists():
             assert job.poll() is None, "ended before it began"
             time.sleep(0.02)
-        if stopped:
+        if stopped == "by Slurm":
             job.send_signal(signal.SIGTERM)
+        elif stopped:
+            (save / "stop").touch()
         assert job.wait(30) == 1
-    assert (notes.read_text() if notes.exists() else "") == ("requeue 12345\n" if stopped else "")
+    assert (notes.read_text() if notes.exists() else "") == ("requeue 12345\n" if stopped == "by Slurm" else "")

@@ -75,9 +75,9 @@ def start(
     return start_python(program, log) if not torchrun else start_torchrun([*torchrun, *program], log, environment)
 
 
-def start_python(words: Sequence[str], log: Path) -> Launched:
+def start_python(words: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Launched:
     """Start a script with its own flags, as `python *words` would in the root of the repository."""
-    return _Forked(words, log, {})
+    return _Forked(words, log, environment or {})
 
 
 def start_torchrun(words: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Launched:
@@ -87,7 +87,7 @@ def start_torchrun(words: Sequence[str], log: Path, environment: Mapping[str, st
         words: its flags, and the program with its own.
         environment: further variables; those of `warm_python` make forks of the workers.
     """
-    return _Forked(["-m", "torch.distributed.run", *words], log, environment or {})
+    return start_python(["-m", "torch.distributed.run", *words], log, environment)
 
 
 def finish(process: Launched, log: Path, seconds: float = 300.0) -> None:

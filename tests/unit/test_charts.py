@@ -78,8 +78,8 @@ def test_the_key_names_each_line_of_several() -> None:
     heading = chart("Loss", "nats", [one, two], along="step").split("</h2>")[0]
     assert heading == chart("Loss", "nats", [one, two, Series([(1, 3.0)])], along="step").split("</h2>")[0]
     assert heading == (
-        '<section>\n<h2>Loss <span>nats</span> <span class="key">─ a &lt;b&gt;</span> '
-        '<span class="key second">● c</span>'
+        '<section>\n<h2>Loss <span>nats</span> <span class="key">─\u00a0a &lt;b&gt;</span> '
+        '<span class="key second">●\u00a0c</span>'
     )
     assert "<h2>Loss <span>nats by step</span>" in chart("Loss", "nats", [one], along="step", doublings=True)
 

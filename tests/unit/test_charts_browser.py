@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.cli import plan
 from megatron_ext.plan.simulated_timeline import equal_stages
 from megatron_ext.plan.timeline_svg import as_page
 from megatron_ext.telemetry.loss_curve import RunHistory
@@ -51,3 +52,14 @@ def test_nothing_is_cut_and_no_texts_lie_on_each_other(name: str, width: int, tm
     assert found["overlaps"] == []
     assert found["small"] == 0
     assert (tmp_path / f"page-{width}.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("width", [360, 1600])
+def test_the_page_of_a_plan_is_readable(width: int, tmp_path: Path) -> None:
+    model = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 --bf16"
+    sizes = "--max-position-embeddings 2048 --global-batch-size 16 --pipeline-model-parallel-size 2"
+    words = ["--world-size", "4", "--number", "12", "--html", str(tmp_path / "plan.html"), "--"]
+    assert plan.main([*words, *model.split(), *sizes.split()]) == 0
+    found = measure((tmp_path / "plan.html").read_text(), width, tmp_path)
+    del found["height"]
+    assert found == {"scrolls": 0, "cut": [], "overlaps": [], "small": 0}

@@ -21,6 +21,8 @@ MODEL += " --vocab-size 100 --micro-batch-size 1 --global-batch-size 4"
 
 OUTPUTS = {
     "show --html": ("show metrics.jsonl --html out", "out"),
+    "compare --html": ("compare metrics.jsonl metrics.jsonl --html out", "out"),
+    "plan --html": (f"plan --evaluate --world-size 1 --html out -- {MODEL}", "out"),
     "plan --json": (f"plan --evaluate --world-size 1 --json out -- {MODEL}", "out"),
     "draw-pipeline --html": ("draw-pipeline --stages 2 --html out", "out"),
     "draw-pipeline --trace": ("draw-pipeline --run . --trace out", "out"),

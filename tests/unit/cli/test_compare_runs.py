@@ -42,6 +42,22 @@ def test_a_missing_row_counts(tmp_path: Path) -> None:
     assert compare(tmp_path, ROWS[:1]) == (1, "2 and 1 rows; equal up to row 1\n")
 
 
+def test_a_page_shows_both_runs_and_where_their_losses_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, more in (("before", 0.0), ("after", 0.25)):
+        rows = [{"iteration": at, "consumed_tokens": 64 * at, "lm_loss": 5.0 + more * (at > 2)} for at in range(1, 6)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [str(tmp_path / "before"), str(tmp_path / "after"), "--html", str(tmp_path / "both.html")]
+    assert compare_runs.main(words) == 1
+    assert capsys.readouterr().out == "row 3 (iteration 3): lm_loss is 5.0 and 5.25\n"
+    page = (tmp_path / "both.html").read_text()
+    assert "<pre>row 3 (iteration 3): lm_loss is 5.0 and 5.25\nbefore\n" in page
+    assert "<title>iteration 2: 0</title>" in page
+    assert "<title>iteration 3: 0.25</title>" in page
+
+
 def test_a_missing_file_is_a_configuration_error(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, str(TOOL), str(tmp_path / "no"), str(tmp_path / "no")],

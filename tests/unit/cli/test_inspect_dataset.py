@@ -49,7 +49,7 @@ def test_a_summary_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
     seen = texts(page.read_text())
     assert "\n".join(said.splitlines()[:3]) in seen
     for length, count in ((1, 1), (2, 2), (4, 0), (8, 1)):
-        assert f"token {length}: {count}" in seen
+        assert f"tokens (up to twice as many) {length}: {count}" in seen
     with pytest.raises(ConfigurationError, match="--html goes with show, not with verify; leave it out"):
         inspect_dataset.main(["verify", prefix, "--html", str(page)])
 

@@ -14,7 +14,7 @@ from megatron_ext.errors import ConfigurationError
 ROOT = Path(__file__).resolve().parents[3]
 # What belongs to the repository and not to a user: they compare commits, and write its docs and its corpus.
 OF_THE_CHECKOUT = {"draw_techniques", "loss_compare", "make_docs", "parity_table", "python_corpus", "recipes"}
-OF_THE_COMMAND = {"new_run", "pretrain", "completion", "api"}
+OF_THE_COMMAND = {"new_run", "torchrun", "pretrain", "completion", "api"}
 # What one does with a trained model lies in tasks/: script by command.
 IN_TASKS = {"tasks": "main", "generate": "generate"}
 TOOLS = [name for name in COMMANDS if name not in OF_THE_COMMAND]

@@ -1,5 +1,6 @@
 """One command makes a model of a folder of text, with everything that belongs to it."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -26,7 +27,8 @@ def test_a_model_of_a_folder_of_text(text: Path, tmp_path: Path, capfd: pytest.C
     """In almost no time: the smallest model and the fewest steps, and all parts of it."""
     run = tmp_path / "mine"
     assert new_run.main([str(run), "--text", str(text), "--minutes", "0.01", "--device", "cpu"]) == 0
-    said = capfd.readouterr().out
+    said, warned = capfd.readouterr()
+    assert re.search(r"--minutes 0\.01 is too few for a training here: .* takes about [1-9]?\d\.\d minutes", warned)
     assert [line.split("] ")[1].split(":")[0] for line in said.splitlines() if line.startswith("== [")] == [
         f"{number}/7 {part}" for number, part in enumerate(new_run._PARTS, 1)
     ]

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,31 @@ def test_no_flag_is_left_out() -> None:
         for action in plan._parser()._actions
         if action.option_strings and action.dest != "help" and action.help != "==SUPPRESS=="
     }
-    assert shown == {flag.split()[0] for flag in CHANGES} | {"--svg"}
+    assert shown == {flag.split()[0] for flag in CHANGES} | {"--svg", "--html"}
 
 
 def test_svg_draws_into_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert _said(plan.main, SEARCH.replace("--json - ", "").format("--svg memory.svg"), capsys) != ""
     assert Path("memory.svg").read_text().startswith("<svg")
+
+
+def test_html_shows_the_layouts_and_the_flags_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    words = _said(plan.main, SEARCH.replace("--json - ", "").format("--number 2 --html plan.html"), capsys)
+    page = Path("plan.html").read_text()
+    first = re.findall(r"^1  (.*?)  ", words, re.MULTILINE)[0]
+    flags = words.splitlines()[-1].strip()
+    assert f"<p>1: {first}</p>" in page
+    assert f"<pre>{flags}</pre>" in page
+    assert "2: activations" in page
+    assert "3: activations" not in page
+
+
+def test_html_of_one_layout_that_does_not_fit_shows_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"--evaluate --world-size 16 --device-memory-gb 0.1 --html plan.html -- {LAYOUT}"
+    assert "does not fit: stage 0 needs " in _said(plan.main, line, capsys)
+    page = Path("plan.html").read_text()
+    assert "does not fit: stage 0 needs " in page
+    assert " GB may be filled</text>" in page
 
 
 def test_json_goes_into_a_file_and_the_words_to_the_screen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,6 @@ def test_the_tool_says_what_limits_the_first_layout(tmp_path: Path) -> None:
         (["--tokens", "15T"], "--tokens was removed: multiply the seconds a step that --json - has by the steps"),
         (["--mtbf-hours=9"], "--mtbf-hours was removed"),
         (["--over-devices", "8", "16"], "--over-devices was removed: run the planner for each --world-size"),
-        (["--html", "x.html"], "--html was removed"),
         (["--efficiency", "1.5"], "--efficiency 1.5 is above 1, a share of the whole"),
         (["--link-efficiency", "1.5"], "--link-efficiency 1.5 is above 1, a share of the whole"),
         (["--memory-share", "1.5"], "--memory-share 1.5 is above 1, a share of the whole"),

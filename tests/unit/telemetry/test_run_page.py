@@ -280,7 +280,7 @@ def test_several_runs_share_the_charts_of_one_page(tmp_path: Path):
     page = (tmp_path / "page.html").read_text()
     assert "&lt;two&gt;" in page
     assert "<two>" not in page
-    training, validation, *rest = svgs(page)
+    training, _, validation, *rest = svgs(page)
     classes = [path.attrib["class"] for path in training.iter("path") if "line" in path.attrib["class"]]
     assert classes == ["line run0", "line run1"]
     assert [len(line.split("L")) for line in lines(training)] == [2, 3]
@@ -441,8 +441,8 @@ def test_a_resume_is_marked_with_as_many_ranks_too_and_both_phases_lie_on_one_ch
     assert [line.count("L") for line in lines(loss)] == [6, 2]
     assert [path.attrib["class"] for path in loss.iter("path")][-2:] == ["line", "line third"]
     assert re.findall(r'<span class="key[^"]*">(.*?)</span>', page) == [
-        "\u2500 training, 1 rank",
-        "\u2500 training, 8 ranks",
+        "\u2500\u00a0training, 1 rank",
+        "\u2500\u00a0training, 8 ranks",
     ]
 
 

@@ -1,0 +1,34 @@
+"""torchrun, but the last line says why the run failed, and the exit code is that of the rank that failed first.
+
+    megatron-ext torchrun --nproc-per-node 8 pretrain_gpt.py --config run.yaml
+
+It takes torchrun's flags and is torchrun, which itself ends with a traceback of its own and exit code 1, whatever its
+ranks return. A rank that a signal has ended gives 128 and the signal's number, and so does a signal to this process,
+which the ranks get as well.
+"""
+
+from megatron_ext.terminal import note
+
+
+def main(argv: list[str]) -> int:
+    """Run the ranks with torchrun's command line `argv` and return the exit code."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        torchrun.run(torchrun.parse_args(argv))
+    except SignalException as signalled:
+        note(f"torchrun: ended by {signalled.sigval.name}")
+        return 128 + signalled.sigval
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        cause = failure.error_file_data.get("message")
+        if isinstance(cause, dict):  # what the rank has written (resilience/exit_record.py)
+            note(cause["message"])
+        elif failure.exitcode < 0:
+            note(f"rank {rank}: ended by {failure.signal_name()}")
+        else:
+            note(f"rank {rank}: ended with exit code {failure.exitcode}; the last line of a rank above says why")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return 0
