@@ -20,6 +20,7 @@ from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.schema.data_flags import FOLDER_TOKENIZERS
 from megatron_ext.environment import world_size
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.foreign.curriculum import nearest_stages
 from megatron_ext.foreign.mindspeed import read_mindspeed
 from megatron_ext.foreign.script import Script
 from megatron_ext.foreign.weighted_split_paths import read_weighted_splits
@@ -76,7 +77,7 @@ _ENGINES = {
 }
 """Flags of what DeepSpeed does itself, by the keys of its file alone, with the defaults that these have."""
 
-_LENGTHS = "a run has one sequence length; train with a shorter --seq-length first, then --load its checkpoint"
+_LENGTHS = "lengths that grow are --stages FILE here, with lines as `1000: {seq_length: 2048}`; give that instead"
 _TRAINS_OTHERWISE = {
     "curriculum_learning": _LENGTHS,
     "data_efficiency": _LENGTHS,
@@ -84,6 +85,10 @@ _TRAINS_OTHERWISE = {
 }
 """Sections of the file that change what is trained where they are enabled, and what to do instead."""
 
+_STAGES = (
+    "it cuts samples of --seq-length short, and here a stage has other samples, of its own length; put {} into a file, "
+    "and give it as --stages FILE"
+)
 _IDLE = ("optimizer", "scheduler", "aio", "autotuning", "checkpoint", "comms_logger", "flops_profiler", "pipeline")
 """Sections of the file that change nothing: the first two, since DeepSpeed is given Megatron's own."""
 
@@ -134,7 +139,9 @@ def _effective(script: Script, content: dict[str, Any], stage: int | None) -> di
         if name in _IDLE[:2] and section:
             script.warnings.append(f"{name} of {_CONFIG} changes nothing, there too: Megatron's own is used")
         elif name not in _IDLE and any(value is True for key, value in section.items() if key.endswith("enabled")):
-            script.problems.append(f"{name} of {_CONFIG} is not supported: {_TRAINS_OTHERWISE[name]}")
+            stages = nearest_stages({key.partition(".")[2]: value for key, value in section.items()})
+            instead = _STAGES.format(stages) if stages else _TRAINS_OTHERWISE[name]
+            script.problems.append(f"{name} of {_CONFIG} is not supported: {instead}")
     _precision(script, content, auto)
     for flag, (key, default) in _ENGINES.items():
         if "--fp16" not in script and key.startswith("fp16"):

@@ -17,7 +17,7 @@ Nothing in the files is executed (`torch_file.py`).
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,39 +139,41 @@ class DeepSpeedFolder:
         self.iteration = _whole(content.get("iteration", content.get("global_steps")))
         self.samples = _whole(args.get("consumed_train_samples", content.get("global_samples")))
         self.states: dict[str, Weights] = {}
+        divided = bool(args.get("enable_expert_tensor_parallelism"))
         if (self.path / "zero").is_dir():
-            self.states = {state: self._universal(file) for state, file in STATES.items()}
+            self.states = {state: self._universal(file, args) for state, file in STATES.items()}
             self.weights = self.states["param"]
-        elif any(map(SHARD_FILE.fullmatch, names)) and not any(map(_EXPERT_FILE.fullmatch, names)):
+        elif any(map(SHARD_FILE.fullmatch, names)):
             stages = args.get("pipeline_model_parallel_size") or args.get("pipe_parallel_size") or 1
-            shards = read_zero_shards(self.path, _whole(stages) or 1)
-            self.states = {state: self._by_our_names(ranks) for state, ranks in shards.items()}
+            shards = read_zero_shards(self.path, _whole(stages) or 1, self.values.get("num_experts") or 1)
+            self.states = {state: self._with_experts(ranks, divided) for state, ranks in shards.items()}
             self.weights = self.states["param"]
         elif any(map(_LAYER_FILE.fullmatch, names)):
             self.weights = self._of_layers(names)
         else:
             files = [content, *(torch_file.read(file_inside(self.path, name)) for _, name in ranks[1:])]
-            self.weights = self._by_our_names([dict(_flat(one.get("module"))) for one in files])
-            self._add_experts(names, bool(args.get("enable_expert_tensor_parallelism")))
+            tensors = [dict(_flat(one.get("module"))) for one in files]
+            for name in names:
+                match = _EXPERT_FILE.fullmatch(name)
+                if match and int(match[3]) < (len(ranks) if divided else 1):
+                    tensors[int(match[3])] |= _flat(torch_file.read(file_inside(self.path, name)))
+            self.weights = self._with_experts(tensors, divided)
         for weights in {id(one): one for one in (self.weights, *self.states.values())}.values():
             self._reorder(weights, args)
         if is_neox(args):
             for shards in [shards for name, shards in self.weights.items() if name.endswith(".linear_fc2.weight")][:1]:
                 self.values["ffn_hidden_size"] = sum(shard.shape[-1] for shard in shards)
 
-    def _add_experts(self, names: list[str], divided: bool) -> None:
-        """Read the experts, which all tensor-parallel ranks have whole where they are not `divided`."""
-        found = sorted((int(match[3]), name) for name in names if (match := _EXPERT_FILE.fullmatch(name)))
-        by_rank: dict[int, dict[str, Any]] = {}
-        for rank, name in found:
-            if divided or rank == found[0][0]:
-                by_rank.setdefault(rank, {}).update(_flat(torch_file.read(file_inside(self.path, name))))
-        if by_rank:
-            self.weights |= self._by_our_names([*by_rank.values()])
-        for name in [name for name in self.weights if name.endswith(".router.weight")]:
-            router = self.weights[name][0]
+    def _with_experts(self, ranks: Sequence[Mapping[str, Any]], divided: bool) -> Weights:
+        """Return the shards by our names; each rank has experts whole where they are not `divided`."""
+        experts = [{name: one for name, one in rank.items() if ".deepspeed_experts." in name} for rank in ranks]
+        others = [{name: one for name, one in rank.items() if ".deepspeed_experts." not in name} for rank in ranks]
+        weights = self._by_our_names(others) | self._by_our_names(experts if divided else experts[:1])
+        for name in [name for name in weights if name.endswith(".router.weight")]:
+            router = weights[name][0]
             if not self.values.get("disable_bias_linear"):  # there a router has none
-                self.weights[name.replace("weight", "bias")] = [Zeros(router.dtype, router.shape[:1])]
+                weights[name.replace("weight", "bias")] = [Zeros(router.dtype, router.shape[:1])]
+        return weights
 
     def _reorder(self, weights: Weights, args: Mapping[str, Any]) -> None:
         """Put the rows of fused matrices, and their biases, in our order: the gate first, and a group's queries before
@@ -187,11 +189,6 @@ class DeepSpeedFolder:
                 blocks = [(q, q + each) if q < keys else (q, q + 1) for of_group in firsts for q in of_group]
             else:
                 continue
-            if len(shards) == 1 and (self.path / "zero").is_dir() and _tensor_ranks(args) > 1:
-                raise ConfigurationError(
-                    f"{self.path}: {name} was put together of tensor-parallel ranks, whose gates, or keys and values, "
-                    "lie between the others; give the checkpoint that it was made of"
-                )
             for place, shard in enumerate(shards):
                 size = shard.shape[0] // parts
                 ranges = tuple(range(low * size, high * size) for low, high in blocks)
@@ -206,13 +203,24 @@ class DeepSpeedFolder:
                 by_rank.setdefault(rank, {})[f"{layer}.{key}"] = entry
         return self._by_our_names([by_rank[rank] for rank in sorted(by_rank)])
 
-    def _universal(self, file: str) -> Weights:
-        found = {}
+    def _universal(self, file: str, args: Mapping[str, Any]) -> Weights:
+        """Return whole parameters, and of those that were put one below the other the shards of the ranks: their gates,
+        or keys and values, lie between the others, unless the file says that it has them together."""
+        ranks = _whole(args.get("model_parallel_size") or args.get("tensor_model_parallel_size")) or 1
+        whole: dict[str, Any] = {}
+        divided: list[dict[str, Any]] = [{} for _ in range(ranks)]
         for folder in sorted((self.path / "zero").iterdir()):
             if folder.is_dir() and (folder / f"{file}.pt").exists():
                 content = torch_file.read(file_inside(self.path, f"zero/{folder.name}/{file}.pt", nested=True))
-                found[folder.name] = content["param"] if isinstance(content, dict) else content
-        return self._by_our_names([found])
+                content = content if isinstance(content, dict) else {"param": content}
+                whole[folder.name] = one = content["param"]
+                if isinstance(one, Entry) and {**content, "param": 0} == {"param": 0, "cat_dim": 0}:
+                    size, left = divmod(one.shape[0], ranks)
+                    for rank, part in enumerate([] if left else divided):
+                        part[folder.name] = replace(
+                            one, shape=(size, *one.shape[1:]), offset=one.offset_of(rank * size)
+                        )
+        return self._with_experts([whole], False) | (self._by_our_names(divided) if ranks > 1 else {})
 
     def _by_our_names(self, ranks: Sequence[Mapping[str, Any]]) -> Weights:
         """Return the shards of each parameter under our names."""
@@ -275,10 +283,6 @@ def _checkpoint(folder: Path) -> Path:
     if not folder.is_dir():
         raise ConfigurationError(f"--load {folder} does not exist; give a folder that DeepSpeed saved into")
     return folder
-
-
-def _tensor_ranks(args: Mapping[str, Any]) -> int:
-    return _whole(args.get("model_parallel_size") or args.get("tensor_model_parallel_size") or 1)
 
 
 def _whole(value: Any) -> int:

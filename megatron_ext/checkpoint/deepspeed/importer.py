@@ -52,7 +52,10 @@ def import_deepspeed(source: str | Path, destination: str | Path) -> Path:
         count = {"iteration": folder.iteration, "optimizer_step": folder.iteration}
         common = {**count, "train_state": state, "grad_scaler": {}}
     else:
-        say(f"{folder.path}: weights alone; put the optim_states.pt of all ranks next to them for Adam's state")
+        say(
+            f"{folder.path}: weights alone; for Adam's state put zero_pp_rank_*_optim_states.pt of all ranks next to "
+            "them (expp_rank_*, of runs without ZeRO, does not say where parameters lie)"
+        )
     return write_checkpoint(destination, config, _tensors(folder, config), common)
 
 

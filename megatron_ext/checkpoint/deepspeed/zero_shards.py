@@ -5,6 +5,7 @@
 A rank's file (`zero_pp_rank_1_mp_rank_00_optim_states.pt`, or `bf16_zero_...`) has one flat tensor for each group of
 parameters and each state, and says which range of it belongs to which parameter (`param_slice_mappings` of deepspeed's
 runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py). The shapes are in the model-parallel rank's own file.
+Experts have the numbers there that they have on their expert-parallel rank; neighbouring data-parallel ranks are such.
 """
 
 import math
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SHARD_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 _MASTERS = "single_partition_of_fp32_groups"
 
 
@@ -48,11 +50,12 @@ class Pieces:
         return np.concatenate(parts).reshape(count, *self.shape[1:])
 
 
-def read_zero_shards(folder: Path, stages: int) -> dict[str, list[dict[str, Pieces]]]:
+def read_zero_shards(folder: Path, stages: int, experts: int = 1) -> dict[str, list[dict[str, Pieces]]]:
     """Return of each state (param, exp_avg, exp_avg_sq) the tensors of each tensor-parallel rank, by DeepSpeed's names.
 
     Args:
         stages: pipeline stages of the run; a parameter that several have, as tied embeddings, is taken of the first.
+        experts: experts of a layer; 1 of a dense model.
     Raises:
         ConfigurationError: the files do not say where parameters lie.
         DataError: files are missing or damaged.
@@ -70,9 +73,13 @@ def read_zero_shards(folder: Path, stages: int) -> dict[str, list[dict[str, Piec
     }
     for rank in range(ranks):
         shapes = _shapes(folder, f"mp_rank_{rank:02d}_model_states.pt")
+        own = 1 + max((int(match[2]) for match in map(_EXPERT.fullmatch, shapes) if match), default=experts - 1)
+        if experts % own or replicas % (experts // own):
+            raise DataError(f"{folder}: {replicas} data-parallel ranks of {own} experts each do not have {experts}")
+        shapes = {_of_all(name, first): shape for first in range(0, experts, own) for name, shape in shapes.items()}
         pieces: dict[str, dict[str, list[Entry]]] = {state: {} for state in result}
         for replica in range(replicas):
-            _collect(file_inside(folder, found[rank, replica]), pieces)
+            _collect(file_inside(folder, found[rank, replica]), pieces, replica % (experts // own) * own)
         for state, parameters in pieces.items():
             for name, parts in parameters.items():
                 sizes = math.prod(shapes.get(name, (0,))), sum(part.shape[0] for part in parts)
@@ -96,8 +103,13 @@ def _shapes(folder: Path, file: str) -> dict[str, tuple[int, ...]]:
         raise DataError(f"{folder / file} has no param_shapes; take another checkpoint") from error
 
 
-def _collect(path: Path, pieces: dict[str, dict[str, list[Entry]]]) -> None:
-    """Add the ranges that a rank's file has of each state of each parameter."""
+def _of_all(name: str, first: int) -> str:
+    """Return the name with the number that an expert has in the model, where `first` is the first one of its rank."""
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name)
+
+
+def _collect(path: Path, pieces: dict[str, dict[str, list[Entry]]], first: int) -> None:
+    """Add the ranges that a rank's file has of each state of each parameter; `first`: its first expert."""
     saved = torch_file.read(path)
     saved = saved.get("optimizer_state_dict") if isinstance(saved, dict) else None
     if not isinstance(saved, dict) or not isinstance(saved.get("param_slice_mappings"), list):
@@ -113,7 +125,8 @@ def _collect(path: Path, pieces: dict[str, dict[str, list[Entry]]]) -> None:
                 "param": saved[_MASTERS][group],
                 **{name: states[group][name] for name in ("exp_avg", "exp_avg_sq")},
             }
-            for name, place in places.items():
+            for local, place in places.items():
+                name = _of_all(local, first)
                 start, size = index(place["start"]), index(place["numel"])
                 if start and name in pieces["param"]:
                     raise ValueError(f"{name} does not go on where the rank before it ends")

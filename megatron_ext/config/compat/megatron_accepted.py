@@ -429,7 +429,7 @@ SLOWER_OR_LARGER: tuple[tuple[str, str], ...] = (
     ),
     (
         "weight gradients are computed next to the input's, so that a pipeline idles as long as in 1F1B; "
-        "--num-virtual-stages-per-pipeline-rank makes that shorter",
+        "--pipeline-schedule interleaved-zero-bubble delays them",
         """
         --delay-wgrad-compute
         """,

@@ -308,7 +308,7 @@ EARLIER: tuple[tuple[str, str], ...] = (
 SLOWER_OR_LARGER: tuple[tuple[str, str], ...] = (
     (
         "weight gradients are computed next to the input's, so that a pipeline idles as long as in 1F1B; "
-        "--num-virtual-stages-per-pipeline-rank makes that shorter",
+        "--pipeline-schedule interleaved-zero-bubble delays them",
         """
         --enable-zbh1-pipeline
         """,
@@ -325,9 +325,15 @@ REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "a run has one sequence length; train with a shorter --seq-length first, then --load its checkpoint",
+        "lengths that grow are --stages FILE here, with lines as `1000: {seq_length: 2048}`; give that instead",
         """
-        --curriculum-learning, --data-efficiency-curriculum-learning, --random-ltd
+        --curriculum-learning, --data-efficiency-curriculum-learning
+        """,
+    ),
+    (
+        "all layers compute all tokens here; leave it out",
+        """
+        --random-ltd
         """,
     ),
     (

@@ -22,6 +22,11 @@ _BATCH = ("--micro-batch-size", "2", "--global-batch-size", "4")
 _LENGTH = "--train-iters 3"
 _EXPERTS = "--bf16 --disable-bias-linear --ffn-hidden-size 64 --num-layers 6"
 _GATE = "--moe-router-dtype fp32 --moe-router-load-balancing-type aux_loss"
+_CURRICULUM = {
+    "curriculum_type": "seqlen",
+    "schedule_type": "fixed_discrete",
+    "schedule_config": {"difficulty": [4, 8], "max_step": [5]},
+}
 _SCALE = "--loss-scale-window 1000 --hysteresis 2 --min-loss-scale 1"
 
 
@@ -235,7 +240,12 @@ def test_sizes_that_the_script_leaves_out_are_the_files() -> None:
         ({"zero_optimization": {"stage": 4}}, "", "zero_optimization.stage 4 of --deepspeed_config is unknown"),
         ({"zero_optimisation": {"stage": 1}}, "", "zero_optimisation.stage 1 of --deepspeed_config is unknown"),
         ({"fp16": {"loss_scaling": 1}}, "", "fp16.loss_scaling 1 of --deepspeed_config is unknown"),
-        ({"curriculum_learning": {"enabled": True}}, "", "train with a shorter --seq-length first"),
+        ({"curriculum_learning": {"enabled": True}}, "", "lengths that grow are --stages FILE here"),
+        (
+            {"curriculum_learning": {"enabled": True, **_CURRICULUM}},
+            "",
+            "put {0: {seq_length: 4}, 5: {seq_length: 8}} into a file, and give it as --stages FILE",
+        ),
         (
             {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
             "",
@@ -261,8 +271,8 @@ def test_what_contradicts_or_is_not_known_is_named(file: dict[str, Any], script:
         ),
         (f"{_LENGTH} --glu-activation reglu", "--glu-activation: 'reglu' is not one of swiglu, geglu"),
         (f"{_LENGTH} --pp-partition-method parameters", "--pp-partition-method: 'parameters' is not one of"),
-        (f"{_LENGTH} --curriculum-learning", "--curriculum-learning is not supported: a run has one sequence length"),
-        (f"{_LENGTH} --random-ltd", "--random-ltd is not supported: a run has one sequence length"),
+        (f"{_LENGTH} --curriculum-learning", "--curriculum-learning is not supported: lengths that grow are --stages"),
+        (f"{_LENGTH} --random-ltd", "--random-ltd is not supported: all layers compute all tokens"),
         ("--train-iters 3 --lr-warmup-tokens 16", "--lr-warmup-tokens without --lr-decay-tokens"),
         ("--train-tokens 1e3", "--train-tokens: '1e3' is not an integer"),
         (f"{_LENGTH} --hostfile hosts", "start torchrun --nproc-per-node GPUS --nnodes MACHINES"),

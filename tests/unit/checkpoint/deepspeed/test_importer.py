@@ -231,6 +231,47 @@ def test_shards_of_zero_are_what_deepspeed_makes_of_them(tmp_path: Path) -> None
             np.testing.assert_array_equal(ours[state][name], array, name)
 
 
+@pytest.mark.parametrize("folder", ["uni", "uni_by_rank"])
+def test_gates_of_a_universal_checkpoint_are_those_of_its_shards(folder: str, tmp_path: Path) -> None:
+    """Of two tensor-parallel ranks, whose gates the first one has together, and the second one rank by rank, as
+    DeepSpeed writes it of programs that do not name gated matrices to it."""
+    with tarfile.open(ARCHIVE.with_name("deepspeed_0.19.8_gated.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    import_deepspeed(tmp_path / "global_step3", tmp_path / "of shards")
+    import_deepspeed(tmp_path / folder, tmp_path / "of universal")
+    ours, theirs = _states(tmp_path / "of shards"), _states(tmp_path / "of universal")
+    for state, arrays in ours.items():
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(theirs[state][name], array, f"{state} {name}")
+
+
+def test_states_of_experts_that_deepspeed_wrote_are_each_experts_own(tmp_path: Path) -> None:
+    """Of two expert-parallel ranks with two experts each, on four data-parallel ranks. Moments were set to -3 times the
+    master and to its square before the engine saved; its files of the experts have their weights in bf16."""
+    with tarfile.open(ARCHIVE.with_name("deepspeed_0.19.8_experts.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    tag = tmp_path / "global_step3"
+    import_deepspeed(tag, tmp_path / "ours")
+    weights, first, second = _states(tmp_path / "ours").values()
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(first[name], np.float32(-3) * weight, name)
+        np.testing.assert_array_equal(second[name], weight**2, name)
+    kinds = {"dense_h_to_4h": "linear_fc1", "dense_4h_to_h": "linear_fc2"}
+    for expert in range(4):
+        saved = torch.load(tag / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt")
+        for name, tensor in saved.items():
+            module, kind = name.split(".")[-2:]
+            own = weights[f"decoder.layers.1.mlp.experts.{expert}.{kinds[module]}.{kind}"]
+            assert torch.equal(torch.from_numpy(own).bfloat16(), tensor), name
+    for rank in (2, 3):
+        (tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(DataError, match="elements of its"):
+        import_deepspeed(tag, tmp_path / "of half the ranks")
+    (tag / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(DataError, match="1 data-parallel ranks of 2 experts each do not have 4"):
+        import_deepspeed(tag, tmp_path / "of one rank")
+
+
 @dataclass
 class _Range:
     """deepspeed.utils.tensor_fragment.fragment_address."""
