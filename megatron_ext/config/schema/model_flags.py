@@ -241,6 +241,19 @@ class ModelConfig:
         resume="function",
         read_with=_VARIANT,
     )
+    recurrence_kernels: str = option(
+        "torch",
+        "What computes gated delta rules and Mamba-2 between their projections: torch's operations, or on GPUs the "
+        "Triton kernels of fla-core, which nobody has run on a GPU with this program (pip install fla-core).",
+        resume="free",
+        choices=("torch", "fla"),
+        needs={
+            "fla": [
+                Need("deterministic_mode", False, "blocks chosen by time, which may round otherwise in the next run")
+            ]
+        },
+        read_with=_VARIANT,
+    )
     dsa_indexer_n_heads: int | None = option(
         None,
         "Query heads of the indexer of --experimental-attention-variant dsa.",

@@ -1,0 +1,38 @@
+"""fla-core's kernels in the place of our rule: run by Triton's interpreter, and compiled for an H100."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.support.plain_process import plain_python
+
+ROOT = Path(__file__).resolve().parents[4]
+needs_fla = pytest.mark.skipif(
+    not (importlib.util.find_spec("fla") and importlib.util.find_spec("triton")), reason="needs fla-core and Triton"
+)
+
+
+def run_there(name: str, *flags: str, **variables: str) -> None:
+    """Run a file of tests/support in a process of its own."""
+    words = ["-m", "pytest", "--noconftest", "-p", "no:cacheprovider", *flags, f"tests/support/{name}.py"]
+    ended = plain_python(words, ROOT, **variables)
+    assert ended.code == 0, ended.output
+    assert " passed" in ended.output
+
+
+@needs_fla
+def test_kernels_are_our_rule_in_tritons_interpreter() -> None:
+    run_there("interpreted_recurrences", TRITON_INTERPRET="1")
+
+
+@needs_fla
+def test_kernels_are_compiled_for_hopper(tmp_path: Path) -> None:
+    run_there("compiled_recurrences", TRITON_CACHE_DIR=str(tmp_path))
+
+
+# Slow: all that the test above compiles a part of.
+@pytest.mark.slow
+@needs_fla
+def test_every_kernel_is_compiled_for_hopper(tmp_path: Path) -> None:
+    run_there("compiled_recurrences", "-m", "slow", TRITON_CACHE_DIR=str(tmp_path))
