@@ -194,7 +194,7 @@ class ModelConfig:
         None,
         "What takes the place of attention in the layers of --linear-attention-freq, a recurrence over a state of one "
         "size: Gated DeltaNet, or Kimi Delta Attention (kda); or dsa: in all layers latent attention over the keys "
-        "that an indexer chooses.",
+        "that an indexer chooses, which torch's operations gather for a block of queries at a time, on GPUs too.",
         resume="shape",
         choices=("gated_delta_net", "kda", "dsa"),
         needs={
