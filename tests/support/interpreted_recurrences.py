@@ -93,7 +93,8 @@ def test_kernels_compute_our_rule(kind: str, case: str) -> None:
     assert _far(ours, theirs) < 1e-5
 
 
-def test_in_bf16_queries_keys_and_values_alone_are_rounded() -> None:
+def test_of_16_bits_are_queries_keys_and_values_alone() -> None:
+    """In fp16, which the interpreter's numpy has."""
     inputs = _inputs("gated_delta_rule", 1, 20)
-    ours, theirs = (_both_passes(rule, inputs) for rule in (_rule("torch"), _rule("fla", torch.bfloat16)))
-    assert 1e-4 < _far(ours, theirs) < 2e-2
+    ours, theirs = (_both_passes(rule, inputs) for rule in (_rule("torch"), _rule("fla", torch.float16)))
+    assert 1e-5 < _far(ours, theirs) < 5e-3

@@ -1,11 +1,12 @@
 """fla-core's kernels in the place of our rule: run by Triton's interpreter, and compiled for an H100."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from tests.support.plain_process import plain_python
 
 ROOT = Path(__file__).resolve().parents[4]
 needs_fla = pytest.mark.skipif(
@@ -16,9 +17,11 @@ needs_fla = pytest.mark.skipif(
 def run_there(name: str, *flags: str, **variables: str) -> None:
     """Run a file of tests/support in a process of its own."""
     words = ["-m", "pytest", "--noconftest", "-p", "no:cacheprovider", *flags, f"tests/support/{name}.py"]
-    ended = plain_python(words, ROOT, **variables)
-    assert ended.code == 0, ended.output
-    assert " passed" in ended.output
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert " passed" in ended.stdout
 
 
 @needs_fla
