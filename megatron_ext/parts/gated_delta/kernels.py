@@ -45,8 +45,9 @@ def _delta_rule_of_fla(
         return x if documents is None else x.flatten(0, 1)[None]
 
     value, state = (F.pad(x, (0, columns % 2)) for x in (value, state))  # kernels need an even number of them
+    asked = key if query is None else query
     if beta is None:  # the kernel has a query and a key for every value
-        query, key = (x if x is None else x.expand(-1, -1, -1, heads[1], -1, -1) for x in (query, key))
+        asked, key = (x.expand(-1, -1, -1, heads[1], -1, -1) for x in (asked, key))
     before, of_documents = state.flatten(2, 3).flatten(0, 1), {}
     if documents is not None:
         ids = documents.reshape(-1, length)
@@ -57,7 +58,7 @@ def _delta_rule_of_fla(
     name = "simple_gla" if beta is None else "kda" if by_channel else "gated_delta_rule"
     kernel: Any = getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}")
     read, after = kernel(
-        q=laid_out(key if query is None else query, dtype),
+        q=laid_out(asked, dtype),
         k=laid_out(key, dtype),
         v=laid_out(value, dtype),
         g=laid_out(log_decay) if by_channel else laid_out(log_decay).squeeze(-1),
