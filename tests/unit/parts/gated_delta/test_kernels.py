@@ -29,6 +29,13 @@ def test_kernels_are_our_rule_in_tritons_interpreter() -> None:
     run_there("interpreted_recurrences", TRITON_INTERPRET="1")
 
 
+# Slow: a whole chunk of Kimi Delta Attention; the test above has shorter sequences of it.
+@pytest.mark.slow
+@needs_fla
+def test_long_sequences_are_our_rule_in_tritons_interpreter() -> None:
+    run_there("interpreted_recurrences", "-m", "slow", TRITON_INTERPRET="1")
+
+
 @needs_fla
 def test_kernels_are_compiled_for_hopper(tmp_path: Path) -> None:
     run_there("compiled_recurrences", TRITON_CACHE_DIR=str(tmp_path))
