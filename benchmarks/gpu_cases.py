@@ -97,6 +97,15 @@ SWITCHES = {
     "numbers read before the update": "--check-before-update",
 }
 """Flags that change no loss but by rounding: each is switched on and off."""
+RECURRENCES = {
+    "gated delta rules": LLAMA + "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 ",
+    "Kimi delta rules": LLAMA + "--experimental-attention-variant kda --linear-attention-freq 4 ",
+    "gated delta rules, packed": (
+        LLAMA + "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 " + PACKED
+    ),
+    "Mamba-2": LLAMA.replace("rope", "none") + "--hybrid-layer-pattern M-M* --mamba-num-groups 1 ",
+}
+"""Flags added to SMALL, and to a model of 1,024 channels for time: without fla-core's kernels and with them."""
 SWITCHED = {"GPT-2 124M": GPT_2, "Llama-shaped 1.3B": LLAMA_1B}
 GRAPHED = {
     f"{name}, microbatches of {samples}": f"{flags}--micro-batch-size {samples} --global-batch-size 32 "
@@ -198,6 +207,21 @@ def _switches(device: str) -> list[Case]:
     ]
 
 
+def _recurrences(device: str) -> list[Case]:
+    """Return small models for their losses, then wider ones for time; on a CPU, which has no such kernels, none."""
+    if device == "cpu":
+        return []
+    wide = SMALL.replace("--hidden-size 128", "--hidden-size 1024").replace("--seq-length 128", "--seq-length 4096")
+    return [
+        _trial(
+            f"{name}, {size}", "recurrences", device, "switch", f"{base}{flags}|--recurrence-kernels fla",
+            alone=True, limit=4 * LIMIT,
+        )
+        for size, base in (("small", SMALL), ("wide", wide))
+        for name, flags in RECURRENCES.items()
+    ]  # fmt: skip
+
+
 def _graphs(device: str) -> list[Case]:
     """Return every small size without and with CUDA graphs; on a CPU, where there are none, the small model, which must
     then be the same to the bit."""
@@ -233,6 +257,7 @@ PHASES = {
     "speed": _speeds,
     "stall": _stall,
     "peers": _peers,
+    "recurrences": _recurrences,
     "switches": _switches,
     "graphs": _graphs,
 }
@@ -246,6 +271,8 @@ def _trial(
         needs.append("einops")
     if device == "cuda" and "--torch-compile" in flags:
         needs.append("triton")
+    if "--recurrence-kernels fla" in flags:
+        needs += ["triton", "fla"]
     return _helper("gpu_trial.py", name, phase, device, kind, flags, alone=alone, limit=limit, needs=tuple(needs))
 
 

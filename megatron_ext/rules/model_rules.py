@@ -15,7 +15,7 @@ from megatron_ext.config.derived.layer_patterns import (
     read_window,
 )
 from megatron_ext.config.parse.options import flag_of
-from megatron_ext.config.resolve import Facts, positive
+from megatron_ext.config.resolve import Facts, positive, runs_on_cpu
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.suggest import divisors, groups_fit, listed, nearest_multiples, tensor_sizes, use
 
@@ -394,6 +394,22 @@ def external_kernels_are_installed(config: Config, facts: Facts) -> Iterator[str
         )
 
 
+def recurrence_kernels_can_run(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the package and the GPU that --recurrence-kernels fla needs."""
+    if config.model.recurrence_kernels == "torch":
+        return
+    if "fla" not in facts.packages:
+        yield (
+            "--recurrence-kernels fla: the package fla-core is not installed; pip install fla-core, or use "
+            "--recurrence-kernels torch"
+        )
+    if runs_on_cpu(config, facts):
+        yield (
+            "--recurrence-kernels fla: its kernels need a GPU, but the run is on CPU processes; use "
+            "--recurrence-kernels torch"
+        )
+
+
 RULES = (
     heads_divide_by_tensor_size,
     query_groups_fit_tensor_size,
@@ -418,4 +434,5 @@ RULES = (
     vocabulary_fits_its_padding,
     transformer_engine_is_installed,
     external_kernels_are_installed,
+    recurrence_kernels_can_run,
 )

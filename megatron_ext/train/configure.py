@@ -40,7 +40,7 @@ from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.train.dry_run_assumptions import assumed_facts
 
-_OPTIONAL_PACKAGES = ("apex", "comet_ml", "mlflow", "trackio", "transformer_engine", "wandb")
+_OPTIONAL_PACKAGES = ("apex", "comet_ml", "fla", "mlflow", "trackio", "transformer_engine", "wandb")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ _OF_GPUS = {
     "--distributed-backend nccl": ("distributed_backend", "nccl"),
     "--cuda-graph-impl full_iteration": ("cuda_graph_impl", "full_iteration"),
     "--transformer-impl transformer_engine": ("transformer_impl", "transformer_engine"),
+    "--recurrence-kernels fla": ("recurrence_kernels", "fla"),
     "--profile": ("profile", True),
     "--record-memory-history": ("record_memory_history", True),
 }
@@ -34,7 +35,7 @@ def assumed_facts(facts: Facts, typed: Typed) -> tuple[Facts, list[str]]:
     if not missing:
         return facts, []
     changes = {name: value for change in missing.values() for name, value in change.items()}
-    packages = frozenset(("transformer_engine", "wandb"))
+    packages = frozenset(("transformer_engine", "fla", "wandb"))
     return replace(facts, **{**changes, "packages": facts.packages | packages}), [
         f"--dry-run believes what this machine does not have: {'; '.join(missing)}"
     ]
@@ -51,6 +52,7 @@ def _missing(facts: Facts, typed: Typed) -> Iterator[tuple[str, dict]]:
         yield f"an NVIDIA GPU ({', '.join(asked)})", {"cuda_available": True}
     for package, is_asked_for in (
         ("transformer_engine", values.get("transformer_impl") == "transformer_engine"),
+        ("fla", values.get("recurrence_kernels") == "fla"),
         ("wandb", values.get("wandb_project") is not None),
     ):
         if is_asked_for and package not in facts.packages:

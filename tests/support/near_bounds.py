@@ -84,6 +84,8 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"{_CP2} {_LETTERS} M-M-M-M* --seq-length 16 --linear-conv-kernel-dim 6",
         f"{_LETTERS} M-M-M-M* --bf16 --fp8-format hybrid --attention-dropout 0",
         f"{_LETTERS} M-M-M-M* --transformer-impl transformer_engine",
+        f"{_LETTERS} M-M-M-M* --recurrence-kernels fla --mamba-state-dim 63",
+        f"{_LETTERS} M-M-M-M* --recurrence-kernels fla --mamba-state-dim 512 --bf16",
         "--mamba-state-dim 64 --mamba-num-heads 8",
     ),
     "context": (
@@ -259,6 +261,9 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"{_INDEXED} --bf16 --fp8-format hybrid",
         f"{_INDEXED} --transformer-impl transformer_engine",
         f"{_DELTA} 2 --dsa-indexer-topk 8 --dsa-indexer-warmup",
+        f"{_DELTA} 2 --recurrence-kernels fla --deterministic-mode --linear-key-head-dim 256",
+        f"{_DELTA} 2 --recurrence-kernels fla --linear-key-head-dim 257 --tf32",
+        f"{_DELTA} 2 --recurrence-kernels fla --linear-key-head-dim 258 --bf16",
         "--dsa-indexer-n-heads 4",
     ),
     "stages": (

@@ -123,6 +123,7 @@ def _of_untried_flags(config: Config) -> Iterator[str]:
         (f"--fp8-format {training.fp8_format}", training.fp8_format is not None),
         ("--torch-compile", training.torch_compile),
         ("--transformer-impl transformer_engine", config.model.transformer_impl == "transformer_engine"),
+        ("--recurrence-kernels fla", config.model.recurrence_kernels == "fla"),
         ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
         (f"--spike-threshold {training.spike_threshold}", training.spike_threshold is not None),
     ):

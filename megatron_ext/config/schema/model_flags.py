@@ -194,7 +194,7 @@ class ModelConfig:
         None,
         "What takes the place of attention in the layers of --linear-attention-freq, a recurrence over a state of one "
         "size: Gated DeltaNet, or Kimi Delta Attention (kda); or dsa: in all layers latent attention over the keys "
-        "that an indexer chooses.",
+        "that an indexer chooses, which torch's operations gather for a block of queries at a time, on GPUs too.",
         resume="shape",
         choices=("gated_delta_net", "kda", "dsa"),
         needs={
@@ -239,6 +239,19 @@ class ModelConfig:
         False,
         "Let a write go twice as far, to the opposite of what is read at its key (arXiv:2411.12537).",
         resume="function",
+        read_with=_VARIANT,
+    )
+    recurrence_kernels: str = option(
+        "torch",
+        "What computes gated delta rules and Mamba-2 between their projections: torch's operations, or on GPUs the "
+        "Triton kernels of fla-core, which nobody has run on a GPU with this program (pip install fla-core).",
+        resume="free",
+        choices=("torch", "fla"),
+        needs={
+            "fla": [
+                Need("deterministic_mode", False, "blocks chosen by time, which may round otherwise in the next run")
+            ]
+        },
         read_with=_VARIANT,
     )
     dsa_indexer_n_heads: int | None = option(

@@ -36,7 +36,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron_ext.config.derived.rank_order import context_chunks
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.gated_delta.describe import SPAN, GatedDelta
-from megatron_ext.parts.gated_delta.rule import delta_rule
+from megatron_ext.parts.gated_delta.kernels import rule_of
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear, WholeLinear
 from megatron_ext.parts.norm.compute import uninitialized
 
@@ -294,7 +294,7 @@ def _span(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return what is read in a span, [P, S, B, G x R x V], if anything is, and the state after it."""
     groups, per_key, wide = mixed_PSBGM.size(3), described.per_key, state.dtype
-    values = per_key * described.value_size
+    values, rule = per_key * described.value_size, rule_of(described, mixed_PSBGM.dtype)
     decays = described.decays
     mixed = mixed_PSBGM.split((tail_PKBGX.size(-1), values, per_key, per_key * decays), dim=-1)
     inputs = torch.cat((tail_PKBGX, mixed[0]), dim=1).to(wide)
@@ -313,9 +313,9 @@ def _span(
     documents = documents_of_span(ids, described.kernel)
     if not norm:
         value = F.pad(value, (0, state.size(-1) - value.size(-1)))
-        return None, delta_rule(None, key, value, log_decay, beta, state, documents)[1]
+        return None, rule(None, key, value, log_decay, beta, state, documents)[1]
     query = query * described.key_size**-0.5
-    read, state = delta_rule(query, key, value, log_decay, beta, state, documents)
+    read, state = rule(query, key, value, log_decay, beta, state, documents)
     assert read is not None, "there are queries"
     vectors, epsilon = [vector.to(wide) for vector in norm], described.norm.epsilon
     if described.norm.kind == "RMSNorm":

@@ -75,6 +75,12 @@ class GatedDelta(Part):
     furthest_write: float = 1.0
     """How far a write may go: 2 takes what was read at a key to its opposite."""
 
+    kernels: str = "torch"
+    """What computes the recurrence: torch, or fla (`kernels.py`)."""
+
+    widest_key: ClassVar[int | None] = 256
+    """Channels of a key that fla-core's kernel takes."""
+
     @property
     def per_key(self) -> int:
         """Value heads that share a key head."""
@@ -293,6 +299,20 @@ class GatedDelta(Part):
                 f"{layout.tensor_model_parallel_size}; use --tensor-model-parallel-size 1"
             )
         yield from self.too_short_pieces(config)
+        yield from self.not_by_kernels(config)
+
+    def not_by_kernels(self, config: Config) -> Iterator[str]:
+        """Yield why fla-core's kernels cannot compute it, where they are asked for."""
+        if self.kernels == "torch":
+            return
+        if config.training.params_dtype == "float32" and not config.training.tf32:
+            yield "--recurrence-kernels fla multiplies fp32 in TF32, and --tf32 is not given; add --tf32, or use --bf16"
+        if self.key_size % 2 or self.key_size > (self.widest_key or self.key_size):
+            limit = "" if self.widest_key is None else f" up to {self.widest_key}"
+            yield (
+                f"--recurrence-kernels fla takes an even number of channels of a key{limit}, and there are "
+                f"{self.key_size}; use --recurrence-kernels torch"
+            )
 
     def too_short_pieces(self, config: Config) -> Iterator[str]:
         """Yield that a part of a sample has fewer positions than the convolution sees, where that is so."""
@@ -318,4 +338,5 @@ def gated_delta_of(model: ModelConfig, norm: Norm) -> GatedDelta:
         replace(norm, owns=norm.owns if norm.has_weight else "weight", epsilon=epsilon),
         by_channel=model.experimental_attention_variant == "kda",
         furthest_write=2.0 if model.linear_allow_neg_eigval else 1.0,
+        kernels=model.recurrence_kernels,
     )

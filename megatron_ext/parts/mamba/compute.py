@@ -25,7 +25,7 @@ from megatron_ext.parts.gated_delta.compute import (
     documents_of_span,
     states,
 )
-from megatron_ext.parts.gated_delta.rule import delta_rule
+from megatron_ext.parts.gated_delta.kernels import rule_of
 from megatron_ext.parts.mamba.describe import Mamba
 
 
@@ -94,7 +94,8 @@ def _span(
     log_decay = -a_log.to(wide).exp().view(of_heads) * dt
     documents = documents_of_span(ids, described.kernel)
     added = F.pad(dt * x, (0, state.size(-1) - described.value_size))
-    read, state = delta_rule(c if reading else None, b, added, log_decay, None, state, documents)
+    rule = rule_of(described, mixed_PSBGM.dtype)
+    read, state = rule(c if reading else None, b, added, log_decay, None, state, documents)
     if read is None:
         return None, state
     skip, *norm = (one.to(wide) for one in reading)

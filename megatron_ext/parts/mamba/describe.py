@@ -31,6 +31,7 @@ class Mamba(GatedDelta):
     multipliers: tuple[float, ...] = (1.0,) * 5
     """Factors of gates, x, B, C, and time steps."""
 
+    widest_key = None
     map_columns = 1
     map_flops = 0.5
     sent_maps = "4 R g N (P+1) + w (K-1) g (2N+RP)"
@@ -108,6 +109,7 @@ class Mamba(GatedDelta):
                 "--tensor-model-parallel-size 1"
             )
         yield from self.too_short_pieces(config)
+        yield from self.not_by_kernels(config)
 
 
 def mamba_of(model: ModelConfig) -> Mamba:
@@ -117,4 +119,5 @@ def mamba_of(model: ModelConfig) -> Mamba:
     norm = Norm("RMSNorm", model.norm_epsilon)
     sizes = model.mamba_num_groups, heads, model.mamba_state_dim, model.mamba_head_dim
     multipliers = model.mamba_multipliers or (1.0,) * 5
-    return Mamba(*sizes, model.linear_conv_kernel_dim, norm, norm_place=model.mamba_norm, multipliers=multipliers)
+    settings = {"norm_place": model.mamba_norm, "multipliers": multipliers, "kernels": model.recurrence_kernels}
+    return Mamba(*sizes, model.linear_conv_kernel_dim, norm, **settings)

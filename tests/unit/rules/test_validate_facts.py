@@ -17,6 +17,10 @@ from tests.support.near_bounds import found
 from tests.support.wrong_flags import BASE
 
 ROOT = Path(__file__).resolve().parents[3]
+_RECURRENCE = (
+    "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --experimental-attention-variant "
+    "gated_delta_net --linear-attention-freq 2 --recurrence-kernels fla"
+)
 
 
 def test_facts_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch):
@@ -24,7 +28,7 @@ def test_facts_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hardware_queues, "_DRIVER_FILES", (ROOT,))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
     facts = gather_facts(typed)
-    packages = ["apex", "comet_ml", "mlflow", "trackio", "transformer_engine", "wandb"]
+    packages = ["apex", "comet_ml", "fla", "mlflow", "trackio", "transformer_engine", "wandb"]
     assert (facts.cuda_available, sorted(facts.packages)) == (True, packages)
     monkeypatch.setattr(hardware_queues, "_DRIVER_FILES", ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
@@ -137,6 +141,17 @@ FOUND = [
     ("", Facts(vocab_size=999), []),
     ("--transformer-impl transformer_engine", Facts(packages=frozenset({"transformer_engine"})), []),
     ("--external-kernels apex", Facts(packages=frozenset({"apex"})), []),
+    (
+        f"{_RECURRENCE} --bf16 --device auto",
+        Facts(packages=frozenset({"fla"}), cuda_available=True),
+        [],
+    ),
+    (
+        f"{_RECURRENCE} --bf16 --device auto",
+        Facts(packages=frozenset({"fla"})),
+        ["--recurrence-kernels fla: its kernels need a GPU, but the run is on CPU processes; use "
+         "--recurrence-kernels torch"],
+    ),
     ("--wandb-project a", Facts(packages=frozenset({"wandb"})), []),
     ("--device auto", Facts(cuda_available=True), []),
     ("--device cuda --distributed-backend nccl", Facts(cuda_available=True), []),

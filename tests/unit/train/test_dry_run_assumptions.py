@@ -31,6 +31,11 @@ EVERYTHING = Facts(
         ({"profile": True, "use_pytorch_profiler": True}, {}, ""),
         ({"profile": True}, {"cuda_available": True}, "an NVIDIA GPU (--profile)"),
         (
+            {"recurrence_kernels": "fla"},
+            {"cuda_available": True},
+            "an NVIDIA GPU (--recurrence-kernels fla); the package fla",
+        ),
+        (
             {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "nowhere", "vocab_size": 31},
             {"tokenizer_error": None, "vocab_size": 31},
             "the tokenizer (31 entries)",
@@ -52,7 +57,7 @@ def test_a_dry_run_believes_what_its_flags_name(values: dict[str, Any], changed:
     parts = [*([told] if told and not tokenizer else []), *texts, *([tokenizer] if tokenizer else [])]
     assert warning == f"--dry-run believes what this machine does not have: {'; '.join(parts)}"
     expected = dataclasses.replace(
-        EVERYTHING, **{**always, **changed, "packages": frozenset({"transformer_engine", "wandb"})}
+        EVERYTHING, **{**always, **changed, "packages": frozenset({"transformer_engine", "fla", "wandb"})}
     )
     assert facts == expected
 

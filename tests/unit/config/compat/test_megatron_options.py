@@ -61,6 +61,7 @@ OUR_OWN = {
     "--tf32",
     "--log-communication-share",
     "--record-schedule",
+    "--recurrence-kernels",
     "--lr-scale-rule",
     "--lr-scale-base-batch-size",
     "--torch-compile",

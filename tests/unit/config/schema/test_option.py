@@ -70,6 +70,7 @@ FREE_IN_THE_MODEL = {
     "make_vocab_size_divisible_by": "the padding follows the layout",
     "transformer_impl": "the same function, computed by others",
     "external_kernels": "the same optimizer, computed by others",
+    "recurrence_kernels": "the same function, computed by others",
     "padded_vocab_size": "the padding follows the layout",
 }
 
