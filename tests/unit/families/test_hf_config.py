@@ -265,6 +265,17 @@ def test_no_key_is_ignored(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_are_tied_where_transformers_ties_them(family: str, tmp_path: Path) -> None:
+    """A class of transformers may ignore `tie_word_embeddings`: it would draw an output layer that no file has."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = {**BASES[family], "tie_word_embeddings": True}
+    if isinstance(_read(tmp_path, {"model_type": family, **content}), dict):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **content))
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_two_names_of_a_key_say_the_same(family: str, tmp_path: Path) -> None:
     """transformers takes some keys by two names; which one wins depends on its version."""
     base = {"model_type": family, **BASES[family]}
