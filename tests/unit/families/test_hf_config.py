@@ -428,11 +428,12 @@ def test_the_text_model_of_llama_4_is_read_from_inside(tmp_path: Path) -> None:
         ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts is 1, only 0 is supported"),
         ("mimo_v2_flash", {"num_key_value_heads": 4}, "num_attention_heads 4 is not divisible by 8, twice"),
         ("mimo_v2_flash", {"rope_parameters": {"rope_theta": 7.0}}, "need those of full_attention and sliding"),
+        ("stablelm", {"head_dim": 10}, "head_dim is 10, but transformers makes it"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5, only 1.702 is supported"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "Mxfp4Config(dequantize=True)"),
     ],
 )
-def test_a_mixture_that_is_not_here_is_refused(
+def test_what_transformers_computes_otherwise_is_refused(
     family: str, change: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     found = _read(tmp_path, {"model_type": family, **BASES[family], **change})
