@@ -30,7 +30,9 @@ def _names(model: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 def _read(reading: Reading) -> dict[str, Any]:
     width = reading.integer("hidden_size") // reading.integer("num_attention_heads")
-    reading.refuse_unless("head_dim", width, width, f"but transformers makes it {width}, hidden_size / heads")
+    reading.refuse_unless(
+        "head_dim", width, width, f"but transformers makes it {width}, hidden_size / num_attention_heads"
+    )
     return {"parallel_residual": "one-norm" if reading.boolean("use_parallel_residual", False) else "none"}
 
 
