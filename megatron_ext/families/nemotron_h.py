@@ -35,6 +35,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     reading.understand("num_hidden_layers", _WIDTH, "mamba_ssm_cache_dtype", "moe_shared_expert_overlap")
     reading.understand("mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_logits_to_keep")
     reading.understand("use_mamba_kernels")
+    reading.refuse_unless("tie_word_embeddings", False, False, "but transformers never ties embeddings here")
     return {
         **experts,
         **mamba_layers.mamba_values(reading, _KEYS),
@@ -49,7 +50,6 @@ def _read(reading: Reading) -> dict[str, Any]:
         "kv_channels": reading.integer("head_dim"),
         "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5),
         "vocab_size": reading.integer("vocab_size"),
-        "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", False),
         "max_position_embeddings": reading.integer("max_position_embeddings", 4096),
     }
 
@@ -102,7 +102,7 @@ NEMOTRON_H = Family(
     },
     {
         **{"normalization": "RMSNorm", "position_embedding_type": "none", "disable_bias_linear": True},
-        "squared_relu": True,
+        **{"squared_relu": True, "untie_embeddings_and_output_weights": True},
     },
     _read,
     _write,

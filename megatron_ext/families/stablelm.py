@@ -7,6 +7,7 @@ from typing import Any
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family
+from megatron_ext.families.reading import Reading
 from megatron_ext.families.shared import head_norms, keys, switch
 
 
@@ -27,6 +28,14 @@ def _names(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     }
 
 
+def _read(reading: Reading) -> dict[str, Any]:
+    width = reading.integer("hidden_size") // reading.integer("num_attention_heads")
+    reading.refuse_unless(
+        "head_dim", width, width, f"but transformers makes it {width}, hidden_size / num_attention_heads"
+    )
+    return {"parallel_residual": "one-norm" if reading.boolean("use_parallel_residual", False) else "none"}
+
+
 STABLELM = Family(
     "stablelm",
     "StableLmForCausalLM",
@@ -37,9 +46,7 @@ STABLELM = Family(
         switch("use_qkv_bias", "add_qkv_bias", False, given="has_qkv_bias"),
         head_norms("qk_layernorm"),
         (
-            lambda reading: {
-                "parallel_residual": "one-norm" if reading.boolean("use_parallel_residual", False) else "none"
-            },
+            _read,
             lambda config: {"use_parallel_residual": config.model.parallel_residual != "none"},
         ),
     ),

@@ -21,6 +21,7 @@ from megatron_ext.config.schema.data_flags import FOLDER_TOKENIZERS
 from megatron_ext.environment import world_size
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign.curriculum import nearest_stages
+from megatron_ext.foreign.megatron_mamba import read_mamba
 from megatron_ext.foreign.mindspeed import read_mindspeed
 from megatron_ext.foreign.script import Script
 from megatron_ext.foreign.weighted_split_paths import read_weighted_splits
@@ -37,6 +38,7 @@ def read(argv: Sequence[str]) -> Typed:
     spelled = {flag: f"--zero-stage {stage}" for flag in _SCHEMES if of_stage and flag in script and flag not in chosen}
     _ranks_by_hand(script)
     read_mindspeed(script)
+    read_mamba(script)
     _other_words(script)
     _tokens(script)
     read_weighted_splits(script)

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ext.config.parse.blend import DATA_PATH_NAMES, read_blend
+from megatron_ext.config.parse.blend import DATA_PATH_NAMES, LIST_NAMES, read_blend
 from megatron_ext.config.parse.options import Option, flag_of, names_by_resume, options, options_by_name
 from megatron_ext.config.parse.saved import model_names
 from megatron_ext.config.resolve import Facts
@@ -62,8 +62,11 @@ def values_have_what_they_need(config: Config, facts: Facts) -> Iterator[str]:
 def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
     """Require exactly one source of data."""
     data = config.data
-    if data.data_args_path or data.per_split_data_args_path:
-        return  # a file that is not there, which `named_files_exist` says, or --dry-run believes in
+    if lists := [name for name in LIST_NAMES if getattr(data, name)]:
+        # A file that is not there, which `named_files_exist` says, or --dry-run believes in.
+        if data.mock_data:
+            yield f"--mock-data and {flag_of(lists[0])} exclude each other; keep one of them"
+        return
     sources = [name for name in DATA_PATH_NAMES if getattr(data, name)]
     own_splits = [name for name in sources if name != "data_path"]
     if not data.mock_data and not sources:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config
 from megatron_ext.verify.parity import write_corpus
 from megatron_ext.verify.ranks import run_ranks
@@ -37,6 +38,8 @@ SAVES = "--save OUT/save"
 SAVES_EACH = f"{SAVES} --save-interval 1"
 DATA = "DATA"
 """Stands for the flags of `write_corpus`."""
+SHARED = "SHARED"
+"""Stands for the same with its training data alone, of which --split makes shares."""
 
 RUNS: dict[str, tuple[int, str]] = {
     "plain": (1, ""),
@@ -66,6 +69,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "biased experts": (1, f"{MOE} --moe-router-enable-expert-bias"),
     "groups of experts": (1, f"{MOE} --num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 1"),
     "experts with a capacity": (1, f"{MOE} --moe-router-pre-softmax --moe-expert-capacity-factor 0.5"),
+    "z losses": (1, f"{MOE} --moe-z-loss-coeff 0.001 --z-loss-strength 0.001"),
     "an expert a token": (1, f"{MOE} --moe-router-topk 1 --moe-router-score-function sigmoid"),
     "shared experts": (1, f"{MOE} --moe-shared-expert-intermediate-size 32"),
     "sgd": (1, "--optimizer sgd"),
@@ -85,6 +89,8 @@ RUNS: dict[str, tuple[int, str]] = {
     "decay": (1, "--start-weight-decay 0.01 --end-weight-decay 0.5 --weight-decay-incr-style linear"),
     "evaluated": (1, "--eval-interval 2 --eval-iters 1"),
     "data": (1, DATA),
+    "evaluated data": (1, f"{DATA} --eval-interval 2 --eval-iters 1"),
+    "shared data": (1, f"{SHARED} --eval-interval 2 --eval-iters 1 --split 1,1,0"),
     "saves": (1, SAVES),
     "saves each step": (1, SAVES_EACH),
     "bf16": (1, "--bf16"),
@@ -173,7 +179,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "longrope_short_factor": ("longrope", "--original-max-position-embeddings 4096 --longrope-short-factor 4 5"),
     "longrope_long_factor": ("longrope", "--longrope-long-factor 4 5"),
     "no_yarn_correction_range_round_to_int": (
-        "latents", "--original-max-position-embeddings 8 --beta-fast 2 --no-yarn-correction-range-round-to-int"),
+        "latents", "--original-max-position-embeddings 64 --no-yarn-correction-range-round-to-int"),
     "attention_temperature_scale": ("no rotation in layer 2", "--attention-temperature-scale 5"),
     "attention_temperature_step": ("no rotation in layer 2", "--attention-temperature-step 3"),
     "qk_l2_norm": ("rope", "--qk-l2-norm"),
@@ -195,7 +201,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "softmax_scale": ("plain", "--softmax-scale 1"),
     "softmax_type": ("plain", "--softmax-type off-by-one"),
     "attention_logit_softcapping": ("plain", "--attention-logit-softcapping 0.1"),
-    "z_loss_strength": ("plain", "--z-loss-strength 0.01"),
+    "z_loss_strength": ("z losses", "--z-loss-strength 0.01"),
     "final_logit_softcapping": ("plain", "--final-logit-softcapping 1"),
     "attention_output_gate": ("plain", "--attention-output-gate"),
     "moe_router_sparsemixer_eps": ("experts", "--moe-router-sparsemixer-eps 0.3"),
@@ -239,7 +245,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "moe_router_dtype": ("experts", "--bf16 --moe-router-dtype fp32"),
     "moe_router_load_balancing_type": ("experts", "--moe-router-load-balancing-type none"),
     "moe_aux_loss_coeff": ("experts", "--moe-aux-loss-coeff 0.5"),
-    "moe_z_loss_coeff": ("experts", "--moe-z-loss-coeff 0.1"),
+    "moe_z_loss_coeff": ("z losses", "--moe-z-loss-coeff 0.1"),
     "moe_shared_expert_intermediate_size": ("experts", "--moe-shared-expert-intermediate-size 32"),
     "init_method_std": ("plain", "--init-method-std 0.1"),
     "embedding_init_method_std": ("plain", "--embedding-init-method-std 0.1"),
@@ -278,7 +284,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "eval_global_batch_size": ("evaluated", "--eval-global-batch-size 2"),
     "start_eval_at_iter": ("evaluated", "--start-eval-at-iter 3"),
     "skip_train": ("evaluated", "--skip-train"),
-    "full_validation": ("plain", "--eval-interval 2 --eval-iters 1 --full-validation"),
+    "full_validation": ("evaluated data", "--full-validation=false"),
     "eval_at_start": ("evaluated", "--eval-at-start"),
     "exit_interval": ("plain", "--exit-interval 2"),
     "exit_duration_in_mins": ("plain", "--exit-duration-in-mins 0.00001"),
@@ -343,7 +349,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "adafactor_clip": ("adafactor", "--adafactor-clip 1.5"),
     "muon_tp_mode": ("muon of tensor", "--muon-tp-mode blockwise"),
     # data
-    "split": ("plain", "--split 1,1,0 --eval-interval 2 --eval-iters 1"),
+    "split": ("shared data", "--split 1,2,0"),
     "train_data_path": ("plain", DATA),
     "data_order": ("data", "--data-order formula"),
     "data_cache_path": ("data", "--data-cache-path OUT/cache"),
@@ -472,7 +478,12 @@ def outcomes(lines: list[str], ranks: int, folder: Path) -> Iterator[Outcome]:
     folder = folder / "runs"
     folder.mkdir()
     of_data = BASE.replace("--mock-data --vocab-size 61", f"--max-position-embeddings 32 {data}")
-    asked = [of_data + line.replace(DATA, "") if DATA in line else BASE + line for line in lines]
+    shared = re.sub(r"--train-data-path (\S+) --valid-data-path \S+", r"--data-path \1", of_data)
+    kinds = {DATA: of_data, SHARED: shared}
+    asked = [
+        next((one + line.replace(word, "") for word, one in kinds.items() if word in line), BASE + line)
+        for line in lines
+    ]
     each_rank = run_ranks(ranks, run_each, asked, str(folder), timeout=900)
     for number, runs in enumerate(zip(*each_rank, strict=True)):
         out = folder / str(number)
@@ -506,26 +517,42 @@ def _files(folder: Path) -> Iterator[tuple[str, str]]:
 def test_a_field_that_is_changed_changes_the_outcome(ranks: int, tmp_path: Path) -> None:
     runs = {name: flags for name, (of, flags) in RUNS.items() if of == ranks}
     changes = {field: f"{runs[run]} {line}" for field, (run, line) in CHANGES.items() if run in runs}
+    others = {field: f"{runs[CHANGES[field][0]]} {line}" for field, line in _others_of_lines() if field in changes}
     # What a process says once, it says in the first run.
-    lines = ["", *runs.values(), *runs.values(), *changes.values()]
-    _, *found = outcomes(lines, ranks, tmp_path)
-    plain, again = dict(zip(runs, found, strict=False)), dict(zip(runs, found[len(runs) :], strict=False))
-    changed = dict(zip(changes, found[2 * len(runs) :], strict=True))
+    lines = ["", *runs.values(), *runs.values(), *others.values(), *changes.values()]
+    _, *rest = outcomes(lines, ranks, tmp_path)
+    found = iter(rest)
+    plain, again, by_others, changed = (dict(zip(of, found)) for of in (runs, runs, others, changes))  # noqa: B905
     for run, outcome in plain.items():
         assert outcome.codes == [0] * ranks, (run, outcome.said)
         differ = [name for name in vars(outcome) if getattr(outcome, name) != getattr(again[run], name)]
         assert not differ, [(run, getattr(outcome, name), getattr(again[run], name)) for name in differ]
-    without = [field for field, outcome in changed.items() if outcome == plain[CHANGES[field][0]]]
+    without = [
+        field for field, outcome in changed.items() if outcome in (plain[CHANGES[field][0]], by_others.get(field))
+    ]
     refused = {field: outcome.said[-3:] for field, outcome in changed.items() if 64 in outcome.codes}
     assert not without, f"changing them changes nothing: {without}"
     assert set(refused) <= {"exit_on_missing_checkpoint"}, refused
 
 
+def _others_of_lines() -> Iterator[tuple[str, str]]:
+    """Yield the fields that a line of `CHANGES` changes together with others, and its flags of the others alone."""
+    for field, (_, line) in CHANGES.items():
+        flags = ["--" + words for words in line.removeprefix("--").split(" --")]
+        others = [flag for flag in flags if flag.split()[0] != flag_of(field)]
+        if 0 < len(others) < len(flags):
+            yield field, " ".join(others)
+
+
 def test_a_field_that_needs_another_has_an_effect_without_it_or_is_warned_of(tmp_path: Path) -> None:
     """A flag that changes a run only next to others is, alone, refused, warned of, or seen to do something;
-    `--rope-type rope`, which takes YaRN from latents, asks for nothing."""
+    `--rope-type rope`, which takes YaRN from latents, and `--full-validation=false` ask for nothing."""
     runs = {run for run, (ranks, flags) in RUNS.items() if ranks == 1 and run != "plain" and SAVES not in flags}
-    of_others = {field: line for field, (run, line) in CHANGES.items() if run in runs and field != "rope_type"}
+    of_others = {
+        field: line
+        for field, (run, line) in CHANGES.items()
+        if run in runs and field not in ("rope_type", "full_validation")
+    }
     _, plain, *alone = outcomes(["", "", *of_others.values()], 1, tmp_path)
     silent = [field for field, outcome in zip(of_others, alone, strict=True) if outcome == plain]
     assert not silent, f"they change nothing, and nothing says so: {silent}"

@@ -722,6 +722,7 @@ WRONG = [
     ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "swap them"),
     ("--mock-data=false", "no data: give --data-path"),
     ("--data-path a", "--mock-data and --data-path exclude each other"),
+    ("--dry-run --data-args-path a", "--mock-data and --data-args-path exclude each other"),
     ("--mock-data=false --data-path a --valid-data-path b", "exclude each other; use --data-path alone"),
     ("--mock-data=false --valid-data-path b", "add --train-data-path"),
     ("--split 90,ten", "use --split 969,30,1"),

@@ -31,6 +31,10 @@ FLAGS: dict[str, str] = {
         f"{_MINDSPEED}, for measuring speed: attention ends where documents of the data do (--reset-attention-mask); "
         "leave it out"
     ),
+    **dict.fromkeys(
+        ("--hybrid-attention-ratio", "--hybrid-mlp-ratio"),
+        "it is older Megatron-LM's: use --hybrid-layer-pattern, with a letter for each layer",
+    ),
     "--noop-layers": f"{_MINDSPEED}: give numbers of layers from 0, below --num-layers, as in 62,63",
     "--model-type-hf": f"{_MINDSPEED}: leave it out; --load-hf DIR reads what the model is from its config.json",
     **dict.fromkeys(

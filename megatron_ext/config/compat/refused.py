@@ -23,7 +23,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "layer specs are not loaded from a module that the command line names; choose with --transformer-impl",
+        "layer specs are not loaded from a module that the command line names; choose with --transformer-impl, and "
+        "layers of Mamba-2 with --hybrid-layer-pattern",
         """
         --spec N..., --te-precision-config-file N
         """,

@@ -157,6 +157,6 @@ def _may_be_read(name: str, values: Mapping[str, Any]) -> bool:
     needed = options_by_name()[name].read_with
     return needed is None or any(
         any(values.get(source) for source in _SAID_BY.get(options_by_name()[field].resume, ()))
-        or (needed.holds(values.get(field, options_by_name()[field].default)) and _may_be_read(field, values))
+        or (needed.holds(field, values.get(field, options_by_name()[field].default)) and _may_be_read(field, values))
         for field in needed.any_of
     )

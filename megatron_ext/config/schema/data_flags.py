@@ -46,7 +46,11 @@ class DataConfig:
     data_path: tuple[str, ...] | None = free(
         None, "Prefixes of .bin/.idx files, each optionally after its weight; --split divides them."
     )
-    split: str = free("969,30,1", "Shares of --data-path for training, validation and test.")
+    split: str = free(
+        "969,30,1",
+        "Shares of --data-path for training, validation and test.",
+        read_with=ReadWith(("data_path", "data_args_path"), "without --data-path there is no data to share out"),
+    )
     train_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for training alone.")
     valid_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for validation alone.")
     test_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for test alone.")

@@ -16,16 +16,29 @@ _ROTARY = ReadWith(
 _SCALED = ReadWith("use_rope_scaling", "without --use-rope-scaling rotary positions are not scaled")
 
 _MUP = ReadWith("use_mup", "without --use-mup weights begin and learn at the same rate in any width")
+_DELTA_RULES = ("gated_delta_net", "kda")
 _VARIANT = ReadWith(
     ("experimental_attention_variant", "hybrid_layer_pattern"),
-    "without --experimental-attention-variant or --hybrid-layer-pattern all layers have attention",
+    "without --experimental-attention-variant gated_delta_net or kda, or G in --hybrid-layer-pattern, no layer has a "
+    "delta rule",
+    only=_DELTA_RULES,
+    letters="G",
+)
+_CONVOLUTION = ReadWith(
+    ("experimental_attention_variant", "hybrid_layer_pattern"),
+    "without --experimental-attention-variant gated_delta_net or kda, or G, M or B in --hybrid-layer-pattern, no layer "
+    "has a convolution",
+    only=_DELTA_RULES,
+    letters="GMB",
 )
 _CHOICE = ReadWith(
     "experimental_attention_variant",
     "without --experimental-attention-variant dsa no indexer chooses keys",
     only=("dsa",),
 )
-_PATTERN = ReadWith("hybrid_layer_pattern", "without --hybrid-layer-pattern no layer is Mamba-2")
+_PATTERN = ReadWith(
+    "hybrid_layer_pattern", "without M or B in --hybrid-layer-pattern no layer is Mamba-2", letters="MB"
+)
 
 _BY_LENGTH = ("longrope", "dynamic")
 _STRETCHED = [
@@ -196,13 +209,10 @@ class ModelConfig:
         "size: Gated DeltaNet, or Kimi Delta Attention (kda); or dsa: in all layers latent attention over the keys "
         "that an indexer chooses, which torch's operations gather for a block of queries at a time, on GPUs too.",
         resume="shape",
-        choices=("gated_delta_net", "kda", "dsa"),
+        choices=(*_DELTA_RULES, "dsa"),
         needs={
             "dsa": [Need("multi_latent_attention", True, "latents of keys and values")],
-            **{
-                variant: [Need("disable_bias_linear", True, "projections without bias")]
-                for variant in ("gated_delta_net", "kda")
-            },
+            **{variant: [Need("disable_bias_linear", True, "projections without bias")] for variant in _DELTA_RULES},
         },
     )
     linear_attention_freq: str | None = option(
@@ -214,7 +224,11 @@ class ModelConfig:
         read_with=_VARIANT,
     )
     linear_conv_kernel_dim: int = option(
-        4, "Latest positions that its convolution sees, or Mamba-2's.", resume="shape", at_least=1, read_with=_VARIANT
+        4,
+        "Latest positions that its convolution sees, or Mamba-2's.",
+        resume="shape",
+        at_least=1,
+        read_with=_CONVOLUTION,
     )
     linear_key_head_dim: int = option(
         128, "Channels of its query and key heads.", resume="shape", at_least=1, read_with=_VARIANT

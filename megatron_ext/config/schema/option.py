@@ -52,14 +52,18 @@ class ReadWith:
     """Values with which it is read; None: every value but those of `but`."""
     but: tuple[Any, ...] = (None, False, 0)
     """Values with which it is not read."""
+    letters: str = ""
+    """Kinds of layers, in --hybrid-layer-pattern, by which it is read."""
 
     @property
     def any_of(self) -> tuple[str, ...]:
         """The other fields."""
         return (self.fields,) if isinstance(self.fields, str) else self.fields
 
-    def holds(self, value: Any) -> bool:
-        """Return whether a field is read with this value of the other."""
+    def holds(self, field: str, value: Any) -> bool:
+        """Return whether a field is read with this value of the other one, `field`."""
+        if field == "hybrid_layer_pattern":
+            return not {*self.letters}.isdisjoint(value or "")
         return value in self.only if self.only is not None else value not in self.but
 
 

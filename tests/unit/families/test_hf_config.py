@@ -265,6 +265,17 @@ def test_no_key_is_ignored(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_are_tied_where_transformers_ties_them(family: str, tmp_path: Path) -> None:
+    """A class of transformers may ignore `tie_word_embeddings`: it would draw an output layer that no file has."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = {**BASES[family], "tie_word_embeddings": True}
+    if isinstance(_read(tmp_path, {"model_type": family, **content}), dict):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **content))
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_two_names_of_a_key_say_the_same(family: str, tmp_path: Path) -> None:
     """transformers takes some keys by two names; which one wins depends on its version."""
     base = {"model_type": family, **BASES[family]}
@@ -425,11 +436,12 @@ def test_the_text_model_of_llama_4_is_read_from_inside(tmp_path: Path) -> None:
         ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts is 1, only 0 is supported"),
         ("mimo_v2_flash", {"num_key_value_heads": 4}, "num_attention_heads 4 is not divisible by 8, twice"),
         ("mimo_v2_flash", {"rope_parameters": {"rope_theta": 7.0}}, "need those of full_attention and sliding"),
+        ("stablelm", {"head_dim": 10}, "head_dim is 10, but transformers makes it"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5, only 1.702 is supported"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "Mxfp4Config(dequantize=True)"),
     ],
 )
-def test_a_mixture_that_is_not_here_is_refused(
+def test_what_transformers_computes_otherwise_is_refused(
     family: str, change: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     found = _read(tmp_path, {"model_type": family, **BASES[family], **change})

@@ -38,7 +38,7 @@ FALCON |= {"num_query_groups": 2}
 COHERE = {**LLAMA, "normalization": "LayerNorm", "norm_parameters": "weight", "rotary_interleaved": True}
 COHERE |= {"parallel_residual": "one-norm"}
 MAMBA2 = {**MAMBA, "hybrid_layer_pattern": "MMMM", "mamba_head_dim": 16, "mamba_num_heads": 8}
-NEMOTRON_H = {**MAMBA, "swiglu": False, "squared_relu": True}
+NEMOTRON_H = {**MAMBA, "swiglu": False, "squared_relu": True, "untie_embeddings_and_output_weights": True}
 FALCON_H1 = {**MAMBA2, "hybrid_layer_pattern": "B-B-", "position_embedding_type": "rope", "mamba_norm": "none"}
 GRANITE_4 = {**MAMBA2, "hybrid_layer_pattern": "M-*-"}
 CONFIG: dict[str, Any] = {
@@ -171,6 +171,10 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
         (
             {**GRANITE_4, "hybrid_layer_pattern": "MM*-"},
             r"hybrid, which has --hybrid-layer-pattern M-\*- \(not MM\*-\)",
+        ),
+        (
+            {**NEMOTRON_H, "untie_embeddings_and_output_weights": False},
+            "is nemotron_h, which has --untie-embeddings-and-output-weights",
         ),
         ({**GRANITE_4, "mamba_num_heads": 6}, r"which has --mamba-num-heads 4 \(not 6\)"),
         (

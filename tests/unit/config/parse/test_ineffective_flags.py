@@ -39,3 +39,18 @@ def test_latents_that_do_not_rotate_have_no_base(kind: str, is_read: bool) -> No
     found = [text for text in configure([*MODEL, *flags.split()]).typed.warnings if "--rotary-base" in text]
     unread = "--rotary-base changes nothing here: with --position-embedding-type none latent attention rotates nothing"
     assert found == ([] if is_read else [unread])
+
+
+@pytest.mark.parametrize("pattern", ["M-", "G-", "B-", "*-"])
+def test_sizes_of_a_mixer_are_read_where_a_letter_names_it(pattern: str) -> None:
+    """Sizes of Mamba-2 belong to M and B, those of a delta rule to G, the convolution's kernel to all three."""
+    sizes = {"--mamba-norm none": "MB", "--mamba-num-groups 1": "MB", "--linear-key-head-dim 4": "G"}
+    sizes |= {"--linear-num-key-heads 1": "G", "--linear-conv-kernel-dim 3": "GMB"}
+    model = f"--disable-bias-linear --normalization RMSNorm --hybrid-layer-pattern {pattern} {' '.join(sizes)}"
+    warnings = configure(
+        [*MODEL, *model.split(), "--linear-num-value-heads", "2", "--mamba-head-dim", "8"]
+    ).typed.warnings
+    unread = {text.split()[0] for text in warnings if text.startswith(("--mamba", "--linear"))}
+    expected = {flag.split()[0] for flag, letters in sizes.items() if pattern[0] not in letters}
+    assert unread >= expected
+    assert not unread & ({flag.split()[0] for flag in sizes} - expected)
