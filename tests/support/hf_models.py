@@ -117,7 +117,7 @@ def their_choices(model: Any, written: Sequence[Sequence[int]]) -> list[list[int
     """
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    penalized = RepetitionPenaltyLogitsProcessor(_PENALTY)
+    penalized: Any = RepetitionPenaltyLogitsProcessor(_PENALTY)
     choices = []
     for prompt, tokens in zip(PROMPTS, written, strict=True):
         text = torch.tensor([[*prompt, *tokens]])
