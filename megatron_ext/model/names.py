@@ -99,12 +99,6 @@ def is_of_an_expert(name: str) -> bool:
     return f".{_EXPERTS}" in name
 
 
-def global_named_tensors(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the values of every parameter of this rank, by the names of the catalogue."""
-    for name, parameter in global_named_parameters(model_chunks):
-        yield from by_expert(name, parameter.data)
-
-
 def _global_name(chunk: torch.nn.Module, name: str) -> str:
     if name == OUTPUT_LAYER and chunk.share_embeddings_and_output_weights:
         return WORD_EMBEDDINGS

@@ -4,8 +4,11 @@ import gc
 import importlib
 import sys
 
-from megatron_ext import device
-from megatron_ext.gc_freeze import end_at_once
+_collected_by_itself = gc.isenabled()
+gc.disable()  # it would look through half a million objects that stay, again and again
+
+from megatron_ext import device  # noqa: E402
+from megatron_ext.gc_freeze import end_at_once  # noqa: E402
 
 if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # and not whoever else imports all modules
     end_at_once()
@@ -52,3 +55,5 @@ for scheme in SCHEMES:
 
 # What is loaded stays: the collector of a rank need not look at it, which would also copy its pages.
 gc.freeze()
+if _collected_by_itself:
+    gc.enable()

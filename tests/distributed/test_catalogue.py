@@ -13,7 +13,7 @@ import torch
 
 from megatron_ext.config.derived.rank_order import expert_coordinates
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
+from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.parts import stack as config_layers
 from megatron_ext.parts.catalogue import Parameter, count_per_rank, parameters, stages, states, tensor_size
 from megatron_ext.parts.stack import Layer, stack
@@ -175,7 +175,8 @@ def _describe(config: Config) -> tuple[Place, dict[str, Built]]:
 
 def _values(config: Config) -> dict[str, torch.Tensor]:
     chunks, _ = build_small_model(config)
-    return {name: tensor.clone() for name, tensor in global_named_tensors(chunks)}
+    held = (by_expert(name, parameter.data) for name, parameter in global_named_parameters(chunks))
+    return {name: tensor.clone() for tensors in held for name, tensor in tensors}
 
 
 def _hash(tensor: torch.Tensor) -> str:

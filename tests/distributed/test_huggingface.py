@@ -33,7 +33,7 @@ from tests.support.hf_models import (
     our_logits,
     quiet_transformers,
     reference_logits,
-    their_greedy,
+    their_choices,
     whole_vocabulary,
     write_model,
 )
@@ -67,13 +67,16 @@ CUT_IN_THEIR_OWN_WAY = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Folder of every model, and the model, which no test changes."""
+    folders = {name: tmp_path_factory.mktemp("hf") for name in MODELS}
+    return {name: (folder, write_model(folder, name)) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def models(theirs: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
     """Folder and logits of every model."""
-    written = {}
-    for name in MODELS:
-        folder = tmp_path_factory.mktemp("hf")
-        written[name] = folder, reference_logits(write_model(folder, name))
-    return written
+    return {name: (folder, reference_logits(model)) for name, (folder, model) in theirs.items()}
 
 
 def _difference(world_size: int, arguments: list[str], expected: torch.Tensor) -> float:
@@ -175,10 +178,11 @@ def written_on(imported: dict[str, str]) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_are_those_of_transformers(name: str, written_on: dict[str, Any], tmp_path: Path) -> None:
-    expected = their_greedy(write_model(tmp_path, name), 24)
-    assert len({token for tokens in expected for token in tokens}) > 8, "they go on with one and the same"
-    assert written_on[name] == expected
+def test_greedy_tokens_are_those_of_transformers(name: str, written_on: dict[str, Any], theirs: dict[str, Any]) -> None:
+    found = written_on[name]
+    assert [len(tokens) for tokens in found] == [24] * 3
+    assert len({token for tokens in found for token in tokens}) > 8, "they go on with one and the same"
+    assert their_choices(theirs[name][1], found) == found
 
 
 def test_load_hf_into_stages_that_differ(models: dict[str, Any]) -> None:

@@ -109,13 +109,23 @@ def greedy(task: tuple[list[str], int]) -> list[list[int]]:
     return [one.tokens for one in generate(model, PROMPTS, sampling)]
 
 
-def their_greedy(model: Any, tokens: int) -> list[list[int]]:
-    """Return the same of transformers' model."""
-    settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "repetition_penalty": _PENALTY}
-    with torch.no_grad():
-        settings["use_cache"] = model.config.use_cache
-        made = [model.generate(torch.tensor([ids]), max_new_tokens=tokens, **settings) for ids in PROMPTS]
-    return [ids[0, len(prompt) :].tolist() for ids, prompt in zip(made, PROMPTS, strict=True)]
+def their_choices(model: Any, written: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return what transformers' model would write at every place of `PROMPTS` that go on as `written`.
+
+    Where that is `written`, it would write the same by itself, token after token. A pass over a whole text has no cache
+    of which its rows could depend.
+    """
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    penalized: Any = RepetitionPenaltyLogitsProcessor(_PENALTY)
+    choices = []
+    for prompt, tokens in zip(PROMPTS, written, strict=True):
+        text = torch.tensor([[*prompt, *tokens]])
+        with torch.no_grad():
+            [logits] = model(input_ids=text[:, :-1], use_cache=False).logits
+        places = range(len(prompt), text.size(1))
+        choices.append([int(penalized(text[:, :at], logits[at - 1 : at].clone()).argmax()) for at in places])
+    return choices
 
 
 def reference_logits(model: torch.nn.Module) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The pages of runs and pipelines, laid out by a browser for a telephone and for a wide screen."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,18 +36,18 @@ def a_run(steps: int) -> RunHistory:
     return RunHistory(rows, [{"iteration": steps, "validation_loss": 2.4}], samples=samples)
 
 
-PAGES = {
-    "run": run_page(a_run(1200), "runs/quickstart/checkpoints", facts=["model            " + "word " * 60]),
-    "short run": run_page(a_run(9), "runs/short"),
-    "runs": runs_page({"a-run-with-a-rather-long-name-of-its-own": a_run(300), "other": a_run(100)}),
-    "pipeline": as_page(equal_stages(4, 2, 8), ["stage 2 is slow: a microbatch takes 3 s there."]),
+PAGES: dict[str, Callable[[], str]] = {
+    "run": lambda: run_page(a_run(1200), "runs/quickstart/checkpoints", facts=["model            " + "word " * 60]),
+    "short run": lambda: run_page(a_run(9), "runs/short"),
+    "runs": lambda: runs_page({"a-run-with-a-rather-long-name-of-its-own": a_run(300), "other": a_run(100)}),
+    "pipeline": lambda: as_page(equal_stages(4, 2, 8), ["stage 2 is slow: a microbatch takes 3 s there."]),
 }
 
 
 @pytest.mark.parametrize("width", [360, 1600])
 @pytest.mark.parametrize("name", PAGES)
 def test_nothing_is_cut_and_no_texts_lie_on_each_other(name: str, width: int, tmp_path: Path) -> None:
-    found = measure(PAGES[name], width, tmp_path)
+    found = measure(PAGES[name](), width, tmp_path)
     assert found["scrolls"] == 0
     assert found["cut"] == []
     assert found["overlaps"] == []

@@ -7,9 +7,10 @@ second is read as `torch.load(weights_only=True)` reads it, without those of the
 more than to hold what they are given. No archive is read of which a record is compressed: it could fill the memory.
 """
 
+import math
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -30,14 +31,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from megatron_ext.checkpoint.dtypes import DTYPES
+from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
 from megatron_ext.checkpoint.native import torch_dist
-from megatron_ext.checkpoint.native.part_reading import place_of_tensor, read_part
-from megatron_ext.checkpoint.native.torch_archive import check_archive
+from megatron_ext.checkpoint.native.torch_archive import check_archive, place_of_elements
 from megatron_ext.untrusted.untrusted_folder import check_folder, file_inside
 
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch; it also overrides an explicit weights_only=False
 _LARGEST_OBJECT = 1 << 28  # bytes; a random generator's state has some 5,000, Megatron-LM's arguments 30,000
+_CODES = {getattr(torch, name): code for code, name in DTYPES.items()}
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 # Of the classes that megatron-core lets torch make, those of these modules only hold what they are given: flags, enums.
 # Others do not, such as numpy's arrays, whose state is taken from the file as it stands, addresses of memory included.
@@ -113,7 +114,7 @@ class SafeReader(FileSystemReader):
             _check(file, stored.offset, stored.length, index.fqn, _LARGEST_OBJECT)
             return False
         shape, dtype = self._chunks[index.fqn, index.offset]
-        offset = place_of_tensor(file, stored.offset, stored.length, shape, dtype)
+        offset = _place_of_tensor(file, stored.offset, stored.length, shape, dtype)
         part = None if offset is None else read_part(file, offset, shape, dtype, item.storage_offsets, item.lengths)
         if part is None:
             _check(file, stored.offset, stored.length, index.fqn)
@@ -213,3 +214,41 @@ def _inert(kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return partial(kind), f"{kind.__module__}.{kind.__qualname__}"
     return kind
+
+
+def _place_of_tensor(file: BinaryIO, offset: int, length: int, shape: Sequence[int], dtype: torch.dtype) -> int | None:
+    """Return where in the file the elements begin of a tensor that torch wrote there; None where it must read it
+    itself.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    code = _CODES.get(dtype)
+    return None if code is None else place_of_elements(file, offset, length, tuple(shape), code)
+
+
+def read_part(
+    file: BinaryIO, offset: int, shape: Sequence[int], dtype: torch.dtype, begin: Sequence[int], lengths: Sequence[int]
+) -> torch.Tensor | None:
+    """Return the elements from `begin` on, `lengths` of them along each axis, of the tensor at `offset`.
+
+    No more of the file is read than what lies between the first of them and the last. torch's reader unpickles the
+    whole tensor each time, of which a rank may want a few rows: of a shard of a distributed optimizer's state, one part
+    in as many as there are ranks.
+
+    Returns:
+        None where the file ends before them.
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if 0 in lengths:
+        return torch.empty(tuple(lengths), dtype=dtype)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    first = sum(index * stride for index, stride in zip(begin, strides, strict=True))
+    count = 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
+    width = WIDTH[_CODES[dtype]]
+    buffer = bytearray(count * width)
+    file.seek(offset + first * width)
+    if file.readinto(buffer) != len(buffer):  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    return torch.frombuffer(buffer, dtype=dtype).as_strided(tuple(lengths), strides)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_ext.checkpoint.dtypes import code_of
 from megatron_ext.checkpoint.native import safe_reading, torch_dist
-from megatron_ext.checkpoint.native.part_reading import read_part
+from megatron_ext.checkpoint.native.safe_reading import read_part
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Properties, Saved, Tensor
 from megatron_ext.untrusted.inert_pickle import read as read_inert

@@ -11,7 +11,8 @@ from megatron_ext.data.packing import Segment
 from megatron_ext.parts.attention.describe import Softmax
 from megatron_ext.parts.attention.flex import attend_flex
 from megatron_ext.parts.attention.scores import Scores, forward, with_sink
-from megatron_ext.parts.attention.segments import attend_segments, attend_segments_reference
+from megatron_ext.parts.attention.segments import attend_segments
+from tests.support.masked_attention import attend_segments_reference
 
 SEGMENTS = (Segment(0, 70, 0, 70), Segment(70, 20, 60, 30), Segment(90, 10, 100, 10))
 """More queries than are computed at once; some whose document began on another rank; a document of its own."""

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_ext.data.packing import Segment, documents_of
 from megatron_ext.parts.attention import blocks as kernels
 from megatron_ext.parts.attention.packed import attend_documents
-from megatron_ext.parts.attention.segments import attend_segments, attend_segments_reference, largest_scores, merge
+from megatron_ext.parts.attention.segments import attend_segments, largest_scores, merge
+from tests.support.masked_attention import attend_segments_reference
 
 SCALE = 0.3
 SEGMENTS = (Segment(0, 5, 0, 5), Segment(5, 3, 5, 3), Segment(8, 4, 6, 10), Segment(12, 1, 3, 9))

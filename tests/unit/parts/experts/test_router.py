@@ -8,7 +8,6 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, sinkhorn
 from megatron.core.transformer.moe.router import TopKRouter
-from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from megatron_ext.parts.experts import compute, router
 from megatron_ext.parts.experts.compute import GroupedExperts, rows_of_biases
@@ -51,6 +50,9 @@ def test_the_assignment_is_balanced_in_fp32() -> None:
 def test_two_experts_are_those_of_phi_moe(draws: bool) -> None:
     """Those of transformers with the same seed, and gradients of weights. A drawn one weighs a third of it at times,
     which of the second is drawn anew there."""
+    # Two seconds, which only the process that runs this test shall spend.
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
     logits = torch.randn(200, 6, generator=torch.Generator().manual_seed(3)).requires_grad_()
     torch.manual_seed(1)
     weights, chosen = sparsely_mixed(logits, 0.3, draws=draws)
