@@ -38,6 +38,10 @@ def main(argv: list[str]) -> int:
 def sample(folder: str, prompt: str, count: int, temperature: float, seed: int) -> str:
     """Return the prompt and what the model makes of it. No code from the folder is run."""
     import torch
+
+    from megatron_ext.verify.transformers_reference import use_plain_torch
+
+    use_plain_torch()
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

@@ -4,6 +4,7 @@ It runs in a process of its own, and imports nothing of ours: what the device ro
 tables of transformers unfilled, and loading megatron-core takes longer than the comparison.
 """
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -21,7 +22,15 @@ def their_loss(folder: str, tokens: list[list[int]]) -> float:
     return mean_loss(_their_model(folder), torch.tensor(tokens))
 
 
+def use_plain_torch() -> None:
+    """Hide packages of GPU kernels from transformers, which calls them for tensors in host memory, too (5.23). It must
+    not have been imported yet."""
+    for package in ("fla", "mamba_ssm", "causal_conv1d"):
+        sys.modules[package] = None  # pyright: ignore[reportArgumentType]
+
+
 def _their_model(folder: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    use_plain_torch()
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -1,17 +1,16 @@
 """fla-core's kernels in the place of our rule: run by Triton's interpreter, and compiled for an H100."""
 
-import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[4]
-needs_fla = pytest.mark.skipif(
-    not (importlib.util.find_spec("fla") and importlib.util.find_spec("triton")), reason="needs fla-core and Triton"
-)
+INSTALLED = {each.name for each in distributions()}
+needs_fla = pytest.mark.skipif(not {"fla-core", "triton"} <= INSTALLED, reason="needs fla-core and Triton")
 
 
 def run_there(name: str, *flags: str, **variables: str) -> None:
