@@ -11,11 +11,12 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Otherwise every process that compiles starts workers for Triton, each of which imports torch; C++ asks none of them.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Where fla-core is installed, transformers would call its GPU kernels for tensors in host memory.
-sys.modules["fla"] = None  # pyright: ignore[reportArgumentType]
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.file_times import FileTimes
+
+# Where fla-core is installed, transformers would call its GPU kernels for tensors in host memory.
+sys.modules["fla"] = None  # pyright: ignore[reportArgumentType]
 
 _collection = ExitStack()
 
