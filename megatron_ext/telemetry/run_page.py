@@ -16,22 +16,20 @@ from megatron_ext.charts import (
     Point,
     Series,
     chart,
-    label,
     line_picture,
     load_picture,
     main,
     page,
     section,
     smoothed,
-    svg,
     wide,
 )
-from megatron_ext.config.derived.rank_order import axis_sizes, coordinates
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Timeline, slow_stages
 from megatron_ext.plan.timeline import summary as stages_table
+from megatron_ext.telemetry import layout_picture
 from megatron_ext.telemetry.loss_curve import RunHistory, summary
 
 _MOST_TASKS = 100
@@ -40,14 +38,6 @@ _MOST_TASKS = 100
 _MANY = 50  # steps, from which on single ones hide the course of the loss
 _PARTS = 4  # into which the loss of so many steps is enlarged
 _OF_PHASES = ("", "third", "fourth", "fifth")
-
-_MOST_RANKS = 256  # that are drawn
-_CELL, _HIGH, _GAP, _LEFT, _TOP = 58, 26, 12, 96, 24
-
-_LAYOUT_STYLE = """
-.rank { fill: var(--first); fill-opacity: .18; stroke: var(--first); }
-.stage { fill: none; stroke: var(--quiet); }
-"""
 
 
 def run_page(
@@ -93,11 +83,11 @@ def run_page(
     if len(tasks) > _MOST_TASKS:
         charts.append(element("p", f"{len(tasks) - _MOST_TASKS} more tasks."))
     body = [main(charts), _enlarged(history, extras), _samples(history)]
-    body += ["" if layout is None else _layout_section(layout)]
+    body += ["" if layout is None else layout_picture.as_section(layout)]
     body += ["" if pipeline is None else _pipeline(pipeline)]
     if files:
         body.append(wide("Files", *(element("p", element("a", file, href=quote(file))) for file in files)))
-    styles = [timeline_svg.STYLE] * (pipeline is not None) + [_LAYOUT_STYLE] * (layout is not None)
+    styles = [timeline_svg.STYLE] * (pipeline is not None) + [layout_picture.STYLE] * (layout is not None)
     return page(title, [*facts, *summary(history), *_said(extras)], body, style="".join(styles))
 
 
@@ -324,35 +314,3 @@ def _series(runs: Mapping[str, RunHistory], field: str | None) -> list[Series]:
         Series(run.validation_points if field is None else run.points(field), name, style=f"run{number}")
         for number, (name, run) in enumerate(runs.items())
     ]
-
-
-def _layout_section(layout: LayoutConfig) -> Markup:
-    """Return a picture of which rank has which part, on a page that has _LAYOUT_STYLE among its rules; of many ranks,
-    only the numbers.
-
-    There is a box for each pipeline stage (column) of each data-parallel replica (row). In it the tensor-parallel ranks
-    stand next to each other, and context-parallel ones below each other.
-    """
-    sizes = axis_sizes(layout)
-    words = (("tensor", sizes.tp), ("context", sizes.cp), ("pipeline", sizes.pp), ("data", sizes.dp))
-    text = ", ".join(f"{name} parallel {size}" for name, size in words)
-    heading: list[Content] = ["Layout ", element("span", text)]
-    if layout.world_size > _MOST_RANKS:
-        return wide(heading, element("p", f"{layout.world_size:,} ranks: too many to draw."))
-    width, height = sizes.tp * _CELL + _GAP, sizes.cp * _HIGH + _GAP
-    marks: list[Content] = []
-    for stage in range(sizes.pp):
-        marks.append(label(_LEFT + (stage + 0.5) * width - _GAP / 2, _TOP - 8, f"stage {stage}", "middle"))
-        for replica in range(sizes.dp):
-            place = {"x": _LEFT + stage * width - 3, "y": _TOP + replica * height - 3}
-            marks.append(element("rect", class_="stage", **place, width=width - _GAP + 6, height=height - _GAP + 6))
-    for replica in range(sizes.dp):
-        marks.append(label(_LEFT - 12, _TOP + replica * height + _HIGH / 2 + 4, f"replica {replica}", "end"))
-    for rank in range(layout.world_size):
-        at = coordinates(layout, rank)
-        x, y = _LEFT + at.pp * width + at.tp * _CELL, _TOP + at.dp * height + at.cp * _HIGH
-        hover = element("title", f"rank {rank}: tensor {at.tp}, context {at.cp}, data {at.dp}, stage {at.pp}")
-        marks.append(element("rect", hover, class_="rank", x=x, y=y, width=_CELL - 2, height=_HIGH - 2))
-        marks.append(label(x + _CELL / 2 - 1, y + _HIGH / 2 + 3, f"rank {rank}", "middle"))
-    size = max(_LEFT + sizes.pp * width, 320), _TOP + sizes.dp * height
-    return wide(heading, svg(*size, f"layout: {text}", [[mark, "\n"] for mark in marks], natural=True))
