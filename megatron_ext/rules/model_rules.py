@@ -398,14 +398,14 @@ def recurrence_kernels_can_run(config: Config, facts: Facts) -> Iterator[str]:
     """Require the package and the GPU that --recurrence-kernels fla needs."""
     if config.model.recurrence_kernels == "torch":
         return
-    if "fla" not in facts.packages:
-        yield (
-            "--recurrence-kernels fla: the package fla-core is not installed; pip install fla-core, or use "
-            "--recurrence-kernels torch"
-        )
     if runs_on_cpu(config, facts):
         yield (
             "--recurrence-kernels fla: its kernels need a GPU, but the run is on CPU processes; use "
+            "--recurrence-kernels torch"
+        )
+    elif "fla" not in facts.packages:
+        yield (
+            "--recurrence-kernels fla: the package fla-core is not installed; pip install fla-core, or use "
             "--recurrence-kernels torch"
         )
 

@@ -33,6 +33,7 @@ ONLY_A_USER_HAS = {
     "--ddp-bucket-size": ("1000",),
     "--embedding-init-method-std": ("0.02",),
     "--save": ("checkpoints",),
+    "--hybrid-layer-pattern": ("M*M*",),
     "--save-interval": ("10",),
     "--ckpt-step": ("5",),
 }

@@ -155,6 +155,7 @@ FACTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
         {"cuda_available": True, "packages": frozenset({"transformer_engine"})},
     ),
     ("--wandb-project p", {"packages": frozenset({"wandb"})}),
+    ("--recurrence-kernels fla", {"cuda_available": True}),
     ("--wandb-project p", {}),
 )
 """Flags with what is found outside of them; near them, each fact is left out by itself too."""

@@ -190,7 +190,8 @@ def test_what_ends_a_text_is_added_and_what_begins_one_is_kept(tmp_path: Path) -
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS["llama"]))
     family, values = read_hf_config(tmp_path / "model")
-    source: Any = SimpleNamespace(config=resolve(values, Facts()), path=tmp_path / "iter_0000001")
+    config = resolve(values, Facts())
+    source: Any = SimpleNamespace(config=config, written=(family, config), path=tmp_path / "iter_0000001")
     exporter._write_companions(tmp_path, source, family, "F32", ByteTokenizer())
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 7, "top_k": 3, "eos_token_id": 256}
