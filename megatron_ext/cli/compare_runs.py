@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("second", type=Path, help="those of the other run")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with both runs, and their difference")
     options = parser.parse_args(argv)
+    if options.html is not None and any(metrics_path(run).is_fifo() for run in (options.first, options.second)):
+        parser.error("--html reads each metrics file twice, and a pipe can be read once; give a file")
     first, second = _rows(options.first), _rows(options.second)
     difference = first_difference(first, second)
     verdict = difference or f"identical: {len(first)} rows"

@@ -37,7 +37,7 @@ from megatron_ext.plan.layout_choices import flags
 from megatron_ext.plan.search import Candidate, Question, fewest_ranks, search, simpler_layouts, with_offloads
 from megatron_ext.plan.search_input import placeholders, question
 from megatron_ext.plan.sensitivity import alternatives, hinges, with_short_gradients
-from megatron_ext.terminal import say
+from megatron_ext.terminal import say, warn
 from megatron_ext.train.configure import gather_facts
 
 _MOST_RANKS = 16  # times as many, in search of what would fit
@@ -62,16 +62,17 @@ def _answer(argv: list[str]) -> int:
     if world_size is None:
         parser.error("\n".join([*typed.problems, "give --world-size, the number of devices"]))
     _above_zero(options)
+    if options.evaluate and options.svg is not None:
+        parser.error("--svg draws the ways among which a search chooses; leave out --evaluate, or use --html")
     try:
         asked = _question(options, typed, world_size)
-        refusals = _refusals(options, asked) if typed.problems else []
+        if typed.problems:
+            raise ConfigurationError(_refusals(options, asked))
+        if options.calibrate is not None:
+            asked = replace(asked, machine=_calibrated(options, asked))
+        return _evaluate(options, asked) if options.evaluate else _search(options, asked, typed.values)
     except ConfigurationError as error:
         raise ConfigurationError([*typed.problems, *typed.as_typed(error.problems)]) from None
-    if typed.problems:
-        raise ConfigurationError([*typed.problems, *typed.as_typed(refusals)])
-    if options.calibrate is not None:
-        asked = replace(asked, machine=_calibrated(options, asked))
-    return _evaluate(options, asked) if options.evaluate else _search(options, asked, typed.values)
 
 
 def _parsed(training: list[str]) -> Typed:
@@ -160,6 +161,11 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
     limits_json, limits_lines = _limits(options, asked, answer.best)
     short = with_short_gradients(asked, answer)
     _write_json(options, report.as_json(asked, answer, short) | limits_json)
+    plain = list(simpler_layouts(asked))
+    if options.svg is not None and not plain:
+        warn("--svg: the flags allow none of the plain ways that it draws; nothing was written")
+    elif options.svg is not None:
+        write_output("--svg", options.svg, report.memory_picture(plain, asked))
     if _is_stdout(options) and options.html is None:
         return 0 if answer.best else 1
     lines = report.head(asked, answer.nearest)
@@ -176,10 +182,7 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
     lines += report.with_short_gradients(short, asked.machine)
     lines += [report.speed(answer.best[0], asked.machine), report.why(answer.best, asked)]
     lines += hinges(asked, answer)
-    plain = list(simpler_layouts(asked))
     lines += report.simpler(plain, asked)
-    if options.svg is not None and plain:
-        write_output("--svg", options.svg, report.memory_picture(plain, asked))
     lines += limits_lines
     lines += alternatives(asked)
     added = flags(placeholders(typed))

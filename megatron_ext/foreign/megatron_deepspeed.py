@@ -48,7 +48,7 @@ def read(argv: Sequence[str]) -> Typed:
         warnings=(*script.warnings, *typed.warnings),
         problems=(*script.problems, *typed.problems),
         unread=typed.unread | script.unread,
-        spellings={**typed.spellings, **spelled},
+        spellings={**typed.spellings, **spelled, **script.spellings},
     )
 
 

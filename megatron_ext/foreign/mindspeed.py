@@ -97,8 +97,17 @@ def _experts(script: Script) -> None:
         script.give(("--moe-router-load-balancing-type", "seq_aux_loss"))
     tensor = script.number("--tensor-model-parallel-size") or 1
     if script.take("--moe-tp-extend-ep") is not None:  # experts are whole, and divided over these ranks, too
-        experts = tensor * (script.number("--expert-model-parallel-size") or 1)
-        script.give(("--expert-tensor-parallel-size", "1"), ("--expert-model-parallel-size", str(experts)))
+        flag = "--expert-model-parallel-size"
+        experts = script.take_number(flag) if flag in script else 1
+        if experts is None:
+            return
+        script.give(("--expert-tensor-parallel-size", "1"), (flag, str(tensor * experts)))
+        script.spellings |= {
+            f"use {flag}": f"leave out --moe-tp-extend-ep, and use --expert-tensor-parallel-size 1 {flag}",
+            f"{flag} {tensor * experts}": (
+                f"{flag} {experts} x --tensor-model-parallel-size {tensor} (--moe-tp-extend-ep)"
+            ),
+        }
 
 
 def _leave_out_layers(script: Script) -> None:

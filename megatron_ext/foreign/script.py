@@ -12,6 +12,7 @@ class Script:
         self.problems: list[str] = []
         self.warnings: list[str] = []
         self.unread: set[str] = set()  # fields that a problem was to give
+        self.spellings: dict[str, str] = {}  # what a message says -> what the script says
         self._groups: list[tuple[str, list[str], list[str]]] = []  # flag, its values, and the words as typed
         for flag, inline, words in flag_groups(argv, self.problems):
             typed = [*([flag] if inline is None else [f"{flag}={inline}"]), *words]

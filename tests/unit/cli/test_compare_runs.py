@@ -1,6 +1,7 @@
 """tools/compare_runs.py finds the first difference, and none where there is none."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.cli import compare_runs
+from megatron_ext.errors import ConfigurationError
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "compare_runs.py"
 ROWS = [
@@ -40,6 +42,14 @@ def test_one_bit_counts(tmp_path: Path) -> None:
 
 def test_a_missing_row_counts(tmp_path: Path) -> None:
     assert compare(tmp_path, ROWS[:1]) == (1, "2 and 1 rows; equal up to row 1\n")
+
+
+def test_a_page_of_a_pipe_is_refused(tmp_path: Path) -> None:
+    pipe, file = tmp_path / "pipe", tmp_path / "file.jsonl"
+    os.mkfifo(pipe)
+    file.write_text(json.dumps(ROWS[0]) + "\n")
+    with pytest.raises(ConfigurationError, match=r"^--html reads each metrics file twice, and a pipe .* give a file"):
+        compare_runs.main([str(file), str(pipe), "--html", str(tmp_path / "both.html")])
 
 
 def test_a_page_shows_both_runs_and_where_their_losses_differ(

@@ -94,6 +94,26 @@ def test_svg_draws_into_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("memory.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.parametrize("more", ["--json -", "--device-memory-gb 0.1"])
+def test_svg_is_drawn_without_words_and_where_nothing_fits(more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _said(plan.main, SEARCH.replace("--json - ", "").format(f"--svg memory.svg {more}"), capsys)
+    assert Path("memory.svg").read_text().startswith("<svg")
+
+
+def test_svg_of_one_layout_is_refused() -> None:
+    line = f"--evaluate --world-size 16 --svg memory.svg -- {LAYOUT}"
+    with pytest.raises(ConfigurationError, match=r"^--svg .* leave out --evaluate, or use --html"):
+        plan.main(shlex.split(line))
+
+
+@pytest.mark.parametrize("way", ["", "--evaluate"])
+def test_flags_are_named_as_they_were_typed(way: str) -> None:
+    script = f"{MODEL} --num-experts 8 --moe-tp-extend-ep --tensor-model-parallel-size 4 --expert-model-parallel-size 3"
+    with pytest.raises(ConfigurationError) as caught:
+        plan.main(shlex.split(f"{way} --world-size 16 -- {script}"))
+    assert "--expert-model-parallel-size 3 x --tensor-model-parallel-size 4 (--moe-tp-extend-ep)" in str(caught.value)
+
+
 def test_html_shows_the_layouts_and_the_flags_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     words = _said(plan.main, SEARCH.replace("--json - ", "").format("--number 2 --html plan.html"), capsys)
     page = Path("plan.html").read_text()

@@ -1,10 +1,14 @@
 """Scripts of MindSpeed-LLM are the runs that they are there, or refused for what has no equivalent."""
 
+import re
 import shlex
 
 import pytest
 
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign.megatron_deepspeed import read
+from megatron_ext.train.configure import configure
+from tests.support.wrong_flags import BASE
 
 _MODEL = "--num-layers 4 --num-experts 4 --moe-ffn-hidden-size 8 --tensor-model-parallel-size 2"
 
@@ -98,3 +102,26 @@ def test_numbers_that_no_model_has_are_refused_at_once() -> None:
 )
 def test_what_has_no_equivalent_is_refused_by_its_name(script: str) -> None:
     assert [problem.split()[0] for problem in read(shlex.split(f"{_MODEL} {script}")).problems] == [script.split()[0]]
+
+
+_EXTENDED = "--num-experts 64 --moe-tp-extend-ep --tensor-model-parallel-size 8 --sequence-parallel"
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 32), (16, 128)])
+def test_experts_over_too_many_ranks_are_named_as_typed_with_fixes_that_work(experts: int, ranks: int) -> None:
+    launch = f"{BASE} --disable-bias-linear {_EXTENDED} --world-size {ranks}"
+    line = f"{launch} --expert-model-parallel-size {experts}"
+    with pytest.raises(ConfigurationError) as caught:
+        configure(shlex.split(line))
+    [problem] = caught.value.problems
+    assert f"--expert-model-parallel-size {experts} x --tensor-model-parallel-size 8 (--moe-tp-extend-ep)" in problem
+    given = "--expert-tensor-parallel-size 1 --expert-model-parallel-size"
+    _, _, sizes = problem.partition(f"leave out --moe-tp-extend-ep, and use {given} ")
+    assert sizes
+    for size in re.findall(r"\d+", sizes):
+        configure(shlex.split(f"{launch.replace(' --moe-tp-extend-ep', '')} {given} {size}"))
+
+
+def test_a_number_of_ranks_that_is_none_is_a_problem() -> None:
+    typed = read(shlex.split(f"{_MODEL} --moe-tp-extend-ep --expert-model-parallel-size many"))
+    assert typed.problems == ("--expert-model-parallel-size: 'many' is not an integer",)
