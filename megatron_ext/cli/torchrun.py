@@ -7,7 +7,13 @@ ranks return. A rank that a signal has ended gives 128 and the signal's number, 
 which the ranks get as well.
 """
 
+import signal
+
+from megatron_ext.errors import PeerLostError
 from megatron_ext.terminal import note
+
+_CONSEQUENCES = (PeerLostError.exit_code, -signal.SIGTERM)
+"""Exit codes of ranks that end because another one did."""
 
 
 def main(argv: list[str]) -> int:
@@ -22,7 +28,8 @@ def main(argv: list[str]) -> int:
         note(f"torchrun: ended by {signalled.sigval.name}")
         return 128 + signalled.sigval
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
+        ended = sorted(failed.failures.items(), key=lambda each: each[1].timestamp)
+        rank, failure = next((each for each in ended if each[1].exitcode not in _CONSEQUENCES), ended[0])
         cause = failure.error_file_data.get("message")
         if isinstance(cause, dict):  # what the rank has written (resilience/exit_record.py)
             note(cause["message"])
