@@ -610,7 +610,7 @@ WRONG = [
     ("--max-position-embeddings 32", "use --max-position-embeddings 64"),
     ("--padded-vocab-size 999", "must be at least the vocabulary's 1000"),
     ("--transformer-impl transformer_engine", "use --transformer-impl local"),
-    ("--recurrence-kernels fla", "its kernels need a GPU, but the run is on CPU processes; use --recurrence-kernels torch"),
+    ("--recurrence-kernels fla", "its kernels need a GPU, but the run is on CPU processes"),
     ("--num-layers 8 --world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2"
      " --num-virtual-stages-per-pipeline-rank 3", "use --num-virtual-stages-per-pipeline-rank 1, 2 or 4"),
     ("--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
