@@ -92,7 +92,7 @@ def main() -> None:
     page = "\n".join(text) + "\n"
     print(page)
     if given.output is not None:
-        keep(given.output, "mup_transfer", record, page)
+        keep(given.output, f"mup_transfer_{'_'.join(given.optimizers)}", record, page)
 
 
 if __name__ == "__main__":
