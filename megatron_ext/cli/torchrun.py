@@ -8,6 +8,7 @@ which the ranks get as well.
 """
 
 import signal
+from typing import Any
 
 from megatron_ext.errors import PeerLostError
 from megatron_ext.terminal import note
@@ -28,10 +29,8 @@ def main(argv: list[str]) -> int:
         note(f"torchrun: ended by {signalled.sigval.name}")
         return 128 + signalled.sigval
     except ChildFailedError as failed:
-        ended = sorted(failed.failures.items(), key=lambda each: each[1].timestamp)
-        rank, failure = next((each for each in ended if each[1].exitcode not in _CONSEQUENCES), ended[0])
-        cause = failure.error_file_data.get("message")
-        if isinstance(cause, dict):  # what the rank has written (resilience/exit_record.py)
+        rank, failure = min(failed.failures.items(), key=lambda each: _order(each[1]))
+        if (cause := _written(failure)) is not None:
             note(cause["message"])
         elif failure.exitcode < 0:
             note(f"rank {rank}: ended by {failure.signal_name()}")
@@ -39,3 +38,15 @@ def main(argv: list[str]) -> int:
             note(f"rank {rank}: ended with exit code {failure.exitcode}; the last line of a rank above says why")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
+
+
+def _order(failure: Any) -> tuple[bool, bool, int]:
+    """Return what sorts causes before consequences, then ranks that say why before those that leave it to another one
+    to say, then the first before later ones."""
+    return failure.exitcode in _CONSEQUENCES, _written(failure) is None, failure.timestamp
+
+
+def _written(failure: Any) -> dict[str, Any] | None:
+    """Return what a rank has written of its end (resilience/exit_record.py)."""
+    written = failure.error_file_data.get("message")
+    return written if isinstance(written, dict) else None
