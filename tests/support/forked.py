@@ -1,5 +1,6 @@
 """A function in a process of its own, forked from that of the tests: what it prints, and how it ends."""
 
+import gc
 import os
 import select
 import signal
@@ -71,6 +72,7 @@ def fork(function: Callable[..., Any], *arguments: Any) -> Forked:
         os.close(writer)
         return Forked(pid, reader)
     code = 99
+    gc.freeze()  # what the tests' process holds is collected there: torch's objects do not survive it without its threads
     try:
         os.close(reader)
         for stream in (1, 2):
