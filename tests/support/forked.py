@@ -72,7 +72,7 @@ def fork(function: Callable[..., Any], *arguments: Any) -> Forked:
         os.close(writer)
         return Forked(pid, reader)
     code = 99
-    gc.freeze()  # what the tests' process holds is collected there: torch's objects do not survive it without its threads
+    gc.freeze()  # objects of the tests' process are collected there; torch's do not survive it without their threads
     try:
         os.close(reader)
         for stream in (1, 2):
