@@ -7,14 +7,16 @@ Four forms are known, and their names in deepspeed 0.19 (runtime/pipe/module.py,
 checkpoint/ds_to_universal.py):
 
     layer_03-model_00-model_states.pt     with pipelines: a module of the pipeline, on one tensor-parallel rank
-    mp_rank_00_model_states.pt            the flags of the run; without pipelines, its weights, too
+    mp_rank_00_model_states.pt            the run's flags; its weights without pipelines, its optimizer without ZeRO
     zero_pp_rank_0_mp_rank_00_optim_states.pt   what ZeRO divides: masters and Adam's states (`zero_shards.py`)
     zero/<parameter>/fp32.pt              a universal checkpoint: whole parameters, with exp_avg.pt and exp_avg_sq.pt
     layer_1_expert_3_mp_rank_00_model_states.pt   an expert of the second layer that has some, next to the second form
+    expp_rank_0_mp_rank_00_optim_states.pt        a rank's optimizer with experts, without ZeRO (`unnamed_states.py`)
 
 Nothing in the files is executed (`torch_file.py`).
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.deepspeed import torch_file
 from megatron_ext.checkpoint.deepspeed.saved_flags import flags_of, has_gate_last, is_neox
-from megatron_ext.checkpoint.deepspeed.zero_shards import SHARD_FILE, Pieces, read_zero_shards
+from megatron_ext.checkpoint.deepspeed.unnamed_states import find_states
+from megatron_ext.checkpoint.deepspeed.zero_shards import EXPERT, SHARD_FILE, Pieces, read_zero_shards
 from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.errors import ConfigurationError, DataError
@@ -148,16 +151,21 @@ class DeepSpeedFolder:
             shards = read_zero_shards(self.path, _whole(stages) or 1, self.values.get("num_experts") or 1)
             self.states = {state: self._with_experts(ranks, divided) for state, ranks in shards.items()}
             self.weights = self.states["param"]
-        elif any(map(_LAYER_FILE.fullmatch, names)):
-            self.weights = self._of_layers(names)
         else:
-            files = [content, *(torch_file.read(file_inside(self.path, name)) for _, name in ranks[1:])]
-            tensors = [dict(_flat(one.get("module"))) for one in files]
+            others = [torch_file.read(file_inside(self.path, name)) for _, name in ranks[1:]]
+            files = [one if isinstance(one, dict) else {} for one in (content, *others)]
+            tensors = self._of_layers(names) or [dict(_flat(one.get("module"))) for one in files]
             for name in names:
                 match = _EXPERT_FILE.fullmatch(name)
-                if match and int(match[3]) < (len(ranks) if divided else 1):
+                if match and int(match[3]) < len(tensors):
                     tensors[int(match[3])] |= _flat(torch_file.read(file_inside(self.path, name)))
             self.weights = self._with_experts(tensors, divided)
+            found = [self._without_zero(rank, one, files[rank :: len(tensors)]) for rank, one in enumerate(tensors)]
+            states = {state: [of_rank[state] for of_rank in found] for state in STATES}
+            if all(of_rank.keys() == states["param"][0].keys() for of_rank in states["param"]):
+                named = {state: self._with_experts(of_ranks, divided) for state, of_ranks in states.items()}
+                if named["param"].keys() == self.weights.keys():
+                    self.states, self.weights = named, named["param"]
         for weights in {id(one): one for one in (self.weights, *self.states.values())}.values():
             self._reorder(weights, args)
         if is_neox(args):
@@ -195,13 +203,29 @@ class DeepSpeedFolder:
                 if not isinstance(shard, Reordered) and size * parts == shard.shape[0]:
                     shards[place] = Reordered(shard, ranges)
 
-    def _of_layers(self, names: list[str]) -> Weights:
+    def _without_zero(self, rank: int, tensors: Mapping[str, Any], files: list[Any]) -> dict[str, dict[str, Pieces]]:
+        """Return the states of a tensor-parallel rank, from a file of each pipeline stage; or, with experts, of each
+        expert-parallel rank, which also has those of all that is no expert."""
+        names = (f"expp_rank_{place}_mp_rank_{rank:02}_optim_states.pt" for place in itertools.count())
+        paths = [*itertools.takewhile(Path.exists, (self.path / name for name in names))]
+        if not paths:
+            return find_states(files, tensors)
+        own = max((self.values.get("num_experts") or 1) // len(paths), 1)
+        found: dict[str, dict[str, Pieces]] = {state: {} for state in STATES}
+        for place, path in enumerate(paths):
+            others = {name for name in tensors if (m := EXPERT.fullmatch(name)) and int(m[2]) // own != place}
+            local = {name: one for name, one in tensors.items() if name not in others}
+            states = find_states([torch_file.read(file_inside(self.path, path.name))], local)
+            found = {state: one | states[state] for state, one in found.items()}
+        return found
+
+    def _of_layers(self, names: list[str]) -> list[dict[str, Entry]]:
         found = sorted((int(match[1]), int(match[2]), name) for name in names if (match := _LAYER_FILE.fullmatch(name)))
         by_rank: dict[int, dict[str, Entry]] = {}
         for layer, rank, name in found:
             for key, entry in _flat(torch_file.read(file_inside(self.path, name))):
                 by_rank.setdefault(rank, {})[f"{layer}.{key}"] = entry
-        return self._by_our_names([by_rank[rank] for rank in sorted(by_rank)])
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def _universal(self, file: str, args: Mapping[str, Any]) -> Weights:
         """Return whole parameters, and of those that were put one below the other the shards of the ranks: their gates,

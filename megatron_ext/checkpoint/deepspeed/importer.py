@@ -1,5 +1,6 @@
-"""Imports a checkpoint of Megatron-DeepSpeed or GPT-NeoX: weights alone, as iteration 0, or of a universal checkpoint
-and of ZeRO's shards Adam's state as well, at its iteration. One process does it (`native/single_process.py`).
+"""Imports a checkpoint of Megatron-DeepSpeed or GPT-NeoX: weights alone, as iteration 0, or with Adam's state at its
+iteration, of a universal checkpoint, of ZeRO's shards and of a 16-bit run without ZeRO. One process does it
+(`native/single_process.py`).
 """
 
 import functools
@@ -54,7 +55,8 @@ def import_deepspeed(source: str | Path, destination: str | Path) -> Path:
     else:
         say(
             f"{folder.path}: weights alone; for Adam's state put zero_pp_rank_*_optim_states.pt of all ranks next to "
-            "them (expp_rank_*, of runs without ZeRO, does not say where parameters lie)"
+            "them, or of a 16-bit run without ZeRO all mp_rank_* and expp_rank_* (its fp32 masters, once rounded, must "
+            "be the weights)"
         )
     return write_checkpoint(destination, config, _tensors(folder, config), common)
 
