@@ -8,6 +8,8 @@ code.
 import contextlib
 import json
 import os
+import signal
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,6 +70,16 @@ def wait_for_another(save: str | Path | None, seconds: float) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def wait_for_launcher(seconds: float) -> bool:
+    """Return whether torchrun ends this rank within `seconds`, for which it must know of another one's failure."""
+    ended = threading.Event()
+    if _launcher_file() is not None:
+        with contextlib.suppress(ValueError):  # not on the main thread
+            signal.signal(signal.SIGTERM, lambda *_: ended.set())
+            return ended.wait(seconds)
+    return False
 
 
 def _another_has_recorded(save: str | Path | None) -> bool:

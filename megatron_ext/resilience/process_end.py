@@ -31,6 +31,7 @@ from megatron_ext.terminal import note
 # Time for the cause to appear. Longer for what every rank finds for itself, where rank 0 may just be slower to start.
 _SECONDS_FOR_A_PEERS_CAUSE = 1.0
 _SECONDS_FOR_RANK_0 = 5.0
+_SECONDS_FOR_LAUNCHER = 5.0
 _SECONDS_TO_CLEAN_UP = 5.0
 
 # What gloo, NCCL and the store say when the other side is gone or silent (lower case).
@@ -180,7 +181,8 @@ def _report(error: BaseException, status: RunStatus) -> int:
         and status.rank != 0
         and exit_record.wait_for_another(status.save, _SECONDS_FOR_RANK_0)
     ):
-        return code
+        told = isinstance(error, ConfigurationError) and exit_record.wait_for_launcher(_SECONDS_FOR_LAUNCHER)
+        return 0 if told else code  # torchrun's summary ends with the cause, below seven lines for each other failure
     message = _last_line(error, status, cause)
     if isinstance(error, ConfigurationError):
         _say("\n".join(error.problems))
