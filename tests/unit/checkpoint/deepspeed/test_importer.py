@@ -2,6 +2,7 @@
 documented layout with the weights of transformers' models, which an import of their own folder must equal.
 """
 
+import itertools
 import json
 import tarfile
 from argparse import Namespace
@@ -245,10 +246,12 @@ def test_gates_of_a_universal_checkpoint_are_those_of_its_shards(folder: str, tm
             np.testing.assert_array_equal(theirs[state][name], array, f"{state} {name}")
 
 
-def test_states_of_experts_that_deepspeed_wrote_are_each_experts_own(tmp_path: Path) -> None:
-    """Of two expert-parallel ranks with two experts each, on four data-parallel ranks. Moments were set to -3 times the
-    master and to its square before the engine saved; its files of the experts have their weights in bf16."""
-    with tarfile.open(ARCHIVE.with_name("deepspeed_0.19.8_experts.tar.xz")) as archive:
+@pytest.mark.parametrize("zero", ["", "_without_zero"])
+def test_states_of_experts_that_deepspeed_wrote_are_each_experts_own(zero: str, tmp_path: Path) -> None:
+    """Of two expert-parallel ranks with two experts each, on four data-parallel ranks, and without ZeRO on two. Moments
+    were set to -3 times the master and to its square before the engine saved; its files of the experts have their
+    weights in bf16."""
+    with tarfile.open(ARCHIVE.with_name(f"deepspeed_0.19.8_experts{zero}.tar.xz")) as archive:
         archive.extractall(tmp_path, filter="data")
     tag = tmp_path / "global_step3"
     import_deepspeed(tag, tmp_path / "ours")
@@ -263,6 +266,8 @@ def test_states_of_experts_that_deepspeed_wrote_are_each_experts_own(tmp_path: P
             module, kind = name.split(".")[-2:]
             own = weights[f"decoder.layers.1.mlp.experts.{expert}.{kinds[module]}.{kind}"]
             assert torch.equal(torch.from_numpy(own).bfloat16(), tensor), name
+    if zero:
+        return
     for rank in (2, 3):
         (tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(DataError, match="elements of its"):
@@ -270,6 +275,41 @@ def test_states_of_experts_that_deepspeed_wrote_are_each_experts_own(tmp_path: P
     (tag / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(DataError, match="1 data-parallel ranks of 2 experts each do not have 4"):
         import_deepspeed(tag, tmp_path / "of one rank")
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("changed", [False, True])
+def test_states_without_names_are_found_by_the_weights(
+    flat: bool, changed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two tensor-parallel ranks x two pipeline stages without ZeRO. A master that is not rounded to its weight makes
+    all doubtful: weights are read alone."""
+    _write(tmp_path, "gpt_neox", 2)
+    tag = tmp_path / "saved/global_step7"
+    for path in tag.glob("mp_rank_*"):
+        torch.save(torch.load(path, weights_only=False), tag / f"mp_rank_{int(path.name[8:10]) + 2:02}_model_states.pt")
+    for rank, stage in itertools.product(range(2), range(2)):
+        own = {}
+        for path in sorted(tag.glob(f"layer_*-model_{rank:02}-model_states.pt"))[3 * stage :][: 3 - stage]:
+            wide = torch.load(path)
+            torch.save({name: one.bfloat16() for name, one in wide.items()}, path)
+            own |= {f"{path.name[:8]}.{name}": one for name, one in wide.items() if "inv_freq" not in name}
+        groups = [[one for one in own.values() if (one.dim() > 1) == big] for big in (True, False)]
+        if changed and rank and stage:
+            groups[1][-1][0] *= 2
+        masters = [torch.cat([one.flatten() for one in group]) if flat else group for group in groups]
+        vectors = masters if flat else [one for group in masters for one in group]
+        state = {number: {"step": 7, "exp_avg": -one, "exp_avg_sq": one**2} for number, one in enumerate(vectors)}
+        saved = {"fp32_groups_flat" if flat else "fp32_groups": masters, "optimizer_state_dict": {"state": state}}
+        file = tag / f"mp_rank_{2 * stage + rank:02}_model_states.pt"
+        torch.save(torch.load(file, weights_only=False) | {"optimizer": saved}, file)
+    import_huggingface(tmp_path / "hf", tmp_path / "from hf")
+    import_deepspeed(tag, tmp_path / "ours")
+    assert ("weights alone" in capsys.readouterr().out) == changed
+    functions = lambda one: one, lambda one: -one, lambda one: one**2
+    for found, function in zip(() if changed else _states(tmp_path / "ours").values(), functions, strict=not changed):
+        for name, weight in _arrays(tmp_path / "from hf").items():
+            np.testing.assert_array_equal(found[name], function(weight), name)
 
 
 @dataclass
