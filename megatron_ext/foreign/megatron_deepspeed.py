@@ -143,7 +143,10 @@ def _effective(script: Script, content: dict[str, Any], stage: int | None) -> di
         elif name not in _IDLE and any(value is True for key, value in section.items() if key.endswith("enabled")):
             stages = nearest_stages({key.partition(".")[2]: value for key, value in section.items()})
             instead = _STAGES.format(stages) if stages else _TRAINS_OTHERWISE[name]
-            script.problems.append(f"{name} of {_CONFIG} is not supported: {instead}")
+            if stages and "--stages" in script:
+                script.warnings.append(f"{name} of {_CONFIG} changes nothing: --stages says which lengths there are")
+            else:
+                script.problems.append(f"{name} of {_CONFIG} is not supported: {instead}")
     _precision(script, content, auto)
     for flag, (key, default) in _ENGINES.items():
         if "--fp16" not in script and key.startswith("fp16"):
@@ -177,7 +180,7 @@ def _batch(script: Script, content: dict[str, Any]) -> None:
     for flag, key in sizes.items():
         own, given = content.pop(key, None), script.number(flag)
         if own is not None and given not in (None, own):
-            script.problems.append(f"{flag} {given} and {key} {own} of {_CONFIG} differ; let both say the same")
+            script.problems.append(f"{flag} {given} and {key} {own} of {_CONFIG} differ; leave one out")
         elif own is not None:
             script.give((flag, str(own)))
     steps, micro, batch = content.pop("gradient_accumulation_steps", None), *map(script.number, sizes)

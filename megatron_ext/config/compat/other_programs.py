@@ -43,7 +43,16 @@ FLAGS: dict[str, str] = {
     ),
     **dict.fromkeys(("--rank", "--dist-url"), _MPI),
     **dict.fromkeys(
-        ("--kd", "--mos"), "it is Megatron-DeepSpeed's distillation, which is not in this version: leave it out"
+        (
+            *("--kd", "--mos", "--load-teacher", *(f"--kd-{name}" for name in ("alpha-ce", "beta-ce", "temp"))),
+            *(f"--{name}-teacher" for name in ("num-layers", "num-experts", "hidden-size", "num-attention-heads")),
+        ),
+        "it is Megatron-DeepSpeed's distillation, which is not in this version: leave it out",
+    ),
+    **dict.fromkeys(
+        [f"--ds-sequence-parallel-fpdt{name}" for name in ("", "-chunk-size", "-offloading")],
+        "it is Megatron-DeepSpeed's attention in chunks of a sequence, which is not in this version: leave it out, and "
+        "for memory add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "--tokenizer-file": (
         f"{_BIGCODES}: use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model, the folder of tokenizer.json"

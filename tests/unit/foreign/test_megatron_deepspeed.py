@@ -258,6 +258,15 @@ def test_what_contradicts_or_is_not_known_is_named(file: dict[str, Any], script:
     assert said in problem
 
 
+def test_stages_that_a_curriculum_is_refused_for_take_its_place(tmp_path: Path) -> None:
+    curriculum = _inline({"curriculum_learning": {"enabled": True, **_CURRICULUM}})
+    [problem] = _problems(f"{_LENGTH} {curriculum}")
+    stages = tmp_path / "stages.yaml"
+    stages.write_text(problem[problem.index("{") : problem.index("} into a file") + 1])
+    typed = _configured(f"{_LENGTH} --stages {stages} --save {tmp_path} {curriculum}").typed
+    assert any("--stages says which lengths there are" in warning for warning in typed.warnings)
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
     [
