@@ -104,9 +104,11 @@ def _engine(script: Script) -> object:
         script.warnings.append("--deepspeed changes nothing here: megatron-core is always the engine")
     here, machines = map(os.environ.get, ("LOCAL_SIZE", "CROSS_SIZE"))
     if here and machines and script.take("--local-rank"):
+        first = os.environ.get("MASTER_ADDR", "ADDRESS")
+        others = "" if machines == "1" else f" --nnodes {machines} --node-rank RANK --master-addr {first}"
         script.warnings.append(
-            "deepspeed starts no rank again; on each machine, torchrun "
-            f"--nproc-per-node {here} --nnodes {machines} --node-rank RANK --master-addr ADDRESS --max-restarts 3 does"
+            f"deepspeed starts no rank again, as torchrun --nproc-per-node {here}{others} --max-restarts 3 "
+            f"pretrain_gpt.py with these flags does{' on each machine' if others else ''}"
         )
     try:
         if named is not None and chosen is not None:
@@ -180,7 +182,9 @@ def _batch(script: Script, content: dict[str, Any]) -> None:
     for flag, key in sizes.items():
         own, given = content.pop(key, None), script.number(flag)
         if own is not None and given not in (None, own):
-            script.problems.append(f"{flag} {given} and {key} {own} of {_CONFIG} differ; leave one out")
+            script.problems.append(
+                f"{flag} {given} and {key} {own} of {_CONFIG} differ; let both say the same, or leave the key out"
+            )
         elif own is not None:
             script.give((flag, str(own)))
     steps, micro, batch = content.pop("gradient_accumulation_steps", None), *map(script.number, sizes)

@@ -368,9 +368,11 @@ def test_tokenizers_of_forks_say_what_to_give_where_it_does_not_fit() -> None:
 def test_the_line_of_torchrun_is_printed_where_deepspeed_has_started_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _configured(_LENGTH).typed.warnings
     monkeypatch.setenv("LOCAL_SIZE", "8")
-    monkeypatch.setenv("CROSS_SIZE", "2")
-    [warning] = _configured(f"{_LENGTH} --local_rank=0").typed.warnings
-    assert "torchrun --nproc-per-node 8 --nnodes 2 --node-rank RANK --master-addr ADDRESS" in warning
+    monkeypatch.setenv("MASTER_ADDR", "node-7")
+    for machines, words in ("2", "8 --nnodes 2 --node-rank RANK --master-addr node-7"), ("1", "8"):
+        monkeypatch.setenv("CROSS_SIZE", machines)
+        [warning] = _configured(f"{_LENGTH} --local_rank=0").typed.warnings
+        assert f"torchrun --nproc-per-node {words} --max-restarts 3 pretrain_gpt.py" in warning
 
 
 def test_tokens_and_the_files_batch_are_what_is_trained(tmp_path: Path) -> None:
