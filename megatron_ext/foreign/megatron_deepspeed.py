@@ -107,8 +107,8 @@ def _engine(script: Script) -> object:
         first = os.environ.get("MASTER_ADDR", "ADDRESS")
         others = "" if machines == "1" else f" --nnodes {machines} --node-rank RANK --master-addr {first}"
         script.warnings.append(
-            f"deepspeed starts no rank again, as torchrun --nproc-per-node {here}{others} --max-restarts 3 "
-            f"pretrain_gpt.py with these flags does{' on each machine' if others else ''}"
+            f"deepspeed starts no rank again; {'on each machine, ' if others else ''}torchrun --nproc-per-node "
+            f"{here}{others} --max-restarts 3 pretrain_gpt.py with these flags does"
         )
     try:
         if named is not None and chosen is not None:

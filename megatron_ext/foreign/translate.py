@@ -92,7 +92,7 @@ def read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}; give the path of a configuration file") from None
     except ValueError as error:
-        raise ConfigurationError(f"{path}: {' '.join(str(error).split())}") from None
+        raise ConfigurationError(f"{path}: {' '.join(str(error).split())}; correct it there") from None
     if not isinstance(content, dict) or not content:
         raise ConfigurationError(f"{path}: expected names and values, as in `train_batch_size: 32`")
     return content
