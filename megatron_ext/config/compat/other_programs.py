@@ -70,6 +70,11 @@ FLAGS: dict[str, str] = {
         "it is ModelOpt's: distillation and quantization are not in this version; leave it out to train on the data "
         "alone, or use Megatron-LM's examples/post_training/modelopt",
     ),
+    "--export-force-local-attention": "it is ModelOpt's: leave it out",
+    "--enable-gpt-oss": (
+        "it is ModelOpt's: use --position-embedding-type yarn --rotary-scaling-factor 32 "
+        "--original-max-position-embeddings 131072 --no-yarn-correction-range-round-to-int"
+    ),
 }
 """Flag, with hyphens -> what to do instead."""
 
