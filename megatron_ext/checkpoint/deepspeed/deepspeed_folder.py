@@ -16,7 +16,6 @@ checkpoint/ds_to_universal.py):
 Nothing in the files is executed (`torch_file.py`).
 """
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.checkpoint.deepspeed import torch_file
 from megatron_ext.checkpoint.deepspeed.saved_flags import flags_of, has_gate_last, is_neox
 from megatron_ext.checkpoint.deepspeed.unnamed_states import find_states
-from megatron_ext.checkpoint.deepspeed.zero_shards import EXPERT, SHARD_FILE, Pieces, read_zero_shards
+from megatron_ext.checkpoint.deepspeed.zero_shards import SHARD_FILE, Pieces, read_zero_shards
 from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.errors import ConfigurationError, DataError
@@ -90,6 +89,7 @@ STATES = {"param": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_STATES = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODULES = {
     "input_layernorm": "input_layernorm",
@@ -154,13 +154,15 @@ class DeepSpeedFolder:
         else:
             others = [torch_file.read(file_inside(self.path, name)) for _, name in ranks[1:]]
             files = [one if isinstance(one, dict) else {} for one in (content, *others)]
+            states_of: dict[int, list[Any]] = {}
             tensors = self._of_layers(names) or [dict(_flat(one.get("module"))) for one in files]
-            for name in names:
-                match = _EXPERT_FILE.fullmatch(name)
-                if match and int(match[3]) < len(tensors):
-                    tensors[int(match[3])] |= _flat(torch_file.read(file_inside(self.path, name)))
+            for rank, *_, name in _numbered(_EXPERT_FILE, names):
+                if rank < len(tensors):
+                    tensors[rank] |= _flat(torch_file.read(file_inside(self.path, name)))
             self.weights = self._with_experts(tensors, divided)
-            found = [self._without_zero(rank, one, files[rank :: len(tensors)]) for rank, one in enumerate(tensors)]
+            for rank, _, name in _numbered(_EXPERT_STATES, names):
+                states_of.setdefault(rank, []).append(torch_file.read(file_inside(self.path, name)))
+            found = [find_states(states_of.get(n) or files[n :: len(tensors)], one) for n, one in enumerate(tensors)]
             states = {state: [of_rank[state] for of_rank in found] for state in STATES}
             if all(of_rank.keys() == states["param"][0].keys() for of_rank in states["param"]):
                 named = {state: self._with_experts(of_ranks, divided) for state, of_ranks in states.items()}
@@ -202,22 +204,6 @@ class DeepSpeedFolder:
                 ranges = tuple(range(low * size, high * size) for low, high in blocks)
                 if not isinstance(shard, Reordered) and size * parts == shard.shape[0]:
                     shards[place] = Reordered(shard, ranges)
-
-    def _without_zero(self, rank: int, tensors: Mapping[str, Any], files: list[Any]) -> dict[str, dict[str, Pieces]]:
-        """Return the states of a tensor-parallel rank, from a file of each pipeline stage; or, with experts, of each
-        expert-parallel rank, which also has those of all that is no expert."""
-        names = (f"expp_rank_{place}_mp_rank_{rank:02}_optim_states.pt" for place in itertools.count())
-        paths = [*itertools.takewhile(Path.exists, (self.path / name for name in names))]
-        if not paths:
-            return find_states(files, tensors)
-        own = max((self.values.get("num_experts") or 1) // len(paths), 1)
-        found: dict[str, dict[str, Pieces]] = {state: {} for state in STATES}
-        for place, path in enumerate(paths):
-            others = {name for name in tensors if (m := EXPERT.fullmatch(name)) and int(m[2]) // own != place}
-            local = {name: one for name, one in tensors.items() if name not in others}
-            states = find_states([torch_file.read(file_inside(self.path, path.name))], local)
-            found = {state: one | states[state] for state, one in found.items()}
-        return found
 
     def _of_layers(self, names: list[str]) -> list[dict[str, Entry]]:
         found = sorted((int(match[1]), int(match[2]), name) for name in names if (match := _LAYER_FILE.fullmatch(name)))
@@ -266,6 +252,11 @@ class DeepSpeedFolder:
         if unknown:
             raise DataError(f"{self.path} holds {', '.join(sorted(unknown)[:5])}, which no model here has")
         return found
+
+
+def _numbered(pattern: re.Pattern[str], names: list[str]) -> list[Any]:
+    """Return the numbers in the names of such files, the last one first, and the name; in this order."""
+    return sorted((*map(int, match.groups()[::-1]), name) for name in names if (match := pattern.fullmatch(name)))
 
 
 def _our_name(name: str, number: Mapping[str, int]) -> str | None:

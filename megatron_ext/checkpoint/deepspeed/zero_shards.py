@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_ext.checkpoint.deepspeed import torch_file
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SHARD_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 _MASTERS = "single_partition_of_fp32_groups"
 
 
@@ -73,7 +73,7 @@ def read_zero_shards(folder: Path, stages: int, experts: int = 1) -> dict[str, l
     }
     for rank in range(ranks):
         shapes = _shapes(folder, f"mp_rank_{rank:02d}_model_states.pt")
-        own = 1 + max((int(match[2]) for match in map(EXPERT.fullmatch, shapes) if match), default=experts - 1)
+        own = 1 + max((int(match[2]) for match in map(_EXPERT.fullmatch, shapes) if match), default=experts - 1)
         if experts % own or replicas % (experts // own):
             raise DataError(f"{folder}: {replicas} data-parallel ranks of {own} experts each do not have {experts}")
         shapes = {_of_all(name, first): shape for first in range(0, experts, own) for name, shape in shapes.items()}
@@ -105,7 +105,7 @@ def _shapes(folder: Path, file: str) -> dict[str, tuple[int, ...]]:
 
 def _of_all(name: str, first: int) -> str:
     """Return the name with the number that an expert has in the model, where `first` is the first one of its rank."""
-    return EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name)
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name)
 
 
 def _collect(path: Path, pieces: dict[str, dict[str, list[Entry]]], first: int) -> None:
@@ -133,11 +133,12 @@ def _collect(path: Path, pieces: dict[str, dict[str, list[Entry]]], first: int) 
                 for state, entry in flat.items():
                     if min(start, size) < 0 or start + size > math.prod(entry.shape):
                         raise ValueError(f"{name} reaches beyond its group")
-                    piece = Entry(entry.path, entry.dtype, (size,), Entry.offset_of(_vector(entry), start))
-                    pieces[state].setdefault(name, []).append(piece)
+                    pieces[state].setdefault(name, []).append(part_of(entry, start, size))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{path} holds no state of Adam in ZeRO's form ({error}); take another checkpoint") from error
 
 
-def _vector(entry: Any) -> Entry:
-    return Entry(entry.path, entry.dtype, (math.prod(entry.shape),), entry.offset)
+def part_of(entry: Entry, start: int, size: int) -> Entry:
+    """Return the vector of `size` elements that begins at an element of a tensor."""
+    vector = Entry(entry.path, entry.dtype, (size,), entry.offset)
+    return Entry(entry.path, entry.dtype, (size,), vector.offset_of(start))
