@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
 from megatron_ext.device import kernels, split_backward
 from megatron_ext.device.triton import kernel_choice
@@ -29,6 +31,9 @@ from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Experts
 from megatron_ext.parts.experts.router import Router
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear, WholeLinear
 from megatron_ext.parts.mlp.compute import glu
+
+_NOT_CHOSEN = -1.0
+"""Stands for the weight of an expert that a token did not choose, where both are sent."""
 
 
 def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
@@ -236,7 +241,31 @@ class GroupedExperts(MegatronModule):
         }
 
 
-class LatentMixture(MoELayer):
+class Mixture(MoELayer):
+    """A mixture that sends tokens together with the weights of their experts: where little is sent, a message takes as
+    long whatever it holds (on a CPU a millisecond or two)."""
+
+    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens that the ranks of this one's experts have, and their weights. hidden_states: [..., H]."""
+        way: Any = self.token_dispatcher
+        hidden, is_gathered = hidden_states.size(-1), isinstance(way, MoEAllGatherTokenDispatcher)
+        # On a GPU what all-to-all sends is counted by the host, for which the engine waits in its own way.
+        together = probs.dtype == hidden_states.dtype and (is_gathered or probs.is_cpu) and not way.use_nccl_stream
+        if not together or way.tp_ep_group.size() == 1:
+            return super().dispatch(hidden_states, probs)
+        if is_gathered:
+            sent = torch.cat([hidden_states, probs.where(way.routing_map, _NOT_CHOSEN)], 1)
+            rows, probs = gather_from_sequence_parallel_region(sent, group=way.tp_ep_group).split(
+                [hidden, probs.size(1)], 1
+            )
+            way.routing_map = probs != _NOT_CHOSEN
+            return rows, probs
+        sent = torch.cat([hidden_states, probs.unsqueeze(1)], 1)
+        rows, probs = all_to_all(way.ep_group, sent, way.output_splits, way.input_splits).split([hidden, 1], 1)
+        return rows.contiguous(), probs.squeeze(1)
+
+
+class LatentMixture(Mixture):
     """A mixture whose routed experts work in a smaller width. megatron-core's needs Transformer Engine for it."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, latent: int, **settings: Any) -> None:
@@ -272,5 +301,5 @@ def mixture_of_experts(described: Experts) -> Any:
         ),
     )
     if described.latent is None:
-        return partial(MoELayer, submodules=submodules)
+        return partial(Mixture, submodules=submodules)
     return partial(LatentMixture, submodules=submodules, latent=described.latent)
