@@ -242,26 +242,27 @@ class GroupedExperts(MegatronModule):
 
 
 class Mixture(MoELayer):
-    """A mixture that sends tokens together with the weights of their experts: where little is sent, a message takes as
-    long whatever it holds (on a CPU a millisecond or two)."""
+    """A mixture that sends tokens together with the weights of their experts: a small message takes as long as a large
+    one (on a CPU a millisecond or two)."""
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens that the ranks of this one's experts have, and their weights. hidden_states: [..., H]."""
         way: Any = self.token_dispatcher
-        hidden, is_gathered = hidden_states.size(-1), isinstance(way, MoEAllGatherTokenDispatcher)
-        # On a GPU what all-to-all sends is counted by the host, for which the engine waits in its own way.
-        together = probs.dtype == hidden_states.dtype and (is_gathered or probs.is_cpu) and not way.use_nccl_stream
+        gathers = isinstance(way, MoEAllGatherTokenDispatcher)
+        # On a GPU the engine waits in its own way for what is sent all-to-all, whose sizes the host needs.
+        together = probs.dtype == hidden_states.dtype and (gathers or probs.is_cpu) and not way.use_nccl_stream
         if not together or way.tp_ep_group.size() == 1:
             return super().dispatch(hidden_states, probs)
-        if is_gathered:
+        if gathers:
             sent = torch.cat([hidden_states, probs.where(way.routing_map, _NOT_CHOSEN)], 1)
-            rows, probs = gather_from_sequence_parallel_region(sent, group=way.tp_ep_group).split(
-                [hidden, probs.size(1)], 1
-            )
+            arrived = gather_from_sequence_parallel_region(sent, group=way.tp_ep_group)
+        else:
+            sent = torch.cat([hidden_states, probs.unsqueeze(1)], 1)
+            arrived = all_to_all(way.ep_group, sent, way.output_splits, way.input_splits)
+        rows, probs = arrived.split([hidden_states.size(1), sent.size(1) - hidden_states.size(1)], 1)
+        if gathers:
             way.routing_map = probs != _NOT_CHOSEN
             return rows, probs
-        sent = torch.cat([hidden_states, probs.unsqueeze(1)], 1)
-        rows, probs = all_to_all(way.ep_group, sent, way.output_splits, way.input_splits).split([hidden, 1], 1)
         return rows.contiguous(), probs.squeeze(1)
 
 
