@@ -23,7 +23,6 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
 from megatron_ext.device import kernels, split_backward
 from megatron_ext.device.triton import kernel_choice
@@ -248,7 +247,7 @@ class Mixture(MoELayer):
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens that the ranks of this one's experts have, and their weights. hidden_states: [..., H]."""
         way: Any = self.token_dispatcher
-        gathers = isinstance(way, MoEAllGatherTokenDispatcher)
+        gathers = self.config.moe_token_dispatcher_type == "allgather"
         # On a GPU the engine waits in its own way for what is sent all-to-all, whose sizes the host needs.
         together = probs.dtype == hidden_states.dtype and (gathers or probs.is_cpu) and not way.use_nccl_stream
         if not together or way.tp_ep_group.size() == 1:
