@@ -7,6 +7,11 @@ Both have 4 layers of 256 channels; one has 8 experts of which 2 compute a token
 them. They are trained in turns, each time by new processes of one thread: by one, and by two data-parallel ones, which
 share the experts. Speed is the median over turns of the dense model's time by that of the experts: by the clock, which
 says something where there is a core for each process and no other work, and by processor time of all processes.
+
+A model at its beginning routes unevenly, and the rank with fewer tokens waits in each layer: `load` is the (token,
+expert) pairs of the rank that has most by the mean of the ranks, the mean over layers and steps. What experts do in
+a step takes that many times as long in any program that leaves them where they are. So it is measured with routing as
+it is, and with random routing (--moe-router-force-load-balancing).
 """
 
 import argparse
@@ -36,14 +41,20 @@ LAYOUTS = {
     "EP2, all-gather": (2, "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather"),
     "EP2, all-to-all": (2, "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
 }
+BALANCED = "--moe-router-force-load-balancing"
+LAYOUTS |= {
+    f"{name}, balanced": (ranks, f"{flags} {BALANCED}") for name, (ranks, flags) in LAYOUTS.items() if ranks > 1
+}
 """Ranks, and flags of the model with experts. The dense one has as many data-parallel ranks."""
 
 
-def seconds(flags: str, warm_up: int, steps: int, profiled: str | None = None) -> tuple[float, float]:
-    """On a rank: return the time of a step by the clock, and this process's processor time."""
+def seconds(flags: str, warm_up: int, steps: int, profiled: str | None = None) -> tuple[float, float, list[int]]:
+    """On a rank: return the time of a step by the clock, this process's processor time, and how many (token, expert)
+    pairs it computed in each layer of each step."""
     import cProfile
 
     from megatron_ext import device
+    from megatron_ext.parts.experts.compute import GroupedExperts
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
@@ -52,13 +63,16 @@ def seconds(flags: str, warm_up: int, steps: int, profiled: str | None = None) -
     trainer = Trainer(run, [])
     for _ in range(warm_up):
         trainer.step()
+    pairs: list[int] = []
+    for part in (part for chunk in run.chunks for part in chunk.modules() if isinstance(part, GroupedExperts)):
+        part.register_forward_hook(lambda _part, given, _output: pairs.append(len(given[0])))
     profile = cProfile.Profile(time.process_time)
     if profiled is not None:
         profile.enable()
     began = time.perf_counter(), time.process_time()
     for _ in range(steps):
         trainer.step()
-    taken = (time.perf_counter() - began[0]) / steps, (time.process_time() - began[1]) / steps
+    taken = (time.perf_counter() - began[0]) / steps, (time.process_time() - began[1]) / steps, pairs
     if profiled is not None:
         profile.disable()
         profile.dump_stats(f"{profiled}.{run.rank}")
@@ -66,18 +80,20 @@ def seconds(flags: str, warm_up: int, steps: int, profiled: str | None = None) -
     return taken
 
 
-def turns(ranks: int, layout: str, given: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
-    """Return of both models the times of each turn: by the clock, and the processor time of all ranks."""
-    found: dict[str, list[tuple[float, float]]] = {"dense": [], "experts": []}
+def turns(ranks: int, layout: str, given: argparse.Namespace) -> dict[str, list[tuple[float, float, float]]]:
+    """Return of both models the numbers of each turn: time by the clock, processor time of all ranks, and load."""
+    found: dict[str, list[tuple[float, float, float]]] = {"dense": [], "experts": []}
     for _ in range(given.turns):
         for name, own in (("dense", DENSE), ("experts", f"{EXPERTS} {layout}")):
             flags = f"{FLAGS} --global-batch-size {4 * ranks} {own}"
             of_ranks = run_ranks(ranks, seconds, flags, given.warm_up, given.steps)
-            found[name].append((max(clock for clock, _ in of_ranks), sum(processor for _, processor in of_ranks)))
+            clocks, processors, pairs = zip(*of_ranks, strict=True)
+            loads = [max(ones) / statistics.mean(ones) for ones in zip(*pairs, strict=True)]
+            found[name].append((max(clocks), sum(processors), statistics.mean(loads or [1.0])))
     return found
 
 
-def speed(found: dict[str, list[tuple[float, float]]], which: int) -> float:
+def speed(found: dict[str, list[tuple[float, float, float]]], which: int) -> float:
     """Return the median over turns of the dense model's time by that of the experts."""
     pairs = zip(found["dense"], found["experts"], strict=True)
     return statistics.median(dense[which] / experts[which] for dense, experts in pairs)
@@ -105,15 +121,16 @@ def main() -> None:
         "",
         f"{sentence(record)} `python benchmarks/expert_speed.py`: {given.turns} turns of {given.steps} steps.",
         "",
-        "| | ms of a step, dense | experts | speed by the clock | CPU ms, dense | experts | speed by CPU time |",
-        "|---|---|---|---|---|---|---|",
+        "| | ms of a step, dense | experts | speed by the clock | CPU ms, dense | experts | speed by CPU time | load |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, found in record["layouts"].items():
         columns = []
         for which in (0, 1):
             medians = (statistics.median(one[which] for one in found[model]) for model in ("dense", "experts"))
             columns += [*(f"{1e3 * median:.1f}" for median in medians), f"{speed(found, which):.2f}"]
-        lines.append(f"| {name} | {' | '.join(columns)} |")
+        load = statistics.median(one[2] for one in found["experts"])
+        lines.append(f"| {name} | {' | '.join(columns)} | {load:.2f} |")
     text = "\n".join(lines) + "\n"
     print(text)
     if given.write is not None:

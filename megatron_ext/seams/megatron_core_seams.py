@@ -147,6 +147,11 @@ MODEL = (
         for name in ("fc1_latent_proj", "fc2_latent_proj")
     ),
     Seam(
+        f"{_CORE}.transformer.moe.moe_layer.MoELayer.dispatch",
+        "overridden to send tokens and the weights of their experts in one message",
+        ("hidden_states", "probs"),
+    ),
+    Seam(
         f"{_CORE}.transformer.moe.moe_layer.MoELayer.preprocess",
         "overridden to project what experts read down, which needs Transformer Engine there",
         ("hidden_states", "probs", "routing_map"),

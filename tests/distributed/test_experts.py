@@ -277,3 +277,29 @@ def test_the_share_of_dropped_tokens_is_that_of_one_process(policy: str) -> None
         everyones = run_ranks(world_size, _dropped, [*flags, *words.split()])
         assert everyones == [pytest.approx(alone, rel=1e-6)] * world_size, words
     assert run_ranks(1, _dropped, FLAGS) == [0.0]
+
+
+def _messages_of_a_step(flags: list[str]) -> dict[str, int]:
+    """The collectives of a training step on two ranks, without the sums."""
+    from benchmarks.traffic import Traffic
+    from megatron_ext import device
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+
+    run = build_run(configure(flags).config, device.install("cpu"))
+    with Traffic() as traffic:
+        Trainer(run, []).step()
+    return {kind: sent.calls for (kind, _), sent in traffic.sent.items() if kind != "all-reduce"}
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "of_layer"),
+    [("allgather", {"all-gather": 2, "reduce-scatter": 2}), ("alltoall", {"all-gather": 1, "all-to-all": 4})],
+)
+def test_tokens_and_weights_travel_together(dispatcher: str, of_layer: dict[str, int]) -> None:
+    """To the experts and back, forward and backward; what is sent all-to-all needs its sizes before."""
+    flags = [*FLAGS, *EP2.split(), "--moe-token-dispatcher-type", dispatcher, "--global-batch-size", "2"]
+    layers = 2
+    for sent in run_ranks(2, _messages_of_a_step, flags):
+        assert sent == {kind: layers * calls for kind, calls in of_layer.items()}

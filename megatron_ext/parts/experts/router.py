@@ -7,6 +7,7 @@ Shapes: T tokens of this rank, E experts.
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,7 +153,8 @@ class Router(TopKRouter):
         weights_TE, chosen_TE = super().routing(logits, padding_mask)
         counts = self.training and torch.is_grad_enabled()
         if self.capacity is not None and self.training:
-            dropped_TE = chosen_TE & ~self._within_capacity(weights_TE.detach() * chosen_TE, self.capacity)
+            prefer = partial(preferred, topk=self.topk, capacity=self.capacity)
+            dropped_TE = chosen_TE & ~self._own_rows(prefer, weights_TE.detach() * chosen_TE)
             if counts and self.local_tokens_per_expert is not None:
                 self.local_tokens_per_expert -= dropped_TE.sum(0)
             weights_TE, chosen_TE = weights_TE * ~dropped_TE, chosen_TE & ~dropped_TE
@@ -166,17 +168,15 @@ class Router(TopKRouter):
         weights: Any = self.config.moe_aux_loss_coeff
         return 0.0 if isinstance(losses, str) else dict(zip(losses, weights, strict=True)).get(aux_loss_type, 0.0)
 
-    def _within_capacity(self, weights_TE: torch.Tensor, capacity: Capacity) -> torch.Tensor:
-        """Return which of this rank's tokens are among those that each expert prefers, as many as it takes of the
-        whole microbatch, [T, E]. megatron-core has each rank leave out some of its own; here the choice is the same in
-        every layout.
-
-        Args:
-            weights_TE: 0 for experts that a token did not choose.
-        """
-        group = self.tp_cp_group
-        kept = preferred(_of_microbatch(weights_TE, group), self.topk, capacity)
-        return kept.chunk(group.size())[group.rank()]
+    def _own_rows(self, judge: Callable[[torch.Tensor], torch.Tensor], rows_TE: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of what `judge` makes of the rows of all tokens of the microbatch, in fp32.
+        megatron-core has each rank judge its own tokens; here the result is the same in every layout."""
+        group, own = self.tp_cp_group, rows_TE.float().contiguous()
+        if group.size() == 1:
+            return judge(own)
+        everyones = own.new_empty(group.size() * len(own), own.size(1))
+        torch.distributed.all_gather_into_tensor(everyones, own, group=group)
+        return judge(everyones).chunk(group.size())[group.rank()]
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return the logits, [..., experts]. input: [..., H]."""
@@ -250,25 +250,10 @@ class Router(TopKRouter):
                 return sparsely_mixed(logits, self.sparse_mixer, draws=True)
         weights = logits.sigmoid() if self.topk == 1 else logits.softmax(dim=-1, dtype=torch.float32).type_as(logits)
         with torch.no_grad():
-            scores = self._balanced(logits) if self.training else weights
+            scores = self._own_rows(sinkhorn, logits) if self.training else weights
             experts = scores.topk(self.topk, dim=1).indices
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
         return weights * chosen, chosen
-
-    def _balanced(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the assignment of all tokens of the microbatch, fp32."""
-        group = self.tp_cp_group
-        return sinkhorn(_of_microbatch(logits, group)).chunk(group.size())[group.rank()]
-
-
-def _of_microbatch(rows: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
-    """Return the rows of all tokens of the microbatch, fp32, of which each rank of the group has its own."""
-    own = rows.float().contiguous()
-    if group.size() == 1:
-        return own
-    everyones = own.new_empty(group.size() * len(own), own.size(1))
-    torch.distributed.all_gather_into_tensor(everyones, own, group=group)
-    return everyones
 
 
 class _Choice:

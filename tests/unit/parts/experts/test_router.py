@@ -43,7 +43,7 @@ def test_on_one_rank_it_is_the_engines(topk: int, training: bool, dtype: torch.d
 
 def test_the_assignment_is_balanced_in_fp32() -> None:
     logits = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert torch.equal(_router(1, True)._balanced(logits), sinkhorn(logits.float()))
+    assert torch.equal(_router(1, True)._own_rows(sinkhorn, logits), sinkhorn(logits.float()))
 
 
 @pytest.mark.parametrize("draws", [True, False])

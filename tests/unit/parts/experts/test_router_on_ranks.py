@@ -37,4 +37,4 @@ def test_a_balanced_assignment_is_of_all_tokens(rank: int, monkeypatch: pytest.M
     logits = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
     router: Any = SimpleNamespace(tp_cp_group=_group(rank, 2))
     monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda out, own, group: out.copy_(logits))
-    assert torch.equal(Router._balanced(router, logits.chunk(2)[rank]), sinkhorn(logits).chunk(2)[rank])
+    assert torch.equal(Router._own_rows(router, sinkhorn, logits.chunk(2)[rank]), sinkhorn(logits).chunk(2)[rank])
