@@ -31,7 +31,8 @@ from megatron_ext.terminal import note
 # Time for the cause to appear. Longer for what every rank finds for itself, where rank 0 may just be slower to start.
 _SECONDS_FOR_A_PEERS_CAUSE = 1.0
 _SECONDS_FOR_RANK_0 = 5.0
-_SECONDS_FOR_LAUNCHER = 5.0
+_SECONDS_FOR_LAUNCHER = 10.0
+_SECONDS_FOR_OTHER_RANKS = 1.0
 _SECONDS_TO_CLEAN_UP = 5.0
 
 # What gloo, NCCL and the store say when the other side is gone or silent (lower case).
@@ -193,6 +194,8 @@ def _report(error: BaseException, status: RunStatus) -> int:
     exit_record.write(status.save, code=code, rank=status.rank, message=recorded, iteration=status.iteration)
     if code != PeerLostError.exit_code:  # torchrun would take it for the first cause
         exit_record.tell_launcher(recorded)
+    if isinstance(error, ConfigurationError):
+        exit_record.wait_for_launcher(_SECONDS_FOR_OTHER_RANKS)  # they find the same, and leave the summary to this one
     return code
 
 
