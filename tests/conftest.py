@@ -11,6 +11,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Otherwise every process that compiles starts workers for Triton, each of which imports torch; C++ asks none of them.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# A rank that sends holds a lock of gloo's: interrupted by the one that receives, it leaves its own thread to spin.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.file_times import FileTimes
