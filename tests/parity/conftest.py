@@ -17,8 +17,9 @@ def steps(pytestconfig: pytest.Config) -> int:
 
 
 @pytest.fixture(scope="session")
-def experiment(data: list[str], steps: int) -> Experiment:
-    return Experiment(data, steps)
+def experiment(pytestconfig: pytest.Config, all_steps: Experiment, first_steps: Experiment) -> Experiment:
+    """All steps of docs/parity.md with --all; the first in a plain run."""
+    return all_steps if pytestconfig.getoption("--all") else first_steps
 
 
 @pytest.fixture(scope="session")
@@ -34,5 +35,6 @@ def rounded_steps(data: list[str], pytestconfig: pytest.Config) -> Experiment:
 
 @pytest.fixture(scope="session")
 def first_steps(data: list[str]) -> Experiment:
-    """For faults that the first gradients show, and weights that then part."""
-    return Experiment(data, 2)
+    """Two updates. The first moves the weights, which a warmup from 0 would not: the second step's loss sees it, and
+    the evaluation sees both."""
+    return Experiment([*data, "--lr-warmup-init", "1e-4"], 2)
