@@ -178,7 +178,7 @@ def test_a_piece_that_ranks_compute_otherwise(name: str, fault: Callable[[], Non
     assert wrong_gradients(found)
 
 
-# Slow but for one: what each finds is the same comparison of losses, after the first update that moves anything.
+# Slow but for three: what each finds is the same comparison, of what the updates leave.
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
@@ -199,4 +199,4 @@ def test_updates_of_matrices(name: str, fault: Callable[[], None], first_steps: 
     found = differences(first_steps, name, fault)
     assert found.first_loss <= FIRST_LOSS_TOLERANCE
     assert not wrong_gradients(found)
-    assert found.loss > CURVE_TOLERANCE
+    assert found.problems()

@@ -7,7 +7,6 @@ Shapes: T tokens of this rank, E experts.
 import copy
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -152,9 +151,11 @@ class Router(TopKRouter):
         where activations are computed again."""
         weights_TE, chosen_TE = super().routing(logits, padding_mask)
         counts = self.training and torch.is_grad_enabled()
-        if self.capacity is not None and self.training:
-            prefer = partial(preferred, topk=self.topk, capacity=self.capacity)
-            dropped_TE = chosen_TE & ~self._own_rows(prefer, weights_TE.detach() * chosen_TE)
+        capacity = self.capacity
+        if capacity is not None and self.training:
+            weighed_TE = weights_TE.detach() * chosen_TE
+            kept_TE = self._own_rows(lambda all_TE: preferred(all_TE, self.topk, capacity), weighed_TE)
+            dropped_TE = chosen_TE & ~kept_TE
             if counts and self.local_tokens_per_expert is not None:
                 self.local_tokens_per_expert -= dropped_TE.sum(0)
             weights_TE, chosen_TE = weights_TE * ~dropped_TE, chosen_TE & ~dropped_TE
