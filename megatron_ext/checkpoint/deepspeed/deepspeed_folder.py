@@ -128,7 +128,7 @@ class DeepSpeedFolder:
     def __init__(self, folder: str | Path):
         self.path = _checkpoint(Path(folder))
         names = [path.name for path in self.path.iterdir()]
-        ranks = sorted((int(match[1]), name) for name in names if (match := _RANK_FILE.fullmatch(name)))
+        ranks = _numbered(_RANK_FILE, names)
         if not ranks:
             raise ConfigurationError(
                 f"{self.path} has no mp_rank_00_model_states.pt, which holds the flags of its model; of ZeRO-3 make a "
@@ -206,12 +206,11 @@ class DeepSpeedFolder:
                     shards[place] = Reordered(shard, ranges)
 
     def _of_layers(self, names: list[str]) -> list[dict[str, Entry]]:
-        found = sorted((int(match[1]), int(match[2]), name) for name in names if (match := _LAYER_FILE.fullmatch(name)))
         by_rank: dict[int, dict[str, Entry]] = {}
-        for layer, rank, name in found:
+        for rank, layer, name in _numbered(_LAYER_FILE, names):
             for key, entry in _flat(torch_file.read(file_inside(self.path, name))):
                 by_rank.setdefault(rank, {})[f"{layer}.{key}"] = entry
-        return [by_rank[rank] for rank in sorted(by_rank)]
+        return list(by_rank.values())
 
     def _universal(self, file: str, args: Mapping[str, Any]) -> Weights:
         """Return whole parameters, and of those that were put one below the other the shards of the ranks: their gates,
