@@ -1,15 +1,17 @@
 """All ranks go on from one checkpoint: the first that is whole, of those that the first rank sees."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.checkpoint.native.checkpoint_folder import SavedCheckpoint
 from megatron_ext.checkpoint.native.resume import Resume, Search, read_resume
-from megatron_ext.checkpoint.native.verify import damage
 from megatron_ext.config.schema import CheckpointConfig
 from megatron_ext.errors import DataError, StorageError, TrainingError
 from megatron_ext.terminal import warn
+from megatron_ext.untrusted.untrusted_folder import check_folder
 
 
 def agree(search: Search, flags: CheckpointConfig) -> Resume | None:
@@ -96,3 +98,30 @@ def told_by_the_first_rank[T](make: Callable[[], T]) -> T:
 def _warn(text: str) -> None:
     if torch.distributed.get_rank() == 0:
         warn(text)
+
+
+def damage(checkpoint: Path) -> list[str] | None:
+    """Return what is wrong with the checkpoint; empty where it is as it was written. Collective; equal on every rank.
+
+    Returns:
+        None where it has no manifest, so that nothing can be said.
+    """
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    damages: list[str] | None
+    try:
+        if rank == 0:
+            check_folder(checkpoint)
+        files = checkpoint_manifest.read(checkpoint)
+    except (OSError, ValueError, DataError) as error:
+        files, damages = {}, [str(error)]
+    else:
+        damages = None if files is None else []
+    if files:
+        by_size = sorted(files, key=lambda name: (files[name]["bytes"], name))
+        own = {name: files[name] for name in by_size[rank::world_size]}
+        damages = checkpoint_manifest.problems(checkpoint, own)
+    answers: list[list[str] | None] = [None] * world_size
+    torch.distributed.all_gather_object(answers, damages)
+    if all(answer is None for answer in answers):
+        return None
+    return list(dict.fromkeys(problem for answer in answers for problem in answer or ()))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from megatron_ext.checkpoint.native.agreed_checkpoint import damage
 from megatron_ext.checkpoint.native.checkpoint_folder import iteration_folder, remove, saved_iterations
 from megatron_ext.checkpoint.native.snapshot import Saveable
-from megatron_ext.checkpoint.native.verify import damage
 from megatron_ext.terminal import warn
 
 
