@@ -24,11 +24,11 @@ def _move(folder: str) -> dict[str, Any]:
     """On each of three ranks: every way in which files move. Returns what was said and what there is afterwards."""
     import torch
 
-    from megatron_ext.checkpoint.local import snapshot_transfer
+    from megatron_ext.checkpoint.local import snapshot_folder
 
     torch.distributed.init_process_group("gloo")
     rank, group = torch.distributed.get_rank(), torch.distributed.new_group(backend="gloo")
-    snapshot_transfer._PIECE = 7
+    snapshot_folder._PIECE = 7
     to, origin = (rank + 1) % 3, (rank - 1) % 3
     place = Path(folder) / str(rank)
     place.mkdir()
@@ -40,28 +40,26 @@ def _move(folder: str) -> dict[str, Any]:
         copy.write_text("of before")
         if sizes[rank]:
             own.write_bytes(_content(rank, sizes[rank]))
-        said = snapshot_transfer.exchange(own, to, copy, origin, group)
+        said = snapshot_folder.exchange(own, to, copy, origin, group)
         found[f"round {sizes}"] = said, copy.read_bytes(), os.listdir(copy.parent)
     for size in (0, 6, 7, 8, 30):
         own, target = place / f"of {size} bytes", place / "new" / f"of {size} bytes"
         own.write_bytes(_content(rank, size))
         said = None
         if rank != 1:
-            said = snapshot_transfer.send_file(*((own, None) if rank == 2 else (None, target)), 2, 0, group)
+            said = snapshot_folder.send_file(*((own, None) if rank == 2 else (None, target)), 2, 0, group)
         found[f"one way {size}"] = said, target.read_bytes() if rank == 0 else None
     # Where it cannot be written, it is received all the same: the sender is not left waiting.
     (place / "file").touch()
     (place / "own").write_bytes(_content(rank, 20))
     bad = place / "file" / "copy"
     target = bad if rank == 0 else place / "good" / "copy"
-    found["bad place"] = snapshot_transfer.exchange(place / "own", to, target, origin, group), target.exists()
+    found["bad place"] = snapshot_folder.exchange(place / "own", to, target, origin, group), target.exists()
     if rank < 2:
-        found["bad target"] = snapshot_transfer.send_file(
-            *((place / "own", None) if rank else (None, bad)), 1, 0, group
-        )
+        found["bad target"] = snapshot_folder.send_file(*((place / "own", None) if rank else (None, bad)), 1, 0, group)
         (place / "folder.partial").mkdir()
         in_the_way = place / "folder"
-        found["folder"] = snapshot_transfer.send_file(
+        found["folder"] = snapshot_folder.send_file(
             *((None, in_the_way) if rank else (place / "own", None)), 0, 1, group
         )
     torch.distributed.destroy_process_group()

@@ -8,10 +8,10 @@ checkpoint/ds_to_universal.py):
 
     layer_03-model_00-model_states.pt     with pipelines: a module of the pipeline, on one tensor-parallel rank
     mp_rank_00_model_states.pt            the run's flags; its weights without pipelines, its optimizer without ZeRO
-    zero_pp_rank_0_mp_rank_00_optim_states.pt   what ZeRO divides: masters and Adam's states (`zero_shards.py`)
+    zero_pp_rank_0_mp_rank_00_optim_states.pt   what ZeRO divides: masters and Adam's states (`optimizer_files.py`)
     zero/<parameter>/fp32.pt              a universal checkpoint: whole parameters, with exp_avg.pt and exp_avg_sq.pt
     layer_1_expert_3_mp_rank_00_model_states.pt   an expert of the second layer that has some, next to the second form
-    expp_rank_0_mp_rank_00_optim_states.pt        a rank's optimizer with experts, without ZeRO (`unnamed_states.py`)
+    expp_rank_0_mp_rank_00_optim_states.pt        a rank's optimizer with experts, without ZeRO (`optimizer_files.py`)
 
 Nothing in the files is executed (`torch_file.py`).
 """
@@ -20,20 +20,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_ext.checkpoint.deepspeed import torch_file
+from megatron_ext.checkpoint.deepspeed.optimizer_files import SHARD_FILE, Pieces, find_states, read_zero_shards
 from megatron_ext.checkpoint.deepspeed.saved_flags import flags_of, has_gate_last, is_neox
-from megatron_ext.checkpoint.deepspeed.unnamed_states import find_states
-from megatron_ext.checkpoint.deepspeed.zero_shards import SHARD_FILE, Pieces, read_zero_shards
 from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parts.catalogue import EMBEDDING_NORM, OUTPUT_LAYER, POSITION_EMBEDDINGS, WORD_EMBEDDINGS
 from megatron_ext.untrusted.untrusted_folder import file_inside, is_plain, read_inside
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,8 @@ class Reordered:
         """The shape of the shard."""
         return self.shard.shape
 
-    def rows(self, start: int, count: int) -> "npt.NDArray":
+    def rows(self, start: int, count: int) -> npt.NDArray:
         """Return a copy of `count` rows."""
-        import numpy as np
-
         before, parts = 0, []
         for block in self.blocks:
             own = block[max(start - before, 0) : max(start + count - before, 0)]
@@ -73,10 +70,8 @@ class Zeros:
     dtype: str
     shape: tuple[int, ...]
 
-    def rows(self, start: int, count: int) -> "npt.NDArray":
+    def rows(self, start: int, count: int) -> npt.NDArray:
         """Return `count` rows."""
-        import numpy as np
-
         return np.zeros((count, *self.shape[1:]), ARRAYS[self.dtype])
 
 

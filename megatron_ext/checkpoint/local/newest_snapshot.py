@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megatron_ext.checkpoint.local import rank_file
-from megatron_ext.checkpoint.local.snapshot_folder import file_of, folder_of, iterations, layout_of, ranks_at
-from megatron_ext.checkpoint.local.snapshot_transfer import send_file
+from megatron_ext.checkpoint.local.snapshot_folder import file_of, folder_of, iterations, layout_of, ranks_at, send_file
 from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.checkpoint.native.agreed_checkpoint import told_by_the_first_rank
 from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, DATA, SavedCheckpoint, iteration_folder

@@ -21,6 +21,7 @@ from megatron_ext import environment
 from megatron_ext.checkpoint.local import rank_file
 from megatron_ext.checkpoint.local.newest_snapshot import contents_of
 from megatron_ext.checkpoint.local.snapshot_folder import (
+    exchange,
     file_of,
     folder_of,
     layout_of,
@@ -28,7 +29,6 @@ from megatron_ext.checkpoint.local.snapshot_folder import (
     remove_later,
     remove_old,
 )
-from megatron_ext.checkpoint.local.snapshot_transfer import exchange
 from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict, optimizer_state
 from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, DATA, iteration_folder, saved_iterations
 from megatron_ext.checkpoint.native.snapshot import HostMemory, Saveable

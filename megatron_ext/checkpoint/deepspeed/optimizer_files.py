@@ -1,27 +1,37 @@
-"""Puts together what ZeRO's stages 1 and 2 divide between data-parallel ranks: masters in fp32 and Adam's states.
+"""Reads masters in fp32 and Adam's states: those that ZeRO divides between ranks, and those that have no names.
 
     read_zero_shards(Path("global_step95000"), stages=1)["exp_avg"][0]["3.mlp.dense_h_to_4h.weight"].rows(0, 64)
 
-A rank's file (`zero_pp_rank_1_mp_rank_00_optim_states.pt`, or `bf16_zero_...`) has one flat tensor for each group of
-parameters and each state, and says which range of it belongs to which parameter (`param_slice_mappings` of deepspeed's
-runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py). The shapes are in the model-parallel rank's own file.
-Experts have the numbers there that they have on their expert-parallel rank; neighbouring data-parallel ranks are such.
+Of ZeRO's stages 1 and 2, a rank's file (`zero_pp_rank_1_mp_rank_00_optim_states.pt`, or `bf16_zero_...`) has one flat
+tensor for each group of parameters and each state, and says which range of it belongs to which parameter
+(`param_slice_mappings` of deepspeed's runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py). The shapes are in
+the model-parallel rank's own file. Experts have the numbers there that they have on their expert-parallel rank;
+neighbouring data-parallel ranks are such.
+
+The optimizers of 16-bit runs without ZeRO keep vectors without names. Such a vector has all parameters of a group one
+after another (`fp32_groups_flat` of deepspeed's runtime/fp16/fused_optimizer.py), or one parameter (`fp32_groups` of
+unfused_optimizer.py). Its next parameter is the first one of the model whose weights the masters are, once rounded to
+its 16 bits: one that no file had before, if any.
 """
 
 import math
 import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.checkpoint.copying import BLOCK
 from megatron_ext.checkpoint.deepspeed import torch_file
+from megatron_ext.checkpoint.huggingface.arrays import converted
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.untrusted.untrusted_folder import file_inside
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 SHARD_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
@@ -37,10 +47,8 @@ class Pieces:
     pieces: tuple[Entry, ...]
     """Vectors, in order."""
 
-    def rows(self, start: int, count: int) -> "npt.NDArray":
+    def rows(self, start: int, count: int) -> npt.NDArray:
         """Return a copy of `count` rows."""
-        import numpy as np
-
         width, before = math.prod(self.shape[1:]), 0
         low, high, parts = start * width, (start + count) * width, []
         for piece in self.pieces:
@@ -142,3 +150,42 @@ def part_of(entry: Entry, start: int, size: int) -> Entry:
     """Return the vector of `size` elements that begins at an element of a tensor."""
     vector = Entry(entry.path, entry.dtype, (size,), entry.offset)
     return Entry(entry.path, entry.dtype, (size,), vector.offset_of(start))
+
+
+def find_states(files: Iterable[Any], weights: Mapping[str, Any]) -> dict[str, dict[str, Pieces]]:
+    """Return of each state (param, exp_avg, exp_avg_sq) what is found of a tensor-parallel rank, by DeepSpeed's names.
+
+    Args:
+        files: contents that its pipeline stages or expert-parallel ranks have saved.
+        weights: its tensors, in the model's order.
+    """
+    found: dict[str, dict[str, Pieces]] = {"param": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    usable = {name: one for name, one in weights.items() if isinstance(one, Entry) and one.dtype in ("BF16", "F16")}
+    for content in files:
+        left = sorted(usable, key=found["param"].__contains__)
+        with suppress(KeyError, IndexError, TypeError, AttributeError):  # another optimizer's
+            saved = content["optimizer"]
+            masters = saved.get("fp32_groups_flat") or [one for group in saved["fp32_groups"] for one in group]
+            for number, master in enumerate(masters):
+                vectors = {**saved["optimizer_state_dict"]["state"][number], "param": master}
+                if len({(vectors[state].dtype, math.prod(vectors[state].shape)) for state in found}) == 1:
+                    at = 0
+                    while name := next((name for name in left if _rounds(master, at, usable[name])), None):
+                        left.remove(name)
+                        size = math.prod(usable[name].shape)
+                        for state, of_state in found.items():
+                            piece = part_of(vectors[state], at, size)
+                            of_state[name] = Pieces(master.dtype, usable[name].shape, (piece,))
+                        at += size
+    return found
+
+
+def _rounds(masters: Entry, start: int, weight: Entry) -> bool:
+    """Return whether the masters from `start` on are these weights, once rounded."""
+    size = math.prod(weight.shape)
+    blocks = ((at, min(BLOCK, size - at)) for at in range(0, size, BLOCK))
+    return start + size <= math.prod(masters.shape) and all(
+        np.array_equal(converted(part_of(masters, start + at, n).whole(), masters.dtype, weight.dtype), own.whole())
+        for at, n in blocks
+        for own in [part_of(weight, at, n)]
+    )
