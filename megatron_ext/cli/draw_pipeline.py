@@ -21,7 +21,7 @@ from megatron_ext.config.resolve import resolve
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.pipeline_tables import CLASSES
 from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
-from megatron_ext.plan.schedule_table import named
+from megatron_ext.plan.schedule import named
 from megatron_ext.plan.search_input import question
 from megatron_ext.plan.simulated_timeline import equal_stages, preview
 from megatron_ext.plan.timeline import COLOURS, Timeline, as_text, slow_stages

@@ -28,7 +28,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.families.hf_config import read_hf_config
 from megatron_ext.foreign.megatron_deepspeed import read
 from megatron_ext.gc_freeze import nothing_collected
-from megatron_ext.plan import bottlenecks, layout_evaluation
+from megatron_ext.plan import layout_evaluation
 from megatron_ext.plan import plan_report as report
 from megatron_ext.plan.calibrate import corrected, read_metrics, saved_values
 from megatron_ext.plan.dry_run import USABLE
@@ -36,7 +36,7 @@ from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
 from megatron_ext.plan.layout_choices import flags
 from megatron_ext.plan.search import Candidate, Question, fewest_ranks, search, simpler_layouts, with_offloads
 from megatron_ext.plan.search_input import placeholders, question
-from megatron_ext.plan.sensitivity import alternatives, hinges, with_short_gradients
+from megatron_ext.plan.sensitivity import alternatives, hinges, limits, table, with_short_gradients
 from megatron_ext.terminal import say, warn
 from megatron_ext.train.configure import gather_facts
 
@@ -198,8 +198,8 @@ def _limits(
     """Return what --limits says of the first layout, for --json and in words; nothing without the flag or a layout."""
     if not options.limits or not best:
         return {}, []
-    parts = bottlenecks.limits(asked, best, searched=not options.evaluate)
-    return {"limits": [asdict(part) for part in parts]}, ["", *bottlenecks.table(parts, best)]
+    parts = limits(asked, best, searched=not options.evaluate)
+    return {"limits": [asdict(part) for part in parts]}, ["", *table(parts, best)]
 
 
 def _write_page(options: argparse.Namespace, asked: Question, shown: Sequence[Candidate], lines: Sequence[str]) -> None:

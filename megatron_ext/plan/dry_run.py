@@ -33,8 +33,7 @@ from megatron_ext.plan.flops import (
 )
 from megatron_ext.plan.hardware import TABLE
 from megatron_ext.plan.memory import worst_stage
-from megatron_ext.plan.schedule import most_held
-from megatron_ext.plan.schedule_table import TableSchedule, schedule_of
+from megatron_ext.plan.schedule import TableSchedule, most_held, schedule_of
 from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 

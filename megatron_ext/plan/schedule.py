@@ -1,4 +1,5 @@
-"""The order in which a pipeline stage works, as megatron-core's schedules have it, and what it holds on the way.
+"""The order in which a pipeline stage works, as megatron-core's schedules or a table (`pipeline_tables.py`) have it,
+and what it holds on the way.
 
 Without interleaving (1F1B) stage s runs p - s - 1 forward passes ahead and then one forward and one backward pass in
 turn. With v chunks, microbatches pass in groups of N (by default p): a group passes chunk after chunk, and stage s runs
@@ -14,8 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_ext.config.derived.pipeline_table import Walk
-from megatron_ext.pipeline_tables import Action, Rows
+from megatron_ext.config.derived.pipeline_split import v_shaped
+from megatron_ext.config.derived.pipeline_table import Walk, rank_of
+from megatron_ext.config.schema import Config
+from megatron_ext.pipeline_tables import Action, Rows, rows
+from megatron_ext.untrusted.schedule_csv import read_schedule
 
 Times = Sequence[Sequence[float]]
 """Seconds by stage and chunk."""
@@ -202,3 +206,76 @@ def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequenc
     last = works[place]
     flight[last.chunk] += last.forward
     return Most(most, last.chunk, flight)
+
+
+_HALVES = {"F": "", "B": "", "I": "inputs", "W": "weights"}
+
+
+@dataclass(frozen=True)
+class TableSchedule(Schedule):
+    """A schedule that is said pass by pass. `stages` are ranks here, as in every `Schedule`."""
+
+    rows: Rows = ()
+    v_shaped: bool = False
+    """Whether a rank's second chunk is the one as far from the end as the first is from the beginning."""
+
+    weights_share: float = 0.5
+    """Share of a backward pass that the gradients of the weights take."""
+
+    def order(self, stage: int) -> tuple[Work, ...]:
+        return tuple(
+            Work(kind == "F", virtual // self.stages, microbatch, _HALVES[kind])
+            for virtual, kind, microbatch in self.rows[stage]
+        )
+
+    def table(self) -> Rows:
+        return self.rows
+
+    def share(self, work: Work) -> float:
+        return {"": 1.0, "inputs": 1.0 - self.weights_share, "weights": self.weights_share}[work.half]
+
+    def rank_of(self, virtual: int) -> int:
+        return rank_of(virtual, self.stages, v_shaped=self.v_shaped)
+
+    def few(self) -> "TableSchedule":
+        return self
+
+    @property
+    def bubble(self) -> float:
+        return _bubble(self)
+
+    @property
+    def least_bubble(self) -> float:
+        return 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def _bubble(schedule: TableSchedule) -> float:
+    """Return how long the busiest rank waits, in microbatches, where all chunks are alike and F, I and W take as long
+    as each other."""
+    of_all = [[1.0 / schedule.chunks] * schedule.chunks] * schedule.stages
+    total = schedule.total(of_all, [[2 * each for each in chunks] for chunks in of_all], 0.0)
+    return total / 3.0 - schedule.microbatches
+
+
+def schedule_of(config: Config, microbatches: int) -> Schedule:
+    """Return the schedule that the flags ask for.
+
+    Raises:
+        TextError, OSError: the file cannot be read.
+    """
+    layout, name = config.layout, config.layout.table
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    if name is None or stages == 1:
+        return Schedule(stages, chunks, microbatches, layout.microbatch_group_size if chunks > 1 else 1)
+    return named(name, stages, chunks, microbatches)
+
+
+def named(name: str, stages: int, chunks: int, microbatches: int) -> TableSchedule:
+    """Return a schedule of torch by its name, or one of a file.
+
+    Raises:
+        TextError, OSError: the file cannot be read.
+    """
+    found = read_schedule(name) if name.endswith(".csv") else rows(name, stages, chunks, microbatches)
+    return TableSchedule(stages, chunks, microbatches, rows=found, v_shaped=v_shaped(name, stages))

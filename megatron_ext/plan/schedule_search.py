@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.config.derived.pipeline_table import KINDS, Walk, rank_of
 from megatron_ext.pipeline_tables import Action, Rows
-from megatron_ext.plan.schedule import most_held
-from megatron_ext.plan.schedule_table import named
+from megatron_ext.plan.schedule import most_held, named
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from megatron_ext.pipeline_tables import Rows
 from megatron_ext.plan.estimate import pass_times, step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import OverTime, over_time
-from megatron_ext.plan.schedule import Schedule
+from megatron_ext.plan.schedule import Schedule, TableSchedule, named, schedule_of
 from megatron_ext.plan.schedule_search import Pipeline, pass_ends
-from megatron_ext.plan.schedule_table import TableSchedule, named, schedule_of
 from megatron_ext.plan.simulate import simulate
 from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.timeline import COMMUNICATION, Block, Lane, Pass, Timeline

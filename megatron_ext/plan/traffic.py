@@ -25,7 +25,7 @@ from megatron_ext.parts.catalogue import layer_parameters, tensor_size
 from megatron_ext.parts.protocol import Part, Share
 from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.flops import repeated
-from megatron_ext.plan.schedule_table import schedule_of
+from megatron_ext.plan.schedule import schedule_of
 from megatron_ext.plan.stage_parameters import Shapes, kinds_of
 from megatron_ext.plan.state_bytes import sharing_ranks, state_bytes
 

@@ -10,7 +10,7 @@ from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.activations import Activations, recomputation
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.kernel_times import Kernels
-from megatron_ext.plan.schedule_table import schedule_of
+from megatron_ext.plan.schedule import schedule_of
 from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 from megatron_ext.plan.traffic import Term, sent_for_data, sent_for_model

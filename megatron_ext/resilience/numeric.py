@@ -1,11 +1,17 @@
-"""Finds a NaN or an infinity: one fused check, and a search by name only where it fails."""
+"""Finds a NaN or an infinity: one fused check, and a search by name only where it fails. For tests of what a run does
+about a bad number, chooses the steps that --error-injection-rate spoils.
+"""
 
 import math
+import random
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch.nn.utils import get_total_norm
+
+from megatron_ext import environment
+from megatron_ext.config.schema import Config
 
 
 class BadTensor(NamedTuple):
@@ -47,3 +53,22 @@ def first_bad(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> BadTensor | 
 def _count(name: str, tensor: torch.Tensor) -> BadTensor | None:
     nan, inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
     return BadTensor(name, nan, inf) if nan or inf else None
+
+
+def is_spoiled(config: Config, samples: range, rank: int) -> bool:
+    """Return whether a rank gives a NaN for its loss in the step of the samples at these positions.
+
+    Each step of each rank is one of the rate's results, as in megatron-core's RerunErrorInjector, and at most one rank
+    of a step is chosen (of no more ranks than the rate). Which one follows from the seed and the step's samples alone,
+    whatever the layout of the ranks: a step that is taken again is spoiled again, as by a machine that always computes
+    so (persistent_error) or by data and settings that are bad (correct_result), which differ in the eyes of nobody who
+    cannot change the machine. With transient_error it also follows from how often the ranks were started: after a
+    restart, the step is computed well.
+    """
+    training = config.training
+    rate = training.error_injection_rate
+    if rate == 0:
+        return False
+    start = environment.attempt() if training.error_injection_type == "transient_error" else 0
+    draw = random.Random(f"{training.seed} {samples.start} {start}")
+    return (draw.randrange(rate) + rank) % rate == 0

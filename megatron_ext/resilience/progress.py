@@ -1,15 +1,24 @@
-"""Where a rank is: its phase, what it waits in, how many operations of each group it has begun.
+"""Where a rank is: its phase, what it waits in, how many operations of each group it has begun, the stacks of its
+threads, and when the whole process did not run, as with a job that the scheduler suspends.
 
 The training writes here, and the watch (`watchdog.py`) reads from its thread. A write is one assignment: no lock, no
 system call.
 """
 
-from collections.abc import Iterator
+import contextlib
+import faulthandler
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import get_ident
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
+
+from megatron_ext.durable import only_files
 
 LOADER = "data loader"
 FORWARD_BACKWARD, UPDATE, EVALUATION = "forward and backward", "the update", "the evaluation"
@@ -73,3 +82,68 @@ class Progress:
             yield
         finally:
             self.waits.pop(thread, None)
+
+
+_A_PAUSE = 3.0  # seconds by which a look is late: no processor was ever so busy
+
+
+class Pauses:
+    """Counts the time in which this process ran: nobody is to blame for what was not done while it was suspended."""
+
+    def __init__(self) -> None:
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # when each ended, and its seconds
+
+    def note(self, now: float, due: float) -> None:
+        """Note that what was due at `due` is done at `now`: very late, and this process did not run for a while."""
+        if now - due > _A_PAUSE:
+            self._pauses.append((now, now - due))
+
+    def time_run(self, began: float, now: float) -> float:
+        """Return the seconds since `began` in which this process ran."""
+        return now - began - sum(seconds for end, seconds in self._pauses if end > began)
+
+
+_TASKS = Path("/proc/self/task")
+
+
+def within(seconds: float, write: Callable[[], None]) -> bool:
+    """Return whether `write` has written what it writes in so many seconds: it may be the file system that hangs."""
+    written: list[bool] = []
+
+    def try_to_write() -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            write()
+            written.append(True)
+
+    writer = threading.Thread(target=try_to_write, name="writer", daemon=True)
+    writer.start()
+    writer.join(seconds)
+    return bool(written)
+
+
+def write_stacks(folder: Path, rank: int, heading: str) -> None:
+    """Write `rank-N.txt` in `folder`: the heading, what each thread waits for in the kernel, the Python stacks.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"rank-{rank}.txt", "w", encoding="utf-8", opener=only_files) as file:
+        file.write(f"rank {rank}, process {os.getpid()}: {heading}\n\n")
+        _write_kernel_waits(file)
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _write_kernel_waits(file: IO[str]) -> None:
+    """Write one line for each thread, those of C++ included: its name, its state, the kernel function it is in."""
+    for task in sorted(_TASKS.iterdir()) if _TASKS.exists() else ():
+        try:
+            name = (task / "comm").read_text().strip()
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            function = (task / "wchan").read_text().strip()
+        except OSError:  # the thread has ended, or the kernel keeps it to itself
+            continue
+        where = f" in {function}" if function not in ("", "0") else ""
+        file.write(f"thread {task.name} ({name}): {state}{where}\n")
+    file.write("\n")

@@ -33,11 +33,9 @@ from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.hang_diagnosis import THE_END, RankReport, hang_text, last_words, silence_text, where
 from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, exit_text, ranks_of_this_machine
 from megatron_ext.resilience.process_end import RunStatus, end_from_thread
-from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Wait
+from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Pauses, Wait, within, write_stacks
 from megatron_ext.resilience.rank_reports import Board
-from megatron_ext.resilience.signal_wakeup import WakeUp
-from megatron_ext.resilience.stacks import within, write_stacks
-from megatron_ext.resilience.suspensions import Pauses
+from megatron_ext.resilience.signals import WakeUp
 
 # Seconds.
 _BETWEEN_LOOKS, _SHORTEST_PAUSE = 0.5, 0.02

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +14,10 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from megatron_ext.config.derived.optimizers import AVERAGE
 from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.optim import gradient_norm
-from megatron_ext.sharding.averaged import averaged
 from megatron_ext.sharding.parts import OptimizerPart
 
 Reduced = Iterator[tuple[torch.nn.Parameter, torch.Tensor]]
@@ -159,3 +159,35 @@ def _gradients(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+@contextmanager
+def averaged(parts: Sequence[OptimizerPart]) -> Iterator[None]:
+    """Exchange weights and averages inside, in whatever scheme; before the first update nothing. Collective.
+
+    Args:
+        parts: those of the run's optimizer, none in host memory.
+    """
+    _exchange(parts)
+    try:
+        yield
+    finally:
+        _exchange(parts)
+
+
+@torch.no_grad()
+def _exchange(parts: Sequence[OptimizerPart]) -> None:
+    for part in parts:
+        for _, main in part.main_parameters():
+            optimizer, updated = part.updater.updated_by(main)
+            average = optimizer.state[updated].get(AVERAGE)
+            if average is not None:
+                weight = main.clone()
+                main.copy_(average)
+                average.copy_(weight)
+        # The engine makes weights of the masters, and gathers them, after an update: here of one that changes nothing.
+        part.core.optimizer.step = lambda: None
+        try:
+            part.core.step_with_ready_grads()
+        finally:
+            del part.core.optimizer.step

@@ -39,7 +39,7 @@ from megatron_ext.parallel import groups as process_groups
 from megatron_ext.parts.attention.choice import allowed_kernels
 from megatron_ext.parts.attention.timing import use
 from megatron_ext.parts.stack import layers
-from megatron_ext.plan.schedule_table import schedule_of
+from megatron_ext.plan.schedule import schedule_of
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers

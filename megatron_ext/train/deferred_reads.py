@@ -18,11 +18,10 @@ from megatron_ext.errors import TrainingError
 from megatron_ext.optim.gradient_norm import scale_by, squared_norm
 from megatron_ext.optim.torch_optimizer import is_maskable, mask_by
 from megatron_ext.resilience.progress import UPDATE
-from megatron_ext.train.bad_step import check_numbers
 from megatron_ext.train.gradient_watch import Evidence
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult, compute_gradients
-from megatron_ext.train.step_allreduce import StopVotes, summed
+from megatron_ext.train.step_allreduce import StopVotes, check_numbers, summed
 
 
 def can_read_late(run: Run) -> bool:

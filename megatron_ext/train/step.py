@@ -16,12 +16,11 @@ from megatron_ext.model.names import biases_of_experts
 from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.parts.experts.router import take_auxiliary_losses
 from megatron_ext.parts.stack import stack
-from megatron_ext.resilience.error_injection import is_spoiled
+from megatron_ext.resilience.numeric import is_spoiled
 from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE
-from megatron_ext.train.bad_step import check_numbers
 from megatron_ext.train.gradient_watch import Evidence
 from megatron_ext.train.run import Run
-from megatron_ext.train.step_allreduce import SharedNumbers, mean_loss
+from megatron_ext.train.step_allreduce import SharedNumbers, check_numbers, mean_loss
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_ext.device.split_backward import Products, kept_products, splits
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.pipeline_tables import Action, Rows, with_messages
-from megatron_ext.plan.schedule_table import TableSchedule
+from megatron_ext.plan.schedule import TableSchedule
 from megatron_ext.terminal import say
 
 _FORWARD, _BACKWARD = "F", "B"

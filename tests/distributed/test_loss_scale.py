@@ -179,7 +179,7 @@ def _train_with_a_bad_gradient(flags: str) -> str:
     from megatron_ext import device
     from megatron_ext.errors import NumericError
     from megatron_ext.train.build import build_run
-    from megatron_ext.train.callbacks.overflows import Overflows
+    from megatron_ext.train.callbacks.large_gradients import Overflows
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.plan.schedule_table import named
+from megatron_ext.plan.schedule import named
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.program import run_program

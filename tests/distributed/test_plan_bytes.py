@@ -114,8 +114,7 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
     here = device.install("cpu")
     from benchmarks.traffic import Traffic
     from megatron_ext.plan.activations import Activations
-    from megatron_ext.plan.schedule import most_held
-    from megatron_ext.plan.schedule_table import schedule_of
+    from megatron_ext.plan.schedule import most_held, schedule_of
     from megatron_ext.plan.stage_parameters import Shapes
     from megatron_ext.plan.traffic import sent
     from megatron_ext.train.build import build_run

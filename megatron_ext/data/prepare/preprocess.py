@@ -200,7 +200,7 @@ class _Run:
         if job.workers == 1:
             encoded_blocks = map(encoder, blocks)
         else:
-            from megatron_ext.data.prepare.workers import encode_in_processes  # multiprocessing takes a while to import
+            from megatron_ext.data.prepare.encode import encode_in_processes  # multiprocessing takes a while to import
 
             locked = [descriptor for writer in self._writers for descriptor in writer.descriptors()]
             start = partial(_start_worker, job, self._is_fast)

@@ -18,8 +18,7 @@ from megatron_ext.train.callbacks.communication import Communication, Timing
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.expert_load import ExpertLoad
 from megatron_ext.train.callbacks.garbage import GarbageCollection
-from megatron_ext.train.callbacks.large_gradients import LargeGradients
-from megatron_ext.train.callbacks.overflows import Overflows
+from megatron_ext.train.callbacks.large_gradients import LargeGradients, Overflows
 from megatron_ext.train.callbacks.profiling import MemoryHistory, Profiling, Schedule, is_recorded
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, SampleIds, Sink, Status

@@ -1,9 +1,11 @@
 """The ranks of an attempt agree on a token of their own, whatever an earlier attempt left in the launcher's store."""
 
+import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
@@ -91,3 +93,71 @@ def test_pauses_grow_to_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -
         pause = rendezvous._wait(pause)
     assert slept[:3] == pytest.approx([0.01, 0.015, 0.0225])
     assert slept[-1] == pause == 0.25
+
+
+def _launched(monkeypatch: pytest.MonkeyPatch, rank: int, port: int) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    here = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**here, "RANK": str(rank)}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_ranks_of_one_machine_meet_on_its_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one listens, at the port that the launcher names; the other calls there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    made: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *given, **named: made.append((given, named)))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    here = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": str(port)}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    limit = timedelta(seconds=9)
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        assert rendezvous.open_store(limit)[1:] == (rank, 2)
+    (first, named), (second, also) = made
+    assert first == second == ("127.0.0.1", port, 2)
+    descriptor = named.pop("master_listen_fd")
+    with socket.socket(fileno=descriptor) as listening:
+        assert listening.getsockname() == ("127.0.0.1", port)
+    assert named == {"is_master": True, "timeout": limit, "wait_for_workers": False, "multi_tenant": True}
+    assert also == {"is_master": False, "timeout": limit}
+
+
+def test_a_port_that_another_program_uses_is_a_wrong_setting_and_its_silence_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        _launched(monkeypatch, 0, port)
+        with pytest.raises(ConfigurationError, match=rf"MASTER_PORT is {port}, which another program uses"):
+            rendezvous.open_store(timedelta(seconds=5))
+        _launched(monkeypatch, 1, port)
+        monkeypatch.setattr(rendezvous, "_TO_REPORT", 0.0)
+        with pytest.raises(PeerLostError, match=rf"no store at 127\.0\.0\.1:{port}, .*who listens there says nothing"):
+            rendezvous.open_store(timedelta(seconds=0.2))
+
+
+def test_variables_that_a_launcher_has_left_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _launched(monkeypatch, 1, 1)
+    for name in ("MASTER_ADDR", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigurationError) as raised:
+        rendezvous.open_store(timedelta(seconds=5))
+    assert [problem.split()[0] for problem in raised.value.problems] == ["$WORLD_SIZE", "$MASTER_ADDR"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "here"),
+    [
+        ({"MASTER_ADDR": "localhost"}, True),
+        ({"MASTER_ADDR": "node1"}, False),
+        ({"MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False),
+        ({"MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.0.0.1", "WORLD_SIZE": "2"}, False),
+        ({"MASTER_ADDR": "node1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, True),
+        ({"MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, False),
+    ],
+)
+def test_which_ranks_are_on_one_machine(environment: dict[str, str], here: bool) -> None:
+    assert rendezvous.is_one_machine(environment) == here

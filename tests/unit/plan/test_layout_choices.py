@@ -9,11 +9,11 @@ import pytest
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import layout_choices, sensitivity
-from megatron_ext.plan.bottlenecks import _winner
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.layout_evaluation import as_candidate, evaluate_config
 from megatron_ext.plan.search import fewest_ranks, with_offloads
 from megatron_ext.plan.search_input import placeholders, question
+from megatron_ext.plan.sensitivity import _winner
 from tests.support.planner_numbers import CASES, config_of, machine_of
 
 _SHAPE = {"num_attention_heads": 16, "num_layers": 12, "seq_length": 4096}

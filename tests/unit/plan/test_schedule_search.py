@@ -7,8 +7,8 @@ import pytest
 
 from megatron_ext.config.derived.pipeline_table import flaws
 from megatron_ext.plan import schedule_search
+from megatron_ext.plan.schedule import named
 from megatron_ext.plan.schedule_search import Pipeline, step_time
-from megatron_ext.plan.schedule_table import named
 from megatron_ext.plan.simulated_timeline import table_timeline
 
 best = partial(schedule_search.best, seconds=1.0)

@@ -1,4 +1,4 @@
-"""What a rank marks of where it is: which collective of which group, which wait of which thread, and its stacks."""
+"""What a rank marks of where it is: which collective of which group, which wait of which thread, and its progress."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.parallel.operations import COLLECTIVES, END_OF_BATCH, MESSAGES
-from megatron_ext.resilience import progress, stacks
+from megatron_ext.resilience import progress
 from megatron_ext.resilience.progress import LOADER, Progress, Wait
 from megatron_ext.train import start_watchdog
 from megatron_ext.train.start_watchdog import OperationMarks
@@ -162,7 +162,7 @@ def test_what_was_written_in_time_is_known(error: type[Exception] | None) -> Non
         if error is not None:
             raise error
 
-    assert stacks.within(60.0, write) == (error is None)
+    assert progress.within(60.0, write) == (error is None)
 
 
 def test_a_file_system_that_hangs_is_not_waited_for() -> None:
@@ -171,7 +171,7 @@ def test_a_file_system_that_hangs_is_not_waited_for() -> None:
     def write() -> None:
         hangs.wait(60.0)
 
-    assert not stacks.within(0.01, write)
+    assert not progress.within(0.01, write)
     hangs.set()
 
 
@@ -190,7 +190,7 @@ def test_stacks_of_all_threads_stand_below_what_the_kernel_says(
         (tasks / str(number) / "wchan").write_text(function)
         if state is not None:
             (tasks / str(number) / "stat").write_text(f"{number} ({name}) {state} 1 2 3")
-    monkeypatch.setattr(stacks, "_TASKS", tasks)
+    monkeypatch.setattr(progress, "_TASKS", tasks)
     ready, done = threading.Event(), threading.Event()
 
     def other_thread() -> None:
@@ -200,7 +200,7 @@ def test_stacks_of_all_threads_stand_below_what_the_kernel_says(
     thread = threading.Thread(target=other_thread)
     thread.start()
     ready.wait(60.0)
-    stacks.write_stacks(tmp_path / "new" / "hang-3", 5, "at iteration 3")
+    progress.write_stacks(tmp_path / "new" / "hang-3", 5, "at iteration 3")
     done.set()
     thread.join()
     text = (tmp_path / "new" / "hang-3" / "rank-5.txt").read_text()
@@ -216,6 +216,6 @@ def test_stacks_of_all_threads_stand_below_what_the_kernel_says(
 
 
 def test_kernels_without_tasks_have_stacks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_TASKS", tmp_path / "none")
-    stacks.write_stacks(tmp_path, 0, "somewhere")
+    monkeypatch.setattr(progress, "_TASKS", tmp_path / "none")
+    progress.write_stacks(tmp_path, 0, "somewhere")
     assert "in test_kernels_without_tasks" in (tmp_path / "rank-0.txt").read_text()

@@ -9,9 +9,9 @@ import torch
 from megatron_ext.config.derived.batch_size import num_microbatches
 from megatron_ext.data.corpus import Splits
 from megatron_ext.errors import DataError, NumericError
-from megatron_ext.train.bad_step import _cause
 from megatron_ext.train.gradient_watch import Finding
 from megatron_ext.train.step import BatchLoss, StepResult, _sum, held_out_loss, run_microbatches, train_step
+from megatron_ext.train.step_allreduce import _cause
 from tests.support.small_runs import are_equal, built, weights
 
 SGD = "--optimizer sgd --lr 1.0 --sgd-momentum 0 --weight-decay 0"

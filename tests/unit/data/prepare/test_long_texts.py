@@ -21,7 +21,7 @@ import pyarrow.parquet
 import pytest
 
 from benchmarks.process_tree import Measured, measure
-from megatron_ext.data.prepare import documents, long_texts, parquet, workers
+from megatron_ext.data.prepare import documents, encode, long_texts, parquet
 from megatron_ext.data.prepare.documents import RawDocument
 from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.data.prepare.long_texts import split_strings
@@ -49,7 +49,7 @@ def long_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "_PIECE", 40)
     monkeypatch.setattr(documents, "BLOCK_BYTES", 300)
     monkeypatch.setattr(parquet, "_BLOCK_BYTES", 300)
-    monkeypatch.setattr(workers, "_LONG_BLOCK", 300)
+    monkeypatch.setattr(encode, "_LONG_BLOCK", 300)
 
 
 @pytest.fixture

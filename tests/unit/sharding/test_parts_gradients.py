@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ext.sharding.gradients import gradients_of_update, outside_norm
+from megatron_ext.sharding.parts import gradients_of_update, outside_norm
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import compute_gradients
 from tests.support.small_runs import built

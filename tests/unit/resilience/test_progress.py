@@ -1,6 +1,6 @@
 """Time in which this process did not run is no wait."""
 
-from megatron_ext.resilience.suspensions import Pauses
+from megatron_ext.resilience.progress import Pauses
 
 
 def test_pauses_since_the_begin_of_a_wait_do_not_count() -> None:

@@ -13,7 +13,7 @@ from megatron_ext.cli import plan as plan_cli
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan import bottlenecks
+from megatron_ext.plan import sensitivity
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.search import Question, search
 from megatron_ext.plan.search_input import question
@@ -35,18 +35,18 @@ def asked(world_size: int = 8, **given: float) -> Question:
 def test_limits_are_the_times_with_other_devices() -> None:
     wanted = asked()
     best = search(wanted, 3).best
-    found = {limit.part: limit for limit in bottlenecks.limits(wanted, best)}
-    assert set(found) == {*bottlenecks.PARTS, bottlenecks.MEMORY}
+    found = {limit.part: limit for limit in sensitivity.limits(wanted, best)}
+    assert set(found) == {*sensitivity.PARTS, sensitivity.MEMORY}
     devices = wanted.machine.devices
-    faster = asked(**{name: 1.1 * getattr(devices, name) for name in bottlenecks.PARTS["matrix products"]})
+    faster = asked(**{name: 1.1 * getattr(devices, name) for name in sensitivity.PARTS["matrix products"]})
     again = {str(candidate.choice): candidate.seconds for candidate in search(faster, 50).best}
     change = again[str(best[0].choice)] / best[0].seconds - 1
     assert found["matrix products"].faster == pytest.approx(change, rel=1e-9)
     assert found["matrix products"].faster < -0.03
-    for part in bottlenecks.PARTS:
+    for part in sensitivity.PARTS:
         assert found[part].faster <= 0.0 <= found[part].slower
     # All that is fast is one of them: together they make the step a tenth faster.
-    together = sum(found[part].slower for part in bottlenecks.PARTS)
+    together = sum(found[part].slower for part in sensitivity.PARTS)
     assert together == pytest.approx(1 / 0.9 - 1, rel=0.1)
 
 
@@ -89,5 +89,5 @@ def test_wrong_values_are_named(words: list[str], message: str) -> None:
 
 def test_a_question_is_not_changed_by_another_memory() -> None:
     wanted = asked()
-    bottlenecks.limits(wanted, search(wanted, 1).best)
+    sensitivity.limits(wanted, search(wanted, 1).best)
     assert wanted == replace(asked(), facts=wanted.facts)
