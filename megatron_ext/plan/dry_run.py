@@ -32,9 +32,8 @@ from megatron_ext.plan.flops import (
     parameters_without_embeddings,
 )
 from megatron_ext.plan.hardware import TABLE
-from megatron_ext.plan.memory import worst_stage
+from megatron_ext.plan.memory import estimate
 from megatron_ext.plan.schedule import TableSchedule, most_held, schedule_of
-from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 
 _MOST_RANKS_LISTED = 64
@@ -212,7 +211,7 @@ def verdict(
         raise ConfigurationError(
             f"--device-name {device_name} is not one of {', '.join(TABLE)}; use --device-memory-gb for another device"
         )
-    stage, needed = worst_stage(config, Shapes(config), fused=config.layout.device != "cpu")
+    stage, needed = estimate(config, fused=config.layout.device != "cpu")
     parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in needed.parts.items())
     lines = [f"memory of a rank     {needed.total / 1e9:.2f} GB on stage {stage}, estimated: {parts}"]
     memory = device_memory_gb or (TABLE[device_name].memory_gb if device_name is not None else None)

@@ -1,9 +1,8 @@
-"""Floating-point operations of training: of one token in the whole model, and of one microbatch in a chunk of it.
+"""Floating-point operations of training: of one token in the whole model, and the matrix products that a rank computes
+in the forward pass of one microbatch, with their sizes.
 
 Throughput is reported by `flops_per_token`; the forward passes of all ranks and the backward passes, which cost twice
 as much, add up to it.
-
-Lists the matrix products that a rank computes in the forward pass of one microbatch, with their sizes.
 
 A product of an (M, K) by a (K, N) matrix costs 2 M N K operations. Its backward pass is two products of as many
 operations: (M, N) by (N, K) for the input's gradient, and (K, M) by (M, N) for the weight's. How near a product comes
@@ -59,26 +58,6 @@ def repeated(config: Config, stack: Stack) -> dict[str, Stack]:
         parts = training.recompute_modules or ("core_attn",)
     expanded = Stack(tuple(one for one in stack if ("mlp" if one.experts is None else "moe") in parts))
     return {"core": stack if "core_attn" in parts else none, "mixer": none, "mlp": expanded}
-
-
-def forward_flops(config: Config, shapes: Shapes, stage: int, chunk: int, *, again: bool = False) -> float:
-    """Return the floating-point operations of a forward pass, a multiplication and an addition counted as two.
-
-    Args:
-        again: whether to count what recomputation repeats in the backward pass instead.
-    """
-    stack = shapes.stacks[stage][chunk]
-    run = repeated(config, stack) if again else {"core": stack, "mixer": stack, "mlp": stack}
-    share = Share(config)
-    total = run["core"].total(lambda layer: share.tokens * layer.core_flops(share.length) / share.tensor)
-    matrices = run["mixer"].total(lambda layer: shapes.part(layer).mixer)
-    total += 2 * share.tokens * (matrices + run["mlp"].total(lambda layer: shapes.part(layer).mlp))
-    for layer, number in run["mlp"].kinds:
-        products = layer.mlp.products(share) if layer.mlp is not None else []
-        total += number * sum(product.flops for product in products if product.routed)
-    if shapes.is_last(stage, chunk) and not again:
-        total += 2 * share.tokens * shapes.table * (1 + (config.model.mtp_num_layers or 0))
-    return total
 
 
 class Products:

@@ -9,7 +9,7 @@ from megatron_ext.parts.stack import stack
 from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.memory import MemoryEstimate, host_bytes, memory
+from megatron_ext.plan.memory import MemoryEstimate, host_bytes, stage_memory
 from megatron_ext.plan.plan_report import correction, on_host
 from megatron_ext.plan.search import Candidate, Question, resolved
 from megatron_ext.plan.stage_parameters import Shapes
@@ -83,9 +83,9 @@ def evaluate(question: Question) -> Evaluation | list[str]:
 
 def evaluate_config(config: Config, machine: Machine, usable: float) -> Evaluation:
     """Return the evaluation of a validated configuration."""
-    shapes, fused = Shapes(config), machine.devices.is_gpu
-    stages = [memory(config, stage, shapes, fused=fused) for stage in range(len(shapes.counts))]
-    return Evaluation(config, machine, step_time(config, shapes, machine), stages, usable)
+    work = Workload(config, Shapes(config), fused=machine.devices.is_gpu)
+    stages = [stage_memory(work, stage) for stage in range(len(work.shapes.counts))]
+    return Evaluation(config, machine, step_time(config, work.shapes, machine), stages, usable)
 
 
 def as_candidate(result: Evaluation) -> Candidate:

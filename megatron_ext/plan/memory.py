@@ -70,21 +70,12 @@ class OverTime:
 
 
 def over_time(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> OverTime:
-    """Return what makes up the memory of this stage at any time; its most is the total of `memory`."""
+    """Return what makes up the memory of this stage at any time; its most is the total of `stage_memory`."""
     work = Workload(config, shapes, fused=fused)
     kinds, chunks = _chunks(work, stage)
     for_a_while = [max(chunk.logits, _in_layers(work, chunk)) for chunk in kinds]
     always = sum(work.kept(stage)) + _gathered(work, stage)
     return OverTime(always, [kinds[kind].held for kind in chunks], [for_a_while[kind] for kind in chunks])
-
-
-def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> MemoryEstimate:
-    """Return what a rank of this stage needs.
-
-    Args:
-        fused: whether this is a GPU, as for `activations.Activations`.
-    """
-    return stage_memory(Workload(config, shapes, fused=fused), stage)
 
 
 def stage_memory(work: Workload, stage: int) -> MemoryEstimate:
@@ -129,12 +120,7 @@ def _held(work: Workload, stage: int) -> _Held:
     return _Held(most.bytes, activations, loss)
 
 
-def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, MemoryEstimate]:
-    """Return the stage that needs most, and what it needs."""
-    return worst_stage_of(Workload(config, shapes, fused=fused))
-
-
-def worst_stage_of(work: Workload) -> tuple[int, MemoryEstimate]:
+def worst_stage(work: Workload) -> tuple[int, MemoryEstimate]:
     """Return the stage that needs most, and what it needs."""
     stage = max(work.shapes.kinds_of_stages, key=lambda stage: _total(work, stage))
     return stage, stage_memory(work, stage)
@@ -194,7 +180,7 @@ def estimate(config: Config, *, fused: bool) -> tuple[int, MemoryEstimate]:
     Args:
         fused: whether this is a GPU.
     """
-    return worst_stage(config, Shapes(config), fused=fused)
+    return worst_stage(Workload(config, Shapes(config), fused=fused))
 
 
 def kept_at_least(config: Config, *, fused: bool, anywhere: bool) -> tuple[int, dict[str, float]]:
@@ -206,9 +192,9 @@ def kept_at_least(config: Config, *, fused: bool, anywhere: bool) -> tuple[int, 
         fused: whether this is a GPU.
         anywhere: the stage that keeps least, which every rank keeps wherever it is; else the one that keeps most.
     """
-    shapes = Shapes(config)
+    work = Workload(config, Shapes(config), fused=fused)
     parts = _STATE[:1] if config.training.skip_train else _STATE
-    needed = {stage: memory(config, stage, shapes, fused=fused).parts for stage in set(shapes.representatives())}
+    needed = {stage: stage_memory(work, stage).parts for stage in set(work.shapes.representatives())}
     kept = {stage: {part: needed[stage][part] for part in parts} for stage in sorted(needed)}
     stage = (min if anywhere else max)(kept, key=lambda stage: sum(kept[stage].values()))
     return stage, kept[stage]

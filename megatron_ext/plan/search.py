@@ -22,7 +22,7 @@ from megatron_ext.plan.layout_choices import (
     recomputations,
     shardings,
 )
-from megatron_ext.plan.memory import MemoryEstimate, fits, state_fits, worst_stage_of
+from megatron_ext.plan.memory import MemoryEstimate, fits, state_fits, worst_stage
 from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.workload import Portions, Workload
 from megatron_ext.rules.sharding_rules import RULES_OF_KINDS
@@ -360,7 +360,7 @@ def _with_least_recomputation(
             break
     if fitting is None:
         return None, least
-    stage, needed = worst_stage_of(fitting)
+    stage, needed = worst_stage(fitting)
     name, recomputation = recomputed.ways[least]
     return Candidate({**choice, **recomputation}, fitting.config, sharding, name, stage, needed, fitting), least
 
@@ -398,7 +398,7 @@ def resolved(question: Question, choice: Choice) -> Config:
 
 
 def _candidate(choice: Choice, work: Workload, sharding: str, recomputation: str) -> Candidate:
-    stage, needed = worst_stage_of(work)
+    stage, needed = worst_stage(work)
     return Candidate(choice, work.config, sharding, recomputation, stage, needed, work)
 
 

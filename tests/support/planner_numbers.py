@@ -19,7 +19,6 @@ from megatron_ext.plan.flops import (
     Products,
     active_parameters,
     flops_per_token,
-    forward_flops,
     parameters_without_embeddings,
 )
 from megatron_ext.plan.hardware import Machine, constants_of, hardware
@@ -287,9 +286,6 @@ def _lines(config: Config, machine: Machine, usable: float) -> Iterator[str]:
         yield f"  over time: {held.always:.10g}; {_row(*held.held)}; {_row(*held.for_a_while)}"
         passes = (times.forward[stage], times.backward[stage], times.forward_sent[stage])
         yield f"  passes: {'; '.join(_row(*each) for each in passes)}"
-        flops = [forward_flops(config, shapes, stage, chunk) for chunk in range(len(shapes.counts[stage]))]
-        again = [forward_flops(config, shapes, stage, chunk, again=True) for chunk in range(len(shapes.counts[stage]))]
-        yield f"  flops: {_row(*flops)}; again {_row(*again)}"
         for term in sent(config, stage, shapes):
             yield f"  {term.axis} {term.collective}: {term.bytes:.10g} in {term.calls:.10g}: {term.formula}"
     kernels, products = Kernels(config, shapes, machine, fsdp=False), Products(config, shapes)

@@ -8,11 +8,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits, build_datasets
-from megatron_ext.data.data_record import differences
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import describe_sample
-from megatron_ext.data.splits import SPLITS
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.tokenizer.simple import ByteTokenizer
@@ -108,13 +106,6 @@ def test_too_few_tokens_are_named(tmp_path: Path):
         build(config(tmp_path, train_data_path=(prefix,), valid_data_path=(write(tmp_path / "v", 0, 1, length=5),)))
 
 
-def test_sources_without_weights_do_not_repeat(tmp_path: Path):
-    paths = (write(tmp_path / "a", 0, 10), write(tmp_path / "b", 100, 10))
-    assert len(build(config(tmp_path, train_data_path=paths), train=40, valid=0).train) == 40
-    with pytest.raises(ConfigurationError, match="one pass over 2 sources, 48 samples, but the run takes 100"):
-        build(config(tmp_path, train_data_path=paths), train=100, valid=0)
-
-
 def test_splits_that_nobody_asks_for_are_not_built(tmp_path: Path):
     prefix = write(tmp_path / "a", 0, 20)
     assert build(config(tmp_path, train_data_path=(prefix,)), valid=5).valid is None
@@ -198,27 +189,3 @@ def test_mock_data(tmp_path: Path):
     assert (len(datasets.train), len(datasets.valid), datasets.test) == (12, 5, None)
     assert rows(datasets.train, 5) != rows(datasets.valid)
     assert max(max(row) for row in rows(datasets.train)) < 33
-
-
-def test_data_that_differs_from_a_checkpoints_is_named():
-    """A file may have another name, and validation data may be other data."""
-
-    def record(**files: tuple[str, str, str]) -> dict[str, Any]:
-        entries = {
-            split: [{"prefix": name, "weight": None, ".idx": idx, ".bin": content}]
-            for split, (name, idx, content) in files.items()
-        }
-        order = {"data_order": "shuffled", "seed": 1, "seq_length": 8, "split": None, "order_depends_on": []}
-        return {**order, "num_samples": 100, "files": {split: entries.get(split, []) for split in SPLITS}}
-
-    saved = record(train=("a", "1", "2"), valid=("v", "3", "4"))
-    for train, valid, found in (
-        (("a", "1", "2"), ("v", "3", "4"), []),
-        (("moved", "1", "2"), ("v", "3", "4"), []),
-        (("a", "1", "2"), ("w", "5", "6"), []),
-        (("other", "1", "7"), ("v", "3", "4"), ["the training data has other where it had a"]),
-        (("other", "7", "2"), ("v", "3", "4"), ["the training data has other where it had a"]),
-        (("a", "1", "7"), ("v", "3", "4"), ["a.bin has other content"]),
-        (("a", "1", "2"), ("v", "7", "4"), ["v.idx has other content"]),
-    ):
-        assert differences(saved, record(train=train, valid=valid)) == found

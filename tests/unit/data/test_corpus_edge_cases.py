@@ -162,6 +162,7 @@ def _file(prefix: str, weight: Any = None, **content: str) -> dict[str, Any]:
         ),
         (_record(order_depends_on=[100, 2]), _record(order_depends_on=[], seed=5), ["--seed is 5, not 1"]),
         (_record(), _record(num_samples=130), []),
+        (_record(), _record(train=[_file("moved")]), []),
         (_record(), _record(train=[_file("a"), _file("b")]), ["the training data has b where it had nothing"]),
         (
             _record(train=[_file("a"), _file("b")]),
@@ -182,6 +183,7 @@ def _file(prefix: str, weight: Any = None, **content: str) -> dict[str, Any]:
             ["a.mask has other content"],
         ),
         (_record(valid=[_file("v", **{".bin": "3"})]), _record(), ["v.bin has other content"]),
+        (_record(valid=[_file("v", **{".idx": "3"})]), _record(), ["v.idx has other content"]),
         (_record(valid=[_file("w", **{".bin": "3"})]), _record(), []),
     ],
 )

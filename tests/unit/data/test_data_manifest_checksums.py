@@ -307,16 +307,6 @@ def test_a_damaged_file_that_is_replaced_while_it_is_looked_at_is_left_out(prefi
     check.check()
 
 
-def test_a_file_of_the_same_size_in_its_place_is_another_one(prefix: str) -> None:
-    blocks = known_blocks(prefix)
-    check = BackgroundCheck(blocks[:1], lambda seconds: False)
-    check._thread.join(20)
-    other = Path(f"{prefix}.new")
-    other.write_bytes(bytes(1 << 16))
-    other.rename(f"{prefix}.bin")
-    assert not check._is_the_same(blocks[0])
-
-
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), FileNotFoundError(2, "gone")])
 def test_a_block_that_cannot_be_read_just_now_is_no_damage(
     prefix: str, error: OSError, monkeypatch: pytest.MonkeyPatch

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan.dry_run import USABLE, verdict
-from megatron_ext.plan.memory import worst_stage
-from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.train import configure as configuring
 from megatron_ext.train.configure import Configured, configure
 from tests.support import planner_numbers
@@ -103,24 +100,6 @@ def test_what_the_flags_say_against_each_other_is_not_believed(line: str, words:
 
 def test_nothing_is_believed_where_everything_is_there():
     assert dry(f"{MOCK} --device cpu").typed.warnings == ()
-
-
-def test_the_verdict_is_that_of_the_planner():
-    config = dry(f"{MOCK} --device cpu").config
-    _, needed = worst_stage(config, Shapes(config), fused=False)
-    limit = needed.total / 1e9 / USABLE
-    for memory, fits in ((limit * 1.001, True), (limit * 0.999, False)):
-        lines, answer = verdict(config, device_memory_gb=memory)
-        assert answer is fits
-        assert any("does not fit" in line for line in lines) is not fits
-    assert verdict(config)[1]
-    assert verdict(config, device_name="h100")[1]
-
-
-def test_an_unknown_device_is_named():
-    config = dry(f"{MOCK} --device cpu").config
-    with pytest.raises(ConfigurationError, match=r"--device-name b300 is not one of a100, .*h100"):
-        verdict(config, device_name="b300")
 
 
 @pytest.mark.parametrize("flags", ["--device-memory-gb 80", "--device-name h100"])

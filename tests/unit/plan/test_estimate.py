@@ -13,7 +13,7 @@ from megatron_ext.plan.hardware import Constants, Machine, hardware
 from megatron_ext.plan.interconnect import latency, span, transfer
 from megatron_ext.plan.schedule import Schedule, most_held
 from megatron_ext.plan.simulate import by_formula, shortest, simulate
-from megatron_ext.plan.simulated_timeline import _shown
+from megatron_ext.plan.simulated_timeline import _shown, equal_stages
 from megatron_ext.plan.stage_parameters import Shapes
 from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, slow_stages
 from megatron_ext.plan.traffic import Term, sent
@@ -180,6 +180,9 @@ def test_a_stage_is_slow_from_the_factor_on_against_the_others() -> None:
     assert slow_stages([*others, lane("d", 1.49)], 1.5) == []
     assert len(slow_stages([lane("a", 1.0), lane("b", 2.0)], 1.5)) == 1, "itself is not among the others"
     assert slow_stages([lane("a", 1.0)]) == []
+    assert slow_stages(equal_stages(4, 2, 8).lanes) == []
+    [said] = slow_stages([lane("a", 0.030), lane("b", 0.048), lane("c", 0.033)])
+    assert said.startswith("b is slow: a microbatch takes 48 ms there, 1.52 times the 31.5 ms")
 
 
 def test_a_pipeline_fills_until_all_have_begun_and_drains_when_the_first_is_done() -> None:

@@ -127,6 +127,7 @@ def test_copies_of_fsdp_are_one_in_each_node() -> None:
         "TP has the whole node"
     )
     assert layout_choices.hybrid({}, layout, 16, 8) is None, "a node has all of them"
+    assert layout_choices.hybrid({"num_distributed_optimizer_instances": 2}, layout, 64, 8) is None
     assert layout_choices.hybrid({}, {**layout, "pipeline_model_parallel_size": 3}, 60, 8) is None, (
         "5 ranks are no whole pairs"
     )

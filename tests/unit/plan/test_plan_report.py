@@ -17,8 +17,8 @@ from tests.support.planner_numbers import CASES, config_of, machine_of
 
 
 def test_times_and_sizes_change_their_unit_at_its_bound() -> None:
-    assert [duration(seconds) for seconds in (1.0, 0.9994, 0.001, 0.0009994, 999.0, 1000.0)] == [
-        "1 s", "999 ms", "1 ms", "999 us", "999 s", "1,000 s",
+    assert [duration(seconds) for seconds in (0.0, 1.0, 0.9994, 0.001, 0.0009994, 75.25, 999.0, 1000.0)] == [
+        "0 us", "1 s", "999 ms", "1 ms", "999 us", "75.2 s", "999 s", "1,000 s",
     ]  # fmt: skip
     assert (size(1e9), size(0.9994e9), duration(1.2345, "")) == ("1 GB", "999 MB", "1.23")
 

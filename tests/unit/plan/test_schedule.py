@@ -83,6 +83,8 @@ def test_a_long_step_is_its_beginning_repeated(stages: int, chunks: int, group: 
         found = schedule.ends(forward, backward, delay)
         assert simulate(schedule, forward, backward, delay).total == pytest.approx(max(found.values()), rel=1e-9)
         assert found == plainly(schedule, forward, backward, delay)
+        for stage in range(stages):
+            assert tuple(work for where, work in found if where == stage) == schedule.order(stage)
     assert max(schedule.ends(forward, backward).values()) < max(found.values())
 
 

@@ -17,9 +17,9 @@ from megatron_ext.plan import plan_report
 from megatron_ext.plan import search as search_module
 from megatron_ext.plan.estimate import at_least, formula_at_least, time_of
 from megatron_ext.plan.hardware import Machine, hardware
-from megatron_ext.plan.layout_choices import RECOMPUTATIONS, SHARDINGS, flags, hybrid, layouts
+from megatron_ext.plan.layout_choices import RECOMPUTATIONS, SHARDINGS, flags, layouts
 from megatron_ext.plan.layout_evaluation import evaluate_config
-from megatron_ext.plan.memory import stage_memory, worst_stage
+from megatron_ext.plan.memory import estimate, stage_memory
 from megatron_ext.plan.plan_report import command, simpler, speed
 from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
 from megatron_ext.plan.search_input import question
@@ -65,13 +65,6 @@ def test_the_405b_of_16384_is_as_fast_as_what_was_trained() -> None:
     best = search(question, 3).best
     assert best[0].seconds < 6.46
     assert all(candidate.memory.total <= question.usable_bytes for candidate in best)
-
-
-def test_hsdp_has_a_copy_in_each_node() -> None:
-    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
-    assert hybrid({}, layout, 64, 8) == {"use_torch_fsdp2": True, "num_distributed_optimizer_instances": 8}
-    assert hybrid({}, layout, 8, 8) is None
-    assert hybrid({"num_distributed_optimizer_instances": 2}, layout, 64, 8) is None
 
 
 def test_a_batch_that_nothing_divides_has_alternatives() -> None:
@@ -159,7 +152,7 @@ def test_what_was_trained_is_legal_and_takes_about_as_long_as_published(case: Ca
 
 
 def memory_of(config: Config) -> float:
-    return worst_stage(config, Shapes(config), fused=True)[1].total
+    return estimate(config, fused=True)[1].total
 
 
 def _unread(values: Any) -> tuple[Any, set[str]]:

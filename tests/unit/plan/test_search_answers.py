@@ -14,10 +14,9 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.estimate import step_time
-from megatron_ext.plan.flops import flops_per_token, forward_flops
 from megatron_ext.plan.hardware import Constants, Machine, hardware
 from megatron_ext.plan.layout_choices import flags, layouts
-from megatron_ext.plan.memory import memory
+from megatron_ext.plan.memory import estimate
 from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
 from megatron_ext.plan.search_input import placeholders, question
 from megatron_ext.plan.stage_parameters import Shapes
@@ -147,44 +146,12 @@ _SMALL = (
 )
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "",
-        "--tensor-model-parallel-size 4",
-        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
-        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2",
-        "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2",
-        "--num-experts 4 --moe-shared-expert-intermediate-size 32 --tensor-model-parallel-size 2 --sequence-parallel "
-        "--expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2",
-        "--num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel",
-    ],
-)
-def test_operations_of_all_ranks_are_those_of_the_model(layout: str) -> None:
-    config = _config(f"{_SMALL} {layout}", 8)
-    shapes, sizes = Shapes(config), config.layout
-    chunks = [(stage, chunk) for stage, counts in enumerate(shapes.counts) for chunk in range(len(counts))]
-    one_microbatch = sum(forward_flops(config, shapes, stage, chunk) for stage, chunk in chunks)
-    ranks = sizes.tensor_model_parallel_size * sizes.context_parallel_size
-    tokens = config.model.seq_length * config.training.micro_batch_size
-    assert 3 * one_microbatch * ranks == flops_per_token(config) * tokens
-
-
-def test_recomputation_costs_a_forward_pass_of_the_layers() -> None:
-    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    config = _config(f"{_SMALL} {recompute}", 1)
-    shapes = Shapes(config)
-    output = 2 * 64 * 2 * 64 * 1024
-    assert forward_flops(config, shapes, 0, 0, again=True) == forward_flops(config, shapes, 0, 0) - output
-
-
 def test_more_of_anything_needs_more() -> None:
     """Monotone where it must be: what a user expects when he turns one knob."""
 
     def needed(line: str, world_size: int = 8) -> float:
         config = _config(f"{_SMALL} {line}", world_size)
-        stages = range(config.layout.pipeline_model_parallel_size)
-        return max(memory(config, stage, Shapes(config), fused=True).total for stage in stages)
+        return estimate(config, fused=True)[1].total
 
     recompute = "--recompute-granularity"
     full = f"{recompute} full --recompute-method uniform --recompute-num-layers 1"

@@ -16,14 +16,13 @@ from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.estimate import step_time
 from megatron_ext.plan.hardware import Machine, hardware
-from megatron_ext.plan.memory import memory
-from megatron_ext.plan.schedule import Schedule
+from megatron_ext.plan.memory import stage_memory
 from megatron_ext.plan.search_input import placeholders
-from megatron_ext.plan.simulate import simulate
 from megatron_ext.plan.simulated_timeline import equal_stages, preview
 from megatron_ext.plan.stage_parameters import Shapes
-from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, as_text, duration, slow_stages
+from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, as_text, duration
 from megatron_ext.plan.timeline_svg import as_page
+from megatron_ext.plan.workload import Workload
 from tests.support import plans
 from tests.support.golden_text import section
 from tests.support.pages import elements
@@ -84,7 +83,9 @@ def test_the_picture_shows_what_the_estimates_say(flags: str) -> None:
     assert update.end - update.begin == pytest.approx(time.optimizer, rel=1e-6)
     for stage, lane in enumerate(whole.lanes):
         assert lane.peak is not None
-        assert lane.peak[1] == pytest.approx(memory(resolved, stage, Shapes(resolved), fused=True).total, rel=1e-12)
+        assert lane.peak[1] == pytest.approx(
+            stage_memory(Workload(resolved, Shapes(resolved), fused=True), stage).total, rel=1e-12
+        )
         assert lane.communicated > 0.0
 
 
@@ -94,18 +95,9 @@ def test_a_few_microbatches_show_the_memory_of_all() -> None:
     assert len({each.microbatch for each in few.lanes[0].passes}) == 8 < 256 // 2
     for stage, lane in enumerate(few.lanes):
         assert lane.peak is not None
-        assert lane.peak[1] == pytest.approx(memory(resolved, stage, Shapes(resolved), fused=True).total, rel=1e-12)
-
-
-@pytest.mark.parametrize(("stages", "chunks", "group"), [(1, 1, 1), (2, 2, 2), (4, 1, 1), (3, 2, 5), (4, 3, 4)])
-def test_the_picture_is_that_of_the_simulation(stages: int, chunks: int, group: int) -> None:
-    forward = [[1.0 + 0.3 * ((3 * stage + chunk) % 4) for chunk in range(chunks)] for stage in range(stages)]
-    backward = [[2.1 * seconds for seconds in chunk] for chunk in forward]
-    schedule = Schedule(stages, chunks, 4 * stages if chunks == 1 else 4 * group, group)
-    found = schedule.ends(forward, backward, 0.25)
-    assert max(found.values()) == pytest.approx(simulate(schedule, forward, backward, 0.25).total, rel=1e-12)
-    for stage in range(stages):
-        assert tuple(work for where, work in found if where == stage) == schedule.order(stage)
+        assert lane.peak[1] == pytest.approx(
+            stage_memory(Workload(resolved, Shapes(resolved), fused=True), stage).total, rel=1e-12
+        )
 
 
 def svgs(page: str) -> list[ElementTree.Element]:
@@ -176,27 +168,6 @@ def test_memory_is_drawn_from_when_it_is_known() -> None:
     [area] = [path for path in svgs(as_page(timeline))[1].iter("path") if path.attrib["class"] == "memory"]
     half = 110 + 0.5 * (1120 - 110 - 84)
     assert area.attrib["d"].startswith(f"M{half:.2f} ")
-
-
-def test_a_slow_stage_is_named_and_equal_ones_are_not() -> None:
-    assert slow_stages(equal_stages(4, 2, 8).lanes) == []
-
-    def lane(name: str, seconds: float) -> Lane:
-        return Lane(name, (Pass(True, 0, 0, 0.0, seconds), Pass(False, 0, 0, seconds, 3 * seconds)))
-
-    found = slow_stages([lane("stage 0", 0.010), lane("stage 1", 0.016), lane("stage 2", 0.011)])
-    assert found == ["stage 1 is slow: a microbatch takes 48 ms there, 1.52 times the 31.5 ms of the other stages."]
-
-
-def test_times_are_written_with_three_digits() -> None:
-    assert [duration(seconds) for seconds in (0.0, 4.5e-5, 0.01234, 1.0, 75.25, 12345.0)] == [
-        "0 us",
-        "45 us",
-        "12.3 ms",
-        "1 s",
-        "75.2 s",
-        "12,345 s",
-    ]
 
 
 def test_an_empty_timeline_is_drawn() -> None:
