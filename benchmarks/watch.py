@@ -143,7 +143,7 @@ def training(steps: int) -> dict[str, float]:
 
     from megatron_ext.resilience.process_end import RunStatus
     from megatron_ext.train.callbacks import replicas
-    from megatron_ext.train.callbacks.straggler_report import Stragglers
+    from megatron_ext.train.callbacks.communication import Stragglers
     from megatron_ext.train.trainer import Trainer
 
     status = RunStatus(rank=int(os.environ["RANK"]))

@@ -1,4 +1,11 @@
-"""Dtypes of saved tensors: their names in safetensors and in torch, and the bytes of an element. No torch here."""
+"""Dtypes of saved tensors: their names in safetensors, torch and numpy, the bytes of an element, and the conversion of
+weights from one to another. No torch here, and numpy where it is needed.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 WIDTHS = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -28,3 +35,33 @@ WIDTH = {code: WIDTHS[name] for code, name in DTYPES.items()}
 def code_of(name: str) -> str:
     """Return the name in safetensors of a dtype of weights, from torch's name; torch's own for other dtypes."""
     return next((code for code, theirs in DTYPES.items() if theirs == name), name)
+
+
+ARRAYS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "uint16"}
+"""numpy's dtype of the elements of weights, by the dtype's name in safetensors; bfloat16 are uint16."""
+
+
+def converted(values: "npt.NDArray", source: str, target: str, added: float = 0.0) -> "npt.NDArray":
+    """Return the array, with a number `added` to every element, rounded to the nearest, ties to even, as torch does; to
+    16 bits by way of fp32.
+
+    Overflow is infinite, and NaN stays NaN.
+    """
+    import numpy as np
+
+    if added:
+        wide = "F64" if "F64" in (source, target) else "F32"
+        return converted(converted(values, source, wide) + np.dtype(ARRAYS[wide]).type(added), wide, target)
+    if source == target:
+        return values
+    with np.errstate(over="ignore", invalid="ignore"):
+        if source == "BF16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        if target == "F64":
+            return values.astype(np.float64)
+        values = np.ascontiguousarray(values).astype(np.float32, copy=False)
+        if target != "BF16":
+            return values.astype(ARRAYS[target], copy=False)
+    bits = values.view(np.uint32)
+    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

@@ -175,15 +175,12 @@ def _waiters(waiting: Mapping[int, RankReport], to_blame: Collection[int]) -> st
         texts.append(
             f"{numbers_text(ranks)} {verb} in {operation} of {title} ({numbers_text(members)}){_since(longest)}"
         )
-    return _capitalized("; ".join(texts)) + "." if texts else ""
+    said = "; ".join(texts)
+    return f"{said[:1].upper()}{said[1:]}." if texts else ""
 
 
 def _since(seconds: float | None) -> str:
     return "" if seconds is None else f" since {seconds:.1f} s"
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 THE_END = "the end of the run"

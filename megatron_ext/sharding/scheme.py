@@ -141,7 +141,7 @@ class Sharding(ABC):
             return
         # The engine asks of every gradient what it is, which takes longer than to scale a small model's.
         with torch.no_grad():
-            gradient_norm.scale_all([_local(gradient) for gradient in _gradients(optimizer)], factor)
+            gradient_norm.scale_all([*_gradients(optimizer)], factor)
 
     def finish_update(self, optimizer: ChainedOptimizer) -> None:  # noqa: B027 (most have nothing to free)
         """Free what only the update needed. Call it after every update."""
@@ -153,12 +153,10 @@ class Sharding(ABC):
 
 
 def _gradients(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
+    """Yield what this rank has of each gradient."""
     for part in optimizer.chained_optimizers:
-        yield from (weight.grad for weight in part.get_parameters() if weight.grad is not None)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        gradients = (weight.grad for weight in part.get_parameters() if weight.grad is not None)
+        yield from (one.to_local() if isinstance(one, DTensor) else one for one in gradients)
 
 
 @contextmanager

@@ -26,8 +26,8 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> N
         )
 
 
-def tokenizer_values(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of these flags, by field name."""
+def tokenizer_values(options: object) -> dict[str, Any]:
+    """Return the values of these flags, by field name: of a tool's options, or of a job."""
     values = {name: getattr(options, name) for name in NAMES}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 

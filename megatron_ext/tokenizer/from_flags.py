@@ -2,51 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
+from megatron_ext.config.schema import DataConfig
 from megatron_ext.config.schema.data_flags import TOKENIZER_TYPES
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 
-class TokenizerFlags(Protocol):
-    """The flags that choose a tokenizer: of a run (config.data), or of a tool."""
-
-    @property
-    def tokenizer_type(self) -> str | None:
-        """Value of --tokenizer-type."""
-
-    @property
-    def tokenizer_model(self) -> str | None:
-        """Value of --tokenizer-model."""
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Value of --vocab-size."""
-
-    @property
-    def vocab_file(self) -> str | None:
-        """Value of --vocab-file."""
-
-    @property
-    def merge_file(self) -> str | None:
-        """Value of --merge-file."""
-
-    @property
-    def tokenizer_special_tokens(self) -> tuple[str, ...] | None:
-        """Value of --tokenizer-special-tokens."""
-
-    @property
-    def tiktoken_pattern(self) -> str | None:
-        """Value of --tiktoken-pattern."""
-
-    @property
-    def tiktoken_num_special_tokens(self) -> int:
-        """Value of --tiktoken-num-special-tokens."""
-        ...
-
-
-def tokenizer_from_flags(flags: TokenizerFlags) -> Tokenizer:
+def tokenizer_from_flags(flags: DataConfig) -> Tokenizer:
     """Build the tokenizer that the flags ask for. Raises as `build_tokenizer` does."""
     return build_tokenizer(
         flags.tokenizer_type,

@@ -31,7 +31,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     """
 
     def __init__(self, folder: str, special_tokens: Sequence[str] = ()):
-        self._folder = folder
+        self.folder = folder
+        """Folder that it was read from."""
         model_file = Path(folder) / "tokenizer.json"
         model = self._read(model_file)
         config_file = Path(folder) / "tokenizer_config.json"
@@ -58,11 +59,6 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.bos: int | None = None if begin is None else tokenizer.token_to_id(begin)
         """Id of the token that begins a text; None where the folder names none."""
 
-    @property
-    def folder(self) -> str:
-        """Folder that it was read from."""
-        return self._folder
-
     def identity(self) -> dict[str, str | int]:
         """Return what tells this tokenizer from any other."""
         return {"type": "HuggingFaceTokenizer", "sha256": self._digest}
@@ -72,11 +68,11 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             return read_file(file, LARGEST)
         except ExcessiveError as error:
             raise ConfigurationError(
-                f"--tokenizer-model {self._folder} is not read: {file}: {error}; give a folder as transformers saves it"
+                f"--tokenizer-model {self.folder} is not read: {file}: {error}; give a folder as transformers saves it"
             ) from error
         except OSError as error:
             raise ConfigurationError(
-                f"--tokenizer-model {self._folder} cannot be used with --tokenizer-type HuggingFaceTokenizer: "
+                f"--tokenizer-model {self.folder} cannot be used with --tokenizer-type HuggingFaceTokenizer: "
                 f"{file}: {error.strerror}. Give a local folder that holds tokenizer.json"
             ) from error
 
@@ -84,7 +80,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         token = content_of(settings.get("eos_token")) or content_of(settings.get("sep_token"))
         if token is None or tokenizer.token_to_id(token) is None:
             raise ConfigurationError(
-                f"--tokenizer-model {self._folder} names no token that ends a document: "
+                f"--tokenizer-model {self.folder} names no token that ends a document: "
                 'set "eos_token" in its tokenizer_config.json'
             )
         return token

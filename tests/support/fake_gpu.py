@@ -25,7 +25,7 @@ from megatron_ext.parts.attention.packed import attend_documents
 from megatron_ext.parts.attention.scores import Scores
 from megatron_ext.parts.attention.segments import attend_segments
 from megatron_ext.resilience.numeric import largest_magnitude
-from megatron_ext.train.callbacks.straggler_report import Stragglers
+from megatron_ext.train.callbacks.communication import Stragglers
 from tests.support.fake_tensors import on_gpu
 from tests.support.operator_calls import Calls, aten
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from megatron_ext.checkpoint.deepspeed import torch_file
 from megatron_ext.checkpoint.deepspeed.optimizer_files import SHARD_FILE, Pieces, find_states, read_zero_shards
 from megatron_ext.checkpoint.deepspeed.saved_flags import flags_of, has_gate_last, is_neox
-from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
+from megatron_ext.checkpoint.dtypes import ARRAYS
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parts.catalogue import EMBEDDING_NORM, OUTPUT_LAYER, POSITION_EMBEDDINGS, WORD_EMBEDDINGS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.copying import BLOCK, ComputedBytes, FilePart
 from megatron_ext.checkpoint.deepspeed.deepspeed_folder import DeepSpeedFolder, Shard
-from megatron_ext.checkpoint.dtypes import WIDTH
+from megatron_ext.checkpoint.dtypes import ARRAYS, WIDTH, converted
 from megatron_ext.checkpoint.native.single_process import Item, items, write_checkpoint
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
@@ -119,8 +119,6 @@ def _merge(shards: list[Shard], parameter: Parameter, dtype: str, rows: range, t
     Of those that each rank holds the mean is taken, as in the published BLOOM: norms of ranks have drifted apart there.
     """
     import numpy as np
-
-    from megatron_ext.checkpoint.huggingface.arrays import ARRAYS, converted
 
     values = np.frombuffer(target, ARRAYS[dtype]).reshape(len(rows), *parameter.shape[1:])
     values[...] = 0

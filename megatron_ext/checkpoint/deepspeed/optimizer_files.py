@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from megatron_ext.checkpoint.copying import BLOCK
 from megatron_ext.checkpoint.deepspeed import torch_file
-from megatron_ext.checkpoint.huggingface.arrays import converted
+from megatron_ext.checkpoint.dtypes import converted
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.untrusted.untrusted_folder import file_inside

@@ -26,7 +26,7 @@ from megatron_ext.checkpoint.copying import (
     scatter,
     write_all,
 )
-from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
+from megatron_ext.checkpoint.dtypes import ARRAYS, DTYPES, WIDTH, converted
 from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
 from megatron_ext.checkpoint.huggingface.huggingface_folder import INDEX, SINGLE, vectors_as_rows
 from megatron_ext.checkpoint.huggingface.importer import copy_tokenizer
@@ -231,14 +231,10 @@ class _Target:
     def put_bytes(self, source: memoryview, shape: tuple[int, ...], dtype: str) -> None:
         import numpy as np
 
-        from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
-
         self.put(np.frombuffer(source, ARRAYS[dtype]).reshape(shape), dtype)
 
     def put(self, values: "npt.NDArray", dtype: str) -> None:
         import numpy as np
-
-        from megatron_ext.checkpoint.huggingface.arrays import converted
 
         rows, columns = values.shape[0], slice(self.column, self.column + math.prod(values.shape[1:]))
         values = converted(values, dtype, self.entry.dtype, -self.mapping.added)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ext.checkpoint.copying import BLOCK, ComputedBytes, FilePart, FileRange, Files, Zeros
-from megatron_ext.checkpoint.dtypes import WIDTH
+from megatron_ext.checkpoint.dtypes import ARRAYS, WIDTH, converted
 from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder, safe_file
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENIZER
@@ -90,8 +90,6 @@ def _convert(
 ) -> None:
     """Fill `target` with rows of a parameter that lie there in another dtype, transposed or with other values."""
     import numpy as np
-
-    from megatron_ext.checkpoint.huggingface.arrays import ARRAYS, converted
 
     if mapping.transposed:
         part = mapping.transposed_rows(entry.whole(), span, rows.start, len(rows))

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.checkpoint.dtypes import SAFETENSORS_WIDTHS
+from megatron_ext.checkpoint.dtypes import ARRAYS, SAFETENSORS_WIDTHS, converted
 from megatron_ext.errors import DataError
 from megatron_ext.untrusted.text import load_json
 
@@ -61,22 +61,17 @@ class Entry:
         """Return a view of `count` rows in the file; bfloat16 are uint16."""
         import numpy as np
 
-        from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
-
         mode, shape = "r+" if writable else "c", (count, *self.columns)
         return np.memmap(self.path, dtype=ARRAYS[self.dtype], mode=mode, offset=self.offset_of(start), shape=shape)
 
     def number(self) -> float:
         """Return the value of a tensor of one element."""
-        from megatron_ext.checkpoint.huggingface.arrays import converted
 
         return float(converted(self.rows(0, 1), self.dtype, "F32").flat[0])
 
     def set_number(self, value: float) -> None:
         """Write it."""
         import numpy as np
-
-        from megatron_ext.checkpoint.huggingface.arrays import converted
 
         self.rows(0, 1, writable=True)[:] = converted(np.array([value], np.float32), "F32", self.dtype)
 

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
+from megatron_ext.checkpoint.dtypes import ARRAYS, DTYPES, WIDTH
 from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
 from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, checkpoint_at
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
@@ -182,8 +182,6 @@ def _elements(path: Path, key: str, chunk: Chunk, dtype: str) -> "tuple[int, npt
 def _read(file: BinaryIO, chunk: Chunk, dtype: str) -> "npt.NDArray":
     """Read through torch, which takes seconds to import, a shard that holds its elements in another order."""
     import torch
-
-    from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 
     check_archive(file, chunk.offset, chunk.length)
     file.seek(chunk.offset)

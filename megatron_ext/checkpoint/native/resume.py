@@ -76,7 +76,8 @@ def look(values: Mapping[str, Any]) -> Search | None:
         return search
     checkpoint = search.candidates[0]
     if not values.get("no_fallback"):
-        checkpoint = _first_with_intact_flags(search.candidates)
+        # The first whose small files are as they were written; where no checkpoint's are, the first of all.
+        checkpoint = next((one for one in search.candidates if _flags_are_intact(one.path)), checkpoint)
     resume = read_resume(checkpoint, use_checkpoint_args=bool(values.get("use_checkpoint_args")))
     return Search(search.folder, search.candidates, resume=resume)
 
@@ -103,11 +104,6 @@ def read_resume(checkpoint: SavedCheckpoint, *, use_checkpoint_args: bool, damag
         args = read_args(path)
         saved = None if args is None else saved_model(args)
     return Resume(path, checkpoint.iteration, checkpoint.warning, saved, read_record(path / DATA), tuple(damaged))
-
-
-def _first_with_intact_flags(candidates: Sequence[SavedCheckpoint]) -> SavedCheckpoint:
-    """Return the first whose small files are as they were written; where no checkpoint's are, the first of all."""
-    return next((candidate for candidate in candidates if _flags_are_intact(candidate.path)), candidates[0])
 
 
 def _flags_are_intact(checkpoint: Path) -> bool:

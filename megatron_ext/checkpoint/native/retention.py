@@ -33,7 +33,10 @@ def remove_expired(run: Saveable, folder: str | Path, newest: int) -> None:
     flags = run.config.checkpoint
     answer: list[list[int]] = [[]]
     if run.rank == 0:
-        saved = [iteration for iteration in saved_iterations(folder) if not _is_link(folder, iteration)]
+        # Of a link somebody has put the checkpoint elsewhere, to keep it.
+        saved = [
+            iteration for iteration in saved_iterations(folder) if not iteration_folder(folder, iteration).is_symlink()
+        ]
         answer = [expired(saved, newest, flags.keep_last_checkpoints, flags.save_retain_interval)]
     torch.distributed.broadcast_object_list(answer, src=0)
     [old] = answer
@@ -44,19 +47,10 @@ def remove_expired(run: Saveable, folder: str | Path, newest: int) -> None:
         return
     if problems or problems is None:
         text = ", ".join(problems or ["no manifest"])
-        _warn(f"{iteration_folder(folder, newest)} is not whole ({text}): earlier checkpoints are kept. Check the disk")
+        warn(f"{iteration_folder(folder, newest)} is not whole ({text}): earlier checkpoints are kept. Check the disk")
         return
     for iteration in old:
         try:
             remove(folder, iteration)
         except OSError as error:
-            _warn(f"{iteration_folder(folder, iteration)} cannot be removed: {error.strerror}")
-
-
-def _is_link(folder: str | Path, iteration: int) -> bool:
-    """Return whether it is a link: somebody has put it elsewhere, to keep it."""
-    return iteration_folder(folder, iteration).is_symlink()
-
-
-def _warn(text: str) -> None:
-    warn(text)
+            warn(f"{iteration_folder(folder, iteration)} cannot be removed: {error.strerror}")

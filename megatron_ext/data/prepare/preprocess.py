@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from megatron_ext.config.schema import DataConfig
 from megatron_ext.data.data_manifest import checksums
 from megatron_ext.data.indexed import IndexedWriter, Written, token_dtype
 from megatron_ext.data.prepare.conversations import ConversationFormat
@@ -25,6 +26,7 @@ from megatron_ext.data.prepare.journal import Journal, Progress, write_manifest
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.chat import chat_template, missing_tokens
 from megatron_ext.tokenizer.encode_many import fast_encoder, first_difference, plain_encoder, probe_texts
+from megatron_ext.tokenizer.flags import tokenizer_values
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.tokenizer.tokenizer_protocol import BatchEncoder, Tokenizer, beginning
 from megatron_ext.tokenizer.tokenizer_record import tokenizer_record
@@ -102,7 +104,7 @@ def encode_files(
     if not folder.is_dir():
         raise ConfigurationError(f"--output-prefix {job.output_prefix}: the folder {folder} does not exist; make it")
     files = find_files(job.inputs)
-    tokenizer = tokenizer_from_flags(job)
+    tokenizer = _tokenizer_of(job)
     try:
         return _Run(job, files, tokenizer, note).encode(report)
     except _Differs as error:
@@ -347,8 +349,12 @@ def _conversation_encoder(job: EncodeJob, tokenizer: Tokenizer) -> ConversationE
     return ConversationEncoder(tokenizer, form, job.append_eod, job.on_error, job.seq_length or 0, job.train_on_inputs)
 
 
+def _tokenizer_of(job: EncodeJob) -> Tokenizer:
+    return tokenizer_from_flags(DataConfig(**tokenizer_values(job)))
+
+
 def _start_worker(job: EncodeJob, is_fast: bool) -> MakeBlock:
-    tokenizer = tokenizer_from_flags(job)
+    tokenizer = _tokenizer_of(job)
     if not job.is_text:
         return _conversation_encoder(job, tokenizer)
     encoder = fast_encoder(tokenizer) if is_fast else plain_encoder(tokenizer)

@@ -1,11 +1,21 @@
 """Runs the clock of --log-communication-share around each step.
 
-Logs --timing-log-level: how long the parts of a step took, shortest and longest over the ranks.
+Logs --timing-log-level: how long the parts of a step took, shortest and longest over the ranks. With --log-straggler,
+names ranks that compute longer than others which do the same work.
 """
+
+import math
+import socket
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
-from megatron_ext.telemetry.communication_clock import CommunicationClock, shares
+from megatron_ext.device.device_protocol import Device
+from megatron_ext.resilience.hang_diagnosis import numbers_text
+from megatron_ext.telemetry.communication_clock import CommunicationClock, ComputeTime, shares
+from megatron_ext.telemetry.stragglers import Slowness, SlowRanks
 from megatron_ext.telemetry.timers import Timers, timers_text
 from megatron_ext.terminal import say
 from megatron_ext.train.run import Run
@@ -60,3 +70,123 @@ class Timing(Callback):
         if trainer.run.is_last_rank:
             say(timers_text(of_ranks, self._steps))
         self._steps = 0
+
+
+_EVERY = 2  # steps between two exchanges of times
+_FIRST_STEPS = 3  # in which kernels are compiled and memory is first taken
+_UNKNOWN = ComputeTime(math.nan, math.nan, math.nan)
+
+
+class Stragglers(Callback):
+    """Exchanges the ranks' compute times and names who is slow. It comes after the clock, before the reports.
+
+    An exchange is begun every second step and read when it is there: on a CPU after the next step, on a GPU after the
+    one that follows. Nobody waits for it, because a step has collectives of all ranks behind it. What is exchanged are
+    the two steps before: the device has passed them, because a step's norm of the gradients has waited for it. So a
+    step is compared three or four steps later at the latest.
+    """
+
+    phase = "the exchange of compute times"
+
+    def __init__(self, clock: CommunicationClock, run: Run):
+        self._clock, self._run = clock, run
+        self._hosts: list[str] = []
+        self._ranks = SlowRanks([])
+        self._steps = self._known = 0  # steps taken, and steps whose time is known
+        self._times: deque[ComputeTime] = deque(maxlen=2 * _EVERY)  # of the last known ones
+        self._under_way: deque[_Exchange] = deque()
+        self._were_slow: set[int] = set()
+
+    def on_start(self, trainer: Trainer) -> None:
+        ranks: list[tuple[str, int]] = [("", 0)] * self._run.world_size
+        torch.distributed.all_gather_object(ranks, (socket.gethostname(), self._run.groups.pp.rank()))
+        self._hosts = [host for host, _ in ranks]
+        self._ranks = SlowRanks([stage for _, stage in ranks])
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        self._steps += 1
+        self._read(trainer.run.state.iteration)
+        if self._steps % _EVERY == 0:
+            self._begin()
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._read(trainer.run.state.iteration)
+
+    def summary(self) -> Mapping[str, Any] | None:
+        """Return the slowest rank, its compute time over its peers', and all ranks that were slow since `forget`; None
+        before enough steps were compared."""
+        slowest = self._ranks.slowest
+        if slowest is None:
+            return None
+        return {"rank": slowest.rank, "ratio": slowest.ratio, "slow": sorted(self._were_slow | self._ranks.slow)}
+
+    def forget(self) -> None:
+        """Begin a new interval for `summary`."""
+        self._were_slow.clear()
+
+    def _begin(self) -> None:
+        """Send the times of the two steps before this one; NaN stands for a time that is not known."""
+        new_times = self._clock.take_compute()
+        self._known += len(new_times)
+        self._times.extend(new_times)
+        own = [self._time(step) for step in range(self._steps - _EVERY, self._steps)]
+        # Made on a GPU it would wait for what the GPU has been given.
+        sent = torch.tensor(own, dtype=torch.float64).view(-1).to(self._run.device.torch_device, non_blocking=True)
+        times = sent.new_empty(self._run.world_size * len(sent))
+        work = torch.distributed.all_gather_into_tensor(times, sent, async_op=True)
+        self._under_way.append(_Exchange(work, times))
+
+    def _time(self, step: int) -> ComputeTime:
+        """Return how long a step took, counted from 1."""
+        index = step - self._known + len(self._times) - 1
+        return self._times[index] if step > _FIRST_STEPS and 0 <= index < len(self._times) else _UNKNOWN
+
+    def _read(self, iteration: int) -> None:
+        """Compare the steps of the exchanges that are there."""
+        while self._under_way and (times := self._under_way[0].times(self._run.device)) is not None:
+            self._under_way.popleft()
+            for seconds, own, loops in times.view(self._run.world_size, _EVERY, -1).permute(1, 2, 0).tolist():
+                became, ended = self._ranks.add(own, seconds, loops)
+                self._were_slow |= self._ranks.slow
+                if self._run.is_last_rank:
+                    self._print(iteration, became, ended)
+
+    def _print(self, iteration: int, became: Iterable[Slowness], ended: Iterable[Slowness]) -> None:
+        for slow in became:
+            self._say(iteration, slow, _became_text(slow))
+        for slow in ended:
+            shared = " by the clock" if slow.of_a_core is not None else ""
+            self._say(iteration, slow, f"computes as long as its peers again{shared}")
+
+    def _say(self, iteration: int, slow: Slowness, what: str) -> None:
+        host = self._hosts[slow.rank]
+        say(f"straggler at iteration {iteration}: rank {slow.rank} ({host}) {what}")
+
+
+class _Exchange:
+    """Times on their way from all ranks."""
+
+    def __init__(self, work: Any, times: torch.Tensor):
+        self._work, self._times = work, times
+        self._copied: tuple[torch.Tensor, Any] | None = None  # to the host, and a mark after that
+
+    def times(self, device: Device) -> torch.Tensor | None:
+        """Return the times, in host memory; None while the device has not copied them, which begins with the first
+        call. All ranks have sent theirs when it is made."""
+        if self._copied is None:
+            self._work.wait()
+            self._copied = self._times.to("cpu", non_blocking=True), device.mark()
+        times, mark = self._copied
+        return times if device.has_passed(mark) else None
+
+
+def _became_text(slow: Slowness) -> str:
+    times = (
+        f"{slow.ratio:.2f} times as long as its peers: {1000.0 * slow.seconds:.1f} ms of a step, "
+        f"{numbers_text(slow.peers)} {1000.0 * slow.peers_seconds:.1f} ms"
+    )
+    if slow.of_a_core is None:
+        return f"computes {times}"
+    if slow.of_the_speed is not None and slow.of_the_speed < slow.of_a_core:
+        return f"has a slower core than its peers, {slow.of_the_speed:.0%} of their speed, and computes {times}"
+    return f"shares its core, which it had {slow.of_a_core:.0%} of the time, and computes {times}"

@@ -32,9 +32,8 @@ from megatron_ext.telemetry.log_line import Console
 from megatron_ext.telemetry.metrics import Evaluated, Metrics, StepMetrics
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
-from megatron_ext.train.callbacks.communication import shares_of_all_ranks
+from megatron_ext.train.callbacks.communication import Stragglers, shares_of_all_ranks
 from megatron_ext.train.callbacks.expert_load import ExpertLoad
-from megatron_ext.train.callbacks.straggler_report import Stragglers
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer

@@ -14,7 +14,7 @@ from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.profiler import StepProfiler, open_range
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from megatron_ext.telemetry.trackers import CometWriter, MlflowWriter, TrackioWriter, WandbWriter
-from megatron_ext.train.callbacks.communication import Communication, Timing
+from megatron_ext.train.callbacks.communication import Communication, Stragglers, Timing
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.expert_load import ExpertLoad
 from megatron_ext.train.callbacks.garbage import GarbageCollection
@@ -24,9 +24,7 @@ from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, SampleIds, Sink, Status
 from megatron_ext.train.callbacks.spike_check import SpikeCheck
 from megatron_ext.train.callbacks.stopping import Stopping
-from megatron_ext.train.callbacks.straggler_report import Stragglers
-from megatron_ext.train.data_check import DataCheck, blocks_of_run, share
-from megatron_ext.train.datasets import tokenizer_of_run
+from megatron_ext.train.datasets import DataCheck, blocks_of_run, share, tokenizer_of_run
 from megatron_ext.train.run import Run
 from megatron_ext.train.trainer import Callback
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.telemetry import stragglers
 from megatron_ext.telemetry.stragglers import SlowRanks
-from megatron_ext.train.callbacks.straggler_report import _became_text
+from megatron_ext.train.callbacks.communication import _became_text
 
 STEP = 0.1  # seconds
 RECORDED = Path(__file__).parents[2] / "data" / "compute_times.json"

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint import copying
-from megatron_ext.checkpoint.dtypes import DTYPES
+from megatron_ext.checkpoint.dtypes import ARRAYS, DTYPES, converted
 from megatron_ext.checkpoint.huggingface import exporter, importer, saved_model
-from megatron_ext.checkpoint.huggingface.arrays import ARRAYS, converted
 from megatron_ext.checkpoint.huggingface.exporter import export_huggingface
 from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.checkpoint.huggingface.importer import import_huggingface
