@@ -41,6 +41,12 @@ BELIEVED = [
         f"{MOCK} --transformer-impl transformer_engine",
         "an NVIDIA GPU (--transformer-impl transformer_engine); the package transformer_engine",
     ),
+    (
+        f"{MOCK} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --recurrence-kernels fla --bf16 "
+        "--disable-bias-linear --position-embedding-type rope --normalization RMSNorm",
+        "an NVIDIA GPU (--recurrence-kernels fla); the package fla",
+    ),
+    (f"{MOCK} --load nowhere --exit-on-missing-checkpoint", "the checkpoint in --load"),
     (f"{MOCK} --wandb-project p", "the package wandb"),
     (f"{MOCK} --torch-compile", "the C++ compiler no-such-compiler"),
     ("--vocab-size 300 --tokenizer-type ByteTokenizer --data-path nowhere/corpus", "the files of --data-path"),
@@ -91,6 +97,7 @@ def test_the_vocabulary_of_a_believed_tokenizer_is_the_one_of_the_model():
         (f"{MOCK} --device cpu --distributed-backend nccl", "works on GPUs alone"),
         (f"{MOCK} --device cpu --profile", "add --use-pytorch-profiler"),
         ("--mock-data --tokenizer-type HuggingFaceTokenizer", "--tokenizer-model"),
+        (f"--mock-data --vocab-file {__file__} --merge-file {__file__}", "are not the vocab.json and merges.txt"),
     ],
 )
 def test_what_the_flags_say_against_each_other_is_not_believed(line: str, words: str):
@@ -98,8 +105,13 @@ def test_what_the_flags_say_against_each_other_is_not_believed(line: str, words:
         dry(line)
 
 
-def test_nothing_is_believed_where_everything_is_there():
-    assert dry(f"{MOCK} --device cpu").typed.warnings == ()
+def test_nothing_is_believed_where_everything_is_there(monkeypatch: pytest.MonkeyPatch):
+    for flags in ("--device cpu", "--profile --use-pytorch-profiler --tensorboard-dir events"):
+        assert dry(f"{MOCK} {flags}").typed.warnings == (), flags
+    monkeypatch.setattr(configuring, "shows_gpu", lambda: True)
+    monkeypatch.setattr(configuring.importlib.util, "find_spec", lambda _name: object())
+    for flags in ("--device cuda", "--wandb-project p", "--transformer-impl transformer_engine"):
+        assert dry(f"{MOCK} {flags}").typed.warnings == (), flags
 
 
 @pytest.mark.parametrize("flags", ["--device-memory-gb 80", "--device-name h100"])

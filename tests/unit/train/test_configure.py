@@ -34,17 +34,6 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     assert others
 
 
-def test_only_a_dry_run_believes_what_the_machine_does_not_have() -> None:
-    """And only who asks for it."""
-    wanted = ["--data-path", "nowhere/data", "--tokenizer-type", "NullTokenizer"]
-    flags = [flag for flag in MODEL if flag != "--mock-data"]
-    believed = configure([*flags, *wanted, "--dry-run"], believing=True)
-    assert any("--dry-run believes what this machine does not have" in text for text in believed.typed.warnings)
-    for words, believing in (([*wanted, "--dry-run"], False), (wanted, True)):
-        with pytest.raises(ConfigurationError, match="nowhere/data"):
-            configure([*flags, *words], believing=believing)
-
-
 def test_a_configuration_is_for_the_ranks_that_are_asked_about() -> None:
     assert configure([*MODEL, "--dry-run"], believing=True, world_size=2).config.layout.world_size == 2
 

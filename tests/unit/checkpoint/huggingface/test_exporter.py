@@ -161,6 +161,8 @@ def test_files_are_filled_to_the_last_byte(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "model.safetensors.index.json").read_text()) == {
         "metadata": {"total_size": 200}, "weight_map": dict(zip("abcde", names, strict=True))
     }  # fmt: skip
+    larger = exporter._files(tmp_path, {"a": (10,), "b": (30,)}, "F32", 100)
+    assert len({entry.path for entry in larger.values()}) == 2, "one that is larger has a file of its own"
     (tmp_path / "one").mkdir()
     assert exporter._files(tmp_path / "one", shapes, "F32", 200)["a"].path.name == "model.safetensors"
     assert os.listdir(tmp_path / "one") == ["model.safetensors"]

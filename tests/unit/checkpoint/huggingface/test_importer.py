@@ -27,7 +27,6 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families import state_dict_mapping
 from megatron_ext.families.hf_config import read_hf_config
-from megatron_ext.tokenizer.simple import ByteTokenizer
 from tests.support.crashes import Disk
 
 _LLAMA = {
@@ -169,33 +168,6 @@ def test_an_export_is_there_whole_or_not_at_all(tmp_path: Path, watched_disk: Ca
     assert all(found is None or found == whole for found in left)
     assert left[0] is None
     assert left[-2:] == [whole, whole]
-
-
-def test_files_are_no_larger_than_asked_for(tmp_path: Path) -> None:
-    """Two tensors of 40 bytes fit in 100, a third does not; one that is larger has a file of its own."""
-    shapes = {"a": (10,), "b": (10,), "c": (10,), "d": (30,)}
-    entries = exporter._files(tmp_path, shapes, "F32", 100)
-    assert [entries[name].path.name[:11] for name in shapes] == [
-        "model-00001",
-        "model-00001",
-        "model-00002",
-        "model-00003",
-    ]
-
-
-def test_what_ends_a_text_is_added_and_what_begins_one_is_kept(tmp_path: Path) -> None:
-    """The tokenizer's folder may name the token that begins a text, and not the one that ends it."""
-    (tmp_path / "generation_config.json").write_text('{"bos_token_id": 7, "top_k": 3}')
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS["llama"]))
-    family, values = read_hf_config(tmp_path / "model")
-    config = resolve(values, Facts())
-    source: Any = SimpleNamespace(config=config, written=(family, config), path=tmp_path / "iter_0000001")
-    exporter._write_companions(tmp_path, source, family, "F32", ByteTokenizer())
-    generation = json.loads((tmp_path / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 7, "top_k": 3, "eos_token_id": 256}
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert (written["bos_token_id"], written["eos_token_id"]) == (7, 256)
 
 
 @pytest.mark.parametrize(("words", "code"), [([], "F32"), (["--dtype", "bf16"], "BF16"), (["--dtype", "fp16"], "F16")])

@@ -19,6 +19,7 @@ from megatron_ext.errors import DataError
 STEPS = (0, 1, 10, 200000, 10000000)
 # None of these is a checkpoint of ours, whatever lies in it.
 OTHERS = ("iter_00000003", "iter_3", "iter_0000010.old", ".iter_0000020.partial", "xiter_0000030", "iter_0000040x")
+OTHERS += ("iter_000000\u0663", "iter_0000005.old")
 
 
 def _fill(path: Path, *names: str) -> None:
