@@ -42,8 +42,8 @@ BELIEVED = [
         "an NVIDIA GPU (--transformer-impl transformer_engine); the package transformer_engine",
     ),
     (
-        f"{MOCK} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --recurrence-kernels fla --bf16 "
-        "--disable-bias-linear --position-embedding-type rope --normalization RMSNorm",
+        f"{MOCK} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --recurrence-kernels fla "
+        "--bf16 --disable-bias-linear --position-embedding-type rope --normalization RMSNorm",
         "an NVIDIA GPU (--recurrence-kernels fla); the package fla",
     ),
     (f"{MOCK} --load nowhere --exit-on-missing-checkpoint", "the checkpoint in --load"),

@@ -88,7 +88,6 @@ def test_identity_follows_the_content_not_the_path(tmp_path: Path):
     [
         ("Bytetokenizer", None, "--tokenizer-type Bytetokenizer is not one of ByteTokenizer"),
         (None, None, "--tokenizer-type None is not one of"),
-        ("NullTokenizer", None, "needs --vocab-size"),
         ("HuggingFaceTokenizer", None, "needs --tokenizer-model, a local folder with tokenizer.json"),
         ("HuggingFaceTokenizer", "no/such/folder", "--tokenizer-model no/such/folder does not exist"),
         ("HuggingFaceTokenizer", SPM, "is a file; --tokenizer-type HuggingFaceTokenizer needs a local folder"),
@@ -160,6 +159,7 @@ def test_a_flag_that_a_type_does_not_read_is_refused(name: str, type: str) -> No
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"type": "NullTokenizer"}, "NullTokenizer needs --vocab-size, the number of token ids"),
         ({"type": "NullTokenizer", "vocab_size": 0}, "NullTokenizer needs --vocab-size, the number of token ids"),
         ({"type": "GPT2BPETokenizer"}, "GPT2BPETokenizer needs --vocab-file and --merge-file"),
         ({"type": "GPT2BPETokenizer", "vocab_file": "x"}, "GPT2BPETokenizer needs --vocab-file and --merge-file"),

@@ -163,6 +163,8 @@ def test_flags_and_files_make_the_identity_of_a_tokenizer(vocabulary: tuple[str,
         build_tokenizer("TikTokenizer", path, tokens + 1000),
         build_tokenizer("TikTokenizer", path, tokens + 999),
         build_tokenizer("TikTokenizer", path, tokens + 1000, tiktoken_pattern="v1"),
+        build_tokenizer("TikTokenizer", path, tokens, tiktoken_num_special_tokens=8),
+        build_tokenizer("TikTokenizer", path, tokens, tiktoken_num_special_tokens=9),
         build_tokenizer("TikTokenizer", path, tokens + 1000, special_tokens=[*SPECIAL, "<x>"]),
         build_tokenizer("GPT2BPETokenizer", **files),
         build_tokenizer("GPT2BPETokenizer", **files, special_tokens=["<x>"]),
@@ -173,16 +175,10 @@ def test_flags_and_files_make_the_identity_of_a_tokenizer(vocabulary: tuple[str,
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"type": "GPT2BPETokenizer", "vocab_file": "V"}, "needs --vocab-file and --merge-file"),
-        ({"type": "GPT2BPETokenizer", "vocab_file": "none", "merge_file": "M"}, "--vocab-file none cannot be read"),
         ({"type": "GPT2BPETokenizer", "vocab_file": "M", "merge_file": "V"}, "are not the vocab.json and merges.txt"),
-        ({"type": "HuggingFaceTokenizer", "vocab_file": "x"}, "x is not read by --tokenizer-type HuggingFaceTokenizer"),
-        ({"type": "HuggingFaceTokenizer", "tiktoken_pattern": "v1"}, "v1 is not read by --tokenizer-type HuggingFace"),
         ({"type": "ByteTokenizer", "special_tokens": ["<x>"]}, "--tokenizer-special-tokens <x> is not read by"),
         ({"type": "ByteTokenizer", "tiktoken_pattern": "v1"}, "only by TikTokenizer; leave --tiktoken-pattern out"),
         ({"type": "TikTokenizer"}, "needs --tokenizer-model, a tiktoken vocabulary in JSON"),
-        ({"type": "TikTokenizer", "model": "T"}, "less than --vocab-size 131072; use --vocab-size 2"),
-        ({"type": "TikTokenizer", "model": "T", "vocab_size": 900}, "--vocab-size 900 leaves no room behind"),
         ({"type": "TikTokenizer", "model": "V"}, "is not a tiktoken vocabulary in JSON"),
         ({"type": "TikTokenizer", "model": "M"}, "is not a tiktoken vocabulary in JSON"),
         (
@@ -213,6 +209,11 @@ def test_files_and_flags_that_do_not_fit_are_refused(
         (lambda entries: entries[300].update(token_bytes=entries[301]["token_bytes"]), "a token is there twice"),
         (lambda entries: entries[300].update(token_bytes="?"), "is not a tiktoken vocabulary"),
         (lambda entries: entries[300].pop("rank"), "is not a tiktoken vocabulary"),
+        # It counts from 0 and begins with the bytes.
+        (lambda entries: entries[300].update(rank=0), "entry 300 is out of place"),
+        (lambda entries: entries[300].update(rank=301), "entry 300 is out of place"),
+        (lambda entries: entries[255].update(token_bytes="YWI="), "entry 255 is out of place"),
+        (lambda entries: entries.__delitem__(slice(200, None)), "entry 200 is out of place"),
     ],
 )
 def test_a_damaged_tiktoken_file(tmp_path: Path, vocabulary: tuple[str, int], change: Callable, message: str):
@@ -256,6 +257,8 @@ def test_the_sizes_that_a_tiktoken_file_allows(vocabulary: tuple[str, int], spec
     assert sorted(tokenizer.ranks.values()) == list(range(special, size))
     assert tokenizer.eod == 2
     assert tokenizer.splits_between_words()
+    spaced: Any = build_tokenizer("TikTokenizer", path, tokens, special_tokens=[*SPECIAL, "<a b>"])
+    assert not spaced.splits_between_words()
 
 
 @pytest.mark.parametrize(("size", "taken"), [(9, False), (10, False), (11, True)])
@@ -267,30 +270,3 @@ def test_special_tokens_leave_room_for_others(vocabulary: tuple[str, int], size:
         ConfigurationError, match=f"--vocab-size {size} leaves no room behind --tiktoken-num-special-to"
     ):
         build_tokenizer("TikTokenizer", vocabulary[0], size, tiktoken_num_special_tokens=10)
-
-
-def test_another_number_of_special_tokens_is_another_tokenizer(vocabulary: tuple[str, int]):
-    path, tokens = vocabulary
-    built = [
-        build_tokenizer("TikTokenizer", path, tokens, tiktoken_num_special_tokens=count, tiktoken_pattern=pattern)
-        for count in (8, 9)
-        for pattern in ("v1", "v2")
-    ]
-    assert len({json.dumps(tokenizer.identity()) for tokenizer in built}) == 4
-    spaced: Any = build_tokenizer("TikTokenizer", path, tokens, special_tokens=[*SPECIAL, "<a b>"])
-    assert not spaced.splits_between_words()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda entries: entries[300].update(rank=0), "entry 300 is out of place"),
-        (lambda entries: entries[300].update(rank=301), "entry 300 is out of place"),
-        (lambda entries: entries[255].update(token_bytes="YWI="), "entry 255 is out of place"),
-        (lambda entries: entries.__delitem__(slice(200, None)), "entry 200 is out of place"),
-    ],
-)
-def test_a_tiktoken_file_counts_from_0_and_begins_with_the_bytes(
-    tmp_path: Path, vocabulary: tuple[str, int], change: Callable, message: str
-):
-    test_a_damaged_tiktoken_file(tmp_path, vocabulary, change, message)

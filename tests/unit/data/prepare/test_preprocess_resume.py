@@ -118,9 +118,9 @@ def test_standard_input_cannot_be_continued_so_nothing_is_noted(tmp_path: Path, 
     assert not any(noted)
 
 
-def test_other_flags_or_inputs_start_from_the_beginning(tmp_path: Path):
+def test_other_inputs_start_from_the_beginning_and_bad_documents_do_not(tmp_path: Path):
     inputs = write_corpus(tmp_path)
-    for change in ({"append_eod": True}, {"json_keys": ("title",)}, {"on_error": "skip"}, "touch"):
+    for change in ({"on_error": "skip"}, "touch"):
         with pytest.raises(Stop):
             encode_files(job_of(tmp_path, inputs), stop_after(5))
         assert (tmp_path / "out.partial.json").exists()
