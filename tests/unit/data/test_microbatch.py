@@ -34,7 +34,7 @@ def test_a_stage_reads_tokens_for_either_flag() -> None:
     middle = {"is_first_stage": False, "is_last_stage": False}
     for flag in ("restarts_positions", "separates_documents"):
         view = StageView(**middle, eod=EOD, **{flag: True})
-        assert view.reads_samples
+        assert (view.reads_samples, view.reads_tokens) == (True, True)
         got = batch(view)
         assert (got.position_ids is None, got.documents is None) == (
             flag != "restarts_positions",
@@ -72,22 +72,6 @@ def test_a_copy_to_a_device_waits_unless_it_is_from_pinned_memory(
 def test_a_padding_sample_counts_in_nothing() -> None:
     padding = {name: values.tolist() for name, values in padding_sample(3).items()}
     assert padding == {"tokens": [0] * 3, "labels": [0] * 3, "loss_mask": [0.0] * 3, "position_ids": [0, 1, 2]}
-
-
-def test_a_stage_reads_samples_for_any_of_its_flags() -> None:
-    """Of first and last stage, restarted positions and separated documents any."""
-    for flags in itertools.product((False, True), repeat=4):
-        first, last, restarts, separates = flags
-        view = StageView(first, last, restarts_positions=restarts, separates_documents=separates)
-        assert view.reads_tokens == (flags in TOKENS_READ)
-        assert view.reads_samples == (any(flags))
-
-
-TOKENS_READ = {
-    (first, last, restarts, separates)
-    for first, last, restarts, separates in itertools.product((False, True), repeat=4)
-    if (first, restarts, separates) != (False, False, False)
-}
 
 
 def _ahead(view: StageView, **fields: Any) -> tuple[torch.Tensor, ...]:

@@ -74,7 +74,7 @@ def test_killed_at_random_moments(tmp_path: Path, kills: int):
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         process.stderr.close()
-        assert not list(tmp_path.glob("killed*.idx"))
+        assert not [*tmp_path.glob("killed*.idx"), *tmp_path.glob("killed*.bin")], "nothing under the final names"
     assert continued > 0
     subprocess.run([*command, "killed", "--workers", "2"], cwd=tmp_path, check=True, stderr=subprocess.DEVNULL)
     assert {name: digest for name, digest in hashes(tmp_path, "killed").items() if "manifest" not in name} == {
