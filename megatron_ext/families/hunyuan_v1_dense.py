@@ -9,7 +9,6 @@ _NAMES = {
     "self_attention.k_layernorm": ("self_attn.key_layernorm",),
 }
 
-
 HUNYUAN = Family(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.families import family_of
 from megatron_ext.families.family import usual_values
+from megatron_ext.families.hf_config import hf_config
 from tests.support.family_configs import GPT2_WRITTEN, SCALING, WRITTEN, read_config
+from tests.support.small_models import LLAMA, small_config
 
 _LAST = "[1,1,1,0]", "[0,0,0,1]"
 READ: dict[str, Any] = {
@@ -42,44 +45,18 @@ DECODER: dict[str, Any] = {
     "add_qkv_bias": False,
     "disable_bias_linear": True,
 }
-MIXTURE: dict[str, Any] = {"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"}
 FAMILIES_OF_DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llama": ({}, DECODER),
     "llama with biases": ({"attention_bias": True, "mlp_bias": True}, {**DECODER, "disable_bias_linear": False}),
-    "mistral": ({"sliding_window": None}, DECODER),
-    "qwen2": ({"use_sliding_window": False}, {**DECODER, "add_qkv_bias": True}),
-    "qwen3": ({"attention_bias": False}, {**DECODER, "qk_layernorm": True}),
-    "olmo2": (
-        {"attention_bias": False},
-        {**DECODER, "norm_position": "after", "qk_layernorm": True, "qk_layernorm_over": "projection"},
-    ),
-    "mixtral": (
-        {"sliding_window": None, "num_local_experts": 5, "num_experts_per_tok": 3},
-        {
-            **DECODER,
-            **MIXTURE,
-            **{"num_experts": 5, "moe_ffn_hidden_size": 40, "moe_router_topk": 3, "moe_router_pre_softmax": False},
-        },
-    ),
-    "qwen3_moe": (
-        {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False},
-        {
-            **DECODER,
-            **MIXTURE,
-            "qk_layernorm": True,
-            **{"num_experts": 5, "moe_ffn_hidden_size": 24, "moe_router_topk": 3, "moe_router_pre_softmax": True},
-        },
-    ),
     "qwen3_moe as transformers 5 writes it": (
         {"num_local_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 24},
         {
-            **DECODER,
-            **MIXTURE,
-            "qk_layernorm": True,
-            **{"num_experts": 5, "moe_ffn_hidden_size": 24, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+            **{**DECODER, "moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"},
+            **{"qk_layernorm": True, "num_experts": 5, "moe_ffn_hidden_size": 24, "moe_router_topk": 1},
+            "moe_router_pre_softmax": True,
         },
     ),
 }
+"""Two of many; tests/distributed/test_huggingface.py compares the logits of every family with transformers'."""
 
 
 def _problems(folder: Path, content: dict[str, Any]) -> list[str]:
@@ -271,6 +248,7 @@ def test_every_value_of_gpt_2_is_read(changes: dict[str, Any], expected: dict[st
         ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, None),
         ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 2}, None),
         ({"model_type": "mixtral"}, None),
+        ({"model_type": "mistral"}, None),
         ({"model_type": "ministral"}, None),
         ({"model_type": "ministral", "layer_types": ["sliding_attention", *["full_attention"] * 2]}, "[1,0,0]"),
     ],
@@ -298,13 +276,7 @@ def test_which_layers_rotate(content: dict[str, Any], fixed: str | None, windows
     assert (found["no_rope_freq"], found["window_attn_skip_freq"]) == (fixed, windows)
 
 
-def test_mistrals_window_counts_the_querys_own_position(tmp_path: Path) -> None:
-    from megatron_ext.families import family_of
-    from megatron_ext.families.hf_config import hf_config
-    from tests.support.small_models import LLAMA, small_config
-
-    found = read_config(tmp_path, {**WRITTEN, "model_type": "mistral", "sliding_window": 16})
-    assert (found["window_size"], found["window_attn_skip_freq"]) == ("15,0", None)
+def test_mistrals_window_counts_the_querys_own_position() -> None:
     config = small_config({**LLAMA, "window_size": "15,0"})
     assert family_of(config).model_type == "mistral", "Llama has no windows"
     assert hf_config(config, family_of(config), "float32")["sliding_window"] == 16
