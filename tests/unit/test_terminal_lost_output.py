@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import lost_output
+from megatron_ext.terminal import survive_lost_output
 from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +119,7 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     below = _Stream(descriptor)
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, below if name == request.param else _Stream(-1))
-    lost_output.survive_lost_output()
+    survive_lost_output()
     monkeypatch.setattr(below, "lasting", getattr(sys, request.param), raising=False)
     yield below
     os.close(descriptor)
