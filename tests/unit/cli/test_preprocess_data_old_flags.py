@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.cli import preprocess_data
 from megatron_ext.errors import ConfigurationError
-from tools import preprocess_data
 
 OLD = (
     "--partitions 4 --keep-sequential-samples --keep-newlines --lang english --dataset-impl mmap --chunk-size 25 "
