@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_ext.config.schema import LoggingConfig
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.telemetry.metrics import Metrics
-from megatron_ext.telemetry.tensorboard_tags import scalars
+from megatron_ext.telemetry.metrics import Metrics, scalars
 
 
 def imported(package: str, flag: str, value: str) -> Any:

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.cli.doctor import main
+from megatron_ext.cli.doctor import examine, exit_code, main
 from megatron_ext.device.gpu_inventory import Gpu, Survey, driver_version, links
-from megatron_ext.doctor import gpus, machine, network, software, variables
-from megatron_ext.doctor.examine import examine, exit_code
+from megatron_ext.doctor import machine, network, software
 from megatron_ext.doctor.finding import Finding, Launch
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
@@ -92,17 +91,17 @@ def test_ranks_set_by_hand():
         assert not wrong(network.ranks_come_from_a_launcher(Launch({**by_hand, launcher: "1"})))
 
 
-@pytest.mark.parametrize("mistake", variables.MISTAKES, ids=lambda mistake: mistake.name)
-def test_variables_that_do_not_do_what_is_hoped(mistake: variables.Mistake):
+@pytest.mark.parametrize("mistake", software.MISTAKES, ids=lambda mistake: mistake.name)
+def test_variables_that_do_not_do_what_is_hoped(mistake: software.Mistake):
     value = mistake.values[0] if mistake.values else "600"
-    found = only(variables.known_mistakes(Launch({mistake.name: value})))
+    found = only(software.known_mistakes(Launch({mistake.name: value})))
     assert found.what == f"{mistake.name}={value}"
-    assert not mistake.values or not wrong(variables.known_mistakes(Launch({mistake.name: "none of them"})))
+    assert not mistake.values or not wrong(software.known_mistakes(Launch({mistake.name: "none of them"})))
 
 
 @pytest.mark.parametrize("value", ["TRACE", "trace", "Trace"])
 def test_nccl_reads_its_levels_in_any_case(value: str):
-    assert only(variables.known_mistakes(Launch({"NCCL_DEBUG": value}))).what == f"NCCL_DEBUG={value}"
+    assert only(software.known_mistakes(Launch({"NCCL_DEBUG": value}))).what == f"NCCL_DEBUG={value}"
 
 
 @pytest.mark.parametrize(
@@ -115,11 +114,11 @@ def test_sizes_are_shown_in_the_largest_unit_that_they_reach(amount: float, text
 
 def test_more_threads_than_cores():
     cores = len(os.sched_getaffinity(0))
-    assert "is not set" in only(variables.threads_fit_the_cores(Launch({}, ranks=2))).what
-    found = only(variables.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": str(cores)}, ranks=2)))
+    assert "is not set" in only(software.threads_fit_the_cores(Launch({}, ranks=2))).what
+    found = only(software.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": str(cores)}, ranks=2)))
     fixed = found.fix.removeprefix("export OMP_NUM_THREADS=")
-    assert not wrong(variables.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": fixed}, ranks=2)))
-    assert not wrong(variables.threads_fit_the_cores(Launch({}, ranks=1)))
+    assert not wrong(software.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": fixed}, ranks=2)))
+    assert not wrong(software.threads_fit_the_cores(Launch({}, ranks=1)))
 
 
 def test_limits_of_the_machine(tmp_path: Path):
@@ -252,11 +251,11 @@ def test_the_driver_and_the_connections_are_read():
     ],
 )
 def test_gpus(launch: Launch, found: Survey, words: str):
-    assert words in only(gpus.judge(launch, found)).what
+    assert words in only(machine.judge(launch, found)).what
 
 
 def told(launch: Launch, found: Survey) -> list[str]:
-    return [each.what for each in wrong(gpus.judge(launch, found))]
+    return [each.what for each in wrong(machine.judge(launch, found))]
 
 
 def test_gpus_are_those_of_a_machine_and_ranks_talk_across_machines():
@@ -294,7 +293,7 @@ def test_tensor_parallel_ranks_are_neighbours():
     ):
         launch = launch_with(f"--world-size 4 --tensor-model-parallel-size {size}")
         assert told(launch, survey(H100, links=pairs)) == said
-    well = [each.what for each in gpus.judge(Launch({}), survey(H100, links=pairs)) if each.level == "ok"]
+    well = [each.what for each in machine.judge(Launch({}), survey(H100, links=pairs)) if each.level == "ok"]
     assert well == [
         "1 x NVIDIA H100 80GB HBM3; driver 570.86, CUDA 13.0, NCCL 2.28.9",
         "pairs of GPUs: 1 by NVLink, 1 by PHB, 4 by SYS",
@@ -306,8 +305,8 @@ def test_tensor_parallel_ranks_are_neighbours():
 
 def test_settings_of_gpus_that_are_right():
     blackwell = Gpu(0, "NVIDIA B200", (10, 0), 180, 180)
-    assert not wrong(gpus.judge(Launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}), survey(blackwell)))
-    assert not wrong(gpus.judge(Launch({"NCCL_P2P_LEVEL": "NVL"}), survey(H100, links={(0, 1): "NV18"})))
+    assert not wrong(machine.judge(Launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}), survey(blackwell)))
+    assert not wrong(machine.judge(Launch({"NCCL_P2P_LEVEL": "NVL"}), survey(H100, links={(0, 1): "NV18"})))
 
 
 @pytest.mark.parametrize("flag", ["--nproc-per-node", "--nnodes"])

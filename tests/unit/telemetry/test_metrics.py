@@ -17,9 +17,10 @@ from megatron_ext.telemetry.metrics import (
     TaskMetrics,
     ValidationMetrics,
     as_row,
+    scalars,
+    scalars_against_samples,
 )
 from megatron_ext.telemetry.metrics import TestMetrics as LossOfTest
-from megatron_ext.telemetry.tensorboard_tags import scalars, scalars_against_samples
 from megatron_ext.untrusted.metrics_rows import check_row
 
 ROW: dict[str, Any] = {
