@@ -64,26 +64,6 @@ def test_an_address_that_does_not_resolve_or_is_this_machine_alone():
     assert "MASTER_ADDR is not set" in only(network.address_resolves(Launch({}, nodes=2))).what
 
 
-@pytest.mark.parametrize("variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
-def test_an_interface_that_does_not_exist(variable: str):
-    there = socket.if_nameindex()[0][1]
-    assert not wrong(network.interfaces_exist(Launch({variable: there})))
-    found = only(network.interfaces_exist(Launch({variable: "ib_nowhere0"})))
-    assert f"{variable}=ib_nowhere0" in found.what
-    assert there in found.what
-    fixed = found.fix.removeprefix("export ").partition(",")[0].partition("=")[2]
-    assert not wrong(network.interfaces_exist(Launch({variable: fixed}))), "the fix works"
-
-
-def test_nccl_takes_prefixes_and_gloo_does_not():
-    names = [name for _, name in socket.if_nameindex()]
-    for part in {name[:-1] for name in names if len(name) > 1} - set(names):
-        assert not wrong(network.interfaces_exist(Launch({"NCCL_SOCKET_IFNAME": part})))
-        assert wrong(network.interfaces_exist(Launch({"NCCL_SOCKET_IFNAME": f"={part}"})))
-        assert wrong(network.interfaces_exist(Launch({"GLOO_SOCKET_IFNAME": part})))
-    assert not wrong(network.interfaces_exist(Launch({"NCCL_SOCKET_IFNAME": "^docker0"})))
-
-
 def test_ranks_set_by_hand():
     by_hand = {"RANK": "0", "WORLD_SIZE": "8"}
     assert "RANK=0 and WORLD_SIZE=8" in only(network.ranks_come_from_a_launcher(Launch(by_hand))).what
@@ -110,21 +90,6 @@ def test_nccl_reads_its_levels_in_any_case(value: str):
 )
 def test_sizes_are_shown_in_the_largest_unit_that_they_reach(amount: float, text: str):
     assert machine._size(amount) == text
-
-
-def test_more_threads_than_cores():
-    cores = len(os.sched_getaffinity(0))
-    assert "is not set" in only(software.threads_fit_the_cores(Launch({}, ranks=2))).what
-    found = only(software.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": str(cores)}, ranks=2)))
-    fixed = found.fix.removeprefix("export OMP_NUM_THREADS=")
-    assert not wrong(software.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": fixed}, ranks=2)))
-    assert not wrong(software.threads_fit_the_cores(Launch({}, ranks=1)))
-
-
-def test_limits_of_the_machine(tmp_path: Path):
-    assert "ranks on" in only(machine.ranks_have_cores(Launch({}, ranks=10_000))).what
-    assert "files may be open" in only(machine.enough_files_may_be_open(Launch({}, ranks=8, nodes=10**6))).what
-    assert not wrong(machine.enough_files_may_be_open(Launch({}, ranks=1)))
 
 
 def launch_with(flags: str) -> Launch:

@@ -68,10 +68,10 @@ def test_the_page_of_errors_is_the_same_on_every_machine(monkeypatch: pytest.Mon
     assert errors_page() == here
 
 
-@pytest.mark.parametrize(("line", "words"), WRONG, ids=[line for line, _ in WRONG])
-def test_one_mistake_is_one_problem(line: str, words: str):
-    (problem,) = [p for p in found(line) if not p.startswith("the vocabulary is unknown")]
-    assert words in problem
+@pytest.mark.parametrize("line", WRONG)
+def test_one_mistake_is_one_problem(line: str):
+    """Its words are in tests/golden/problems.txt."""
+    assert len([p for p in found(line) if not p.startswith("the vocabulary is unknown")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_each_matrix_of_our_parts_has_a_rule(model: str):
 def test_each_rule_is_seen_to_speak_by_a_test_above():
     """A rule that no example reaches would be one that cannot fail."""
     spoken = set()
-    lines = [line for line, _ in WRONG] + [example.flags for example in EXAMPLES.values()]
+    lines = [*WRONG] + [example.flags for example in EXAMPLES.values()]
     facts = [
         Facts(missing_paths=("--data-path x.bin",), load_problem="a file", skip_samples_error="no number"),
         Facts(world_size=3, vocab_size=10**6, saved={}),
