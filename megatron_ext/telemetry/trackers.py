@@ -130,13 +130,8 @@ class WandbWriter:
         Raises:
             ConfigurationError: the wandb package is not installed.
         """
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ConfigurationError(
-                f"--wandb-project {options.wandb_project} needs the wandb package, which is not installed: "
-                "pip install wandb, or leave the flag out."
-            ) from error
+        assert options.wandb_project is not None
+        wandb = imported("wandb", "--wandb-project", options.wandb_project)
         self._run = wandb.init(
             project=options.wandb_project,
             name=options.wandb_exp_name,

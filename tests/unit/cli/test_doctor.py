@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_ext.cli import doctor
 from megatron_ext.cli.doctor import examine, exit_code, main
 from megatron_ext.device.gpu_inventory import Gpu, Survey, driver_version, links
 from megatron_ext.doctor import machine, network, software
@@ -301,3 +302,29 @@ def test_the_program(tmp_path: Path, listening: int):
     assert ill.returncode == 64
     assert "error    world size 2 is not a multiple of --tensor-model-parallel-size 3" in ill.stdout
     assert f"error    MASTER_PORT {listening} is in use" in ill.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_machine", "machines", "ranks"),
+    [
+        ("", "5", "3", 15),
+        ("--nproc-per-node 3", "4", "3", 9),
+        ("--nproc-per-node 3 --nnodes 5", "4", "3", 15),
+        ("--nproc-per-node 3", "", "2(x4)", 3),
+        ("--nproc-per-node 3", "", "", 3),
+    ],
+)
+def test_the_flags_say_how_many_ranks_or_else_the_launcher(
+    flags: str,
+    on_machine: str,
+    machines: str,
+    ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a layout that does not fit them shows."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", on_machine)
+    monkeypatch.setenv("SLURM_NNODES", machines)
+    training = [*BASE.split(), "--tensor-model-parallel-size", "4", "--num-attention-heads", "4"]
+    assert doctor.main([*flags.split(), "--", *training]) == 64
+    assert f"world size {ranks} is not a multiple of --tensor-model-parallel-size 4" in capsys.readouterr().out
