@@ -106,7 +106,7 @@ def _sizes(flags: list[str], steps: int) -> Sizes:
     from megatron_ext.model.names import unwrapped
     from megatron_ext.train.extensions import NONE
     from megatron_ext.train.trainer import Trainer
-    from megatron_ext.verify.module_outputs import LOSS, named_modules
+    from megatron_ext.verify.gather import LOSS, named_modules
     from megatron_ext.verify.recorded_training import build
 
     run = build(flags, NONE)
