@@ -1,12 +1,17 @@
 """Prints: nothing else in the package does (`tests/unit/test_terminal.py`), for a text may hold what others have named
 or written, and in it escape sequences, which a terminal would obey.
+
+`survive_lost_output` lets a training go on when nobody takes its output any more: whoever read it has left, as `head`
+does; the terminal is closed; the disk that the log lies on is full.
 """
 
+import errno
+import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 _EACH_TERMINAL, _EACH_FILE = 1.0, 30.0
 """Seconds between two signs of progress, in a terminal and elsewhere."""
@@ -103,3 +108,59 @@ def _written_out(character: str) -> str:
     if character.isprintable() or character in _READ:
         return character
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+_CLOSED = (errno.EPIPE, errno.EIO)
+"""A pipe or a terminal that nobody reads any more."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def survive_lost_output() -> None:
+    """Let the process go on when its output can go nowhere.
+
+    What is printed to a closed pipe or terminal goes nowhere from then on; what does not fit on a full disk is left
+    out, until there is room again. The exit code stays the program's own.
+    """
+    sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
+
+
+class _Lasting:
+    """A text stream that turns to /dev/null once its other end is closed, and waits for room on a full disk."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write the text, or drop it."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write every line."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Write out what is buffered, or drop it."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Take note of why a write has failed; raise what is no reason to go on in silence."""
+        if error.errno in _FULL:
+            return
+        if error.errno not in _CLOSED:
+            raise error
+        # What the stream still holds goes there too, when the interpreter ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)

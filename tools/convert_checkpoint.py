@@ -1,15 +1,7 @@
-"""Convert between our checkpoints and Hugging Face folders, on one CPU process, a block of a file at a time.
+"""Convert between our checkpoints and Hugging Face folders, on one CPU process, a block of a file at a time. It is
+`megatron-ext convert`: see --help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/convert_checkpoint.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.convert_checkpoint import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("convert")

@@ -1,15 +1,6 @@
-"""Looks for what breaks a launch, before it starts, in a few seconds.
+"""Looks for what breaks a launch, before it starts, in a few seconds. It is `megatron-ext doctor`: see --help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/doctor.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.doctor import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("doctor")

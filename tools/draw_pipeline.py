@@ -1,15 +1,7 @@
-"""Draws one step of a pipeline: which stage works on which microbatch when, what waits, and each stage's memory.
+"""Draws one step of a pipeline: which stage works on which microbatch when, what waits, and each stage's memory. It
+is `megatron-ext draw-pipeline`: see --help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/draw_pipeline.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.draw_pipeline import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("draw-pipeline")

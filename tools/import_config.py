@@ -1,15 +1,7 @@
-"""Prints the flags of ours that another program's configuration file means.
+"""Prints the flags of ours that another program's configuration file means. It is `megatron-ext import-config`: see
+--help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/import_config.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.import_config import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("import-config")

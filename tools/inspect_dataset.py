@@ -1,15 +1,7 @@
-"""Look into a .bin/.idx pair, or prove that it is whole; or show what a training step read.
+"""Look into a .bin/.idx pair, or prove that it is whole; or show what a training step read. It is `megatron-ext
+inspect-dataset`: see --help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/inspect_dataset.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.inspect_dataset import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("inspect-dataset")

@@ -1,15 +1,6 @@
-"""Merges all .bin/.idx pairs of a folder into one pair.
+"""Merges all .bin/.idx pairs of a folder into one pair. It is `megatron-ext merge-datasets`: see --help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/merge_datasets.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.merge_datasets import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("merge-datasets")

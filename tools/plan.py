@@ -1,15 +1,6 @@
-"""Says which layout to use for this model on these devices, and why.
+"""Says which layout to use for this model on these devices, and why. It is `megatron-ext plan`: see --help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/plan.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.plan import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("plan")

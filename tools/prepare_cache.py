@@ -1,15 +1,7 @@
 """Build the index cache of a run before it starts, with no GPU and no process group, from the flags of the training.
+It is `megatron-ext prepare-cache`: see --help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/prepare_cache.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.prepare_cache import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("prepare-cache")

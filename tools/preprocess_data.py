@@ -1,15 +1,6 @@
-"""Turns text into the .bin/.idx files that training reads.
+"""Turns text into the .bin/.idx files that training reads. It is `megatron-ext preprocess`: see --help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/preprocess_data.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.preprocess_data import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("preprocess")

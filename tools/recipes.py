@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
 
+from megatron_ext.cli import plan
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.config.derived.batch_size import training_steps
 from megatron_ext.config.derived.sharding import FLAGS
@@ -33,7 +34,6 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import count, count_per_rank
 from megatron_ext.plan.state_bytes import state_bytes
 from megatron_ext.train.configure import configure
-from tools import plan
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples/recipes"

@@ -1,15 +1,7 @@
-"""Replay a step of a run in one process, from its checkpoint and its samples.
+"""Replay a step of a run in one process, from its checkpoint and its samples. It is `megatron-ext replay-step`: see
+--help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/replay_step.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.replay_step import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("replay-step")

@@ -1,15 +1,6 @@
-"""Shows a run: its loss curve in the terminal, and as a web page.
+"""Shows a run: its loss curve in the terminal, and as a web page. It is `megatron-ext show`: see --help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/show_run.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.show_run import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("show")

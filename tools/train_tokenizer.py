@@ -1,15 +1,6 @@
-"""Trains a tokenizer on text files.
+"""Trains a tokenizer on text files. It is `megatron-ext train-tokenizer`: see --help."""
 
-It is `megatron-ext` as a script: megatron_ext/cli/train_tokenizer.py does the work, and --help says how to use it.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_ext.cli.train_tokenizer import main
-from megatron_ext.commandline import run_tool
+from command import start
 
 if __name__ == "__main__":
-    run_tool(main)
+    start("train-tokenizer")

@@ -7,15 +7,25 @@ It trains a few steps at each width (--hidden-size and --num-attention-heads are
 each module by which power of the width the mean absolute value of its output grows: about 0 or below where a learning
 rate transfers, up to 1 where it does not. --html draws them. Exit codes: 0 nothing grows, 1 something does, 64 the
 flags cannot work.
+
+Source: Yang et al. 2022 (arXiv:2203.03466), appendix D.1: in a parametrization whose hyperparameters transfer, no
+activation grows with the width after some updates.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ext import charts, device
 from megatron_ext.commandline import ToolParser, split_at_dashes, write_output
 from megatron_ext.terminal import say, tracked
-from megatron_ext.verify.activation_sizes import Sizes, activation_sizes, growth
+from megatron_ext.verify.ranks import run_ranks
+
+Sizes = dict[str, list[float]]
+"""Mean absolute value of the output in each step, by module, in the order of a forward pass."""
+
+LOGITS = "output_layer"
 
 
 def main(argv: list[str]) -> int:
@@ -71,3 +81,51 @@ def _page(by_width: Mapping[int, Sizes], powers: Mapping[str, float], training: 
         unit = f"mean absolute value, power {power:.2f}"
         drawn.append(charts.chart(name, unit, series, along="width", doublings=True))
     return charts.page("Coordinate check", [" ".join(training)], charts.main(drawn))
+
+
+def activation_sizes(flags: Sequence[str], steps: int) -> Sizes:
+    """Train `steps` steps with the flags of pretrain_gpt.py in one process, and return the sizes of activations."""
+    [sizes] = run_ranks(1, _sizes, [*flags, "--device", "cpu"], steps)
+    return sizes
+
+
+def growth(by_width: Mapping[int, Sizes], step: int = -1) -> dict[str, float]:
+    """Return for each module by what its output grows where the width doubles, as a power of 2 fitted to all widths: 0
+    stays, 1 doubles."""
+    widths = [math.log2(width) for width in by_width]
+    mean = sum(widths) / len(widths)
+    found = {}
+    for name in next(iter(by_width.values())):
+        logs = [math.log2(sizes[name][step]) for sizes in by_width.values()]
+        products = sum((width - mean) * log for width, log in zip(widths, logs, strict=True))
+        found[name] = products / sum((width - mean) ** 2 for width in widths)
+    return found
+
+
+def _sizes(flags: list[str], steps: int) -> Sizes:
+    from megatron_ext.model.names import unwrapped
+    from megatron_ext.train.extensions import NONE
+    from megatron_ext.train.trainer import Trainer
+    from megatron_ext.verify.gather import LOSS, named_modules
+    from megatron_ext.verify.recorded_training import build
+
+    run = build(flags, NONE)
+    # The last norm's output has the factor of the logits, which are measured themselves.
+    left_out = (LOSS, "decoder.final_layernorm")
+    modules = {name: module for name, module in named_modules(run.chunks) if name not in left_out}
+    modules[LOGITS] = unwrapped(run.chunks)[-1].output_layer
+    seen: dict[str, list[float]] = {}
+
+    def note(name: str, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        seen[name].append(float(tensor.detach()[..., : run.config.data.vocab_size].abs().mean()))
+
+    for name, module in modules.items():
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: note(name, output))
+    trainer, sizes = Trainer(run, []), {name: [] for name in modules}
+    for _ in range(steps):
+        seen |= {name: [] for name in modules}
+        trainer.step()
+        for name, values in seen.items():
+            sizes[name].append(sum(values) / len(values))
+    return sizes

@@ -19,11 +19,42 @@ from pathlib import Path
 
 from megatron_ext.commandline import ToolParser, split_at_dashes
 from megatron_ext.config.schema import Config
-from megatron_ext.doctor.examine import examine, exit_code
+from megatron_ext.doctor import machine, network, software
 from megatron_ext.doctor.finding import Finding, Launch, error
 from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.resilience.process_end import end_process
 from megatron_ext.terminal import note, say
+
+CHECKS = (
+    software.python_is_new_enough,
+    software.packages_are_the_tested_ones,
+    software.apex_is_nvidias,
+    software.one_megatron,
+    machine.gpus_work,
+    network.address_resolves,
+    network.port_is_free,
+    network.interfaces_exist,
+    network.infiniband_is_there,
+    network.ranks_come_from_a_launcher,
+    software.known_mistakes,
+    software.threads_fit_the_cores,
+    machine.ranks_have_cores,
+    machine.shared_memory_is_large_enough,
+    machine.enough_files_may_be_open,
+    machine.pages_may_be_locked,
+    machine.checkpoints_have_room,
+)
+"""Checks of a launch, in the order of the report."""
+
+
+def examine(launch: Launch) -> list[Finding]:
+    """Return what every check found, in their order."""
+    return [finding for check in CHECKS for finding in check(launch)]
+
+
+def exit_code(findings: list[Finding]) -> int:
+    """Return 0 without an error, else the exit code of the first."""
+    return next((finding.exit_code for finding in findings if finding.level == "error"), 0)
 
 
 def main(argv: list[str]) -> int:

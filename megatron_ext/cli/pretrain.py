@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_ext import environment
 from megatron_ext.config.parse.arguments import read
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.lost_output import survive_lost_output
-from megatron_ext.terminal import say, warn
+from megatron_ext.terminal import say, survive_lost_output, warn
 
 if TYPE_CHECKING:
     from megatron_ext.resilience.process_end import RunStatus

@@ -75,7 +75,7 @@ def install(
         _current = CudaDevice(local_rank)
         fuses = _choose_kernels(local_rank, fuses=fuses, own_kernels=own_kernels)
     if engine and not fuses:
-        from megatron_ext.device.fusions import leave_uncompiled
+        from megatron_ext.device.external_kernels import leave_uncompiled
 
         leave_uncompiled()
     return _current
@@ -92,7 +92,7 @@ def _choose_kernels(local_rank: int, *, fuses: bool, own_kernels: bool) -> bool:
 
 def _can_fuse(local_rank: int) -> bool:
     """Return whether kernels can be compiled on this machine, whose first rank warns if they cannot."""
-    from megatron_ext.device.fusions import missing_for_kernels
+    from megatron_ext.device.external_kernels import missing_for_kernels
 
     missing = missing_for_kernels()
     if missing and local_rank == 0:

@@ -3,11 +3,21 @@
 Importing megatron-core next to an installed apex or Transformer Engine swaps Adam, SGD, the gradient norm and clipping
 for theirs, without a word and with other rounding. `leave_out` makes what was not asked for as if it were not
 installed, in this process, before the engine is imported; `kernels_text` says what became of it.
+
+megatron-core wraps small fused functions of its own (dropout with its residual, SwiGLU and others) in torch.compile
+when it is imported, and torch compiles each at its first call. On a GPU that needs Triton, which builds its launchers
+with a C compiler; without, the first step would fail: `missing_for_kernels`, `leave_uncompiled`.
 """
 
+import importlib
 import importlib.util
+import os
+import shutil
 import sys
-from collections.abc import Iterable
+import sysconfig
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 from megatron_ext.config.schema import Config
 
@@ -55,3 +65,34 @@ def kernels_text() -> str | None:
     takes = " or ".join(f"--external-kernels {package}" for package in _left_out)
     verb = "is" if len(_left_out) == 1 else "are"
     return f"Adam, norm and clipping are torch's; {titles} {verb} installed and not used ({takes} takes it)"
+
+
+def missing_for_kernels() -> str | None:
+    """Return what a compiled GPU kernel needs and this machine does not have; None where nothing is missing."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler (gcc or clang)"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "Python's header files are not installed (python3-dev)"
+    return None
+
+
+def leave_uncompiled() -> None:
+    """Import megatron-core with its fused functions as the plain ones that they are made of.
+
+    Its own switch acts on what is imported later alone, and importing it imports most of them.
+    """
+    import torch
+
+    genuine = torch.compile
+    torch.compile = _as_it_is
+    try:
+        jit = importlib.import_module("megatron.core.jit")
+    finally:
+        torch.compile = genuine
+    jit.disable_jit_fuser()
+
+
+def _as_it_is(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
+    return _as_it_is if function is None else function

@@ -183,6 +183,3 @@ def _can_listen(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-CHECKS = (address_resolves, port_is_free, interfaces_exist, infiniband_is_there, ranks_come_from_a_launcher)

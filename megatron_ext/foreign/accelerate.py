@@ -1,7 +1,7 @@
 """Translates Hugging Face Accelerate's YAML file, as `accelerate config` writes it."""
 
-from megatron_ext.foreign import fsdp
 from megatron_ext.foreign.key_meanings import (
+    FSDP,
     MIXED_PRECISION,
     OFF,
     ZERO_STAGE,
@@ -95,7 +95,7 @@ TABLE: Table = {
     "save_steps": Flags("--save-interval {}"),
     "sync_bn": _BATCH_NORM,
     "sync_bn_group_size": _BATCH_NORM,
-    **fsdp.TABLE,
+    **FSDP,
 }
 
 IMPLIED: dict[str, str] = {}

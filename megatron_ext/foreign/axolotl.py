@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ext.foreign import fsdp
 from megatron_ext.foreign.key_meanings import (
     EPOCHS,
+    FSDP,
+    FSDP_VERSION,
     FULL_RECOMPUTE,
     OFF,
     Cases,
@@ -46,7 +47,7 @@ TABLE: Table = {
     "sequence_parallel_degree": Fact("context"),
     "dp_shard_size": Fact("shard"),
     "dp_replicate_size": Fact("replicate"),
-    "fsdp_version": fsdp.VERSION,
+    "fsdp_version": FSDP_VERSION,
     "deepspeed": NoCounterpart("import that file too: --from deepspeed"),
     "ddp": Default("data parallelism is what ranks do without a flag"),
     "ddp_timeout": Flags("--distributed-timeout-minutes {}", lambda seconds: float(seconds) / 60),
@@ -107,7 +108,7 @@ TABLE: Table = {
     "wandb_project": Flags("--wandb-project {}"),
     "wandb_entity": Flags("--wandb-entity {}"),
     "wandb_name": Flags("--wandb-exp-name {}"),
-    **fsdp.TABLE,
+    **FSDP,
 }
 
 IMPLIED = {"base_model": "the folder must be there: download the model into it first"}

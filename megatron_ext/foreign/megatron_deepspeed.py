@@ -20,11 +20,9 @@ from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.schema.data_flags import FOLDER_TOKENIZERS
 from megatron_ext.environment import world_size
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.foreign.curriculum import nearest_stages
-from megatron_ext.foreign.megatron_mamba import read_mamba
-from megatron_ext.foreign.mindspeed import read_mindspeed
+from megatron_ext.foreign.deepspeed import nearest_stages
+from megatron_ext.foreign.other_scripts import read_mamba, read_mindspeed, read_weighted_splits
 from megatron_ext.foreign.script import Script
-from megatron_ext.foreign.weighted_split_paths import read_weighted_splits
 from megatron_ext.untrusted.text import load_json
 
 

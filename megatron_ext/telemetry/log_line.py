@@ -21,6 +21,7 @@ from megatron_ext.telemetry.metrics import (
     TaskMetrics,
     TestMetrics,
     ValidationMetrics,
+    perplexity,
 )
 from megatron_ext.terminal import remaining, say, status
 
@@ -122,11 +123,6 @@ def _evaluation(iteration: int, suffix: str, data: str, loss: float) -> str:
 def _task(iteration: int, name: str, results: Mapping[str, float]) -> str:
     values = [f"{key}: {value}" if isinstance(value, int) else f"{key}: {value:.6f}" for key, value in results.items()]
     return " | ".join([f" task {name} at iteration {iteration}", *values]) + " |"
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss), with the loss capped at 20 as Megatron-LM caps it; NaN stays NaN."""
-    return math.exp(min(loss, 20.0))
 
 
 def scientific(value: float) -> str:

@@ -16,8 +16,15 @@ import numpy as np
 from megatron_ext.charts import load_colour
 from megatron_ext.durable import keep, only_files
 from megatron_ext.errors import StorageError
-from megatron_ext.telemetry.metrics import LayerLoad, Metrics, Sample, SampleMetrics, StepMetrics
-from megatron_ext.telemetry.tensorboard_tags import scalars, scalars_against_samples
+from megatron_ext.telemetry.metrics import (
+    LayerLoad,
+    Metrics,
+    Sample,
+    SampleMetrics,
+    StepMetrics,
+    scalars,
+    scalars_against_samples,
+)
 
 _HEAD = struct.Struct("<Q4x")
 _CHECKSUM = 4  # bytes

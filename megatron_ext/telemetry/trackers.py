@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_ext.config.schema import LoggingConfig
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.telemetry.metrics import Metrics
-from megatron_ext.telemetry.tensorboard_tags import scalars
+from megatron_ext.telemetry.metrics import Metrics, scalars
 
 
 def imported(package: str, flag: str, value: str) -> Any:
@@ -131,13 +130,8 @@ class WandbWriter:
         Raises:
             ConfigurationError: the wandb package is not installed.
         """
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ConfigurationError(
-                f"--wandb-project {options.wandb_project} needs the wandb package, which is not installed: "
-                "pip install wandb, or leave the flag out."
-            ) from error
+        assert options.wandb_project is not None
+        wandb = imported("wandb", "--wandb-project", options.wandb_project)
         self._run = wandb.init(
             project=options.wandb_project,
             name=options.wandb_exp_name,

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import DataError
-from megatron_ext.untrusted.shape import boolean, fields, finite, integer, items, text
-from megatron_ext.untrusted.text import TextError, load_json, read_file
+from megatron_ext.untrusted.text import TextError, boolean, fields, finite, integer, items, load_json, read_file, text
 
 type Event = dict[str, Any]
 """An event in Chrome's format; its times are in microseconds."""

@@ -13,8 +13,7 @@ from megatron_ext.verify.ranks import run_ranks
 
 if TYPE_CHECKING:
     from megatron_ext.train.run import Run
-    from megatron_ext.verify.gather import Shard
-    from megatron_ext.verify.module_outputs import ModuleOutput
+    from megatron_ext.verify.gather import ModuleOutput, Shard
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def record(
 
 
 def _outputs(results: list["_RankRecord"]) -> dict[str, list[np.ndarray]]:
-    from megatron_ext.verify.module_outputs import assemble_outputs
+    from megatron_ext.verify.gather import assemble_outputs
 
     return assemble_outputs(results[-1].config, (part for result in results for part in result.parts))
 
@@ -117,7 +116,7 @@ def _trained(
 ) -> _RankRecord:
     from megatron_ext.train.callbacks.evaluation import evaluate
     from megatron_ext.train.trainer import Callback, Trainer
-    from megatron_ext.verify import gather, module_outputs
+    from megatron_ext.verify import gather
 
     run = build(flags, extensions, sabotage)
     shards = {"initial weights": gather.weights(run)}
@@ -128,7 +127,7 @@ def _trained(
                 shards["first gradients"] = gather.gradients(trainer.run)
 
     trainer = Trainer(run, [CaptureGradients(), *extensions.made_callbacks()], extensions.learning_rate)
-    taps = module_outputs.Taps(run) if outputs else None
+    taps = gather.Taps(run) if outputs else None
     losses, grad_norms = [], []
     for _ in range(steps):
         result = trainer.step()

@@ -2,7 +2,6 @@
 
 import json
 import platform
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, keep_tokenizer, kept_tokenizer
+from megatron_ext.cli.convert_checkpoint import main as convert
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.tokenizer_training import train_bytelevel_bpe
@@ -19,7 +19,6 @@ from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import MODEL, REST, SCHEDULE, save_at
 
-convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
 SETTINGS = [*REST, *SCHEDULE, "--train-iters", "10"]
 
 

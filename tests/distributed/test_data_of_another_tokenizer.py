@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from megatron_ext.cli.inspect_dataset import main as inspect_dataset
 from megatron_ext.data.data_manifest import made_with
 from megatron_ext.data.prepare.merge import merge_indexed_files
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
@@ -16,7 +17,6 @@ from megatron_ext.train.configure import configure
 from megatron_ext.train.datasets import datasets_of_run, tokenizer_of_run
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.program import Ended, run_program
-from tools.inspect_dataset import main as inspect_dataset
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
 FLAGS = """

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.cli.doctor import main
 from megatron_ext.commandline import run_tool
 from megatron_ext.doctor import collectives
 from megatron_ext.doctor.collectives import NotTheReporter, _report
 from megatron_ext.errors import PeerLostError
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.launched import finish, start_torchrun
-from tools.doctor import main
 
 
 def exercise(seconds: float, absent: int | None = None) -> list[str]:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
 from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 from megatron_ext.checkpoint.native.tensors import Tensors
+from megatron_ext.cli.convert_checkpoint import main as convert
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.families import state_dict_mapping
 from megatron_ext.train.extensions import Extensions
@@ -44,7 +44,6 @@ from tests.support.several_models import in_turn
 
 quiet_transformers()
 
-convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
 
 TOLERANCE = 1e-5
 VERIFIED = ("Llama 3.1", "Qwen2", "GPT-2")

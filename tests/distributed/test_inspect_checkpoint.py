@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from unittest import mock
 
 import pytest
 
+from megatron_ext.cli.inspect_checkpoint import main as inspect
+from megatron_ext.commandline import run_tool
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS, save_at
 from tests.support.launched import ROOT
@@ -35,7 +36,7 @@ def _inspect(*words: object) -> tuple[int, str]:
         contextlib.redirect_stderr(said),
         pytest.raises(SystemExit) as ended,
     ):
-        runpy.run_path(str(TOOL), run_name="__main__")
+        run_tool(inspect)
     assert isinstance(ended.value.code, int)
     return ended.value.code, said.getvalue()
 

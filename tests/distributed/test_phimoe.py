@@ -1,20 +1,19 @@
 """Phi-3.5-MoE by the program: begun with --load-hf, resumed bit for bit, divided over ranks, exported."""
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from megatron_ext.cli.convert_checkpoint import main as convert
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.hf_models import flags, logits_of_folder, quiet_transformers, write_model
 from tests.support.plain_process import in_plain_process
 
 quiet_transformers()
 
-convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
 LAYOUTS = {
     "EP2": "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
     "TP2 with experts whole": (

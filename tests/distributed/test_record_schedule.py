@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli import show_run
 from megatron_ext.plan.schedule import Work
 from megatron_ext.plan.simulated_timeline import equal_stages
 from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Pass, slow_stages
@@ -20,7 +21,6 @@ from megatron_ext.telemetry.schedule_record import RankRecord
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import reproducible_rows
 from tests.support.program import run_program
-from tools import show_run
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_pipeline.py"
 FLAGS = shlex.split("""

@@ -15,7 +15,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.first_difference import Proof, comparison, prove
-from megatron_ext.verify.module_outputs import LOSS, _in_order
+from megatron_ext.verify.gather import LOSS, _in_order
 from megatron_ext.verify.parity import GRADIENT_TOLERANCE, write_corpus
 from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support import planted_faults as planted

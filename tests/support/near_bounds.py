@@ -565,7 +565,7 @@ def answers(subject: str) -> str:
 
 
 def _lines(subject: str) -> Sequence[str]:
-    return [line for line, _ in WRONG] if subject == _ONE_MISTAKE else NEAR[subject]
+    return WRONG if subject == _ONE_MISTAKE else NEAR[subject]
 
 
 def golden_text() -> str:

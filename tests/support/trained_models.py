@@ -3,15 +3,14 @@
 A model that has learned less goes on with blanks whatever the prompt is, and every test of its words passes.
 """
 
-import runpy
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-_CONVERT = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+from megatron_ext.cli.convert_checkpoint import main as convert
+
 _LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 _GROUPS = "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
 FAMILIES = {
@@ -68,7 +67,6 @@ def _train(task: tuple[str, str, int]) -> tuple[float, float]:
 def export(folder: Path, family: str) -> str:
     """Export a trained one, and return the folder for transformers. Tokenizers are compared in other tests."""
     exported = str(folder / f"{family}-hf")
-    convert: Any = runpy.run_path(str(_CONVERT))["main"]
     assert (
         convert(["to-hf", "--load", str(folder / family), "--save", exported, "--no-verify", "--skip-tokenizer-check"])
         == 0

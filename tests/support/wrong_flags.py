@@ -1,5 +1,6 @@
 """Wrong command lines by what is wrong with them, each with flags that put it right: for docs/errors.md and tests."""
 
+import re
 from typing import NamedTuple
 
 
@@ -482,272 +483,212 @@ EXAMPLES = {
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""
 
-_AHEAD = "--mtp-num-layers 2 --position-embedding-type rope"
-_PP2 = "--world-size 2 --pipeline-model-parallel-size 2"
-WRONG = [
-    ("--moe-router-num-groups 3", "without --num-experts"),
-    ("--moe-router-group-scores 2", "without --num-experts"),
-    ("--moe-router-group-topk 2", "without --num-experts"),
-    ("--validation-set-names a b", "add that switch"),
-    (
-        "--mock-data=false --tokenizer-type ByteTokenizer --train-data-path a --valid-data-path b c "
-        "--multiple-validation-sets --validation-set-names x",
-        "must be 2 different names",
-    ),
-    ("--num-layers 0", "--num-layers 0 is below 1"),
-    ("--hidden-size=-8", "--hidden-size -8 is below 1"),
-    ("--attention-dropout 1", "--attention-dropout 1 is not at least 0 and below 1"),
-    ("--norm-epsilon 0", "--norm-epsilon 0 is not above 0"),
-    ("--clip-grad=-1", "--clip-grad -1 is below 0"),
-    ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 is below 1"),
-    ("--hidden-size 100 --num-attention-heads 8", "use --hidden-size 96 or 104, or give the size of one head"),
-    ("--num-query-groups 2", "no effect without --group-query-attention"),
-    ("--group-query-attention --num-query-groups 3", "use --num-query-groups 1, 2, 4 or 8"),
-    ("--position-embedding-type rope --kv-channels 15", "they turn in pairs; use --kv-channels 16"),
-    ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0 is not above 0 and at most 1"),
-    ("--rotary-base-local 5", "is of layers with a window that rotate, but there are none"),
-    ("--softmax-type-local learnable --attention-dropout 0", "is of layers with a window; add --window-size 4095,0"),
-    (
-        "--num-query-groups-local 3 --window-size 7,0 --attention-dropout 0",
-        "is not divisible by --num-query-groups-local 3; use",
-    ),
-    (
-        "--world-size 3 --num-attention-heads 12 --hidden-size 96 --window-size 7,0 --tensor-model-parallel-size 3 "
-        "--num-query-groups-local 4 --attention-dropout 0",
-        "--num-query-groups-local 4 is neither a multiple nor a divisor of --tensor-model-parallel-size 3",
-    ),
-    (
-        "--world-size 2 --window-size 7,0 --context-parallel-size 2 --cp-comm-type a2a --num-query-groups-local 1 "
-        "--attention-dropout 0",
-        "whole key and value heads, but --num-query-groups-local 1 is not divisible by --context-parallel-size 2 x",
-    ),
-    (
-        "--world-size 2 --window-size 7,0 --tensor-model-parallel-size 2 --qk-clip --num-query-groups-local 1 "
-        "--attention-dropout 0 --disable-bias-linear",
-        "--qk-clip with --tensor-model-parallel-size 2 and --num-query-groups-local 1",
-    ),
-    ("--attention-temperature-scale 0.1", "is of layers that rotate nothing, but there are none; add --no-rope-freq 4"),
-    (
-        "--position-embedding-type rope --rope-type longrope --longrope-short-factor 1 2 --longrope-long-factor 1 2 3 "
-        "4 5 6 7 8",
-        "--longrope-short-factor is 2 numbers, the least of them 1, but --rope-type longrope divides the frequency of "
-        "each of 8 pairs of channels",
-    ),
-    ("--position-embedding-type rope --rope-type yarn --use-rope-scaling", "leave out --use-rope-scaling"),
-    ("--position-embedding-type yarn --beta-fast 1 --beta-slow 2", "--beta-fast 1 is below --beta-slow 2"),
-    ("--activation-func-clamp-value 7", "is of an MLP with a gate, which this one does not have; add --quick-geglu"),
-    ("--swiglu --xielu", "--swiglu and --xielu name different activations"),
-    ("--qk-l2-norm", "use --position-embedding-type rope"),
-    (f"{_EXPERTS} --num-experts 8 --xielu", "whose numbers would be those of each expert; use --squared-relu"),
-    ("--window-size 7,1 --attention-dropout 0", "--window-size 7,1 is no pair of the positions before a query"),
-    ("--window-attn-skip-freq 2", "add --window-size 4095,0"),
-    ("--window-size 7,0 --attention-dropout 0 --window-attn-skip-freq [1,0]", "a list of 8 times 0 or 1"),
-    ("--position-embedding-type rope --no-rope-freq [1,0]", "is neither a number of layers nor a list of 8 times"),
-    (
-        "--normalization RMSNorm --disable-bias-linear --experimental-attention-variant gated_delta_net "
-        "--linear-attention-freq [1,0]",
-        "--linear-attention-freq [1,0] is neither a number of layers nor a list of 8 times 0 or 1",
-    ),
-    ("--hybrid-layer-pattern M-M-M-MX --mamba-num-groups 2", "'X' is no letter; known are M, G, *, +, -, E and B"),
-    ("--hybrid-layer-pattern M-M-M-M* --mamba-num-groups 3", "4 is not divisible by --mamba-num-groups 3; use"),
-    ("--mlp-multipliers 1 2", "--mlp-multipliers needs --swiglu and --transformer-impl local, no --num-experts"),
-    ("--num-layers 2 --swiglu --position-embedding-type none --mlp-multipliers 1 2 --hybrid-layer-pattern ** "
-     "--transformer-impl local", "and - in a pattern; leave --mlp-multipliers out"),
-    (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [1,0]", "--moe-layer-freq [1,0] is neither a number of layers nor"),
-    (f"{_EXPERTS} --num-experts 8 --moe-layer-freq [0]*8", "gives no layer its --num-experts"),
-    ("--moe-layer-freq [0]+[1]*7", "--moe-layer-freq without --num-experts"),
-    (
-        f"{_EXPERTS} --num-experts 8 --moe-shared-expert-intermediate-size 64 --add-mlp-bias",
-        "shared experts have none; leave --add-mlp-bias out",
-    ),
-    ("--residual-multiplier 0.5 --norm-position after", "use --residual-multiplier 1"),
-    ("--parallel-residual one-norm --norm-position both", "but --norm-position is both; use --norm-position before"),
-    ("--parallel-residual two-norms --residual-multiplier 0.5", "use --residual-multiplier 1.0"),
-    (f"{_EXPERTS} --num-experts 8 --parallel-residual one-norm", "one-norm needs an MLP; leave out --num-experts"),
-    ("--lm-head-bias --linear-cross-entropy", "needs logits that are kept; leave out --linear-cross-entropy"),
-    ("--lm-head-bias --logits-multiplier 2", "use --logits-multiplier 1.0"),
-    ("--softmax-scale 0", "--softmax-scale 0 is not above 0"),
-    ("--qkv-clip 0", "--qkv-clip 0 is not above 0"),
-    ("--softmax-type learnable", "computes attention block by block, whose kernels have no dropout, but"),
-    ("--swiglu --geglu", "--swiglu and --geglu name different activations"),
-    ("--no-rope-freq 4", "says which layers rotate nothing, but with --position-embedding-type learned_absolute none"),
-    ("--window-size 7,0", "block by block, whose kernels have no dropout, but --attention-dropout is 0.1"),
-    (
-        "--window-size 7,0 --attention-dropout 0 --world-size 2 --context-parallel-size 2 --cp-comm-type p2p",
-        "use --window-size -1,0, or --cp-comm-type all_gather",
-    ),
-    ("--use-rope-scaling", "use --position-embedding-type rope"),
-    (
-        "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 4.5",
-        "--rope-scaling-low-freq-factor 4.5 is above --rope-scaling-high-freq-factor 4; use --rope-scaling-"
-        "low-freq-factor 1 --rope-scaling-high-freq-factor 4",
-    ),
-    ("--no-position-embedding", "--position-embedding-type learned_absolute is refused, as by Megatron"),
-    ("--no-position-embedding --position-embedding-type none", "leave it out and use --position-embedding-type none"),
-    ("--world-size 2 --tensor-model-parallel-size 2 --ffn-hidden-size 511", "use --ffn-hidden-size 510 or 512"),
-    ("--cp-comm-type ring", "--cp-comm-type ring is not one of p2p, all_gather, a2a"),
-    ("--cp-comm-type p2p a2a", "names 2 exchanges, but it takes one for all layers or one for each of --num-layers 8"),
-    (
-        "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --reset-attention-mask --cp-comm-type "
-        "a2a a2a a2a a2a all_gather all_gather all_gather all_gather",
-        "not for several",
-    ),
-    (
-        "--world-size 6 --context-parallel-size 4 --attention-dropout 0",
-        "--context-parallel-size 4 x --pipeline-model-parallel-size 1 = 4",
-    ),
-    (
-        "--world-size 8 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 --seq-length 36 "
-        "--cp-comm-type a2a",
-        "use --seq-length 32 or 40",
-    ),
-    ("--use-distributed-optimizer --optimizer sgd", "use --optimizer adam"),
-    (
-        "--torch-compile --world-size 2 --tensor-model-parallel-size 2 --hidden-dropout 0.1 --attention-dropout 0",
-        "use --hidden-dropout 0 --attention-dropout 0",
-    ),
-    ("--swiglu --squared-relu", "--swiglu and --squared-relu name different activations"),
-    ("--max-position-embeddings 32", "use --max-position-embeddings 64"),
-    ("--padded-vocab-size 999", "must be at least the vocabulary's 1000"),
-    ("--transformer-impl transformer_engine", "use --transformer-impl local"),
-    ("--recurrence-kernels fla", "its kernels need a GPU, but the run is on CPU processes"),
-    ("--num-layers 8 --world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2"
-     " --num-virtual-stages-per-pipeline-rank 3", "use --num-virtual-stages-per-pipeline-rank 1, 2 or 4"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
-     "use --num-layers-per-virtual-pipeline-stage 1, 2 or 4"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2 --num-layers-per-virtual-pipeline-stage 2 "
-     "--num-virtual-stages-per-pipeline-rank 4", "disagree: a stage has 4 layers"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 3 --num-virtual-stages-per-pipeline-rank 2",
-     "use --global-batch-size 2 or 4"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-     "--no-overlap-p2p-communication", "leave --no-overlap-p2p-communication out"),
-    (f"{_PP2} --num-layers 9", "use --num-layers 8 or 10, or --pipeline-model-parallel-size 1, or stages that differ: "
-     "--account-for-embedding-in-pipeline-split or --decoder-first-pipeline-num-layers 4"),
-    (f"{_PP2} --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --global-batch-size 2 "
-     "--num-virtual-stages-per-pipeline-rank 2", "does not divide the 5 layers of a stage"),
-    ("--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear --num-experts 8 "
-     "--expert-tensor-parallel-size 1 --moe-shared-expert-intermediate-size 63",
-     "--moe-shared-expert-intermediate-size 63 is not divisible by --tensor-model-parallel-size 2"),
-    (f"{_PP2} --account-for-loss-in-pipeline-split",
-     "--num-layers 8 + 1 (--account-for-loss-in-pipeline-split) is not divisible"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
-     "use --decoder-last-pipeline-num-layers 5"),
-    ("--decoder-first-pipeline-num-layers 8", "--pipeline-model-parallel-size is 1; leave it out"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 8", "use --decoder-first-pipeline-num-layers 4"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 0", "is below 1"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 2",
-     "use --num-virtual-stages-per-pipeline-rank"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 3 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2",
-     "does not divide the 3 or 5 layers of a stage"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*8|L --num-layers-per-virtual-pipeline-stage 2",
-     "give the layout alone"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4|x*4L", "'x' is none of E, t, m, L"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4|t*4mL", "one m for each of --mtp-num-layers 0"),
-    (f"{_AHEAD} {_PP2} --pipeline-model-parallel-layout Et*8mm|L", "one m for each of --mtp-num-layers 2"),
-    ("--mtp-num-layers 2", "use --position-embedding-type rope"),
-    (f"{_AHEAD} --embed-layernorm", "leave --embed-layernorm out"),
-    (f"{_AHEAD} --logits-multiplier 0.5", "use --logits-multiplier 1"),
-    (f"{_AHEAD} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-     "or --recompute-num-layers 1"),
-    (f"{_PP2} --pipeline-model-parallel-layout t*4E|t*4L", "must begin with its only E and end with its only L"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4||t*4|L --global-batch-size 2", "chunk 2 of 4 holds nothing"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*(99999999)|L", "'*' is none of"),
-    (f"{_PP2} --pipeline-model-parallel-layout E(t*999)*999|L", "more than 100000 layers"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4|t|t*3|L --num-virtual-stages-per-pipeline-rank 3 "
-     "--global-batch-size 2", "leave --num-virtual-stages-per-pipeline-rank out"),
-    (f"{_PP2} --microbatch-group-size-per-virtual-pipeline-stage 2", "belongs to interleaved stages"),
-    (f"{_PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2 "
-     "--microbatch-group-size-per-virtual-pipeline-stage 1", "stage 2 or more"),
-    ("--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 63", "use --seq-length 62 or 64"),
-    ("--overlap-param-gather --use-distributed-optimizer", "add --overlap-grad-reduce"),
-    ("--overlap-param-gather", "needs --use-distributed-optimizer and --overlap-grad-reduce"),
-    ("--distributed-backend nccl", "use --distributed-backend gloo"),
-    ("--device cuda", "use --device cpu"),
-    ("--distributed-timeout-minutes 0", "use --distributed-timeout-minutes 10"),
-    ("--world-size 4 --eval-global-batch-size 6", "use --eval-global-batch-size 4 or 8"),
-    ("--train-samples 5", "both give the length of the run"),
-    ("--global-batch-size 16 --rampup-batch-size 4 5 100", "16 - 4 = 12 is not divisible by the increment 5"),
-    ("--global-batch-size 16 --rampup-batch-size 16 4 100", "starts at 16, not below --global-batch-size 16"),
-    ("--global-batch-size 16 --rampup-batch-size 4 4", "must be three positive integers"),
-    ("--world-size 2 --global-batch-size 16 --rampup-batch-size 3 13 100", "use multiples of 2"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8 "
-     "--rampup-batch-size 1 1 100", "use multiples of 2"),
-    ("--loss-scale 0", "leave it out for a dynamic scale"),
-    ("--min-loss-scale 8 --initial-loss-scale 4", "use --min-loss-scale 1"),
-    ("--recompute-granularity full", "add --recompute-method uniform --recompute-num-layers 1"),
-    ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", "use 1 to 8"),
-    ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations",
-     "--recompute-activations means selective"),
-    ("--world-size 2 --use-torch-fsdp2 --log-straggler --log-communication-share",
-     "--log-communication-share and --log-straggler time collectives and waits for them"),
-    ("--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 5",
-     "use --check-weight-hash-across-dp-replicas-interval 0"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb",
-     "is none of 1f1b, interleaved-1f1b, gpipe"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv",
-     "use --num-virtual-stages-per-pipeline-rank 2"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-1f1b",
-     "needs at least 2 model chunks on each rank, and there are 1"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-     "--pipeline-schedule gpipe", "use --pipeline-schedule looped-bfs"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-     "--pipeline-schedule 1f1b --global-batch-size 4", "use --pipeline-schedule interleaved-1f1b"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule "
-     "dualpipe-v --global-batch-size 3", "needs 4 microbatches or more, and --global-batch-size 3 has 3"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-zero-bubble "
-     "--global-batch-size 5",
-     "that its 2 rounds of 2 stages divide, and --global-batch-size 5 has 5; use --global-batch-size 4 or 6"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule looped-bfs "
-     "--microbatch-group-size-per-virtual-pipeline-stage 2", "has an order of its own"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-zero-bubble --torch-compile "
-     "--hidden-dropout 0 --attention-dropout 0", "leave --torch-compile out"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule nowhere.csv", "No such file or directory"),
-    ("--recompute-modules mlp", "belongs to --recompute-granularity selective"),
-    ("--recompute-granularity selective --recompute-modules mlp rotary", "rotary cannot be recomputed by itself"),
-    ("--recompute-granularity selective --recompute-modules layernorm --torch-compile --hidden-dropout 0 "
-     "--attention-dropout 0", "leave one of the two out"),
-    ("--recompute-granularity selective --recompute-num-layers 1", "belong to --recompute-granularity full"),
-    ("--min-lr 1", "--min-lr 1 must be at least 0 and at most --lr 0.001"),
-    ("--lr-warmup-init 1", "use --lr-warmup-init 0"),
-    ("--lr-decay-samples 100", "use --lr-decay-iters"),
-    ("--lr-warmup-iters 100", "does not end before the run's end (--train-iters 100)"),
-    ("--lr-warmup-iters 50 --lr-decay-iters 20", "does not end before --lr-decay-iters 20"),
-    ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "both give the warmup"),
-    ("--lr-warmup-fraction 1.5", "use --lr-warmup-fraction 0.1"),
-    ("--lr-decay-style WSD", "add --lr-wsd-decay-iters 20"),
-    ("--lr-wsd-decay-iters 10", "use --lr-decay-style WSD"),
-    ("--lr-decay-style WSD --lr-wsd-decay-iters 200", "must be 1 to 100"),
-    ("--start-weight-decay 0", "add it, or give --weight-decay alone"),
-    ("--weight-decay-incr-style linear", "add --start-weight-decay 0 --end-weight-decay 0.01"),
-    ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "swap them"),
-    ("--mock-data=false", "no data: give --data-path"),
-    ("--data-path a", "--mock-data and --data-path exclude each other"),
-    ("--dry-run --data-args-path a", "--mock-data and --data-args-path exclude each other"),
-    ("--mock-data=false --data-path a --valid-data-path b", "exclude each other; use --data-path alone"),
-    ("--mock-data=false --valid-data-path b", "add --train-data-path"),
-    ("--split 90,ten", "use --split 969,30,1"),
-    ("--split 0,1", "use --split 969,30,1"),
-    ("--tokenizer-type HuggingFaceTokenizer", "add --tokenizer-model, their file or folder"),
-    ("--keep-last-checkpoints 5", "add --save checkpoints"),
-    ("--exit-on-missing-checkpoint", "needs --load"),
-    ("--ckpt-step 5", "needs --load"),
-    ("--use-checkpoint-args", "--load is missing"),
-    ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "exclude each other"),
-    ("--keep-last-checkpoints 2", "add --save checkpoints"),
-    ("--save a --save-interval 10 --save-retain-interval 25", "use --save-retain-interval 30"),
-    ("--stages curriculum.yaml --save a", "needs --global-batch-size, which would otherwise follow"),
-    ("--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5",
-     "use --profile-step-start 5 --profile-step-end 7"),
-    ("--record-schedule --profile-step-start 5 --profile-step-end 5",
-     "use --profile-step-start 5 --profile-step-end 7"),
-    ("--profile", "add --use-pytorch-profiler for traces by torch"),
-    ("--profile --pytorch-profiler-collect-shapes", "add that switch"),
-    ("--profile --use-pytorch-profiler --record-shapes", "use --pytorch-profiler-collect-shapes"),
-    ("--profile --use-pytorch-profiler --nvtx-ranges", "leave it out"),
-    ("--profile-ranks 0 2 --world-size 2", "there is no rank 2 among 2; use ranks from 0 to 1"),
-    ("--record-memory-history", "leave it out (--profile --use-pytorch-profiler traces a CPU)"),
-]  # fmt: skip
-"""Flags with one mistake each, and words that the one problem must have."""
+_WRONG = """
+--moe-router-num-groups 3
+--moe-router-group-scores 2
+--moe-router-group-topk 2
+--validation-set-names a b
+--mock-data=false --tokenizer-type ByteTokenizer --train-data-path a --valid-data-path b c --multiple-validation-sets
+  --validation-set-names x
+--num-layers 0
+--hidden-size=-8
+--attention-dropout 1
+--norm-epsilon 0
+--clip-grad=-1
+--tensor-model-parallel-size 0
+--hidden-size 100 --num-attention-heads 8
+--num-query-groups 2
+--group-query-attention --num-query-groups 3
+--position-embedding-type rope --kv-channels 15
+--position-embedding-type rope --rotary-percent 0
+--rotary-base-local 5
+--softmax-type-local learnable --attention-dropout 0
+--num-query-groups-local 3 --window-size 7,0 --attention-dropout 0
+--world-size 3 --num-attention-heads 12 --hidden-size 96 --window-size 7,0 --tensor-model-parallel-size 3
+  --num-query-groups-local 4 --attention-dropout 0
+--world-size 2 --window-size 7,0 --context-parallel-size 2 --cp-comm-type a2a --num-query-groups-local 1
+  --attention-dropout 0
+--world-size 2 --window-size 7,0 --tensor-model-parallel-size 2 --qk-clip --num-query-groups-local 1
+  --attention-dropout 0 --disable-bias-linear
+--attention-temperature-scale 0.1
+--position-embedding-type rope --rope-type longrope --longrope-short-factor 1 2 --longrope-long-factor 1 2 3 4 5 6 7 8
+--position-embedding-type rope --rope-type yarn --use-rope-scaling
+--position-embedding-type yarn --beta-fast 1 --beta-slow 2
+--activation-func-clamp-value 7
+--swiglu --xielu
+--qk-l2-norm
+--disable-bias-linear --num-experts 8 --xielu
+--window-size 7,1 --attention-dropout 0
+--window-attn-skip-freq 2
+--window-size 7,0 --attention-dropout 0 --window-attn-skip-freq [1,0]
+--position-embedding-type rope --no-rope-freq [1,0]
+--normalization RMSNorm --disable-bias-linear --experimental-attention-variant gated_delta_net --linear-attention-freq
+  [1,0]
+--hybrid-layer-pattern M-M-M-MX --mamba-num-groups 2
+--hybrid-layer-pattern M-M-M-M* --mamba-num-groups 3
+--mlp-multipliers 1 2
+--num-layers 2 --swiglu --position-embedding-type none --mlp-multipliers 1 2 --hybrid-layer-pattern **
+  --transformer-impl local
+--disable-bias-linear --num-experts 8 --moe-layer-freq [1,0]
+--disable-bias-linear --num-experts 8 --moe-layer-freq [0]*8
+--moe-layer-freq [0]+[1]*7
+--disable-bias-linear --num-experts 8 --moe-shared-expert-intermediate-size 64 --add-mlp-bias
+--residual-multiplier 0.5 --norm-position after
+--parallel-residual one-norm --norm-position both
+--parallel-residual two-norms --residual-multiplier 0.5
+--disable-bias-linear --num-experts 8 --parallel-residual one-norm
+--lm-head-bias --linear-cross-entropy
+--lm-head-bias --logits-multiplier 2
+--softmax-scale 0
+--qkv-clip 0
+--softmax-type learnable
+--swiglu --geglu
+--no-rope-freq 4
+--window-size 7,0
+--window-size 7,0 --attention-dropout 0 --world-size 2 --context-parallel-size 2 --cp-comm-type p2p
+--use-rope-scaling
+--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 4.5
+--no-position-embedding
+--no-position-embedding --position-embedding-type none
+--world-size 2 --tensor-model-parallel-size 2 --ffn-hidden-size 511
+--cp-comm-type ring
+--cp-comm-type p2p a2a
+--world-size 2 --context-parallel-size 2 --attention-dropout 0 --reset-attention-mask --cp-comm-type a2a a2a a2a a2a
+  all_gather all_gather all_gather all_gather
+--world-size 6 --context-parallel-size 4 --attention-dropout 0
+--world-size 8 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 --seq-length 36
+  --cp-comm-type a2a
+--use-distributed-optimizer --optimizer sgd
+--torch-compile --world-size 2 --tensor-model-parallel-size 2 --hidden-dropout 0.1 --attention-dropout 0
+--swiglu --squared-relu
+--max-position-embeddings 32
+--padded-vocab-size 999
+--transformer-impl transformer_engine
+--recurrence-kernels fla
+--num-layers 8 --world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2
+  --num-virtual-stages-per-pipeline-rank 3
+--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3
+--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2 --num-layers-per-virtual-pipeline-stage 2
+  --num-virtual-stages-per-pipeline-rank 4
+--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 3 --num-virtual-stages-per-pipeline-rank 2
+--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2 --num-virtual-stages-per-pipeline-rank 2
+  --no-overlap-p2p-communication
+--world-size 2 --pipeline-model-parallel-size 2 --num-layers 9
+--world-size 2 --pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split
+  --account-for-loss-in-pipeline-split --global-batch-size 2 --num-virtual-stages-per-pipeline-rank 2
+--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear --num-experts 8
+  --expert-tensor-parallel-size 1 --moe-shared-expert-intermediate-size 63
+--world-size 2 --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split
+--world-size 2 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3
+  --decoder-last-pipeline-num-layers 4
+--decoder-first-pipeline-num-layers 8
+--world-size 2 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 8
+--world-size 2 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 0
+--world-size 2 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2
+  --num-layers-per-virtual-pipeline-stage 2
+--world-size 2 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3
+  --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*8|L
+  --num-layers-per-virtual-pipeline-stage 2
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|x*4L
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t*4mL
+--mtp-num-layers 2 --position-embedding-type rope --world-size 2 --pipeline-model-parallel-size 2
+  --pipeline-model-parallel-layout Et*8mm|L
+--mtp-num-layers 2
+--mtp-num-layers 2 --position-embedding-type rope --embed-layernorm
+--mtp-num-layers 2 --position-embedding-type rope --logits-multiplier 0.5
+--mtp-num-layers 2 --position-embedding-type rope --recompute-granularity full --recompute-method uniform
+  --recompute-num-layers 2
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout t*4E|t*4L
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4||t*4|L --global-batch-size 2
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*(99999999)|L
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E(t*999)*999|L
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t|t*3|L
+  --num-virtual-stages-per-pipeline-rank 3 --global-batch-size 2
+--world-size 2 --pipeline-model-parallel-size 2 --microbatch-group-size-per-virtual-pipeline-stage 2
+--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2
+  --microbatch-group-size-per-virtual-pipeline-stage 1
+--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 63
+--overlap-param-gather --use-distributed-optimizer
+--overlap-param-gather
+--distributed-backend nccl
+--device cuda
+--distributed-timeout-minutes 0
+--world-size 4 --eval-global-batch-size 6
+--train-samples 5
+--global-batch-size 16 --rampup-batch-size 4 5 100
+--global-batch-size 16 --rampup-batch-size 16 4 100
+--global-batch-size 16 --rampup-batch-size 4 4
+--world-size 2 --global-batch-size 16 --rampup-batch-size 3 13 100
+--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8
+  --rampup-batch-size 1 1 100
+--loss-scale 0
+--min-loss-scale 8 --initial-loss-scale 4
+--recompute-granularity full
+--recompute-granularity full --recompute-method block --recompute-num-layers 9
+--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations
+--world-size 2 --use-torch-fsdp2 --log-straggler --log-communication-share
+--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 5
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-1f1b
+--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule gpipe
+--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule 1f1b
+  --global-batch-size 4
+--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule
+  dualpipe-v --global-batch-size 3
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-zero-bubble --global-batch-size 5
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule looped-bfs
+  --microbatch-group-size-per-virtual-pipeline-stage 2
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-zero-bubble --torch-compile
+  --hidden-dropout 0 --attention-dropout 0
+--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule nowhere.csv
+--recompute-modules mlp
+--recompute-granularity selective --recompute-modules mlp rotary
+--recompute-granularity selective --recompute-modules layernorm --torch-compile --hidden-dropout 0 --attention-dropout
+  0
+--recompute-granularity selective --recompute-num-layers 1
+--min-lr 1
+--lr-warmup-init 1
+--lr-decay-samples 100
+--lr-warmup-iters 100
+--lr-warmup-iters 50 --lr-decay-iters 20
+--lr-warmup-iters 5 --lr-warmup-fraction 0.1
+--lr-warmup-fraction 1.5
+--lr-decay-style WSD
+--lr-wsd-decay-iters 10
+--lr-decay-style WSD --lr-wsd-decay-iters 200
+--start-weight-decay 0
+--weight-decay-incr-style linear
+--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0
+--mock-data=false
+--data-path a
+--dry-run --data-args-path a
+--mock-data=false --data-path a --valid-data-path b
+--mock-data=false --valid-data-path b
+--split 90,ten
+--split 0,1
+--tokenizer-type HuggingFaceTokenizer
+--keep-last-checkpoints 5
+--exit-on-missing-checkpoint
+--ckpt-step 5
+--use-checkpoint-args
+--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler
+--keep-last-checkpoints 2
+--save a --save-interval 10 --save-retain-interval 25
+--stages curriculum.yaml --save a
+--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5
+--record-schedule --profile-step-start 5 --profile-step-end 5
+--profile
+--profile --pytorch-profiler-collect-shapes
+--profile --use-pytorch-profiler --record-shapes
+--profile --use-pytorch-profiler --nvtx-ranges
+--profile-ranks 0 2 --world-size 2
+--record-memory-history
+"""
+WRONG = tuple(re.sub("\n +", " ", _WRONG).strip().split("\n"))
+"""Flags with one mistake each; a line that begins with blanks goes on with the one above. tests/golden/problems.txt has
+the whole answer to each."""
 
 UNREADABLE: dict[str, str] = {
     "A misspelt flag": "--tensor-parallel-model-size 2",

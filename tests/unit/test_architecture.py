@@ -273,7 +273,7 @@ READS_FIELDS_OF_LAYERS = {
     "model/config.py": "translates flags to megatron-core's configuration, which is one for all layers",
     "checkpoint/huggingface/exporter.py": "writes the flags into the model card",
     "checkpoint/native/single_process.py": "sizes of the tensors that stack all layers in a checkpoint",
-    "verify/module_outputs.py": "names the modules of every layer",
+    "verify/gather.py": "names the modules of every layer",
 }
 
 

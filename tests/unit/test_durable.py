@@ -1,12 +1,23 @@
 """A file is replaced whole or not at all, and is on the disk before it has its name."""
 
 import errno
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron_ext.checkpoint.native import checkpoint_folder as checkpoints
+from megatron_ext.checkpoint.native import checkpoint_manifest
+from megatron_ext.data.indexed import IndexedWriter
+from megatron_ext.data.integrity import check_indexed_files
+from megatron_ext.data.mask import COUNTS, Mask
+from megatron_ext.data.prepare.journal import Journal
+from megatron_ext.data.prepare.merge import merge_indexed_files
 from megatron_ext.durable import replacing, sync, sync_file
+from tests.support.crashes import Disk
 
 
 def fail_in_the_middle(path: Path, kind: type[BaseException]) -> None:
@@ -111,3 +122,160 @@ def test_a_file_or_a_folder_of_a_name_is_waited_for(tmp_path: Path, monkeypatch:
         sync(tmp_path)
     assert synced == [tmp_path / "file", tmp_path, tmp_path]
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def _write(save: Path, iteration: int, content: bytes) -> None:
+    """All files of a checkpoint, not yet under its name."""
+    partial = checkpoints.make_partial(save, iteration)
+    (partial / "tokenizer").mkdir()
+    for name in ("__0_0.distcp", ".metadata", "metadata.json", "tokenizer/vocab.json"):
+        (partial / name).write_bytes(name.encode() + content)
+    checkpoint_manifest.write(partial, checkpoint_manifest.describe(partial, checkpoint_manifest.all_files(partial)))
+
+
+def _loaded(save: Path) -> tuple[int, bytes]:
+    """What a run resumes from; every checkpoint with a name is whole."""
+    for iteration in checkpoints.saved_iterations(save):
+        path = checkpoints.iteration_folder(save, iteration)
+        files = checkpoint_manifest.read(path)
+        assert files is not None
+        assert len(files) == 4
+        assert checkpoint_manifest.problems(path, files) == []
+    found = checkpoints.find_latest(save)
+    assert found is not None
+    return found.iteration, (found.path / "__0_0.distcp").read_bytes().removeprefix(b"__0_0.distcp")
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    """Two checkpoints, of iterations 1 and 2."""
+    folder = tmp_path / "save"
+    for iteration in (1, 2):
+        _write(folder, iteration, b"first course")
+        checkpoints.publish(folder, iteration)
+    return folder
+
+
+@pytest.mark.parametrize("iteration", [3, 2], ids=["a new one", "in place of another course's"])
+def test_a_checkpoint_is_published_whole(
+    iteration: int, save: Path, tmp_path: Path, watched_disk: Callable[[Path], Disk]
+) -> None:
+    disk = watched_disk(save)
+    _write(save, iteration, b"second course")
+    before = len(disk.calls)
+    checkpoints.publish(save, iteration)
+    disk.end()
+    left = [(call, _loaded(path)) for call, path in disk.crashes(tmp_path / "left")]
+    assert {found for _, found in left} <= {(1, b"first course"), (2, b"first course"), (iteration, b"second course")}
+    assert [found for _, found in left[-2:]] == [(iteration, b"second course")] * 2, "it is there when publish returns"
+    assert left[0][1] == (2, b"first course")
+    _assert_order(disk.calls[before:], iteration)
+
+
+def _assert_order(calls: list[str], iteration: int) -> None:
+    """The files and folders of the checkpoint; its name, and that of its folder's list; the tracker, and again."""
+    partial, final = f".iter_000000{iteration}.partial", f"iter_000000{iteration}"
+    files = ("__0_0.distcp", ".metadata", "metadata.json", "manifest.json", "tokenizer", "tokenizer/vocab.json")
+    named = calls.index(f"rename {partial} {final}")
+    assert {call for call in calls[:named] if call.startswith("fsync")} == {
+        f"fsync {partial}",
+        *(f"fsync {partial}/{name}" for name in files),
+    }
+    tracker, temporary = checkpoints.TRACKER, f".{checkpoints.TRACKER}.tmp"
+    rest = [call for call in calls[named + 1 :] if call.startswith(("fsync", "replace"))]
+    assert rest == ["fsync .", f"fsync {temporary}", f"replace {temporary} {tracker}", "fsync ."]
+
+
+def test_a_removed_checkpoint_is_whole_or_gone(
+    save: Path, tmp_path: Path, watched_disk: Callable[[Path], Disk]
+) -> None:
+    disk = watched_disk(save)
+    checkpoints.remove(save, 1)
+    disk.end()
+    assert len(disk.calls) > 6
+    for _, path in disk.crashes(tmp_path / "left"):
+        assert _loaded(path) == (2, b"first course")
+    assert sorted(path.name for path in save.iterdir()) == ["iter_0000002", checkpoints.TRACKER]
+
+
+def test_a_replaced_file_is_the_old_or_the_new_one(tmp_path: Path, watched_disk: Callable[[Path], Disk]) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"old")
+    disk = watched_disk(folder)
+    with replacing(folder / "file") as file:
+        file.write(b"new")
+    disk.end()
+    left = [(path / "file").read_bytes() for _, path in disk.crashes(tmp_path / "left")]
+    assert left[0] == b"old"
+    assert left[-2] == b"new"
+    assert set(left) == {b"old", b"new"}
+
+
+def _pair(prefix: Path, tokens: list[int], *, masked: bool) -> None:
+    """A pair, in which the even tokens count where it has a mask."""
+    with IndexedWriter(prefix, np.uint16, packed_to=8 if masked else None) as writer:
+        values = np.array(tokens, np.uint16)
+        flags = np.where(values % 2 == 0, COUNTS, 0).astype(np.uint8) if masked else None
+        writer.add_tokens(values.tobytes(), [len(tokens)], flags)
+
+
+def _tokens(prefix: Path, *, masked: bool) -> list[int] | None:
+    """Those of a pair; None where it has no index, without which it is none."""
+    if not prefix.with_suffix(".idx").exists():
+        return None
+    check_indexed_files(str(prefix))
+    tokens = np.fromfile(prefix.with_suffix(".bin"), np.uint16).tolist()
+    if masked:
+        flags = Mask(str(prefix), len(tokens)).read(0, len(tokens)) & COUNTS
+        assert flags.astype(bool).tolist() == [token % 2 == 0 for token in tokens]
+    return tokens
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_pair_is_replaced_by_another(
+    merged: bool, masked: bool, tmp_path: Path, watched_disk: Callable[[Path], Disk]
+) -> None:
+    """With its mask, which says which of its tokens count."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    _pair(folder / "text", [1, 2, 3], masked=masked)
+    _pair(tmp_path / "other", [4, 5], masked=masked)
+    disk = watched_disk(folder)
+    if merged:
+        merge_indexed_files([str(tmp_path / "other")], str(folder / "text"))
+    else:
+        _pair(folder / "text", [4, 5], masked=masked)
+    disk.end()
+    left = [_tokens(path / "text", masked=masked) for _, path in disk.crashes(tmp_path / "left")]
+    assert left[:2] == [[1, 2, 3]] * 2
+    assert left[-2:] == [[4, 5]] * 2
+    assert all(found in ([1, 2, 3], None, [4, 5]) for found in left)
+    assert None in left, "there is a moment without an index, and none with that of the other"
+
+
+def test_a_journal_speaks_of_what_is_on_the_disk(tmp_path: Path, watched_disk: Callable[[Path], Disk]) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    disk = watched_disk(folder)
+    writer, journal = IndexedWriter(folder / "text", np.uint16), Journal(job={})
+    for number in range(3):
+        writer.add_tokens(np.array([number] * 4, np.uint16).tobytes(), [4])
+        journal.written = [writer.commit()]
+        journal.save(folder / "text.partial.json")
+    writer.close()
+    disk.end()
+    told = set()
+    for call, path in disk.crashes(tmp_path / "left"):
+        found = Journal.load(path / "text.partial.json")
+        if found is None:
+            assert not (path / "text.partial.json").exists(), "torn"
+            continue
+        [written] = found.written
+        assert IndexedWriter.holds(path / "text", written), call
+        tokens = np.fromfile(path / "text.bin.partial", np.uint16)[: written.token_bytes // 2]
+        assert tokens.tolist() == [number for number in range(written.documents) for _ in range(4)]
+        told.add(written.documents)
+    assert told == {1, 2, 3}
+    assert json.loads((folder / "text.partial.json").read_text())["written"][0]["documents"] == 3

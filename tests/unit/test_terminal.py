@@ -1,17 +1,21 @@
-"""What reaches a terminal: one module prints, and in what it prints control characters are written out."""
+"""What reaches a terminal: one module prints, control characters are written out, and a program outlives its reader."""
 
 import ast
+import errno
 import os
+import pty
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.plan.simulated_timeline import equal_stages
 from megatron_ext.plan.timeline import COLOURS, as_text
-from megatron_ext.terminal import note, printable, say, tracked, warn
+from megatron_ext.terminal import note, printable, say, survive_lost_output, tracked, warn
 from tests.support.syntax import nodes_of, source
+from tests.support.warm_python import warm_python
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ext"
 
@@ -82,3 +86,150 @@ def test_long_work_has_the_last_line_of_a_terminal_until_it_is_done() -> None:
     for done in (1, 2, 3):
         assert f"\r\x1b[Kwork: {done} of 4, 0:0" in shown
     assert shown.endswith("\x1b[Kdone\r\n")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+TRAINING = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --position-embedding-type rope "
+    "--mock-data --vocab-size 64 --micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --num-workers 0 --device cpu "
+    "--log-interval 1 --eval-iters 1 --train-iters"
+)
+
+
+def program(*words: str, python: str = sys.executable, **options: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([python, *words], cwd=ROOT, env=environment, text=True, **options)  # pyright: ignore[reportCallIssue, reportArgumentType, reportReturnType]
+
+
+def head(command: list[str], python: str) -> tuple[str, str, int]:
+    """The first line, as `| head -1` reads it, what is said on the standard error output, and the exit code."""
+    running = program(*command, python=python, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert running.stdout is not None
+    assert running.stderr is not None
+    line = running.stdout.readline()
+    running.stdout.close()
+    return line, running.stderr.read(), running.wait()
+
+
+def test_a_training_goes_on_without_its_reader(tmp_path: Path) -> None:
+    """Each of its lines is written at once, so that the second finds the pipe closed."""
+    training = ["pretrain_gpt.py", *TRAINING.split(), "4", "--metrics-file", str(tmp_path / "metrics")]
+    line, errors, code = head(training, warm_python(tmp_path)["PYTHON_EXEC"])
+    assert (line[:12], errors, code) == ("megatron-ext", "", 0)
+    assert '"iteration": 4' in (tmp_path / "metrics").read_text().splitlines()[-1]
+
+
+def test_a_training_goes_on_where_its_log_has_no_room(tmp_path: Path) -> None:
+    metrics, python = tmp_path / "metrics", warm_python(tmp_path)["PYTHON_EXEC"]
+    words = ["pretrain_gpt.py", *TRAINING.split(), "4", "--metrics-file", str(metrics)]
+    with open("/dev/full", "w") as full:
+        assert program(*words, python=python, stdout=full, stderr=full).wait() == 0
+    assert '"iteration": 4' in metrics.read_text().splitlines()[-1]
+
+
+def test_a_training_goes_on_without_its_terminal(tmp_path: Path) -> None:
+    """As one that `nohup` or `setsid` has started."""
+    metrics, python = tmp_path / "metrics", warm_python(tmp_path)["PYTHON_EXEC"]
+    ours, its = pty.openpty()
+    words = ["pretrain_gpt.py", *TRAINING.split(), "4", "--metrics-file", str(metrics)]
+    training = program(*words, python=python, stdout=its, stderr=its)
+    os.close(its)
+    os.read(ours, 1)
+    os.close(ours)
+    assert training.wait() == 0
+    assert '"iteration": 4' in metrics.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pretrain_gpt.py", "--help"],
+        ["pretrain_gpt.py", "--version"],
+        ["-m", "megatron_ext", "--help"],
+        ["-m", "megatron_ext", "preprocess", "--help"],
+        ["tools/plan.py", "--help"],
+        ["tools/prepare_cache.py", "--help"],
+    ],
+)
+def test_no_program_ends_in_a_traceback_when_its_reader_leaves(command: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # so that the first byte finds nobody
+    running = program(*command, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert running.stderr is not None
+    assert running.stderr.read() == ""
+    assert running.wait() in (0, 141)
+
+
+class _Stream:
+    """A stream over a file, whose writes fail as it is told."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+        self.failure: int | None = None
+        self.written: list[str] = []
+
+    def _fail(self) -> None:
+        if self.failure is not None:
+            raise OSError(self.failure, "failed")
+
+    def write(self, text: str) -> int:
+        self._fail()
+        self.written.append(text)
+        return 100 + len(text)
+
+    def flush(self) -> None:
+        self._fail()
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+
+@pytest.fixture(params=["stdout", "stderr"])
+def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Stream]:
+    """One of the two outputs, as it is below what survives."""
+    descriptor = os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT)
+    below = _Stream(descriptor)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, below if name == request.param else _Stream(-1))
+    survive_lost_output()
+    monkeypatch.setattr(below, "lasting", getattr(sys, request.param), raising=False)
+    yield below
+    os.close(descriptor)
+
+
+def _goes_to(stream: _Stream) -> str:
+    return Path(os.readlink(f"/proc/self/fd/{stream.descriptor}")).name
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO])
+@pytest.mark.parametrize("call", ["write", "flush"])
+def test_output_that_is_closed_goes_nowhere(call: str, number: int, stream: _Stream) -> None:
+    lasting = stream.lasting  # pyright: ignore[reportAttributeAccessIssue]
+    stream.failure = number
+    assert (lasting.write("text") if call == "write" else lasting.flush()) == (4 if call == "write" else None)
+    assert _goes_to(stream) == "null"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_waited_for(number: int, stream: _Stream) -> None:
+    lasting = stream.lasting  # pyright: ignore[reportAttributeAccessIssue]
+    stream.failure = number
+    assert lasting.write("lost") == 4
+    assert lasting.flush() is None
+    stream.failure = None
+    assert lasting.write("kept") == 104
+    lasting.writelines(["and", "more"])
+    lasting.flush()
+    assert (stream.written, _goes_to(stream)) == (["kept", "and", "more"], "output")
+
+
+@pytest.mark.parametrize("call", ["write", "flush"])
+def test_another_failure_is_told(call: str, stream: _Stream) -> None:
+    lasting = stream.lasting  # pyright: ignore[reportAttributeAccessIssue]
+    stream.failure = errno.EBADF
+    with pytest.raises(OSError, match="failed"):
+        lasting.write("text") if call == "write" else lasting.flush()
+    assert _goes_to(stream) == "output"

@@ -40,10 +40,6 @@ def test_one_bit_counts(tmp_path: Path) -> None:
     assert "row 1 (iteration 1): lm_loss is 5.5 and 5.5000000000000" in said
 
 
-def test_a_missing_row_counts(tmp_path: Path) -> None:
-    assert compare(tmp_path, ROWS[:1]) == (1, "2 and 1 rows; equal up to row 1\n")
-
-
 def test_a_page_of_a_pipe_is_refused(tmp_path: Path) -> None:
     pipe, file = tmp_path / "pipe", tmp_path / "file.jsonl"
     os.mkfifo(pipe)
@@ -77,12 +73,6 @@ def test_a_missing_file_is_a_configuration_error(tmp_path: Path) -> None:
     )
     assert ended.returncode == 64
     assert "does not exist" in ended.stderr
-
-
-def test_a_field_of_one_run_alone_counts(tmp_path: Path) -> None:
-    for more in ({"grad_norm": 1.0}, {"lm_loss": None}):
-        code, said = compare(tmp_path, [ROWS[0], ROWS[1] | more])
-        assert (code, said.split(":")[0]) == (1, "row 2 (iteration 2)")
 
 
 @pytest.mark.parametrize(

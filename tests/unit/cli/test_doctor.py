@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.cli.doctor import main
+from megatron_ext.cli import doctor
+from megatron_ext.cli.doctor import examine, exit_code, main
 from megatron_ext.device.gpu_inventory import Gpu, Survey, driver_version, links
-from megatron_ext.doctor import gpus, machine, network, software, variables
-from megatron_ext.doctor.examine import examine, exit_code
+from megatron_ext.doctor import machine, network, software
 from megatron_ext.doctor.finding import Finding, Launch
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
@@ -65,26 +65,6 @@ def test_an_address_that_does_not_resolve_or_is_this_machine_alone():
     assert "MASTER_ADDR is not set" in only(network.address_resolves(Launch({}, nodes=2))).what
 
 
-@pytest.mark.parametrize("variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
-def test_an_interface_that_does_not_exist(variable: str):
-    there = socket.if_nameindex()[0][1]
-    assert not wrong(network.interfaces_exist(Launch({variable: there})))
-    found = only(network.interfaces_exist(Launch({variable: "ib_nowhere0"})))
-    assert f"{variable}=ib_nowhere0" in found.what
-    assert there in found.what
-    fixed = found.fix.removeprefix("export ").partition(",")[0].partition("=")[2]
-    assert not wrong(network.interfaces_exist(Launch({variable: fixed}))), "the fix works"
-
-
-def test_nccl_takes_prefixes_and_gloo_does_not():
-    names = [name for _, name in socket.if_nameindex()]
-    for part in {name[:-1] for name in names if len(name) > 1} - set(names):
-        assert not wrong(network.interfaces_exist(Launch({"NCCL_SOCKET_IFNAME": part})))
-        assert wrong(network.interfaces_exist(Launch({"NCCL_SOCKET_IFNAME": f"={part}"})))
-        assert wrong(network.interfaces_exist(Launch({"GLOO_SOCKET_IFNAME": part})))
-    assert not wrong(network.interfaces_exist(Launch({"NCCL_SOCKET_IFNAME": "^docker0"})))
-
-
 def test_ranks_set_by_hand():
     by_hand = {"RANK": "0", "WORLD_SIZE": "8"}
     assert "RANK=0 and WORLD_SIZE=8" in only(network.ranks_come_from_a_launcher(Launch(by_hand))).what
@@ -92,17 +72,17 @@ def test_ranks_set_by_hand():
         assert not wrong(network.ranks_come_from_a_launcher(Launch({**by_hand, launcher: "1"})))
 
 
-@pytest.mark.parametrize("mistake", variables.MISTAKES, ids=lambda mistake: mistake.name)
-def test_variables_that_do_not_do_what_is_hoped(mistake: variables.Mistake):
+@pytest.mark.parametrize("mistake", software.MISTAKES, ids=lambda mistake: mistake.name)
+def test_variables_that_do_not_do_what_is_hoped(mistake: software.Mistake):
     value = mistake.values[0] if mistake.values else "600"
-    found = only(variables.known_mistakes(Launch({mistake.name: value})))
+    found = only(software.known_mistakes(Launch({mistake.name: value})))
     assert found.what == f"{mistake.name}={value}"
-    assert not mistake.values or not wrong(variables.known_mistakes(Launch({mistake.name: "none of them"})))
+    assert not mistake.values or not wrong(software.known_mistakes(Launch({mistake.name: "none of them"})))
 
 
 @pytest.mark.parametrize("value", ["TRACE", "trace", "Trace"])
 def test_nccl_reads_its_levels_in_any_case(value: str):
-    assert only(variables.known_mistakes(Launch({"NCCL_DEBUG": value}))).what == f"NCCL_DEBUG={value}"
+    assert only(software.known_mistakes(Launch({"NCCL_DEBUG": value}))).what == f"NCCL_DEBUG={value}"
 
 
 @pytest.mark.parametrize(
@@ -111,21 +91,6 @@ def test_nccl_reads_its_levels_in_any_case(value: str):
 )
 def test_sizes_are_shown_in_the_largest_unit_that_they_reach(amount: float, text: str):
     assert machine._size(amount) == text
-
-
-def test_more_threads_than_cores():
-    cores = len(os.sched_getaffinity(0))
-    assert "is not set" in only(variables.threads_fit_the_cores(Launch({}, ranks=2))).what
-    found = only(variables.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": str(cores)}, ranks=2)))
-    fixed = found.fix.removeprefix("export OMP_NUM_THREADS=")
-    assert not wrong(variables.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": fixed}, ranks=2)))
-    assert not wrong(variables.threads_fit_the_cores(Launch({}, ranks=1)))
-
-
-def test_limits_of_the_machine(tmp_path: Path):
-    assert "ranks on" in only(machine.ranks_have_cores(Launch({}, ranks=10_000))).what
-    assert "files may be open" in only(machine.enough_files_may_be_open(Launch({}, ranks=8, nodes=10**6))).what
-    assert not wrong(machine.enough_files_may_be_open(Launch({}, ranks=1)))
 
 
 def launch_with(flags: str) -> Launch:
@@ -252,11 +217,11 @@ def test_the_driver_and_the_connections_are_read():
     ],
 )
 def test_gpus(launch: Launch, found: Survey, words: str):
-    assert words in only(gpus.judge(launch, found)).what
+    assert words in only(machine.judge(launch, found)).what
 
 
 def told(launch: Launch, found: Survey) -> list[str]:
-    return [each.what for each in wrong(gpus.judge(launch, found))]
+    return [each.what for each in wrong(machine.judge(launch, found))]
 
 
 def test_gpus_are_those_of_a_machine_and_ranks_talk_across_machines():
@@ -294,7 +259,7 @@ def test_tensor_parallel_ranks_are_neighbours():
     ):
         launch = launch_with(f"--world-size 4 --tensor-model-parallel-size {size}")
         assert told(launch, survey(H100, links=pairs)) == said
-    well = [each.what for each in gpus.judge(Launch({}), survey(H100, links=pairs)) if each.level == "ok"]
+    well = [each.what for each in machine.judge(Launch({}), survey(H100, links=pairs)) if each.level == "ok"]
     assert well == [
         "1 x NVIDIA H100 80GB HBM3; driver 570.86, CUDA 13.0, NCCL 2.28.9",
         "pairs of GPUs: 1 by NVLink, 1 by PHB, 4 by SYS",
@@ -306,8 +271,8 @@ def test_tensor_parallel_ranks_are_neighbours():
 
 def test_settings_of_gpus_that_are_right():
     blackwell = Gpu(0, "NVIDIA B200", (10, 0), 180, 180)
-    assert not wrong(gpus.judge(Launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}), survey(blackwell)))
-    assert not wrong(gpus.judge(Launch({"NCCL_P2P_LEVEL": "NVL"}), survey(H100, links={(0, 1): "NV18"})))
+    assert not wrong(machine.judge(Launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}), survey(blackwell)))
+    assert not wrong(machine.judge(Launch({"NCCL_P2P_LEVEL": "NVL"}), survey(H100, links={(0, 1): "NV18"})))
 
 
 @pytest.mark.parametrize("flag", ["--nproc-per-node", "--nnodes"])
@@ -337,3 +302,29 @@ def test_the_program(tmp_path: Path, listening: int):
     assert ill.returncode == 64
     assert "error    world size 2 is not a multiple of --tensor-model-parallel-size 3" in ill.stdout
     assert f"error    MASTER_PORT {listening} is in use" in ill.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_machine", "machines", "ranks"),
+    [
+        ("", "5", "3", 15),
+        ("--nproc-per-node 3", "4", "3", 9),
+        ("--nproc-per-node 3 --nnodes 5", "4", "3", 15),
+        ("--nproc-per-node 3", "", "2(x4)", 3),
+        ("--nproc-per-node 3", "", "", 3),
+    ],
+)
+def test_the_flags_say_how_many_ranks_or_else_the_launcher(
+    flags: str,
+    on_machine: str,
+    machines: str,
+    ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a layout that does not fit them shows."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", on_machine)
+    monkeypatch.setenv("SLURM_NNODES", machines)
+    training = [*BASE.split(), "--tensor-model-parallel-size", "4", "--num-attention-heads", "4"]
+    assert doctor.main([*flags.split(), "--", *training]) == 64
+    assert f"world size {ranks} is not a multiple of --tensor-model-parallel-size 4" in capsys.readouterr().out

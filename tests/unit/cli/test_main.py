@@ -13,7 +13,15 @@ from megatron_ext.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[3]
 # What belongs to the repository and not to a user: they compare commits, and write its docs and its corpus.
-OF_THE_CHECKOUT = {"draw_techniques", "loss_compare", "make_docs", "parity_table", "python_corpus", "recipes"}
+OF_THE_CHECKOUT = {
+    "command",
+    "draw_techniques",
+    "loss_compare",
+    "make_docs",
+    "parity_table",
+    "python_corpus",
+    "recipes",
+}
 OF_THE_COMMAND = {"new_run", "torchrun", "pretrain", "completion", "api"}
 # What one does with a trained model lies in tasks/: script by command.
 IN_TASKS = {"tasks": "main", "generate": "generate"}
@@ -24,9 +32,10 @@ def test_every_tool_is_a_command_and_thin() -> None:
     scripts = {path.stem: path for path in (ROOT / "tools").glob("*.py") if path.stem not in OF_THE_CHECKOUT}
     scripts |= {name: ROOT / "tasks" / f"{script}.py" for name, script in IN_TASKS.items()}
     assert {module for module, _ in COMMANDS.values()} - OF_THE_COMMAND == scripts.keys()
+    command_of = {module: name for name, (module, _) in COMMANDS.items()}
     for name, path in scripts.items():
         text = path.read_text()
-        assert f"from megatron_ext.cli.{name} import main\n" in text
+        assert f"from megatron_ext.cli.{name} import main\n" in text or f'start("{command_of[name]}")\n' in text
         assert len(text.splitlines()) < 20
 
 

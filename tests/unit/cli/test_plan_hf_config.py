@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli.plan import main
 from megatron_ext.errors import ConfigurationError
-from tools.plan import main
 
 _RUN = "--seq-length 4096 --global-batch-size 64 --micro-batch-size 1 --bf16 --use-distributed-optimizer"
 _ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ext.cli.prepare_cache import main
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from megatron_ext.train.datasets import datasets_of_run, tokenizer_of_run
-from tools.prepare_cache import main
 
 FLAGS = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --lr 1e-3 --micro-batch-size 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ext import device
-from megatron_ext.device import adaptation, cuda, external_kernels, fusions
+from megatron_ext.device import adaptation, cuda, external_kernels
 from megatron_ext.device.adaptation import (
     _gathers_unequal_parts,
     _made_on_cpu,
@@ -113,9 +113,9 @@ def test_every_row_says_why() -> None:
 def test_the_first_rank_of_a_machine_warns(
     rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fusions, "missing_for_kernels", lambda: "there is none")
+    monkeypatch.setattr(external_kernels, "missing_for_kernels", lambda: "there is none")
     assert not device._can_fuse(rank)
-    assert bool(capsys.readouterr().err) == (rank == 0)
+    assert ("--disable-jit-fuser" in capsys.readouterr().err) == (rank == 0)
 
 
 @pytest.mark.parametrize(
@@ -131,20 +131,24 @@ def test_any_c_compiler_will_do(
     found: tuple[str, ...], compiler: str | None, missing: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(fusions.importlib.util, "find_spec", lambda _name: object())
-    monkeypatch.setattr(fusions.shutil, "which", lambda name: name if name in found else None)
-    monkeypatch.setattr(fusions.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(external_kernels.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(external_kernels.shutil, "which", lambda name: name if name in found else None)
+    monkeypatch.setattr(external_kernels.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.delenv("CC", raising=False)
     if compiler is not None:
         monkeypatch.setenv("CC", compiler)
-    assert fusions.missing_for_kernels() == missing
+    assert external_kernels.missing_for_kernels() == missing
     (tmp_path / "Python.h").unlink()
-    assert fusions.missing_for_kernels() == (missing or "Python's header files are not installed (python3-dev)")
+    assert external_kernels.missing_for_kernels() == (
+        missing or "Python's header files are not installed (python3-dev)"
+    )
+    monkeypatch.setattr(external_kernels.importlib.util, "find_spec", lambda _name: None)
+    assert external_kernels.missing_for_kernels() == "Triton is not installed"
 
 
 def test_the_compiler_is_as_it_was() -> None:
     genuine = torch.compile
-    fusions.leave_uncompiled()
+    external_kernels.leave_uncompiled()
     assert torch.compile is genuine
 
 

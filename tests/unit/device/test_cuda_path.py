@@ -17,7 +17,7 @@ from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_trai
 
 from megatron_ext import device
 from megatron_ext.config.schema import LayoutConfig
-from megatron_ext.device import fusions
+from megatron_ext.device import external_kernels
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.model.config import transformer_config
 from megatron_ext.parallel import groups
@@ -130,17 +130,6 @@ def test_squared_relu_has_the_bits_of_the_compiled_one(dtype: torch.dtype) -> No
     assert torch.equal(*(torch.autograd.grad((out * weights).sum(), given)[0] for out in (plain, compiled)))
 
 
-def test_what_compiling_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(fusions.importlib.util, "find_spec", lambda _name: object())
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert fusions.missing_for_kernels() == "there is no C compiler (gcc or clang)"
-    assert not device._can_fuse(local_rank=0)
-    assert "--disable-jit-fuser" in capsys.readouterr().err
-    monkeypatch.setattr(fusions.importlib.util, "find_spec", lambda _name: None)
-    assert fusions.missing_for_kernels() == "Triton is not installed"
-
-
 @pytest.mark.parametrize("missing", [None, "Triton is not installed"])
 @pytest.mark.parametrize("own_kernels", [True, False])
 @pytest.mark.parametrize("fuses", [True, False])
@@ -148,7 +137,7 @@ def test_kernels_are_used_where_they_are_wanted_and_can_be_compiled(
     fuses: bool, own_kernels: bool, missing: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_choice, "_used", False)
-    monkeypatch.setattr(fusions, "missing_for_kernels", lambda: missing)
+    monkeypatch.setattr(external_kernels, "missing_for_kernels", lambda: missing)
     assert device._choose_kernels(1, fuses=fuses, own_kernels=own_kernels) == (fuses and missing is None)
     assert kernel_choice._used == (own_kernels and missing is None)
 

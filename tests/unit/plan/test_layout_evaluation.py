@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli.plan import main
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
@@ -15,7 +16,6 @@ from megatron_ext.plan.hardware import TABLE, Machine, hardware
 from megatron_ext.plan.interconnect import latency, transfer
 from megatron_ext.plan.search_input import placeholders
 from megatron_ext.plan.traffic import Term, sent
-from tools.plan import main
 
 ROOT = Path(__file__).parents[3]
 SEVEN_BILLION = (

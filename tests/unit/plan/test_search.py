@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_searches import CASES, Case
+from megatron_ext.cli.plan import main
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
@@ -31,7 +32,6 @@ from megatron_ext.rules.validate import RULES, RULES_OF_LAYOUTS, RULES_OF_MICRO_
 from tests.support import plans
 from tests.support.golden_text import section
 from tests.support.wrong_flags import BASE, EXAMPLES
-from tools.plan import main
 
 _LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --bf16 "

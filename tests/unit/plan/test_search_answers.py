@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli.plan import main
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
@@ -24,7 +25,6 @@ from megatron_ext.rules.validate import problems
 from megatron_ext.train.configure import configure
 from tests.support import planner_numbers
 from tests.support.golden_text import section
-from tools.plan import main
 
 ROOT = Path(__file__).parents[3]
 _LLAMA = (
@@ -216,7 +216,7 @@ def test_nothing_fits_says_what_would(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_the_report_is_that_of_the_docs_and_ends_with_flags_to_paste(tmp_path: Path) -> None:
     without_torch = (
-        "import sys; from tools.plan import main; main(sys.argv[1:]); sys.exit(2 * ('torch' in sys.modules))"
+        "import sys; from megatron_ext.cli.plan import main; main(sys.argv[1:]); sys.exit(2 * ('torch' in sys.modules))"
     )
     command = [sys.executable, "-c", without_torch, "--world-size", "8", "--device", "h100", "--number", "4"]
     command += ["--json", str(tmp_path / "plan.json"), "--", *SEVEN_BILLION.split()]

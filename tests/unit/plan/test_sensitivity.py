@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli import plan
 from megatron_ext.cli import plan as plan_cli
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts
@@ -17,7 +18,6 @@ from megatron_ext.plan import sensitivity
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.search import Question, search
 from megatron_ext.plan.search_input import question
-from tools import plan
 
 TOOL = Path(__file__).parents[3] / "tools" / "plan.py"
 FLAGS = (

@@ -17,7 +17,7 @@ from tests.support.wrong_flags import BASE, EXAMPLES, WRONG
 BASES = {"dense": BASE, "experts": f"{BASE} --disable-bias-linear --num-experts 8"}
 LINES = (
     *(example.flags for example in EXAMPLES.values()),
-    *(flags for flags, _ in WRONG),
+    *WRONG,
     *MORE,
     *(flags for lines in NEAR.values() for flags in lines),
 )

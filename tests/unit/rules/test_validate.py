@@ -67,10 +67,10 @@ def test_the_page_of_errors_is_the_same_on_every_machine(monkeypatch: pytest.Mon
     assert errors_page() == here
 
 
-@pytest.mark.parametrize(("line", "words"), WRONG, ids=[line for line, _ in WRONG])
-def test_one_mistake_is_one_problem(line: str, words: str):
-    (problem,) = [p for p in found(line) if not p.startswith("the vocabulary is unknown")]
-    assert words in problem
+@pytest.mark.parametrize("line", WRONG)
+def test_one_mistake_is_one_problem(line: str):
+    """Its words are in tests/golden/problems.txt."""
+    assert len([p for p in found(line) if not p.startswith("the vocabulary is unknown")]) == 1
 
 
 @pytest.mark.parametrize(

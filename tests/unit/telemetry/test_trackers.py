@@ -1,4 +1,4 @@
-"""MLflow, Comet and Trackio, with stand-ins that take what the real packages' functions take and record it."""
+"""MLflow, Comet, Trackio and Weights & Biases, with stand-ins that record what their functions take."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.config.schema import LoggingConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.telemetry import metrics
-from megatron_ext.telemetry.trackers import CometWriter, MlflowWriter, TrackioWriter
+from megatron_ext.telemetry.trackers import CometWriter, MlflowWriter, TrackioWriter, WandbWriter
 from tests.support.samples import step
 
 # Signatures of mlflow 3, comet_ml 3.49 and trackio 0.27.
@@ -54,7 +54,21 @@ def init(project, name=None, group=None, space_id=None, space_storage=None, data
     calls.append(["init", project, name, space_id, config, resume])
     return Run()
 """
-WRITERS = {"mlflow": (MlflowWriter, MLFLOW), "comet_ml": (CometWriter, COMET), "trackio": (TrackioWriter, TRACKIO)}
+WANDB = """
+calls = []
+class Run:
+    def log(self, values, step): calls.append(["log", step, values])
+    def finish(self): calls.append(["finish"])
+def init(**options):
+    calls.append(["init", options])
+    return Run()
+"""
+WRITERS = {
+    "mlflow": (MlflowWriter, MLFLOW),
+    "comet_ml": (CometWriter, COMET),
+    "trackio": (TrackioWriter, TRACKIO),
+    "wandb": (WandbWriter, WANDB),
+}
 OPTIONS = LoggingConfig(
     mlflow_experiment="e",
     mlflow_run_name="n",
@@ -64,6 +78,9 @@ OPTIONS = LoggingConfig(
     comet_workspace="w",
     trackio_project="t",
     trackio_run_name="n",
+    wandb_project="p",
+    wandb_exp_name="n",
+    wandb_save_dir="d",
 )
 VALIDATION = {"lm loss validation": 0.0, "lm loss validation ppl": 1.0, "samples vs steps": 160}
 
@@ -83,7 +100,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         sink = writer(options, arguments)
         sink.write(step(lm_loss=2.5))
         sink.write(metrics.ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=0.0))
-        sink.write(metrics.TestMetrics(iteration=10, consumed_samples=160, test_loss=0.0))  # has no tag: is not sent
+        if package != "wandb":  # which is sent the samples alone
+            sink.write(metrics.TestMetrics(iteration=10, consumed_samples=160, test_loss=0.0))  # has no tag
         sink.close()
         return module.calls
 
@@ -111,6 +129,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             ["end"],
         ),
         ("trackio", [["init", "t", "n", None, {"seed": "1"}, "allow"]], "log", ["finish"]),
+        (
+            "wandb",
+            [["init", {"project": "p", "name": "n", "entity": None, "dir": "d", "config": {"seed": 1}}]],
+            "log",
+            ["finish"],
+        ),
     ],
 )
 def test_a_run_begins_logs_and_ends(package: str, begin: list, log: str, end: list, calls: Calls) -> None:
@@ -137,6 +161,7 @@ def test_mlflow_gets_no_more_than_its_servers_take(calls: Calls) -> None:
         ("mlflow", "--mlflow-experiment e needs the mlflow package.*pip install mlflow"),
         ("comet_ml", "--comet-project c needs the comet_ml package.*pip install comet_ml"),
         ("trackio", "--trackio-project t needs the trackio package.*pip install trackio"),
+        ("wandb", "--wandb-project p needs the wandb package.*pip install wandb"),
     ],
 )
 def test_a_missing_package_is_a_configuration_error(
@@ -156,8 +181,14 @@ EACH = LoggingConfig(
     trackio_project="project of trackio",
     trackio_run_name="run of trackio",
     trackio_space_id="space of trackio",
+    wandb_project="project of wandb",
+    wandb_exp_name="run of wandb",
+    wandb_entity="entity of wandb",
+    wandb_save_dir="folder of wandb",
 )
-BARE = LoggingConfig(mlflow_experiment="e", comet_project="c", trackio_project="t")
+BARE = LoggingConfig(mlflow_experiment="e", comet_project="c", trackio_project="t", wandb_project="p")
+_OF_WANDB = {"project": "project of wandb", "name": "run of wandb", "entity": "entity of wandb"}
+_BARE_WANDB: dict[str, Any] = {"project": "p", "name": BARE.wandb_exp_name, "entity": None, "dir": BARE.wandb_save_dir}
 
 
 @pytest.mark.parametrize(
@@ -177,6 +208,11 @@ BARE = LoggingConfig(mlflow_experiment="e", comet_project="c", trackio_project="
             "trackio",
             [["init", "project of trackio", "run of trackio", "space of trackio", {}, "allow"]],
             [["init", "t", None, None, {}, "allow"]],
+        ),
+        (
+            "wandb",
+            [["init", {**_OF_WANDB, "dir": "folder of wandb", "config": {}}]],
+            [["init", {**_BARE_WANDB, "config": {}}]],
         ),
     ],
 )

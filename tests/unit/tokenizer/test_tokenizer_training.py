@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli import train_tokenizer
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.tokenizer_training import sample_texts, train_bytelevel_bpe, train_sentencepiece
@@ -19,7 +20,7 @@ TEXT = "def first(citizen):\n    return  citizen  # ☂\n"
 
 @pytest.fixture
 def train() -> Callable[[list[str]], int]:
-    return runpy.run_path(str(TOOLS / "train_tokenizer.py"))["main"]
+    return train_tokenizer.main
 
 
 def test_bytelevel_bpe(tmp_path: Path, train: Callable[[list[str]], int]):

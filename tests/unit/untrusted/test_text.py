@@ -391,19 +391,6 @@ def test_settings_of_a_tokenizer_that_make_no_sense_are_refused(settings: Any, t
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
-def test_a_folder_beside_it_is_not_the_folder(tmp_path: Path) -> None:
-    """Its name may begin with the folder's."""
-    folder, neighbour = tmp_path / "run", tmp_path / "run-2"
-    for path in (folder, neighbour):
-        path.mkdir()
-        (path / "file").write_text("x")
-    (folder / "link").symlink_to("../run-2/file")
-    (folder / "inner").symlink_to("file")
-    assert file_inside(folder, "inner") == folder / "inner"
-    with pytest.raises(DataError, match="out of its folder"):
-        file_inside(folder, "link")
-
-
 def test_a_name_that_no_file_can_have_is_a_missing_file(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for name in ("a" * 600, "loop"):

@@ -11,10 +11,9 @@ import torch
 import torch.utils.checkpoint
 
 from megatron_ext.config.parse.options import options
-from megatron_ext.verify import gather, module_outputs
+from megatron_ext.verify import gather
 from megatron_ext.verify.first_difference import Comparison, Proof, comparison, relative, to_flags
-from megatron_ext.verify.gather import Shard
-from megatron_ext.verify.module_outputs import LOSS, ModuleOutput, assemble_outputs, forward_order
+from megatron_ext.verify.gather import LOSS, ModuleOutput, Shard, assemble_outputs, forward_order
 from megatron_ext.verify.recorded_training import RunRecord
 from tests.support.small_models import LLAMA, small_config
 
@@ -390,10 +389,10 @@ class Chunk(torch.nn.Module):
 def test_outputs_are_copied_with_their_global_names_and_places(
     post_process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_outputs, "unwrapped", lambda chunks: chunks)
+    monkeypatch.setattr(gather, "unwrapped", lambda chunks: chunks)
     group = {name: SimpleNamespace(rank=lambda rank=rank: rank) for rank, name in enumerate(("tp", "cp", "dp"), 5)}
     chunk = Chunk(post_process=post_process)
-    taps = module_outputs.Taps(SimpleNamespace(groups=SimpleNamespace(**group), chunks=[chunk]))  # pyright: ignore
+    taps = gather.Taps(SimpleNamespace(groups=SimpleNamespace(**group), chunks=[chunk]))  # pyright: ignore
     for microbatch in range(2):
         chunk(torch.full((4, 2, 3), 10.0 * microbatch))
     taps.close()
@@ -413,11 +412,11 @@ def test_outputs_are_copied_with_their_global_names_and_places(
 
 
 def test_what_is_recomputed_in_a_backward_pass_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_outputs, "unwrapped", lambda chunks: chunks)
+    monkeypatch.setattr(gather, "unwrapped", lambda chunks: chunks)
     group = SimpleNamespace(rank=lambda: 0)
     chunk = Chunk(post_process=False)
     run: Any = SimpleNamespace(groups=SimpleNamespace(tp=group, cp=group, dp=group), chunks=[chunk])
-    taps = module_outputs.Taps(run)
+    taps = gather.Taps(run)
     hidden = torch.zeros(4, 2, 3, requires_grad=True)
     torch.utils.checkpoint.checkpoint(chunk, hidden, use_reentrant=False).sum().backward()
     assert len(taps.parts) == 4

@@ -1,11 +1,16 @@
-"""Gives flags of MindSpeed-LLM's scripts, which run Megatron-LM on Ascend's processors, in our words.
+"""Gives in our words what scripts of three programs say that are Megatron-LM's but for some flags of their own.
 
-Meanings are those of its source (features_manager/, core/transformer/moe/router.py, training/initialize.py).
+`read_mindspeed` is for MindSpeed-LLM, which runs on Ascend's processors; meanings are those of its source
+(features_manager/, core/transformer/moe/router.py, training/initialize.py). `read_mamba` is for Megatron-LM's
+pretrain_mamba.py, and `read_weighted_splits` for BigScience's data.
 """
 
-from collections.abc import Iterable
+import re
+import shlex
+from collections.abc import Iterable, Sequence
 
 from megatron_ext.foreign.script import Script
+from megatron_ext.untrusted.text import read_file
 
 _SPECS = ("qwen3_spec", "deepseek_spec")
 """Modules whose layers are those that --qk-layernorm, --multi-latent-attention and --num-experts describe."""
@@ -130,3 +135,57 @@ def _leave_out_layers(script: Script) -> None:
     if pattern.startswith("[") and len(has_experts) == layers:
         own = ",".join(one for one, stays in zip(has_experts, kept, strict=True) if stays)
         script.give(("--moe-layer-freq", f"[{own}]"))
+
+
+_MAMBA_SPECS = tuple(f"megatron.core.models.{one}.{one}_layer_specs" for one in ("mamba", "hybrid"))
+"""Modules of megatron-core whose layers are those that the letters name."""
+
+
+def read_mamba(script: Script) -> None:
+    """Take the layer spec and the shares of kinds of layers, where a pattern is given, whose letters count there, too.
+
+    Without a pattern they stay, to be refused by their names.
+    """
+    if not any(flag in script for flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern")):
+        return
+    spec = (script.values("--spec") or [""])[0]
+    for flag in ("--spec", "--hybrid-attention-ratio", "--hybrid-mlp-ratio"):
+        if flag in script and (flag != "--spec" or spec in _MAMBA_SPECS):
+            script.take(flag)
+            script.warnings.append(f"{flag} changes nothing here: --hybrid-layer-pattern says what each layer is")
+
+
+_GROUP = re.compile(r"\s*[^\s:,]+\s*:\s+(.+)", re.DOTALL)
+
+
+def read_weighted_splits(script: Script) -> None:
+    """Give --train-data-path and its like for the data that a script names in BigScience's way."""
+    for part in ("train", "valid", "test"):
+        flag = f"--{part}-weighted-split-paths"
+        path, groups = script.take(f"{flag}-path"), script.take(flag)
+        try:
+            if path is not None:
+                flag = f"{flag}-path"
+                groups = shlex.split(read_file(" ".join(path), 2**24).decode())
+            if groups is not None:
+                script.give([f"--{part}-data-path", *_prefixes(groups)])
+        except (OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and "--dry-run" in script:
+                named = " ".join(path or ())
+                script.give(("--per-split-data-args-path", named))  # which a dry run does not open either
+                script.warnings.append(f"{flag} {named} does not exist; a run needs it, --dry-run does not")
+                continue
+            script.problems.append(f"{' '.join([flag, *(path or ())])}: {getattr(error, 'strerror', None) or error}")
+            script.unread |= {"data_path", "train_data_path"}
+
+
+def _prefixes(groups: Sequence[str]) -> list[str]:
+    """Return weights and prefixes in turn. Raises ValueError where the words are others, or mean what is not here."""
+    found = _GROUP.fullmatch(groups[0]) if len(groups) == 1 else None
+    items = [item.split() for item in found[1].split(",")] if found else []
+    if not items or any(len(item) != 3 for item in items):
+        raise ValueError(f'{len(groups)} words, but expected one, "NAME: WEIGHT BEGIN:END PREFIX, ..."; give one group')
+    for _, share, prefix in items:
+        if not re.fullmatch(r"0*(\.0*)?:1(\.0*)?", share):
+            raise ValueError(f"{prefix} has {share}, not the whole, 0:1; use --data-path with --split, alike for each")
+    return [word for weight, _, prefix in items for word in (weight, prefix)]

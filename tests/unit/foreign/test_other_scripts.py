@@ -1,13 +1,15 @@
-"""Scripts of MindSpeed-LLM are the runs that they are there, or refused for what has no equivalent."""
+"""Scripts of MindSpeed-LLM, of pretrain_mamba.py and of BigScience are the runs that they are there, or refused."""
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign.megatron_deepspeed import read
 from megatron_ext.train.configure import configure
+from tests.support.small_runs import MODEL
 from tests.support.wrong_flags import BASE
 
 _MODEL = "--num-layers 4 --num-experts 4 --moe-ffn-hidden-size 8 --tensor-model-parallel-size 2"
@@ -125,3 +127,77 @@ def test_experts_over_too_many_ranks_are_named_as_typed_with_fixes_that_work(exp
 def test_a_number_of_ranks_that_is_none_is_a_problem() -> None:
     typed = read(shlex.split(f"{_MODEL} --moe-tp-extend-ep --expert-model-parallel-size many"))
     assert typed.problems == ("--expert-model-parallel-size: 'many' is not an integer",)
+
+
+HYBRID = "--normalization RMSNorm --disable-bias-linear --mamba-head-dim 8 --mamba-num-groups 2 --is-hybrid-model"
+
+
+@pytest.mark.parametrize(
+    "module", ["mamba.mamba_layer_specs mamba_stack_spec", "hybrid.hybrid_layer_specs hybrid_stack_spec"]
+)
+@pytest.mark.parametrize("flag", ["--hybrid-override-pattern", "--hybrid-layer-pattern"])
+def test_a_pattern_is_what_counts(flag: str, module: str) -> None:
+    script = (
+        f"{HYBRID} {flag} M- --hybrid-attention-ratio 0.5 --spec megatron.core.models.{module} --hybrid-mlp-ratio 0.5"
+    )
+    configured = configure([*MODEL, *shlex.split(script)])
+    assert configured.config.model.hybrid_layer_pattern == "M-"
+    for taken in ("--spec", "--hybrid-attention-ratio", "--hybrid-mlp-ratio"):
+        text = f"{taken} changes nothing here: --hybrid-layer-pattern says what each layer is"
+        assert configured.typed.warnings.count(text) == 1
+
+
+def test_without_a_pattern_the_flag_to_use_is_named() -> None:
+    """Without it the layers would have attention."""
+    script = "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec --hybrid-attention-ratio 0.5"
+    with pytest.raises(ConfigurationError) as found:
+        configure([*MODEL, *shlex.split(script)])
+    assert len(found.value.problems) == 2
+    assert all("--hybrid-layer-pattern" in problem for problem in found.value.problems)
+
+
+def test_a_spec_of_ones_own_stays_refused() -> None:
+    script = f"{HYBRID} --hybrid-layer-pattern M- --spec my.specs mamba_stack_spec"
+    with pytest.raises(ConfigurationError, match="layer specs are not loaded"):
+        configure([*MODEL, *shlex.split(script)])
+
+
+def test_whole_prefixes_are_the_data_of_their_part(tmp_path: Path) -> None:
+    file = tmp_path / "valid.txt"
+    file.write_text('"valid: 1.0 0:1 v"\n')
+    train = ["--train-weighted-split-paths", "train: 0.3 0:1 a, 0.7 0.0:1.0 b"]
+    typed = read([*train, "--valid_weighted_split_paths_path", str(file)])
+    assert typed.values == {"train_data_path": ("0.3", "a", "0.7", "b"), "valid_data_path": ("1.0", "v")}
+    assert not typed.problems
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train: 1 0:0.9 a"], "a has 0:0.9, not the whole, 0:1; use --data-path with --split"),
+        (["train: 1 0:1 a", "other: 1 0:1 b"], "2 words, but expected one"),
+        (["1 0:1 a"], 'expected one, "NAME: WEIGHT BEGIN:END PREFIX, ..."'),
+        (["train: 1 a"], 'expected one, "NAME: WEIGHT BEGIN:END PREFIX, ..."'),
+        ([], "0 words, but expected one"),
+    ],
+)
+def test_other_words_are_refused_with_the_reason(words: list[str], said: str) -> None:
+    [problem] = read(["--train-weighted-split-paths", *words]).problems
+    assert problem.startswith("--train-weighted-split-paths: ")
+    assert said in problem
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "open.txt").write_text('"train: 1 0:1 a')
+    for name, said in (("none.txt", "No such file"), ("open.txt", "No closing quotation"), ("", "no regular file")):
+        [problem] = read(["--test-weighted-split-paths-path", str(tmp_path / name)]).problems
+        assert problem.startswith(f"--test-weighted-split-paths-path {tmp_path / name}: ")
+        assert said in problem
+
+
+def test_a_dry_run_does_without_the_file() -> None:
+    words = ["--train-weighted-split-paths-path", "/nowhere/train.txt"]
+    typed = read([*words, "--dry-run"])
+    assert not typed.problems
+    assert "/nowhere/train.txt does not exist; a run needs it" in typed.warnings[0]
+    assert "No such file" in read(words).problems[0]

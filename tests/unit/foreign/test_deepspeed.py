@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_ext.foreign.curriculum import nearest_stages
+from megatron_ext.foreign.deepspeed import nearest_stages
 
 _LINEAR = {"schedule_config.total_curriculum_step": 97, "schedule_config.difficulty_step": 16}
 _RANGE = {"min_difficulty": 64, "max_difficulty": 192}
