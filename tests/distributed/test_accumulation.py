@@ -6,9 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+from megatron_ext.checkpoint.native.save import save_checkpoint
+from megatron_ext.model.names import global_named_parameters
+from megatron_ext.train.step import compute_gradients, held_out_loss
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build, train
 from tests.support.selection import chosen, marked
+from tests.support.several_models import in_turn
 
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
@@ -28,21 +36,9 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 }
 
 
-def _build(flags: list[str]) -> Any:
-    from megatron_ext import device
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-
-    return build_run(configure(flags).config, device.install("cpu"))
-
-
 def _reductions(flags: list[str]) -> tuple[list[int], list[int], list[list[int]]]:
     """One rank: global batch of every step, sizes of the buckets, and sizes of what every step reduced over DP."""
-    import torch
-
-    from megatron_ext.train.trainer import Trainer
-
-    run = _build(flags)
+    run = build(flags)
     module: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     reduced: list[int] = []
     all_reduce, reduce_scatter = torch.distributed.all_reduce, module.dist_reduce_scatter_func
@@ -79,11 +75,7 @@ def test_a_step_reduces_every_bucket_once_whatever_the_number_of_microbatches(la
 
 def _samples(flags: list[str], steps: int, load: str | None, save: str | None) -> list[list[int]]:
     """One rank: the tokens of every sample that it trains on, in order."""
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.trainer import Trainer
-
-    run = _build(flags)
+    run = build(flags)
     if load is not None:
         load_checkpoint(run, load)
     seen: list[list[int]] = []
@@ -95,9 +87,7 @@ def _samples(flags: list[str], steps: int, load: str | None, save: str | None) -
         return microbatches
 
     run.loaders.train.global_batch = recorded
-    trainer = Trainer(run, [])
-    for _ in range(steps):
-        trainer.step()
+    train(run, steps)
     if save is not None:
         save_checkpoint(run, save)
     run.loaders.close()
@@ -128,18 +118,11 @@ WRITTEN: dict[str, str] = {
 def _written_and_added(all_flags: list[list[str]]) -> list[tuple[list[str], list[str], int]]:
     """One rank, of each layout: the weights whose gradients a step over NaN has with other bits than one that adds to
     megatron-core's zeros, the buffers with something in their padding, and how many experts have no gradient."""
-    from tests.support.several_models import in_turn
-
     return in_turn(_differences, all_flags)
 
 
 def _differences(flags: list[str]) -> tuple[list[str], list[str], int]:
-    import torch
-
-    from megatron_ext.model.names import global_named_parameters
-    from megatron_ext.train.step import compute_gradients, held_out_loss
-
-    run: Any = _build(flags)
+    run: Any = build(flags)
     compute_gradients(run, range(8))  # the first step of a bucket is reduced at its end
     named: list[tuple[str, Any]] = list(global_named_parameters(run.chunks))
     buffers = [buffer for chunk in run.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

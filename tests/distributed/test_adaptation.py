@@ -1,8 +1,13 @@
 """Every row of the CPU adaptation is needed: without it, what we use of megatron-core fails on a CPU."""
 
+import os
+
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from megatron_ext import device
 from megatron_ext.device import adaptation
 from megatron_ext.device.adaptation import REPLACEMENTS
 from megatron_ext.verify.ranks import RankError, run_ranks
@@ -103,11 +108,6 @@ def test_with_all_rows_experts_work(tmp_path) -> None:
 
 def _gather_and_free(rounds: int) -> None:
     """Coalesced gathers in flight together, whose outputs are freed once they have been waited for."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_ext import device
-
     device.install("cpu")
     dist.init_process_group("gloo")
     shards = [torch.full((size,), float(dist.get_rank())) for size in (12288, 25000, 25000, 25000, 25000, 12288, 64)]
@@ -134,13 +134,6 @@ def test_coalesced_gathers_may_be_freed_after_their_wait(rounds: int) -> None:
 
 def _threads_of_groups() -> tuple[int, list[float]]:
     """The threads that ten more groups start on this rank, and a sum over each."""
-    import os
-
-    import torch
-    import torch.distributed as dist
-
-    from megatron_ext import device
-
     device.install("cpu")
     dist.init_process_group("gloo")
     before, rank = len(os.listdir("/proc/self/task")), dist.get_rank()

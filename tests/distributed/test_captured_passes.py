@@ -8,8 +8,17 @@ import shlex
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from megatron.core.full_cuda_graph import StaticBufferLoader
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_ext.train.captured_passes import CapturedPasses
+from megatron_ext.train.step import held_out_loss
+from megatron_ext.train.trainer import Callback, Trainer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
+from tests.support.recorded_graph import recorded_graphs
+from tests.support.run_state import state_hash
 from tests.support.selection import marked
 from tests.support.several_models import end_layout
 
@@ -51,20 +60,7 @@ class Trained(NamedTuple):
 
 
 def _train(flags: list[str], late: bool, captures: bool) -> tuple[Trained, list[Any]]:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_ext import device
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.captured_passes import CapturedPasses
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.step import held_out_loss
-    from megatron_ext.train.trainer import Callback, Trainer
-    from tests.support.recorded_graph import recorded_graphs
-    from tests.support.run_state import state_hash
-
-    here: Any = device.install("cpu")
-    here.reads_wait = late
-    run = build_run(configure(flags).config, here)
+    run = build(flags, reads_wait=late)
     evaluated: list[str] = []
     steps: list[tuple[str, ...]] = []
     seen: list[Any] = []
@@ -90,7 +86,7 @@ def _train(flags: list[str], late: bool, captures: bool) -> tuple[Trained, list[
     with recorded_graphs() as made:
         if captures:
             schedule = get_forward_backward_func(1, None)
-            run.captured_passes = CapturedPasses(schedule, 2, run.chunks, run.gradient_watch, here.synchronize)
+            run.captured_passes = CapturedPasses(schedule, 2, run.chunks, run.gradient_watch, run.device.synchronize)
         Trainer(run, [Notes()]).fit()
         if captures:
             elsewhere += _held_by_nobody(run, made[-1].read_from_outside)
@@ -102,9 +98,6 @@ def _train(flags: list[str], late: bool, captures: bool) -> tuple[Trained, list[
 
 def _held_by_nobody(run: Any, tensors: dict[int, Any]) -> list[Any]:
     """Those of a graph's tensors, by their memory, that are no weights, gradients, inputs, or other lasting ones."""
-    import torch
-    from megatron.core.full_cuda_graph import StaticBufferLoader
-
     held: list[Any] = [*run.captured_passes._tables]
     for chunk in run.chunks:
         held += [getattr(module, "inv_freq", None) for module in chunk.modules()]

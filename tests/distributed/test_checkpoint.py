@@ -10,26 +10,22 @@ import pytest
 import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ext.checkpoint.native import save
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, find_latest, iteration_folder, saved_iterations
 from megatron_ext.checkpoint.native.load_checkpoint import _reason
 from megatron_ext.errors import DataError
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support import checkpoints
-from tests.support.checkpoints import build, file_hashes, load, save_at
+from tests.support.checkpoints import build, file_hashes, load, save_at, train
 
 FLAGS = [*checkpoints.FLAGS, "--num-layers", "1"]
 
 
 def _kill_at(call: str, folder: str, iterations: list[int], flags: list[str]) -> None:
     """Save, and be killed at the first `call` of os that the last of the saves makes."""
-    from megatron_ext.checkpoint.native import save
-    from megatron_ext.train.trainer import Trainer
-
     run = build(flags)
-    trainer = Trainer(run, [])
     for iteration in iterations:
-        while run.state.iteration < iteration:
-            trainer.step()
+        train(run, iteration - run.state.iteration)
         if iteration == iterations[-1]:
             setattr(os, call, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         save.save_checkpoint(run, folder)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.native import checkpoint_manifest
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, load, save_at
 from tests.support.several_models import in_turn
@@ -129,7 +130,6 @@ def test_200_flipped_bits(saved: Path) -> None:
 
 def _bytes_read_by_a_save(folder: str) -> int:
     """Of the second one: the first still imports modules."""
-    from megatron_ext.checkpoint.native.save import save_checkpoint
 
     def read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])  # rchar: asked for, from the disk or the page cache

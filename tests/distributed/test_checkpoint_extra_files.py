@@ -12,12 +12,14 @@ import torch
 
 from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, keep_tokenizer, kept_tokenizer
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.tokenizer_training import train_bytelevel_bpe
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.checkpoints import MODEL, REST, SCHEDULE, save_at
+from tests.support.checkpoints import MODEL, REST, SCHEDULE, build, save_at, train
 
 convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
 SETTINGS = [*REST, *SCHEDULE, "--train-iters", "10"]
@@ -36,15 +38,9 @@ def original(tmp_path: Path) -> Path:
 
 def _go_on(folder: str, flags: list[str]) -> None:
     """Resume at iteration 1 and save at 2."""
-    from megatron_ext import device
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.trainer import Trainer
-
-    run = build_run(configure(flags).config, device.install("cpu"))
+    run = build(flags)
     assert load_checkpoint(run, folder) == 1
-    Trainer(run, []).step()
+    train(run, 1)
     save_checkpoint(run, folder)
 
 

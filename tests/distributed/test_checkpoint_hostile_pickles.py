@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron_ext.checkpoint.dtypes import DTYPES
-from megatron_ext.checkpoint.native import torch_dist
+from megatron_ext.checkpoint.native import checkpoint_state_dict, torch_dist
 from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, load, save_at
@@ -32,8 +32,6 @@ class _Canary:
 
 def _save_with_canary(folder: str, canary: str) -> None:
     """Save; the state of the random generators is the canary."""
-    from megatron_ext.checkpoint.native import checkpoint_state_dict
-
     genuine = checkpoint_state_dict._rng_state
 
     def planted(run: Any) -> Any:

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from megatron_ext.config.derived.rank_order import context_chunks
+from megatron_ext.data.packing import documents_of
+from megatron_ext.parts.attention.cached import Sequences
+from megatron_ext.parts.latent_attention import indexer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.several_models import in_turn
 from tests.support.small_models import INDEXED, build_small_model, small_config
@@ -33,9 +36,6 @@ CASES = list(itertools.product((False, True), (False, True)))
 def _whole(world: int, flags: dict[str, Any], case: tuple[bool, bool]) -> dict[str, torch.Tensor]:
     """Return the gradients of the attention of a layer, put together from those of all ranks, and its output of this
     context-parallel rank's positions."""
-    from megatron_ext.data.packing import documents_of
-    from megatron_ext.parts.attention.cached import Sequences
-
     packed, sparse = case
     config = small_config({**SIZES, "dsa_indexer_use_sparse_loss": sparse}, {"world_size": world, **flags})
     [gpt], groups = build_small_model(config)
@@ -107,16 +107,12 @@ def test_output_and_gradients_are_those_of_one_process(layout: str) -> None:
 
 
 def _learns_from_own_heads() -> None:
-    from megatron_ext.parts.latent_attention import indexer
-
     target = indexer._target
     alone: Any = type("Alone", (), {"size": lambda _: 1})()
     indexer._target = lambda *arguments: target(*arguments[:-1], alone)  # pyright: ignore[reportCallIssue]
 
 
 def _chooses_by_half_of_the_heads() -> None:
-    from megatron_ext.parts.latent_attention import indexer
-
     scores = indexer.index_scores
 
     def of_half(query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.device.cpu import CpuDevice
+from megatron_ext.telemetry.communication_clock import CommunicationClock
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import reproducible_rows
@@ -18,9 +20,6 @@ LATE = 0.6  # seconds
 
 def known_waits() -> list[tuple[float, ...]]:
     """Seconds (communication, idle, whole) on this rank, of steps in which rank 1 keeps rank 0 waiting."""
-    from megatron_ext.device.cpu import CpuDevice
-    from megatron_ext.telemetry.communication_clock import CommunicationClock
-
     torch.distributed.init_process_group("gloo")
     first, pipeline = torch.distributed.get_rank() == 0, torch.distributed.new_group([0, 1])
     assert isinstance(pipeline, torch.distributed.ProcessGroup)

@@ -8,8 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.utils import get_batch_on_this_cp_rank
 
+from megatron_ext.data.microbatch import Batch, StageView, divide
 from megatron_ext.data.packing import documents_of
+from megatron_ext.parts.attention import context_parallel
+from megatron_ext.parts.attention.packed import attend_documents
+from megatron_ext.parts.attention.segments import attend_segments
 from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.parity import write_corpus
 from megatron_ext.verify.ranks import run_ranks
@@ -31,13 +36,6 @@ def _chunks_and_attention() -> list[dict[str, Any]]:
 def _far_from_whole(value_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """In fp64 the largest difference of the result and the gradients; in bf16 the root of the mean of its square, in
     units of what one rounding of each number makes of it: 0.42 x 2^-8 (tests/unit/parts/attention/test_compute.py)."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    from megatron_ext.data.microbatch import Batch, StageView, divide
-    from megatron_ext.parts.attention import context_parallel
-    from megatron_ext.parts.attention.packed import attend_documents
-    from megatron_ext.parts.attention.segments import attend_segments
-
     group: Any = torch.distributed.group.WORLD
     rank, size = group.rank(), group.size()
     generator = torch.Generator().manual_seed(0)

@@ -1,24 +1,24 @@
 """Rank 0 builds the index cache, the others read it: with a cold and a warm cache."""
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_ext.config.schema import Config, DataConfig, ModelConfig
+from megatron_ext.data import corpus, shuffled_order
+from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.indexed import IndexedWriter
+from megatron_ext.tokenizer.simple import NullTokenizer
 from megatron_ext.verify.ranks import RankError, run_ranks
 
 
 def read_on_rank(paths: dict[str, Any], cache: str) -> list[list[list[int]] | None]:
     """Train and validation tokens on this rank."""
-    import torch
-
-    from megatron_ext.config.schema import Config, DataConfig, ModelConfig
-    from megatron_ext.data.corpus import Splits, build_datasets
-    from megatron_ext.tokenizer.simple import NullTokenizer
-
     torch.distributed.init_process_group("gloo")
     config = Config(model=ModelConfig(seq_length=8), data=DataConfig(split="80,20,0", data_cache_path=cache, **paths))
     datasets = build_datasets(config, NullTokenizer(1000), Splits(60, 1, 0))
@@ -64,15 +64,6 @@ def test_damaged_data_ends_all_ranks_with_the_cause(tmp_path: Path, prefixes: tu
 
 def write_cache_on_node(prefix: str, caches: list[str]) -> list[list[int]]:
     """Four ranks on two nodes, which may see the same cache or each its own."""
-    import os
-
-    import torch
-
-    from megatron_ext.config.schema import Config, DataConfig, ModelConfig
-    from megatron_ext.data import corpus, shuffled_order
-    from megatron_ext.data.corpus import Splits, build_datasets
-    from megatron_ext.tokenizer.simple import NullTokenizer
-
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     os.environ["LOCAL_RANK"] = str(rank % 2)
@@ -121,8 +112,6 @@ def test_a_node_with_another_index_ends_all_ranks(tmp_path: Path, prefixes: tupl
 
 def read_on_node(prefixes: list[str], cache: str) -> None:
     """Four ranks on two nodes with a file of the same name each."""
-    import os
-
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_RANK"] = str(rank % 2)
     read_on_rank({"data_path": (prefixes[rank // 2],)}, cache)

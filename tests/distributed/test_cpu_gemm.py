@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_ext.device import kernels
+from megatron_ext.device.kernels import gemm_by_ability
+from megatron_ext.parallel import groups
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.program import run_program
 
 FLAGS = shlex.split("""
     --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --mock-data
@@ -17,10 +21,6 @@ FLAGS = shlex.split("""
 
 def train_each(*runs: list[str]) -> list[tuple[int, str]]:
     """Run the program once for each list of flags; return how it ended, and what multiplied then."""
-    from megatron_ext.device import kernels
-    from megatron_ext.parallel import groups
-    from tests.support.program import run_program
-
     found = []
     for flags in runs:
         code = run_program([*FLAGS, *flags]).code
@@ -44,8 +44,6 @@ def test_a_resumed_run_multiplies_as_its_checkpoint_did(asked: str, tmp_path: Pa
 
 
 def test_a_new_run_records_what_was_chosen(tmp_path: Path) -> None:
-    from megatron_ext.device.kernels import gemm_by_ability
-
     each = run_ranks(2, train_each, ["--train-iters", "1", "--save", str(tmp_path)])
     assert each[0] == each[1]
     assert saved(tmp_path, 1) == each[0][0][1]

@@ -1,6 +1,7 @@
 """Data that another tokenizer made than the run's is refused: the manifest next to it knows."""
 
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -132,8 +133,6 @@ def test_data_of_an_older_manifest_or_of_none(data: Path, tmp_path: Path, capsys
 
 
 def _run_on_own_copy(folder: str, flags: str) -> Ended:
-    import os
-
     return run_program(
         shlex.split(f"{FLAGS} {flags} --train-data-path {folder}/{os.environ['RANK']}/byte_text_document")
     )

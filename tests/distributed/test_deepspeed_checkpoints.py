@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_ext.checkpoint.deepspeed.importer import import_deepspeed
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.data.corpus import Splits
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build, train
 
 DATA = Path(__file__).parents[1] / "data"
 MODELS = {
@@ -40,21 +42,9 @@ class _Samples:
 
 
 def _go_on(flags: list[str], rows: list[list[int]]) -> list[float]:
-    from megatron_ext import device
-
-    here = device.install("cpu")
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.extensions import Extensions
-    from megatron_ext.train.trainer import Trainer
-
-    config = configure(flags).config
-    run = build_run(config, here, extensions=Extensions(datasets=lambda *_: Splits(_Samples(rows), None, None)))
-    assert config.checkpoint.load is not None
-    assert load_checkpoint(run, config.checkpoint.load) == 3
-    trainer = Trainer(run, [])
-    return [trainer.step().loss for _ in range(2)]
+    run = build(flags, datasets=lambda *_: Splits(_Samples(rows), None, None))
+    assert load_checkpoint(run, run.config.checkpoint.load) == 3
+    return train(run, 2)
 
 
 _TP, _PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, file_hashes, save_at
 from tests.support.program import run_program
@@ -33,8 +34,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def _limited(limit: int, folder: str) -> None:
     """Save when no file may grow beyond `limit` bytes: past the check of the free space, in the middle of a write."""
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-
     run = build(FLAGS)
     run.state.iteration = 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

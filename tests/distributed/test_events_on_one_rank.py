@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _world
 
+from megatron_ext import device
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.config.schema import LayoutConfig
+from megatron_ext.errors import StorageError
+from megatron_ext.parallel import groups
 from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.verify.ranks import run_ranks
@@ -53,11 +58,6 @@ def _stops(event: str, file: Path) -> list[list[tuple[str, bool, bool]]]:
 
 def _all_events(folder: str) -> tuple[list[list[list[tuple[str, bool, bool]]]], set[timedelta]]:
     """The same for every event, and the time limits of all groups of a layout with a limit of 7 minutes."""
-    from torch.distributed.distributed_c10d import _world
-
-    from megatron_ext import device
-    from megatron_ext.parallel import groups
-
     layout = LayoutConfig(world_size=2, tensor_model_parallel_size=2, distributed_timeout_minutes=7.0)
     groups.initialize(layout, device.install("cpu"))
     made: Any = list(_world.pg_map)
@@ -83,9 +83,6 @@ def test_all_ranks_stop_for_what_rank_1_alone_has_seen(tmp_path: Path) -> None:
 
 def _full_on_rank_1(folder: str) -> str:
     """Save where no file of rank 1 may grow beyond 1 kB."""
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.errors import StorageError
-
     run = build([*FLAGS, "--use-distributed-optimizer"])
     run.state.iteration = 2
     if run.rank == 1:

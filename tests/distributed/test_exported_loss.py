@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.data.indexed import IndexedWriter
+from megatron_ext.train.callbacks.evaluation import evaluate
 from megatron_ext.verify.ranks import run_ranks
 from megatron_ext.verify.transformers_reference import their_loss
+from tests.support.checkpoints import build, train
 from tests.support.hf_models import quiet_transformers
 from tests.support.plain_process import in_plain_process
 
@@ -32,19 +35,10 @@ FLAGS = shlex.split("""
 
 def _train(flags: list[str], save: str) -> tuple[float, float, list[list[list[int]]]]:
     """Train and save; the losses before and after on the validation data, and what this stage read of it."""
-    from megatron_ext import device
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.callbacks.evaluation import evaluate
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
-    run = build_run(configure(flags).config, device.install("cpu"))
+    run = build(flags)
     held_out: Any = run.loaders.valid
     before = evaluate(run, held_out)
-    trainer = Trainer(run, [])
-    for _ in range(12):
-        trainer.step()
+    train(run, 12)
     save_checkpoint(run, save)
     samples = []
     (part,) = held_out.parts

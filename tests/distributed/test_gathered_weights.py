@@ -4,6 +4,8 @@ import shlex
 
 import pytest
 
+from megatron_ext.train.callbacks.evaluation import evaluate
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.selection import marked
@@ -34,9 +36,6 @@ LAYOUTS = {
 
 def _numbers(flags: list[str]) -> list[str]:
     """Losses and norms of the gradients of four steps, and the loss of an evaluation after them."""
-    from megatron_ext.train.callbacks.evaluation import evaluate
-    from megatron_ext.train.trainer import Trainer
-
     run = build(flags)
     trainer, numbers = Trainer(run, []), []
     for _ in range(4):

@@ -4,8 +4,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
 from megatron_ext import device
+from megatron_ext.parts.linear.compute import _GatheredLinear
 from megatron_ext.verify.ranks import run_ranks
 
 
@@ -13,11 +16,6 @@ def _compare() -> list[tuple[bool, list[bool], tuple[int, int]]]:
     """Return of products with and without a bias: whether the outputs are equal, whether each gradient is, and how
     many gathers the backward pass of each made."""
     device.install("cpu")
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
-
-    from megatron_ext.parts.linear.compute import _GatheredLinear
-
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     group: Any = parallel_state.get_tensor_model_parallel_group()

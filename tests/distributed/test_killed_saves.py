@@ -7,21 +7,17 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
+from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at, train
 
 POINTS = 50
 
 
 def _save_and_die(folder: str, seconds: float | None) -> float:
     """Save at step 2; the kernel ends the process that long after the save has begun, in Python or in a system call."""
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.trainer import Trainer
-
     run = build(FLAGS)
-    trainer = Trainer(run, [])
-    for _ in range(2):
-        trainer.step()
+    train(run, 2)
     if seconds is not None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process as SIGKILL does
         signal.setitimer(signal.ITIMER_REAL, seconds)

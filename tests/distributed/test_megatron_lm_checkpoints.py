@@ -17,11 +17,14 @@ import torch
 from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args, saved_model
 from megatron_ext.checkpoint.megatron_lm.state import different_flags
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER
-from megatron_ext.checkpoint.native.load_checkpoint import _as_ours
+from megatron_ext.checkpoint.native.load_checkpoint import _as_ours, load_checkpoint
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.train.configure import configure
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import RankError, run_ranks
+from tests.support.checkpoints import build
 from tests.support.corpora import write_corpus
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "megatron_lm_0.19.2.tar.xz"
@@ -55,17 +58,8 @@ def _flags(written: Path, name: str, *more: str) -> list[str]:
 
 def _go_on(flags: list[str], steps: int, save: str | None) -> list[tuple[float, float, float]]:
     """Load; save again; learning rate, loss and gradient norm of the next steps."""
-    from megatron_ext import device
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
-    config = configure(flags).config
-    run = build_run(config, device.install("cpu"))
-    assert config.checkpoint.load is not None
-    load_checkpoint(run, config.checkpoint.load)
+    run = build(flags)
+    load_checkpoint(run, run.config.checkpoint.load)
     if save is not None:
         save_checkpoint(run, save)
     trainer = Trainer(run, [])

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.memory import Bytes
+from benchmarks.memory import Bytes, bytes_per_rank
+from megatron_ext.parts.catalogue import count
+from megatron_ext.plan.memory import over_time
+from megatron_ext.plan.stage_parameters import Shapes
+from megatron_ext.plan.state_bytes import state_bytes
+from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build, train
 from tests.support.selection import chosen, marked
 from tests.support.several_models import end_layout
 
@@ -26,20 +32,10 @@ BF16_LION = (2, 4, 8)
 
 def _bytes(runs: list[str]) -> list[tuple[int, Bytes, tuple[float, float, float]]]:
     """The number of parameters, the bytes after a step, and those of a parameter by --dry-run, run by run."""
-    from megatron_ext import device
-
-    here = device.install("cpu")
-    from benchmarks.memory import bytes_per_rank
-    from megatron_ext.parts.catalogue import count
-    from megatron_ext.plan.state_bytes import state_bytes
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
     found = []
     for flags in runs:
-        run = build_run(configure((BASE + flags).split()).config, here)
-        Trainer(run, []).step()
+        run = build((BASE + flags).split())
+        train(run, 1)
         found.append((count(run.config), bytes_per_rank(run), state_bytes(run.config).sizes))
         run.loaders.close()
         end_layout()
@@ -54,16 +50,7 @@ _SPLIT = (
 
 def _whole_gradients() -> tuple[int, float]:
     """The bytes of whole gradients when a step's last pass is done, and what the planner has for them."""
-    from megatron_ext import device
-
-    here = device.install("cpu")
-    from megatron_ext.plan.memory import over_time
-    from megatron_ext.plan.stage_parameters import Shapes
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
-    run = build_run(configure((BASE + f"{_SPLIT} interleaved-zero-bubble").split()).config, here)
+    run = build((BASE + f"{_SPLIT} interleaved-zero-bubble").split())
     weights: list[torch.Tensor] = []
     held: list[int] = []
     for chunk in run.chunks:
@@ -76,7 +63,7 @@ def _whole_gradients() -> tuple[int, float]:
         finalize(*arguments, **settings)
 
     run.transformer_config.finalize_model_grads_func = count_and_finalize
-    Trainer(run, []).step()
+    train(run, 1)
     plain, shapes = configure((BASE + f"{_SPLIT} looped-bfs").split()).config, Shapes(run.config)
     split, whole = (
         over_time(config, run.groups.pp.rank(), Shapes(config), fused=False).always for config in (run.config, plain)

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory import Bytes
+from benchmarks.memory import Bytes, bytes_per_rank
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+from megatron_ext.checkpoint.native.save import save_checkpoint
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
 from tests.support.selection import chosen, marked
 from tests.support.several_models import end_layout
 
@@ -56,15 +60,8 @@ class Trace:
 
 def _run(flags: str, load: str | None = None, save: str | None = None, steps: int = STEPS) -> tuple[Any, list[str]]:
     """Train, or load and train, save after two steps; the run and the losses of all steps."""
-    from megatron_ext import device
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
     end_layout()
-    run = build_run(configure([*BASE, *flags.split()]).config, device.current())
+    run = build([*BASE, *flags.split()])
     trainer = Trainer(run, [])
     if load is not None:
         load_checkpoint(run, load)
@@ -78,11 +75,6 @@ def _run(flags: str, load: str | None = None, save: str | None = None, steps: in
 
 
 def _traces(cases: dict[str, str]) -> dict[str, Trace]:
-    from megatron_ext import device
-
-    device.install("cpu")
-    from benchmarks.memory import bytes_per_rank
-
     found = {}
     for name, flags in cases.items():
         run, losses = _run(flags)
@@ -173,8 +165,6 @@ def _resume(layout: str, folder: str) -> tuple[list[str], ...]:
 
 
 def _saved_anew(flags: str, load: str, save: str) -> None:
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-
     run, losses = _run(flags, load=load, steps=SAVED_AT)
     assert not losses
     save_checkpoint(run, save)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.resaving import FLAGS, Saved, assert_same_tensors, resave, saved_by, tensors_of
 from tests.support.selection import marked
@@ -54,11 +55,6 @@ def test_ranks_write_the_same_checkpoint_together(layout: str, tmp_path: Path) -
 
 def _reads(flags: list[str], folder: str) -> tuple[int, list[float]]:
     """Elements of tensors that this rank read from the files, and the losses of the run that goes on."""
-    from megatron_ext import device
-
-    device.install("cpu")
-    from megatron_ext.checkpoint.native.safe_reading import SafeReader
-
     read: list[int] = []
     original = SafeReader.read_data
 

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from megatron.core import parallel_state
+from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.memory import Bytes
+from benchmarks.memory import Bytes, bytes_per_rank
+from megatron_ext.parallel.rows import local_part
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
 from tests.support.selection import chosen, marked
 
 BASE = shlex.split("""
@@ -41,26 +46,13 @@ class Trace:
 
 def _traces(all_words: list[str]) -> list[tuple[Trace, Trace]]:
     """Without and with the flag, layout by layout."""
-    from megatron_ext import device
-
-    device.install("cpu")
     return [(_train(words), _train(f"{words} --torch-fsdp2-cpu-offload")) for words in all_words]
 
 
 def _train(words: str) -> Trace:
-    from megatron.core import parallel_state
-    from torch.distributed.fsdp import FSDPModule
-
-    from benchmarks.memory import bytes_per_rank
-    from megatron_ext import device
-    from megatron_ext.parallel.rows import local_part
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
     # Not the groups themselves, as elsewhere: DTensor remembers those of the same mesh by name.
     parallel_state.destroy_model_parallel()
-    run = build_run(configure([*BASE, *words.split()]).config, device.current())
+    run = build([*BASE, *words.split()])
     trainer = Trainer(run, [])
     results: list[Any] = [trainer.step() for _ in range(STEPS)]
     run.loaders.close()

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+from megatron_ext.checkpoint.native.optimizer_state import step_count
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support import checkpoints
 from tests.support.checkpoints import build, save_at
@@ -29,9 +31,6 @@ class Loaded:
 
 
 def _look(folder: str | None, flags: list[str]) -> Loaded:
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.optimizer_state import step_count
-
     run = build(flags)
     if folder is not None:
         load_checkpoint(run, folder)

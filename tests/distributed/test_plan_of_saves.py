@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_ext.checkpoint.native import save
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS, build, file_hashes
 
@@ -19,11 +22,6 @@ LAYOUTS = {
 def _save_twice(folder: str, flags: list[str]) -> list[list[tuple[str, int]]]:
     """Save after each of two steps, with one plan into "kept", and with a plan for each into "anew"; return what each
     save of "kept" sent to other ranks as objects: to whom, and bytes."""
-    import torch
-
-    from megatron_ext.checkpoint.native import save
-    from megatron_ext.train.trainer import Trainer
-
     run, kept = build(flags), save.Kept()
     trainer = Trainer(run, [])
     sent: list[tuple[str, int]] = []

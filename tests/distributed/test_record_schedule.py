@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core import parallel_state
 
 from megatron_ext.plan.schedule import Work
 from megatron_ext.plan.simulated_timeline import equal_stages
 from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Pass, slow_stages
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.schedule_record import RankRecord
+from megatron_ext.train import step as train_step
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import reproducible_rows
 from tests.support.program import run_program
@@ -53,19 +55,15 @@ SLOW, SLEEP = "PP2 TP2", 1.5  # the layout whose second stage sleeps in its forw
 
 
 def train(folder: str, flags: list[str], slow: bool = False) -> tuple[int, str]:
-    from megatron_ext.train import step
-
-    plain, calls = step._forward_step, itertools.count()
+    plain, calls = train_step._forward_step, itertools.count()
     if slow:
 
         def late(batches: Any, model: Any, **how: Any) -> Any:
-            from megatron.core import parallel_state
-
             if parallel_state.get_pipeline_model_parallel_rank() == 1 and model.training and 2 <= next(calls) < 6:
                 time.sleep(SLEEP)  # in the steps that are recorded, each of two microbatches
             return plain(batches, model, **how)
 
-        step._forward_step = late
+        train_step._forward_step = late
     files = ["--metrics-file", f"{folder}/metrics.jsonl", "--tensorboard-dir", folder]
     ended = run_program([*FLAGS, *flags, *files])
     return ended.code, ended.errors

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli.pretrain import main
+from megatron_ext.resilience.process_end import RunStatus, run_guarded
+from megatron_ext.train.pretrain import pretrain
+from megatron_ext.train.trainer import Callback
 from megatron_ext.verify.ranks import run_ranks
 
 MODEL = shlex.split(
@@ -23,9 +27,6 @@ def mean(token: Any) -> Any:
 
 
 def program_with_a_mean(save: str) -> tuple[int, str]:
-    from megatron_ext.cli.pretrain import main
-    from megatron_ext.resilience.process_end import RunStatus, run_guarded
-
     status, errors = RunStatus(rank=int(os.environ["RANK"])), io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         code = run_guarded(lambda: main([*MODEL, *PIPELINE, "--save", save], status, loss=mean), status)
@@ -44,9 +45,6 @@ def test_a_wrong_loss_is_told_by_the_rank_that_has_it(tmp_path: Any) -> None:
 
 
 def again(flags: list[str]) -> list[tuple[float, ...]]:
-    from megatron_ext.train.pretrain import pretrain
-    from megatron_ext.train.trainer import Callback
-
     class Fails(Callback):
         def on_step_end(self, trainer: Any, result: Any) -> None:
             raise KeyError("own")

@@ -1,5 +1,7 @@
 """tools/replay_step.py: one process takes the steps of a layout again, and finds one that was recorded otherwise."""
 
+import contextlib
+import io
 import json
 import re
 import shlex
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.cli.replay_step import main
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.program import run_program
 
@@ -20,11 +23,6 @@ FLAGS = shlex.split(
 
 
 def _replay(commands: list[list[str]]) -> list[tuple[int, str]]:
-    import contextlib
-    import io
-
-    from megatron_ext.cli.replay_step import main
-
     found = []
     for words in commands:
         output = io.StringIO()

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.errors import NumericError
+from megatron_ext.model.names import global_named_parameters
+from megatron_ext.parallel.rows import local_part
+from megatron_ext.train.callbacks.replicas import ReplicaCheck
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
 from tests.support.selection import marked
 from tests.support.several_models import in_turn
 
@@ -31,16 +37,8 @@ Found = tuple[str, int, int]
 
 def _train(flags: str, good_steps: int, damage: Callable[[Any], None]) -> Found:
     """Good steps, then damage, then steps until the error."""
-    from megatron_ext import device
-    from megatron_ext.errors import NumericError
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.callbacks.replicas import ReplicaCheck
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
-    config = configure((FLAGS + flags).split()).config
-    run = build_run(config, device.install("cpu"))
-    training = config.training
+    run = build((FLAGS + flags).split())
+    training = run.config.training
     intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
     trainer = Trainer(run, [ReplicaCheck(*intervals)])
     for _ in range(good_steps):
@@ -59,9 +57,6 @@ def _flip(run: Any, wanted: str, index: int = -1) -> None:
 
     Not the lowest one of fp32: where the next update moves the weight past a power of two, rounding takes that away.
     """
-    from megatron_ext.model.names import global_named_parameters
-    from megatron_ext.parallel.rows import local_part
-
     for name, parameter in global_named_parameters(run.chunks):
         if name == wanted:
             integers, bit = {2: (torch.int16, 1), 4: (torch.int32, 1 << 12)}[parameter.element_size()]

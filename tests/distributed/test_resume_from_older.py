@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.checkpoint.native import resume
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
@@ -111,8 +112,6 @@ def test_flags_that_do_not_fit_the_older_are_refused(saved: Path, tmp_path: Path
 
 def _run_with_an_old_view(argv: list[str]) -> Ended:
     """As `run_program`; the second rank does not see the newest checkpoint yet, as on a network file system."""
-    from megatron_ext.checkpoint.native import resume
-
     find = resume.find_to_load
     if os.environ["RANK"] == "1":
         resume.find_to_load = lambda load, step=None: find(load, 2)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megatron_ext.checkpoint.native import save
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS, load, save_at
@@ -9,8 +10,6 @@ from tests.support.checkpoints import FLAGS, load, save_at
 
 def _save_with_a_bad_disk(folder: str, iterations: list[int], flags: list[str]) -> None:
     """Save; the disk turns a byte of the last checkpoint as soon as it is written."""
-    from megatron_ext.checkpoint.native import save
-
     genuine = save.publish
 
     def publish(folder: str, iteration: int) -> Path:

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.native import checkpoint_manifest, lock
+from megatron_ext.checkpoint.native.checkpoint_folder import find_latest
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.train.callbacks.checkpointing import Checkpointing
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS as CHECKPOINTED
@@ -28,8 +31,6 @@ SNAPSHOTS = shlex.split("--non-persistent-save-interval 2 --non-persistent-ckpt-
 
 def _run(argv: list[str], step: int, what: str, folder: str) -> Ended:
     """Run; in that step the folder is removed, or the process fails."""
-    from megatron_ext.train.trainer import Trainer
-
     begin = Trainer.begin_step
 
     def disturbed(self: Trainer) -> Any:
@@ -128,10 +129,6 @@ def _removed_at_every_moment(folder: str, background: bool) -> list[str]:
     Rank 0 removes it. The save may fail, but the run goes on: the one at the end is whole. (What was whole before it
     was removed is not saved again.)
     """
-    from megatron_ext.checkpoint.native.checkpoint_folder import find_latest
-    from megatron_ext.train.callbacks.checkpointing import Checkpointing
-    from megatron_ext.train.trainer import Trainer
-
     run = build([*CHECKPOINTED, "--train-iters", "500", "--save", folder])
     trainer = Trainer(run, [])
     left, was_whole = [-1], [False]
@@ -182,8 +179,6 @@ def test_a_folder_that_is_removed_at_any_moment_of_a_save_ends_no_run(background
 
 def _lose_a_shard(argv: list[str], save: str) -> Ended:
     """The program, whose folder is removed by rank 0 in its first save, before the shards get their manifest."""
-    from megatron_ext.checkpoint.native import checkpoint_manifest
-
     describe = checkpoint_manifest.describe
 
     def removed(folder: Path, paths: Any) -> Any:

@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+from megatron_ext.checkpoint.native.save import Save, save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
+from megatron_ext.train.callbacks.reporting import parameters_norm
+from megatron_ext.train.trainer import Trainer
+from megatron_ext.verify import gather
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
 from tests.support.hf_models import quiet_transformers
 from tests.support.run_state import state_hash
 from tests.support.several_models import end_layout
@@ -102,10 +108,6 @@ class Trace:
 
 def _save_go_on_and_resume(flags: list[str], folder: str) -> tuple[Trace, Trace]:
     """One rank: the run that goes on after its save, and the one that is resumed from it."""
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import Save, save_checkpoint
-    from megatron_ext.train.trainer import Trainer
-
     run = _build(flags)
     trainer = Trainer(run, [])
     _check_the_count_of_zeros(run, trainer)
@@ -123,17 +125,11 @@ def _save_go_on_and_resume(flags: list[str], folder: str) -> tuple[Trace, Trace]
 
 
 def _build(flags: list[str]) -> Any:
-    from megatron_ext import device
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-
-    return build_run(configure(flags).config, device.install("cpu"))
+    return build(flags)
 
 
 def _check_the_count_of_zeros(run: Any, trainer: Any) -> None:
     """In the first step: what the optimizer counts in its shards is what is in the whole gradients."""
-    from megatron_ext.verify import gather
-
     prepare_grads, zeros = run.optimizer.prepare_grads, []
 
     def count_then_prepare() -> bool:
@@ -150,8 +146,6 @@ def _check_the_count_of_zeros(run: Any, trainer: Any) -> None:
 
 
 def _two_steps(run: Any, trainer: Any) -> Trace:
-    from megatron_ext.train.callbacks.reporting import parameters_norm
-
     hashes, norm = [state_hash(run)], parameters_norm(run)
     results = [trainer.step(), trainer.step()]
     assert all(result.updated for result in results)
@@ -165,10 +159,6 @@ def _two_steps(run: Any, trainer: Any) -> Trace:
 
 def _to_one_process(flags: list[str], folder: str) -> float:
     """Load what the ranks saved, and save it; returns the norm of the weights."""
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.callbacks.reporting import parameters_norm
-
     run = _build(flags)
     assert load_checkpoint(run, f"{folder}/meanwhile") == 2
     save_checkpoint(run, f"{folder}/whole")

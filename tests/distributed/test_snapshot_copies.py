@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_ext.checkpoint.local import rank_file, snapshot_transfer
+from megatron_ext.checkpoint.local.newest_snapshot import newest_snapshot
+from megatron_ext.checkpoint.local.snapshot_folder import file_of, folder_of, iterations, layout_of, ranks_at
+from megatron_ext.checkpoint.local.writer import SnapshotWriter
+from megatron_ext.checkpoint.native.resume import Search
+from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import FLAGS, build
 from tests.support.small_models import small_config
 
 SIZES = ((5, 7, 8), (20, 0, 1), (14, 3, 28), (0, 0, 21), (6, 0, 30))
@@ -22,10 +30,6 @@ def _content(rank: int, size: int) -> bytes:
 
 def _move(folder: str) -> dict[str, Any]:
     """On each of three ranks: every way in which files move. Returns what was said and what there is afterwards."""
-    import torch
-
-    from megatron_ext.checkpoint.local import snapshot_transfer
-
     torch.distributed.init_process_group("gloo")
     rank, group = torch.distributed.get_rank(), torch.distributed.new_group(backend="gloo")
     snapshot_transfer._PIECE = 7
@@ -93,14 +97,6 @@ def test_files_of_any_size_go_to_the_next_rank_and_alone_to_one(tmp_path: Path) 
 def _go_on(folder: str, header: dict[str, Any]) -> tuple[int | None, str, dict[str, str]]:
     """On each of three ranks, each with a machine of its own: which snapshot is taken, what is said, and the files of
     this machine."""
-    import torch
-
-    from megatron_ext.checkpoint.local import rank_file
-    from megatron_ext.checkpoint.local.newest_snapshot import newest_snapshot
-    from megatron_ext.checkpoint.local.snapshot_folder import file_of, folder_of
-    from megatron_ext.checkpoint.native.resume import Search
-    from megatron_ext.config.parse.config_file import to_yaml
-
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     config = small_config()
@@ -135,8 +131,6 @@ def _go_on(folder: str, header: dict[str, Any]) -> tuple[int | None, str, dict[s
 
 
 def test_ranks_agree_on_the_newest_usable_snapshot_and_who_has_none_gets_its_file(tmp_path: Path) -> None:
-    from megatron_ext.checkpoint.local.snapshot_folder import layout_of
-
     header = {"layout": layout_of(small_config()), "checkpoint": 0}
     found = run_ranks(3, _go_on, str(tmp_path), header)
     assert [iteration for iteration, _, _ in found] == [5, 5, 5]
@@ -156,10 +150,6 @@ def test_ranks_agree_on_the_newest_usable_snapshot_and_who_has_none_gets_its_fil
 
 def _replicate(folder: str, flags: list[str]) -> tuple[int, list[str], str | None, str | None]:
     """On each of three ranks: take two snapshots, of which rank 1 cannot write the second."""
-    from megatron_ext.checkpoint.local.snapshot_folder import iterations, ranks_at
-    from megatron_ext.checkpoint.local.writer import SnapshotWriter
-    from tests.support.checkpoints import build
-
     run = build([*flags, "--non-persistent-local-ckpt-dir", f"{folder}/{os.environ['RANK']}"])
     writer = SnapshotWriter(run)
     run.state.iteration = 1
@@ -178,8 +168,6 @@ def _replicate(folder: str, flags: list[str]) -> tuple[int, list[str], str | Non
 @pytest.mark.parametrize(("jump", "from_rank"), [("2", [1, 2, 0]), ("4", [2, 0, 1])])
 def test_a_copy_goes_as_many_ranks_further_as_the_flag_says(jump: str, from_rank: list[int], tmp_path: Path) -> None:
     """A rank that cannot write its own file, nor the other's, says so; the others have theirs."""
-    from tests.support.checkpoints import FLAGS
-
     words = "--global-batch-size 3 --non-persistent-ckpt-type local --non-persistent-save-interval 1 --replication"
     flags = [*FLAGS, *words.split(), "--replication-jump", jump, "--save", str(tmp_path / "save")]
     found = run_ranks(3, _replicate, str(tmp_path), flags)

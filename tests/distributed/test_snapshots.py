@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import reproducible_rows
 from tests.support.program import Ended, run_program
@@ -23,10 +25,6 @@ DISTRIBUTED = shlex.split("--bf16 --use-distributed-optimizer --overlap-grad-red
 
 def _run(folder: str, flags: list[str], crashes_at: int | None) -> Ended:
     """Run on this rank, as if it had a machine, and so a memory, of its own."""
-    import torch
-
-    from megatron_ext.train.trainer import Trainer
-
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
 
     step = Trainer.begin_step

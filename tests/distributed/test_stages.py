@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.train.pretrain import pretrain
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.small_runs import MODEL
 
@@ -17,8 +18,6 @@ FLAGS = "--train-iters 4 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0
 
 
 def _losses(flags: list[str]) -> list[float]:
-    from megatron_ext.train.pretrain import pretrain
-
     return list(pretrain(flags).losses)
 
 

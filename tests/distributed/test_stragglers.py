@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_ext import environment
+from megatron_ext.telemetry.communication_clock import CommunicationClock, ComputeTime
 from megatron_ext.telemetry.loss_curve import read_history, summary
 from megatron_ext.telemetry.run_page import run_page
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import reproducible_rows
@@ -28,9 +30,6 @@ FLAGS = shlex.split(f"""
 
 def train(folder: str, name: str, flags: list[str], how: str = "") -> tuple[int, str]:
     """Rank 1 computes longer from a step on, by what its clock says ("told") or in fact ("real")."""
-    from megatron_ext.telemetry.communication_clock import CommunicationClock, ComputeTime
-    from megatron_ext.train.trainer import Trainer
-
     rank, steps = environment.rank(), itertools.count(1)
     step, compute_time = Trainer.begin_step, CommunicationClock._compute_time
 
