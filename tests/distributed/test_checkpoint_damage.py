@@ -15,14 +15,8 @@ import pytest
 from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.support.checkpoints import FLAGS, build, load, save_at
+from tests.support.checkpoints import FLAGS, build, flip, load, save_at
 from tests.support.several_models import in_turn
-
-
-def _flip(path: Path, offset: int, bit: int = 0) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1 << bit
-    path.write_bytes(content)
 
 
 def _damage(checkpoint: Path, kind: str) -> str:
@@ -31,7 +25,7 @@ def _damage(checkpoint: Path, kind: str) -> str:
     path = checkpoint / name
     match what:
         case "flipped":
-            _flip(path, path.stat().st_size // 2)
+            flip(path)
         case "truncated":
             path.write_bytes(path.read_bytes()[:-1])
         case "empty":
@@ -117,14 +111,14 @@ def test_200_flipped_bits(saved: Path) -> None:
     chance = random.Random(0)
     for path in chance.choices(paths, [path.stat().st_size for path in paths], k=200):
         offset, bit = chance.randrange(path.stat().st_size), chance.randrange(8)
-        _flip(path, offset, bit)
+        flip(path, offset, bit)
         if path.name == checkpoint_manifest.MANIFEST:
             with pytest.raises(ValueError, match=checkpoint_manifest.MANIFEST):
                 checkpoint_manifest.read(checkpoint)
         else:
             [problem] = checkpoint_manifest.problems(checkpoint, files)
             assert problem.startswith(f"{path.name} has another checksum")
-        _flip(path, offset, bit)
+        flip(path, offset, bit)
     assert checkpoint_manifest.problems(checkpoint, files) == []
 
 
@@ -158,8 +152,8 @@ def test_every_byte_of_the_manifest_counts(tmp_path: Path) -> None:
     checkpoint_manifest.write(tmp_path, checkpoint_manifest.describe(tmp_path, [tmp_path / "shard"]))
     path = tmp_path / checkpoint_manifest.MANIFEST
     for offset in range(path.stat().st_size):
-        _flip(path, offset)
+        flip(path, offset)
         with pytest.raises(ValueError, match="damaged"):
             checkpoint_manifest.read(tmp_path)
-        _flip(path, offset)
+        flip(path, offset)
     assert checkpoint_manifest.read(tmp_path) is not None

@@ -19,7 +19,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.tokenizer_training import train_bytelevel_bpe
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.checkpoints import MODEL, REST, SCHEDULE, build, save_at, train
+from tests.support.checkpoints import MODEL, REST, SCHEDULE, build, flip, save_at, train
 
 convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
 SETTINGS = [*REST, *SCHEDULE, "--train-iters", "10"]
@@ -89,10 +89,7 @@ def test_the_tokenizer_goes_along(original: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_not_exported(original: Path, tmp_path: Path) -> None:
     run_ranks(1, save_at, str(tmp_path / "save"), [1], [*MODEL, *SETTINGS])
-    shard = tmp_path / "save" / "iter_0000001" / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(tmp_path / "save" / "iter_0000001" / "__0_0.distcp")
     with pytest.raises(DataError, match=r"is damaged \(__0_0.distcp has another checksum"):
         convert(["to-hf", "--load", str(tmp_path / "save"), "--save", str(tmp_path / "hf"), "--no-verify"])
     assert not (tmp_path / "hf").exists()

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.checkpoints import FLAGS, save_at
+from tests.support.checkpoints import FLAGS, flip, save_at
 from tests.support.launched import ROOT
 
 TOOL = ROOT / "tools" / "inspect_checkpoint.py"
@@ -84,9 +84,7 @@ def test_verify(saved: Path, tmp_path: Path) -> None:
     code, said = _inspect("verify", saved / "iter_0000001")
     assert (code, "are as they were written" in said) == (0, True)
     copy = Path(shutil.copytree(saved, tmp_path / "copy")) / "iter_0000001"
-    shard = bytearray((copy / "__1_0.distcp").read_bytes())
-    shard[1000] ^= 4
-    (copy / "__1_0.distcp").write_bytes(shard)
+    flip(copy / "__1_0.distcp")
     code, said = _inspect("verify", copy)
     assert (code, "__1_0.distcp has another checksum" in said) == (65, True)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from megatron_ext.checkpoint.native import save
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.checkpoints import FLAGS, load, save_at
+from tests.support.checkpoints import FLAGS, flip, load, save_at
 
 
 def _save_with_a_bad_disk(folder: str, iterations: list[int], flags: list[str]) -> None:
@@ -15,9 +15,7 @@ def _save_with_a_bad_disk(folder: str, iterations: list[int], flags: list[str]) 
     def publish(folder: str, iteration: int) -> Path:
         path = genuine(folder, iteration)
         if iteration == iterations[-1]:
-            shard = bytearray((path / "__0_0.distcp").read_bytes())
-            shard[len(shard) // 2] ^= 1
-            (path / "__0_0.distcp").write_bytes(shard)
+            flip(path / "__0_0.distcp")
         return path
 
     save.publish = publish

@@ -10,6 +10,7 @@ import torch
 
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import flip
 from tests.support.launched import reproducible_rows
 from tests.support.program import Ended, run_program
 
@@ -78,9 +79,7 @@ def test_the_newest_of_snapshots_and_checkpoints_is_used_and_a_lost_machine_has_
     shutil.rmtree(place)
     shutil.copytree(before, place)
     for file in place.glob("machine*/*/iter_0000006/rank_00000*"):
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        flip(file)
     resumed = run(place, flags)
     assert {ended.code for ended in resumed} == {0}, resumed[0].errors
     assert "warning: the snapshot of iteration 6 in " in resumed[0].errors

@@ -2,39 +2,25 @@
 
 import json
 import re
-import shlex
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.killed_training import last_iteration
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.launched import Launched, end_all, start
-from tests.support.program import run_program
+from tests.support.launched import end_all, start, wait_until
+from tests.support.program import TINY, run_program
 from tests.support.watched_ranks import fork_program
 
-FLAGS = shlex.split(
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
-    "--eval-interval 0 --log-interval 1"
-)
-
+FLAGS = [*TINY, "--log-interval", "1"]
 # The length of the decay, so that it does not follow from that of the run, which changes.
 CURVE = ["--lr-decay-iters", "100000"]
 
 
 def iterations(save: Path) -> list[int]:
     return [row["iteration"] for row in read_rows(save / "metrics.jsonl")]
-
-
-def wait_for_iteration(process: Launched, save: Path, iteration: int) -> None:
-    deadline = time.monotonic() + 120
-    while not (save / "metrics.jsonl").exists() or iteration not in iterations(save):
-        assert process.poll() is None, "the run ended early"
-        assert time.monotonic() < deadline, "the run does not get on"
-        time.sleep(0.02)
 
 
 # test_restarts.py stops two ranks of torchrun by one's signal in every run.
@@ -44,7 +30,7 @@ def test_sigterm_saves_the_step_and_ends_with_75(ranks: int, tmp_path: Path) -> 
     save, log = tmp_path / "save", tmp_path / "log"
     process = start([*FLAGS, "--train-iters", "100000", "--save", str(save)], log, torchrun)
     try:
-        wait_for_iteration(process, save, 5)
+        wait_until(lambda: last_iteration(save) >= 5, log, process)
         process.send_signal(signal.SIGTERM)
         code = process.wait(60)
     finally:
@@ -63,7 +49,7 @@ def test_a_stop_file_saves_and_ends_with_75_and_the_next_start_goes_on(tmp_path:
     save, log = tmp_path / "save", tmp_path / "log"
     process = start([*FLAGS, *CURVE, "--train-iters", "100000", "--save", str(save)], log)
     try:
-        wait_for_iteration(process, save, 3)
+        wait_until(lambda: last_iteration(save) >= 3, log, process)
         (save / "stop").touch()
         assert process.wait(60) == 75
     finally:

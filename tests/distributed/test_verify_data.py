@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ext.data.data_manifest import checksums
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import flip
 from tests.support.corpora import write_corpus
 from tests.support.program import Ended, run_program
 
@@ -36,14 +37,6 @@ def _run(prefix: str, *flags: str, steps: int = 2, ranks: int = 2) -> list[Ended
     return run_ranks(ranks, run_program, argv)
 
 
-def _change(prefix: str, place: int) -> None:
-    with open(f"{prefix}.bin", "r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
-
-
 def test_zeros_in_place_of_the_data_are_refused_by_default(prefix: str) -> None:
     assert [ended.code for ended in _run(prefix)] == [0, 0]
     Path(f"{prefix}.bin").write_bytes(bytes(40_000))
@@ -54,14 +47,14 @@ def test_zeros_in_place_of_the_data_are_refused_by_default(prefix: str) -> None:
 
 
 def test_a_byte_in_the_middle_is_found_at_the_start(prefix: str) -> None:
-    _change(prefix, 3 * 1024 + 6)
+    flip(Path(f"{prefix}.bin"), 3 * 1024 + 6)
     refused = _run(prefix, "--verify-data", "start")
     assert {ended.code for ended in refused} == {65}
     assert "corpus.bin: bytes 3072 to 4095" in "".join(ended.errors for ended in refused)
 
 
 def test_a_byte_in_the_middle_is_found_while_training(prefix: str) -> None:
-    _change(prefix, 3 * 1024 + 6)
+    flip(Path(f"{prefix}.bin"), 3 * 1024 + 6)
     [ended] = _run(prefix, steps=100_000, ranks=1)
     assert ended.code == 65
     assert "corpus.bin: bytes 3072 to 4095 have the checksum" in ended.errors

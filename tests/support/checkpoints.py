@@ -17,12 +17,9 @@ from megatron_ext.train.build import build_run
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import Extensions
 from megatron_ext.train.trainer import Trainer
+from tests.support.program import TINY
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data
-    --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 10
-    --lr 1e-2 --eval-interval 0 --device cpu
-""")
+FLAGS = [*TINY, *shlex.split("--max-position-embeddings 16 --global-batch-size 2 --train-iters 10 --lr 1e-2")]
 """A whole launch: two layers of GPT-2."""
 
 MODEL = shlex.split("""
@@ -80,3 +77,10 @@ def train(run: Any, steps: int) -> list[float]:
     """Take so many steps; return their losses."""
     trainer = Trainer(run, [])
     return [trainer.step().loss for _ in range(steps)]
+
+
+def flip(path: Path, place: int | None = None, bit: int = 0) -> None:
+    """Flip a bit of a file, of the byte in its middle unless another place is given."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if place is None else place] ^= 1 << bit
+    path.write_bytes(content)
