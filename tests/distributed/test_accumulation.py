@@ -15,13 +15,11 @@ from megatron_ext.train.step import compute_gradients, held_out_loss
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build, train
+from tests.support.program import TINY
 from tests.support.selection import chosen, marked
 from tests.support.several_models import in_turn
 
-FLAGS = shlex.split("""
-    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
-    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --lr 1e-3 --eval-interval 0 --device cpu
-""")
+FLAGS = [*TINY, "--num-layers", "4"]
 RAMP = shlex.split("--global-batch-size 8 --rampup-batch-size 4 4 7 --train-samples 40")
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 3000"
 LAYOUTS: dict[str, tuple[int, str]] = {

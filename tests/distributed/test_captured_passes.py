@@ -4,7 +4,6 @@ A stand-in for CUDA's graphs (tests/support/recorded_graph.py) repeats the opera
 and no Python: what a replay cannot repeat shows as another number.
 """
 
-import shlex
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,16 +16,14 @@ from megatron_ext.train.step import held_out_loss
 from megatron_ext.train.trainer import Callback, Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
+from tests.support.program import TINY
 from tests.support.recorded_graph import recorded_graphs
 from tests.support.run_state import state_hash
 from tests.support.selection import marked
 from tests.support.several_models import end_layout
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 --lr 1e-2
-    --micro-batch-size 1 --make-vocab-size-divisible-by 16 --global-batch-size 4 --train-iters 7 --num-workers 0
-    --hidden-dropout 0 --attention-dropout 0 --clip-grad 0.01 --eval-interval 0 --device cpu
-""")
+OWN = "--lr 1e-2 --train-iters 7 --num-workers 0 --hidden-dropout 0 --attention-dropout 0 --clip-grad 0.01"
+FLAGS = [*TINY, *OWN.split()]
 LLAMA = (
     "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
     "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "

@@ -1,7 +1,9 @@
 """Rank 0 builds the index cache, the others read it: with a cold and a warm cache."""
 
 import hashlib
+import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from megatron_ext.data import corpus, shuffled_order
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.tokenizer.simple import NullTokenizer
+from megatron_ext.verify.parity import write_corpus
 from megatron_ext.verify.ranks import RankError, run_ranks
+from tests.support.program import run_program
 
 
 def read_on_rank(paths: dict[str, Any], cache: str) -> list[list[list[int]] | None]:
@@ -123,3 +127,29 @@ def test_a_cache_that_cannot_be_written_ends_all_ranks_with_the_cause(tmp_path: 
         run_ranks(4, read_on_rank, {"data_path": prefixes[:1]}, str(tmp_path / "file" / "cache"), timeout=60)
     assert len(caught.value.tracebacks) == 4
     assert all("Give --data-cache-path a writable folder" in text for _, text in caught.value.tracebacks)
+
+
+FLAGS = shlex.split(
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --micro-batch-size 2 --global-batch-size 8 "
+    "--train-iters 4 --lr 1e-3 --eval-interval 4 --log-interval 1 --tensor-model-parallel-size 1"
+)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "formula"])
+def test_losses_of_data_behind_a_url_are_those_of_the_disk(order: str, tmp_path: Path) -> None:
+    data = [*write_corpus(tmp_path), "--data-order", order]
+    cache = data.index("--data-cache-path")
+    del data[cache : cache + 2]
+    far = [f"file://{word}" if word.startswith("/") else word for word in data]
+    rows = []
+    for name, flags in (("near", data), ("far", far)):
+        metrics = tmp_path / f"{name}.jsonl"
+        environment = {"XDG_CACHE_HOME": str(tmp_path / "home")}
+        ends = run_ranks(2, run_program, [*FLAGS, *flags, "--metrics-file", str(metrics)], environment=environment)
+        assert [end.code for end in ends] == [0, 0], ends[0].errors
+        found = [json.loads(line) for line in metrics.read_text().splitlines()]
+        rows.append([{key: row.get(key) for key in ("lm_loss", "grad_norm", "validation_loss")} for row in found])
+    assert rows[0] == rows[1]
+    assert len(rows[0]) >= 4
+    copies = sorted(path.name for path in (tmp_path / "home" / "megatron_ext").rglob("*.idx"))
+    assert copies == ["train.idx", "valid.idx"], "one copy for the ranks of a machine"

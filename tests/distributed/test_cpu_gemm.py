@@ -1,6 +1,5 @@
 """The library of a CPU's fp32 products is one for all ranks, is kept in the checkpoint, and by a resumed run."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,9 @@ from megatron_ext.device import kernels
 from megatron_ext.device.kernels import gemm_by_ability
 from megatron_ext.parallel import groups
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.program import run_program
+from tests.support.program import TINY, run_program
 
-FLAGS = shlex.split("""
-    --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --mock-data
-    --vocab-size 61 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --lr-decay-style constant --eval-interval 0
-""")
+FLAGS = [*TINY, "--lr-decay-style", "constant"]
 
 
 def train_each(*runs: list[str]) -> list[tuple[int, str]]:

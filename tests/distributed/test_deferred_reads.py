@@ -20,16 +20,13 @@ from megatron_ext.train.trainer import Callback, Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.launched import reproducible_rows
-from tests.support.program import Ended, run_program
+from tests.support.program import TINY, Ended, run_program
 from tests.support.run_state import state_hash
 from tests.support.selection import marked
 from tests.support.several_models import end_layout, in_turn
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 --lr 1e-2
-    --micro-batch-size 1 --make-vocab-size-divisible-by 16 --global-batch-size 4 --train-iters 10
-""")
-ALONE = "--eval-iters 0 --eval-interval 0 --device cpu --num-workers 0"
+FLAGS = [*TINY, "--lr", "1e-2", "--train-iters", "10"]
+ALONE = "--eval-iters 0 --num-workers 0"
 ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
 CASES = {

@@ -1,7 +1,6 @@
-"""What only one rank sees: a signal, a deadline, a stop file, a full disk. All ranks do the same at the same step."""
+"""What only one rank sees: a signal, a deadline, a stop file. All ranks do the same at the same step."""
 
 import os
-import resource
 import signal
 import time
 from datetime import timedelta
@@ -9,19 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.distributed_c10d import _world
 
 from megatron_ext import device
-from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.config.schema import LayoutConfig
-from megatron_ext.errors import StorageError
 from megatron_ext.parallel import groups
 from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
 
 EVENTS = ("SIGTERM", "SIGINT", "stop file", "deadline")
 ON_ALL = "SIGTERM on all"
@@ -79,25 +74,3 @@ def test_all_ranks_stop_for_what_rank_1_alone_has_seen(tmp_path: Path) -> None:
         assert reason == (said if event == "deadline" else "another rank was asked to stop")
     # torch's limit is 5 s after that of the watch, which says who is to blame.
     assert limits == also == {timedelta(minutes=7, seconds=5)}
-
-
-def _full_on_rank_1(folder: str) -> str:
-    """Save where no file of rank 1 may grow beyond 1 kB."""
-    run = build([*FLAGS, "--use-distributed-optimizer"])
-    run.state.iteration = 2
-    if run.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    with pytest.raises(StorageError) as raised:
-        save_checkpoint(run, folder)
-    return str(raised.value)
-
-
-def test_a_disk_that_is_full_on_rank_1_alone_fails_the_save_of_all(tmp_path: Path) -> None:
-    run_ranks(1, save_at, str(tmp_path), [1], FLAGS)
-    before = file_hashes(tmp_path)
-    for said in run_ranks(2, _full_on_rank_1, str(tmp_path)):
-        assert said.startswith(f"cannot save a checkpoint to {tmp_path}: ")
-        assert "Earlier checkpoints there are whole" in said
-    assert file_hashes(tmp_path) == before
-    assert not list(tmp_path.glob(".iter*"))
-    assert run_ranks(1, load, str(tmp_path), FLAGS) == [(1, 1)]

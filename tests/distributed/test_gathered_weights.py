@@ -1,21 +1,18 @@
 """--overlap-param-gather gathers each bucket of weights before its first use, whoever reads it."""
 
-import shlex
-
 import pytest
 
 from megatron_ext.train.callbacks.evaluation import evaluate
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
+from tests.support.program import TINY
 from tests.support.selection import marked
 from tests.support.several_models import in_turn
 
-FLAGS = """
-    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16 --mock-data
-    --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 4
-    --lr 1e-2 --eval-interval 2 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0 --num-workers 0 --device cpu
-    --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 1000
+OWN = """
+    --ffn-hidden-size 48 --train-iters 4 --lr 1e-2 --eval-interval 2 --eval-iters 1 --hidden-dropout 0
+    --attention-dropout 0 --num-workers 0 --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 1000
 """
 LAYOUTS = {
     "DP2, tied": (2, ""),
@@ -52,6 +49,6 @@ def _numbers(flags: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", marked(LAYOUTS, slow={"DP2, untied", "TP2 SP DP2, untied"}))
 def test_weights_that_are_gathered_late_are_those_that_are_gathered_at_once(name: str) -> None:
     ranks, layout = LAYOUTS[name]
-    flags = [*shlex.split(FLAGS), *layout.split()]
+    flags = [*TINY, *OWN.split(), *layout.split()]
     for at_once, late in run_ranks(ranks, in_turn, _numbers, [flags, [*flags, "--overlap-param-gather"]]):
         assert late == at_once

@@ -2,7 +2,6 @@
 is right by value."""
 
 import dataclasses
-import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +19,15 @@ from megatron_ext.train.trainer import Callback, Trainer
 from megatron_ext.verify import gather
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
+from tests.support.program import TINY
 from tests.support.several_models import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --position-embedding-type rope --mock-data
-    --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 10
-    --lr 1e-2 --eval-interval 0 --attention-dropout 0 --hidden-dropout 0 --log-num-zeros-in-grad --device cpu
-    --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
-""")
+OWN = """
+    --position-embedding-type rope --train-iters 10 --lr 1e-2 --attention-dropout 0 --hidden-dropout 0
+    --log-num-zeros-in-grad --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
+"""
+FLAGS = [*TINY, *OWN.split()]
 LAYOUTS = (
     "",
     "--use-distributed-optimizer",

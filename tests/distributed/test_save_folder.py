@@ -1,7 +1,9 @@
-"""The folder of --save is removed, or emptied, while a run is at work there, or between two runs."""
+"""The folder of --save: one job at a time has it; it is removed, or emptied, in a run or between two."""
 
+import json
 import shlex
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,35 @@ from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS as CHECKPOINTED
 from tests.support.checkpoints import build
-from tests.support.program import Ended, run_program
+from tests.support.program import TINY, Ended, run_program
 from tests.support.save_lock import held
 
-FLAGS = shlex.split("""
-    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --mock-data
-    --vocab-size 61 --make-vocab-size-divisible-by 1 --micro-batch-size 1 --lr 1e-3 --lr-decay-iters 100
-    --eval-interval 0 --log-interval 1
-""")
+OWN = "--num-layers 1 --hidden-size 16 --seq-length 8 --global-batch-size 1 --lr-decay-iters 100 --log-interval 1"
+FLAGS = [*TINY, *OWN.split()]
 SNAPSHOTS = shlex.split("--non-persistent-save-interval 2 --non-persistent-ckpt-type local")
+
+
+def test_the_second_job_is_refused_and_the_first_can_be_killed(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    words = [*FLAGS, "--train-iters", "1", "--save", str(save)]
+    with held(save) as holder:
+        [refused] = run_ranks(1, run_program, words)
+        assert refused.code == 64
+        said = f"--save {save} is in use by another job: process {holder.pid} on {socket.gethostname()}, since 20"
+        assert said in refused.errors
+        assert sorted(path.name for path in save.iterdir()) == [lock.LOCK], "the first job's folder is left alone"
+        holder.kill()  # its forked helper lives on
+        holder.wait()
+        assert run_ranks(1, run_program, words)[0].code == 0
+    assert (save / "iter_0000001").is_dir()
+    assert json.loads((save / lock.LOCK).read_text())["pid"] != holder.pid
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    [ended] = run_ranks(1, run_program, [*FLAGS, "--train-iters", "1", "--save", str(tmp_path / "file" / "save")])
+    assert ended.code == 74
+    assert "Not a directory. Fix the folder" in ended.errors.splitlines()[-1]
 
 
 def _run(argv: list[str], step: int, what: str, folder: str) -> Ended:
