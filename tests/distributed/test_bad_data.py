@@ -1,8 +1,10 @@
-"""Damaged .bin and .idx files, cut, changed or empty, are exit 65 when they are opened.
+"""Damaged data ends a run with 65: .bin and .idx files, cut, changed or empty, when they are opened; other bytes than
+those that were written (--verify-data), at the start or later, with their range.
 
-Both sample orders open them: `shuffled` maps the .bin, `formula` reads it.
+Both sample orders open the files: `shuffled` maps the .bin, `formula` reads it.
 """
 
+import json
 import shlex
 import struct
 import tracemalloc
@@ -14,11 +16,14 @@ import pytest
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.data.data_manifest import checksums
 from megatron_ext.data.indexed import HEADER, IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.simple import NullTokenizer
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.program import run_program
+from tests.support.checkpoints import flip
+from tests.support.corpora import write_corpus
+from tests.support.program import Ended, run_program
 
 DOCUMENTS = 100_000
 FLAGS = """
@@ -103,3 +108,64 @@ def test_the_program_ends_with_65_and_names_the_file(damage: str, files: tuple[P
     (ended,) = run_ranks(1, run_program, shlex.split(f"{FLAGS} --train-data-path {tmp_path}/data"))
     assert ended.code == 65
     assert f"rank 0: {tmp_path}/data" in ended.errors.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """A corpus of 40 kB whose manifest has blocks of 1 kB."""
+    prefix = str(tmp_path / "corpus")
+    write_corpus(tmp_path / "corpus", 20_000)
+    content = {
+        "tokenizer": {"type": "NullTokenizer", "vocab_size": 61},
+        "outputs": {prefix: {"token_bytes": 40_000}},
+        "checksums": checksums([prefix], 1024),
+    }
+    (tmp_path / "corpus_manifest.json").write_text(json.dumps(content))
+    return prefix
+
+
+def _run(prefix: str, *flags: str, steps: int = 2, ranks: int = 2) -> list[Ended]:
+    argv = [
+        *shlex.split(FLAGS),
+        "--micro-batch-size",
+        "1",
+        "--split",
+        "1",
+        "--data-path",
+        prefix,
+        "--train-iters",
+        str(steps),
+        *flags,
+    ]
+    return run_ranks(ranks, run_program, argv)
+
+
+def test_zeros_in_place_of_the_data_are_refused_by_default(prefix: str) -> None:
+    assert [ended.code for ended in _run(prefix)] == [0, 0]
+    Path(f"{prefix}.bin").write_bytes(bytes(40_000))
+    refused = _run(prefix)
+    assert {ended.code for ended in refused} == {65}
+    assert "corpus.bin: bytes 0 to 1023 have the checksum" in "".join(ended.errors for ended in refused)
+    assert [ended.code for ended in _run(prefix, "--verify-data", "off")] == [0, 0]
+
+
+def test_a_byte_in_the_middle_is_found_at_the_start(prefix: str) -> None:
+    flip(Path(f"{prefix}.bin"), 3 * 1024 + 6)
+    refused = _run(prefix, "--verify-data", "start")
+    assert {ended.code for ended in refused} == {65}
+    assert "corpus.bin: bytes 3072 to 4095" in "".join(ended.errors for ended in refused)
+
+
+def test_a_byte_in_the_middle_is_found_while_training(prefix: str) -> None:
+    flip(Path(f"{prefix}.bin"), 3 * 1024 + 6)
+    [ended] = _run(prefix, steps=100_000, ranks=1)
+    assert ended.code == 65
+    assert "corpus.bin: bytes 3072 to 4095 have the checksum" in ended.errors
+    assert "iteration        1/" in ended.output, "it began to train"
+
+
+def test_data_without_checksums_is_named_where_they_are_asked_for(prefix: str) -> None:
+    Path(f"{prefix}_manifest.json").unlink()
+    ended = _run(prefix, "--verify-data", "start")
+    assert [one.code for one in ended] == [0, 0]
+    assert f"--verify-data start: no manifest has checksums of {prefix}" in ended[0].errors

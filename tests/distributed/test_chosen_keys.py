@@ -1,6 +1,7 @@
 """Keys that an indexer chooses, on tensor- and context-parallel ranks, against whole samples in one process, in fp64:
 in fp32 a product may round to either side of 0 from one layout to the next, where ReLU has two gradients."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -82,14 +83,19 @@ def _each(layout: str, fault: Callable[[], None] | None) -> list[dict[str, torch
     return in_turn(partial(_whole, *LAYOUTS[layout]), CASES)
 
 
+@functools.cache
+def _reference() -> list[dict[str, torch.Tensor]]:
+    [reference] = run_ranks(1, in_turn, partial(_whole, 1, {}), CASES)
+    return reference
+
+
 def _differences(layout: str, fault: Callable[[], None] | None = None) -> list[dict[str, float]]:
     """Return the largest difference from one process on any rank, over the largest number, of each case."""
-    [reference] = run_ranks(1, in_turn, partial(_whole, 1, {}), CASES)
     size, flags = LAYOUTS[layout]
     context = flags.get("context_parallel_size", 1)
     differences: list[dict[str, float]] = [{} for _ in CASES]
     for rank, of_rank in enumerate(run_ranks(size, _each, layout, fault)):
-        for known, found, worst in zip(reference, of_rank, differences, strict=True):
+        for known, found, worst in zip(_reference(), of_rank, differences, strict=True):
             for name, expected in known.items():
                 if name in ("output", "input"):
                     chunks = expected.chunk(2 * context)

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
@@ -15,10 +14,7 @@ from megatron_ext.data.packing import documents_of
 from megatron_ext.parts.attention import context_parallel
 from megatron_ext.parts.attention.packed import attend_documents
 from megatron_ext.parts.attention.segments import attend_segments
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.parity import write_corpus
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.dropout_masks import DROPOUT, equal_masks, masks_of_first_step
 from tests.support.resaving import FLAGS, resave, tensors_of
 
 CP2 = ["--context-parallel-size", "2", "--attention-dropout", "0", "--cp-comm-type"]
@@ -99,16 +95,6 @@ def test_every_exchange_is_whole_attention_and_its_gradient() -> None:
         for out, *gradients in in_bf16.values():
             assert out < 4**0.5
             assert max(gradients) < 12**0.5
-
-
-def test_context_parallel_ranks_draw_their_own_masks(tmp_path: Path) -> None:
-    flags = [*RECIPE.split(), *MODELS["tied"].split(), *DROPOUT.split(), *write_corpus(tmp_path)]
-    a2a = ["--context-parallel-size", "2", "--cp-comm-type", "a2a"]
-    (hidden, attention), (other_hidden, other_attention) = run_ranks(2, masks_of_first_step, [*flags, *a2a])
-    assert {mask.shape[0] for mask in hidden} == {16}
-    assert not any(equal_masks(hidden, other_hidden)), "each rank holds other tokens"
-    assert not any(equal_masks(attention, other_attention)), "each rank holds other heads"
-    assert {np.shape(mask)[1] for mask in attention} == {1}
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,19 @@ FLAGS = shlex.split("""
 SAVED_AT, KILLED_AFTER = 10, 12
 Run = Callable[..., Launched]
 CASES: dict[str, tuple[int, list[str]]] = {
-    "fp32": (2, shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")),
+    "fp32": (
+        4,
+        shlex.split(
+            "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+        ),
+    ),
     "bf16": (1, shlex.split("--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope")),
     # Skips steps before and after the kill.
     "fp16": (1, shlex.split("--fp16 --initial-loss-scale 2e8 --loss-scale-window 4 --hysteresis 1")),
 }
 
 
-# In every run rank 0 is killed, which writes the metrics; with --all under two launchers, and rank 1 after it.
+# In every run rank 0 is killed, which writes the metrics; with --all under two launchers, and rank 3 after it.
 @pytest.mark.parametrize(
     ("precision", "kills"),
     [("fp16", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp32", 1), ("fp32", 2), ("bf16", 1)))],
@@ -94,9 +99,9 @@ def _start_again_by_hand(run: Run, save: Path, logs: Path) -> int:
 
 
 def _let_two_agents_restart(kills: int, run: Run, save: Path, logs: Path) -> int:
-    """Kill rank 0 and, for the second kill, later rank 1, of two torchruns as on two machines, which restart them."""
+    """Kill rank 0 and, for the second kill, later rank 3, of two torchruns as on two machines, which restart them."""
     port = str(free_port())
-    node = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    node = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
     files = [logs / "agent0.log", logs / "agent1.log"]
     agents = [run(log, [*node, "--node-rank", str(n), "--max-restarts", "4"]) for n, log in enumerate(files)]
     try:
@@ -105,7 +110,7 @@ def _let_two_agents_restart(kills: int, run: Run, save: Path, logs: Path) -> int
         left = last_iteration(save)
         if kills > 1:
             wait_until(lambda: last_iteration(save) >= KILLED_AFTER + 5, files[0], *agents)
-            rank_processes(agents[1])[1].kill()
+            rank_processes(agents[1])[3].kill()
         for agent, log in zip(agents, files, strict=True):
             finish(agent, log)
     finally:

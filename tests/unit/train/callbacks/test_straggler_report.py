@@ -1,6 +1,6 @@
 """--log-straggler: what ranks send each other of their times, how it is read, and what one of them says.
 
-tests/distributed/test_stragglers.py has ranks that are slow.
+tests/distributed/test_clocks_of_ranks.py has ranks that are slow.
 """
 
 import math
