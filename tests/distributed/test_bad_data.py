@@ -125,19 +125,8 @@ def prefix(tmp_path: Path) -> str:
 
 
 def _run(prefix: str, *flags: str, steps: int = 2, ranks: int = 2) -> list[Ended]:
-    argv = [
-        *shlex.split(FLAGS),
-        "--micro-batch-size",
-        "1",
-        "--split",
-        "1",
-        "--data-path",
-        prefix,
-        "--train-iters",
-        str(steps),
-        *flags,
-    ]
-    return run_ranks(ranks, run_program, argv)
+    argv = shlex.split(f"{FLAGS} --micro-batch-size 1 --split 1 --data-path {prefix} --train-iters {steps}")
+    return run_ranks(ranks, run_program, [*argv, *flags])
 
 
 def test_zeros_in_place_of_the_data_are_refused_by_default(prefix: str) -> None:

@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-import runpy
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.native.save import save_checkpoint
+from megatron_ext.cli.convert_checkpoint import main as convert
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.train.callbacks.evaluation import evaluate
 from megatron_ext.verify.ranks import run_ranks
@@ -23,7 +23,6 @@ from tests.support.plain_process import in_plain_process
 
 quiet_transformers()
 
-convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 48 --num-attention-heads 6 --group-query-attention --num-query-groups 2 --swiglu
     --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --seq-length 64

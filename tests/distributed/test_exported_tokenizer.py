@@ -3,7 +3,6 @@ exported."""
 
 import base64
 import json
-import runpy
 import shutil
 from collections.abc import Callable
 from io import BytesIO
@@ -17,6 +16,8 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_ext.checkpoint.native import checkpoint_manifest
+from megatron_ext.cli.convert_checkpoint import main as convert
+from megatron_ext.cli.generate_sample import main as generate
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.from_flags import build_tokenizer
@@ -30,8 +31,6 @@ quiet_transformers()
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "preprocess"
 LINES = [json.loads(line)["text"] for line in (GOLDEN / "input.jsonl").read_text().splitlines()]
-convert = runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"))["main"]
-generate = runpy.run_path(str(ROOT / "tools" / "generate_sample.py"))["main"]
 
 TEXTS = [
     *("", " ", "\n", "word", "  two  spaces  ", "a\tb\r\n\n c", "Grüße, Привет мир! こんにちは世界 مرحبا नमस्ते 한국어"),

@@ -1,6 +1,5 @@
 """`--optimizer-cpu-offload`: the same losses to the bit, the state where the flags say, and checkpoints for all."""
 
-import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +11,15 @@ from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
+from tests.support.program import TINY
 from tests.support.selection import chosen, marked
 from tests.support.several_models import end_layout
 
-BASE = shlex.split("""
-    --num-layers 1 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --seq-length 16
-    --max-position-embeddings 16 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1
-    --global-batch-size 4 --train-iters 8 --lr 1e-2 --attention-dropout 0.1 --hidden-dropout 0.1 --eval-interval 0
-    --device cpu
-""")
+OWN = """
+    --num-layers 1 --ffn-hidden-size 48 --swiglu --train-iters 8 --lr 1e-2 --attention-dropout 0.1
+    --hidden-dropout 0.1
+"""
+BASE = [*TINY, *OWN.split()]
 HOST = "--optimizer-cpu-offload"
 HALF = f"{HOST} --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"

@@ -10,13 +10,15 @@ import torch
 
 from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.resaving import FLAGS, Saved, assert_same_tensors, resave, saved_by, tensors_of
+from tests.support import resaving
+from tests.support.resaving import Saved, assert_same_tensors, resave, saved_by, tensors_of
 from tests.support.selection import marked
 from tests.support.several_models import in_turn
 
+FLAGS = [*resaving.FLAGS, "--num-layers", "2", "--micro-batch-size", "1", "--global-batch-size", "4"]
 EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --expert-model-parallel-size 2"
 LAYOUTS = {
-    "DP3": (3, "--micro-batch-size 1 --global-batch-size 6"),
+    "DP3": (3, "--global-batch-size 3"),
     "DP2, bf16, distributed optimizer, in the background": (2, "--bf16 --use-distributed-optimizer --async-save"),
     "TP2 DP2": (4, "--tensor-model-parallel-size 2"),
     "experts on 2 of 4": (4, EXPERTS),
@@ -35,7 +37,7 @@ def _written_by_rank(folder: str) -> Counter[int]:
 
 def _saves(case: tuple[list[str], str]) -> list[float]:
     flags, folder = case
-    return resave(flags, None, folder)
+    return resave(flags, None, folder, steps=1)
 
 
 # TP2 DP2 is slow: the others have both.
@@ -64,7 +66,7 @@ def _reads(flags: list[str], folder: str) -> tuple[int, list[float]]:
 
     SafeReader.read_data = counted
     try:
-        losses = resave(flags, folder, None)
+        losses = resave(flags, folder, None, steps=1)
     finally:
         SafeReader.read_data = original
     return sum(read), losses
@@ -74,7 +76,7 @@ def _reads(flags: list[str], folder: str) -> tuple[int, list[float]]:
 @pytest.mark.parametrize("words", [pytest.param("", marks=pytest.mark.slow), "--use-distributed-optimizer --bf16"])
 def test_ranks_read_together_what_they_hold_in_common(words: str, tmp_path: Path) -> None:
     flags = [*FLAGS, *words.split()]
-    saved = saved_by((2, words), FLAGS, None, tmp_path)
+    saved = saved_by((2, words), FLAGS, None, tmp_path, steps=1)
     own = run_ranks(2, _reads, flags, saved.folder)
     together = run_ranks(2, _reads, [*flags, "--ckpt-fully-parallel-load"], saved.folder)
     assert [losses for _, losses in own] == [losses for _, losses in together] == [saved.losses] * 2
@@ -89,7 +91,7 @@ def test_ranks_read_together_what_they_hold_in_common(words: str, tmp_path: Path
 def test_a_rank_reads_its_own_part_of_the_optimizers_state(tmp_path: Path) -> None:
     """Buckets of a few weights: every rank has a part of nearly every weight."""
     flags = [*FLAGS, "--use-distributed-optimizer", "--ddp-bucket-size", "3000"]
-    saved = saved_by((2, "--use-distributed-optimizer"), FLAGS, None, tmp_path)
+    saved = saved_by((2, "--use-distributed-optimizer"), FLAGS, None, tmp_path, steps=1)
     ranks = run_ranks(2, _reads, flags, saved.folder)
     [(alone, losses)] = run_ranks(1, _reads, FLAGS, saved.folder)
     assert [own for _, own in ranks] == [losses] * 2 or losses == pytest.approx(ranks[0][1], rel=1e-6)

@@ -1,6 +1,5 @@
 """`--torch-fsdp2-cpu-offload`: weights, gradients and optimizer state in host memory; the same losses to the bit."""
 
-import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +12,14 @@ from megatron_ext.parallel.rows import local_part
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
+from tests.support.program import TINY
 from tests.support.selection import chosen, marked
 
-BASE = shlex.split("""
-    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --seq-length 16
-    --max-position-embeddings 16 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1
-    --global-batch-size 4 --train-iters 8 --lr 1e-2 --clip-grad 0.1 --attention-dropout 0.1 --hidden-dropout 0.1
-    --eval-interval 0 --log-num-zeros-in-grad --use-torch-fsdp2 --device cpu
-""")
+OWN = """
+    --ffn-hidden-size 48 --swiglu --train-iters 8 --lr 1e-2 --clip-grad 0.1 --attention-dropout 0.1
+    --hidden-dropout 0.1 --log-num-zeros-in-grad --use-torch-fsdp2
+"""
+BASE = [*TINY, *OWN.split()]
 STEPS = 3
 LAYOUTS = {
     "fp32": (2, ""),

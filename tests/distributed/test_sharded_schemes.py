@@ -2,7 +2,6 @@
 and exports to Hugging Face as one process's checkpoint does."""
 
 import filecmp
-import runpy
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import Save, save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
+from megatron_ext.cli.convert_checkpoint import main as convert
 from megatron_ext.train.callbacks.reporting import parameters_norm
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify import gather
@@ -24,7 +24,6 @@ from tests.support.several_models import end_layout
 
 quiet_transformers()
 
-convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
 # Three ranks would not divide it evenly; of SwiGLU's first matrix two ranks hold gate and up, four hold halves.
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention

@@ -12,14 +12,13 @@ from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import flip
 from tests.support.launched import reproducible_rows
-from tests.support.program import Ended, run_program
+from tests.support.program import TINY, Ended, run_program
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
-    --attention-dropout 0.1 --hidden-dropout 0.1 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16
-    --micro-batch-size 1 --global-batch-size 2 --train-iters 8 --lr 1e-2 --lr-warmup-iters 4 --eval-interval 0
+OWN = """
+    --attention-dropout 0.1 --hidden-dropout 0.1 --global-batch-size 2 --train-iters 8 --lr 1e-2 --lr-warmup-iters 4
     --log-interval 3
-""")
+"""
+FLAGS = [*TINY, *OWN.split()]
 SNAPSHOTS = shlex.split("--non-persistent-save-interval 2 --non-persistent-ckpt-type local")
 DISTRIBUTED = shlex.split("--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
 
