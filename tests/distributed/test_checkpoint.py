@@ -16,10 +16,10 @@ import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint.native import save
-from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, find_latest, iteration_folder, saved_iterations
+from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
 from megatron_ext.checkpoint.native.load_checkpoint import _reason
 from megatron_ext.checkpoint.native.save import save_checkpoint
-from megatron_ext.errors import DataError, StorageError
+from megatron_ext.errors import StorageError
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support import checkpoints
 from tests.support.checkpoints import build, file_hashes, flip, load, save_at, train
@@ -48,36 +48,6 @@ def test_folder_has_megatrons_names_and_the_configuration(tmp_path: Path) -> Non
     assert names == {*written, "config.yaml", "manifest.json", "versions.json"}
     config = yaml.safe_load((tmp_path / "iter_0000002" / "config.yaml").read_text())
     assert config["hidden_size"] == 32
-
-
-def test_a_folder_without_a_checkpoint_starts_afresh(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "missing"):
-        assert run_ranks(1, load, str(folder), FLAGS) == [(None, 0)]
-
-
-@pytest.mark.parametrize("tracker", [b"", b"2\n\x00garbage", b"\xff\xfe", b"-1", b"7", b"release", None])
-def test_newest_checkpoint_stands_in_for_a_bad_tracker(tracker: bytes | None, tmp_path: Path) -> None:
-    """Empty, torn, not text, or naming what is not there."""
-    for iteration in (1, 2):
-        folder = iteration_folder(tmp_path, iteration)
-        folder.mkdir()
-        (folder / ".metadata").touch()
-        (folder / "metadata.json").touch()
-    (tmp_path / ".iter_0000003.partial").mkdir()
-    iteration_folder(tmp_path, 4).mkdir()  # without the files that are written last
-    if tracker is not None:
-        (tmp_path / TRACKER).write_bytes(tracker)
-    found = find_latest(tmp_path)
-    assert found is not None
-    assert (found.path, found.iteration) == (tmp_path / "iter_0000002", 2)
-    assert found.warning is not None
-    assert "iter_0000002" in found.warning
-
-
-def test_a_tracker_without_any_checkpoint_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / TRACKER).write_text("5")
-    with pytest.raises(DataError, match="names iteration 5, which is missing"):
-        find_latest(tmp_path)
 
 
 # replace: the tracker is not yet set; rename: the folder has no final name; fsync: the shards are being written.

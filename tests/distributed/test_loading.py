@@ -1,17 +1,12 @@
-"""What --load may name, and what of a checkpoint a run takes: --finetune, --no-load-optim, --ckpt-step and others.
-
-Nothing but a folder of checkpoints, or one of them, is a start in silence.
-"""
+"""What --load may name: a folder of checkpoints, or one of them; nothing else makes a run start afresh in silence.
+Another seed than the checkpoint's is told, and another optimizer's state refused."""
 
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, checkpoint_at
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
@@ -127,124 +122,41 @@ def test_another_seed_is_reported(tmp_path: Path) -> None:
     assert "--seed" not in same.errors + finetuned.errors
 
 
-@dataclass(frozen=True)
-class Loaded:
-    iteration: int
-    samples: int
-    scheduled: int
-    weights: float
-    """Sum of the absolute values."""
-    masters: float
-    """The same of the fp32 copies, rounded as the weights are."""
-    moments: float
-    updates: int
-    rng: bytes
-
-
 BF16 = [*checkpoints.FLAGS, "--num-layers", "1", "--bf16"]
-WHOLE, BARE = "whole", "bare"
-LOADS: dict[str, tuple[str | None, str]] = {
-    "afresh": (None, ""),
-    "all": (WHOLE, ""),
-    "finetuned": (WHOLE, "--finetune"),
-    "no optimizer": (WHOLE, "--no-load-optim"),
-    "no generators": (WHOLE, "--no-load-rng"),
-    "step 1": (WHOLE, "--ckpt-step 1"),
-    "step 2": (WHOLE, "--ckpt-step 2"),
-    "Lion": (WHOLE, "--optimizer lion"),
-    "SGD": (WHOLE, "--optimizer sgd"),
-    "SGD, no optimizer": (WHOLE, "--optimizer sgd --no-load-optim"),
-    "bare": (BARE, ""),
-    "bare, no optimizer": (BARE, "--no-load-optim"),
+LOADS = {
+    "all": "",
+    "finetuned": "--finetune",
+    "no optimizer": "--no-load-optim",
+    "Lion": "--optimizer lion",
+    "SGD": "--optimizer sgd",
+    "SGD, no optimizer": "--optimizer sgd --no-load-optim",
 }
-"""The checkpoint that is loaded, and how; BARE is one without optimizer and generators."""
 
 
-def _look(case: tuple[str | None, list[str]]) -> Loaded | str:
-    """Return what a run has that has loaded so, or why it cannot."""
+def _loaded(case: tuple[str, list[str]]) -> tuple[float, float, int] | str:
+    """Return the sums of the weights' sizes and of those of their fp32 copies, rounded as these, and how many updates
+    the optimizer has counted; or why nothing is loaded."""
     folder, flags = case
+    run = build(flags)
     try:
-        run = build(flags)
-        if folder is not None:
-            load_checkpoint(run, folder)
+        load_checkpoint(run, folder)
     except DataError as error:
         return str(error)
     parts = run.sharding.parts(run.optimizer)
-    states: list[Any] = [state for part in parts for state in part.core.optimizer.state.values()]
-    groups = [group for part in parts for group in part.core.optimizer.param_groups]
-    return Loaded(
-        iteration=run.state.iteration,
-        samples=run.state.consumed_samples,
-        scheduled=run.state.scheduled_samples,
-        weights=sum(float(weight.double().abs().sum()) for chunk in run.chunks for weight in chunk.parameters()),
-        masters=sum(float(main.bfloat16().double().abs().sum()) for group in groups for main in group["params"]),
-        moments=sum(float(state["exp_avg"].abs().sum()) for state in states if "exp_avg" in state),
-        updates=step_count(parts),
-        rng=bytes(torch.get_rng_state().numpy()),
-    )
+    weights = sum(float(weight.double().abs().sum()) for chunk in run.chunks for weight in chunk.parameters())
+    mains = [main for part in parts for group in part.core.optimizer.param_groups for main in group["params"]]
+    return weights, sum(float(main.bfloat16().double().abs().sum()) for main in mains), step_count(parts)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Iterations 1 and 3, of 2 samples each, and the third in BARE."""
-    folder = tmp_path_factory.mktemp("saved")
-    run_ranks(1, save_at, str(folder / WHOLE), [1, 3], BF16)
-    run_ranks(1, save_at, str(folder / BARE), [3], [*BF16, "--no-save-optim", "--no-save-rng"])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def looks(folder: Path) -> dict[str, Any]:
-    cases = []
-    for name, flags in LOADS.values():
-        place = None if name is None else str(folder / name)
-        cases.append((place, [*BF16, *flags.split(), *(["--load", place] if place and "--ckpt-step" in flags else [])]))
-    [found] = run_ranks(1, in_turn, _look, cases)
-    return dict(zip(LOADS, found, strict=True))
-
-
-@pytest.mark.parametrize("how", LOADS)
-def test_masters_are_those_of_the_weights(how: str, looks: dict[str, Any]) -> None:
-    if isinstance(looks[how], Loaded):
-        assert looks[how].masters == pytest.approx(looks[how].weights, rel=1e-12)
-
-
-def test_what_is_taken_of_a_checkpoint(looks: dict[str, Any]) -> None:
-    fresh, whole = looks["afresh"], looks["all"]
-    assert whole.weights != fresh.weights
-    assert whole.rng != fresh.rng
-    assert whole.moments > 0
-    positions = {
-        "all": (3, 6, 6, 3, whole.moments),
-        "finetuned": (0, 0, 0, 0, 0),
-        "no optimizer": (3, 6, 0, 0, 0),
-        "no generators": (3, 6, 6, 3, whole.moments),
-        "SGD, no optimizer": (3, 6, 0, 0, 0),
-        "bare, no optimizer": (3, 6, 0, 0, 0),
-    }
-    for how, expected in positions.items():
-        found = looks[how]
-        assert (found.iteration, found.samples, found.scheduled, found.updates, found.moments) == expected, how
-        assert found.weights == whole.weights, how
-        from_seed = how in ("finetuned", "no generators", "bare, no optimizer")
-        assert found.rng == (fresh if from_seed else whole).rng, how
-    assert looks["step 1"].iteration == 1
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("step 2", r"iter_0000002 is missing or not whole; .* are those of: 1, 3"),
-        ("bare", "without optimizer state; add --no-load-optim"),
-        # It lacks the tensors of SGD, and Lion's is called as one of Adam's: either way it is another state.
-        ("Lion", r"has the state of --optimizer adam, .* --optimizer lion cannot go on; use"),
-        ("SGD", r"has the state of --optimizer adam, .* --optimizer sgd cannot go on; use"),
-    ],
-)
-def test_what_a_checkpoint_does_not_have_is_named(how: str, said: str, looks: dict[str, Any]) -> None:
-    assert re.search(said, looks[how])
-
-
-def test_a_checkpoint_without_optimizer_is_small(folder: Path) -> None:
-    sizes = [(folder / name / "iter_0000003/__0_0.distcp").stat().st_size for name in (BARE, WHOLE)]
-    assert sizes[0] < sizes[1] / 2
+def test_masters_are_those_of_the_weights_and_another_optimizers_state_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, save_at, str(tmp_path), [3], BF16)
+    cases = [(str(tmp_path), [*BF16, *flags.split()]) for flags in LOADS.values()]
+    found = dict(zip(LOADS, run_ranks(1, in_turn, _loaded, cases)[0], strict=True))
+    # A checkpoint lacks the tensors of SGD, and Lion's is called as one of Adam's: either way it is another state.
+    for name in ("Lion", "SGD"):
+        said = rf"has the state of --optimizer adam, .* --optimizer {name.lower()} cannot go on; use"
+        assert re.search(said, found.pop(name))
+    assert [updates for *_, updates in found.values()] == [3, 0, 0, 0]
+    assert len({weights for weights, *_ in found.values()}) == 1
+    for weights, masters, _ in found.values():
+        assert masters == pytest.approx(weights, rel=1e-12)

@@ -6,21 +6,18 @@ import shlex
 import tarfile
 import zipfile
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args, saved_model
-from megatron_ext.checkpoint.megatron_lm.state import different_flags
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER
-from megatron_ext.checkpoint.native.load_checkpoint import _as_ours, load_checkpoint
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import RankError, run_ranks
@@ -130,25 +127,6 @@ def test_every_other_flag_is_listed(written: Path) -> None:
         "a vocabulary that is padded to 64 entries (given: --vocab-size 100",
     ):
         assert words in str(caught.value)
-
-
-def test_norms_that_are_kept_less_one_are_refused(written: Path) -> None:
-    """A run with --apply-layernorm-1p keeps weight - 1: taken as it is, every norm would begin near zero."""
-    config = configure(_flags(written, "fp32", *UNTIED)).config
-    saved = read_args(written / "fp32" / "iter_0000003") or {}
-    assert not saved.get("apply_layernorm_1p")
-    assert different_flags({"args": Namespace(**saved)}, config) == []
-    common = {"args": Namespace(**{**saved, "apply_layernorm_1p": True})}
-    with pytest.raises(DataError, match=r"has --apply-layernorm-1p True \(here a norm's weights are kept as they mult"):
-        _as_ours(SimpleNamespace(config=config), written, common)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_router_that_had_no_precision_of_its_own_is_another(written: Path) -> None:
-    config = configure(_flags(written, "fp32", *UNTIED)).config
-    args = Namespace(**{**(read_args(written / "fp32" / "iter_0000003") or {}), "moe_router_dtype": None})
-    assert different_flags({"args": args}, config) == []
-    other = replace(config, model=replace(config.model, moe_router_dtype="fp32"))
-    assert different_flags({"args": args}, other) == ["--moe-router-dtype None (given: fp32)"]
 
 
 REST = shlex.split("""

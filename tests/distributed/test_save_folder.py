@@ -88,24 +88,6 @@ def test_a_removed_folder_that_another_job_has_begun_anew_is_left_to_it(tmp_path
         lock.hold_again(save)
 
 
-def test_a_folder_keeps_its_name_until_it_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = tmp_path / "save"
-    assert lock.name_of_contents(save) is None
-
-    def begin() -> str | None:
-        lock.hold_until_exit(save)
-        return lock.name_of_contents(save)
-
-    first = begin()
-    (save / "metrics.jsonl").touch()
-    assert begin() == first
-    (save / "metrics.jsonl").unlink()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert begin() == first, "a restart of a launch that has written nothing yet goes on"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert begin() not in (None, first)
-
-
 def test_snapshots_of_what_an_emptied_folder_held_are_not_used(tmp_path: Path) -> None:
     """Without a checkpoint so far, they follow on none, as a run that is begun anew does."""
     save = tmp_path / "save"
