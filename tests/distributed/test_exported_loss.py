@@ -24,10 +24,10 @@ from tests.support.plain_process import in_plain_process
 quiet_transformers()
 
 FLAGS = shlex.split("""
-    --num-layers 4 --hidden-size 48 --num-attention-heads 6 --group-query-attention --num-query-groups 2 --swiglu
+    --num-layers 2 --hidden-size 48 --num-attention-heads 6 --group-query-attention --num-query-groups 2 --swiglu
     --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --seq-length 64
     --attention-dropout 0 --hidden-dropout 0 --tokenizer-type ByteTokenizer --split 80,20,0 --micro-batch-size 4
-    --global-batch-size 8 --train-iters 12 --lr 5e-3 --lr-decay-style constant --eval-interval 100 --eval-iters 3
+    --global-batch-size 8 --train-iters 6 --lr 1e-2 --lr-decay-style constant --eval-interval 100 --eval-iters 3
     --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --device cpu
 """)
 
@@ -37,7 +37,7 @@ def _train(flags: list[str], save: str) -> tuple[float, float, list[list[list[in
     run = build(flags)
     held_out: Any = run.loaders.valid
     before = evaluate(run, held_out)
-    train(run, 12)
+    train(run, 6)
     save_checkpoint(run, save)
     samples = []
     (part,) = held_out.parts
