@@ -14,10 +14,10 @@ import torch
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 from megatron_ext.data import corpus, shuffled_order
 from megatron_ext.data.corpus import Splits, build_datasets
-from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.tokenizer.simple import NullTokenizer
 from megatron_ext.verify.parity import write_corpus
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.corpora import write_documents
 from tests.support.program import run_program
 
 
@@ -35,8 +35,7 @@ def read_on_rank(paths: dict[str, Any], cache: str) -> list[list[list[int]] | No
 @pytest.fixture
 def prefixes(tmp_path: Path) -> tuple[str, str]:
     for name, documents in (("a", 50), ("b", 2)):  # b is too small for a share in the validation data
-        with IndexedWriter(tmp_path / name, np.uint16) as writer:
-            writer.add_tokens(np.arange(documents * 20, dtype=np.uint16).tobytes(), [20] * documents)
+        write_documents(tmp_path / name, np.arange(documents * 20).reshape(documents, 20).tolist())
     return str(tmp_path / "a"), str(tmp_path / "b")
 
 

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.cli.convert_checkpoint import main as convert
-from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.train.callbacks.evaluation import evaluate
 from megatron_ext.verify.ranks import run_ranks
 from megatron_ext.verify.transformers_reference import their_loss
 from tests.support.checkpoints import build, train
+from tests.support.corpora import write_documents
 from tests.support.hf_models import quiet_transformers
 from tests.support.plain_process import in_plain_process
 
@@ -64,10 +63,7 @@ class Trained:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     text = pathlib.Path(shlex.__file__).read_bytes() + pathlib.Path(re.__file__).read_bytes()
-    documents = [part + b"\n\n" for part in text.split(b"\n\n")]
-    with IndexedWriter(folder / "corpus", np.uint16) as writer:
-        for document in documents:
-            writer.add_tokens(np.frombuffer(document, np.uint8).astype(np.uint16).tobytes(), [len(document)])
+    write_documents(folder / "corpus", [part + b"\n\n" for part in text.split(b"\n\n")])
     flags = [*FLAGS, "--data-path", str(folder / "corpus")]
     ranks = run_ranks(4, _train, flags, str(folder / "save"))
     (before, after, tokens), (_, _, labels) = ranks[0], ranks[-1]

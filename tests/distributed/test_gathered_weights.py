@@ -14,19 +14,16 @@ OWN = """
     --ffn-hidden-size 48 --train-iters 4 --lr 1e-2 --eval-interval 2 --eval-iters 1 --hidden-dropout 0
     --attention-dropout 0 --num-workers 0 --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 1000
 """
+UNTIED = "--untie-embeddings-and-output-weights"
 LAYOUTS = {
     "DP2, tied": (2, ""),
-    "DP2, untied": (2, "--untie-embeddings-and-output-weights"),
+    "DP2, untied": (2, UNTIED),
     "DP2, untied, rotary, SwiGLU": (
         2,
-        "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu --normalization RMSNorm "
-        "--disable-bias-linear --qk-layernorm",
+        f"{UNTIED} --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --qk-layernorm",
     ),
-    "DP2, untied, experts": (2, "--untie-embeddings-and-output-weights --num-experts 4 --disable-bias-linear"),
-    "TP2 SP DP2, untied": (
-        4,
-        "--untie-embeddings-and-output-weights --tensor-model-parallel-size 2 --sequence-parallel",
-    ),
+    "DP2, untied, experts": (2, f"{UNTIED} --num-experts 4 --disable-bias-linear"),
+    "TP2 SP DP2, untied": (4, f"{UNTIED} --tensor-model-parallel-size 2 --sequence-parallel"),
     "PP2 DP2, tied": (4, "--pipeline-model-parallel-size 2"),
 }
 

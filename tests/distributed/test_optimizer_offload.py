@@ -16,7 +16,7 @@ from tests.support.selection import chosen, marked
 from tests.support.several_models import end_layout
 
 OWN = """
-    --num-layers 1 --ffn-hidden-size 48 --swiglu --train-iters 8 --lr 1e-2 --attention-dropout 0.1
+    --num-layers 1 --ffn-hidden-size 48 --swiglu --global-batch-size 2 --train-iters 8 --lr 1e-2 --attention-dropout 0.1
     --hidden-dropout 0.1
 """
 BASE = [*TINY, *OWN.split()]

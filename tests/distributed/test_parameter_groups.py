@@ -13,12 +13,10 @@ from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS, paramete
 from megatron_ext.parts.update_factors import factors
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
+from tests.support.program import TINY
 from tests.support.several_models import end_layout
 
-BASE = (
-    "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 "
-    "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --eval-interval 0 "
-)
+BASE = [*TINY, "--global-batch-size", "2", "--train-iters", "2"]
 LAYOUTS = {
     "DDP": "",
     "DDP, bf16": "--bf16",
@@ -53,7 +51,7 @@ def _rates(layouts: dict[str, str]) -> dict[str, tuple[Rates, Rates]]:
     updates, and what the catalogue's factors make of them."""
     found = {}
     for layout, flags in layouts.items():
-        run = build(shlex.split(BASE + flags))
+        run = build([*BASE, *shlex.split(flags)])
         config = run.config
         ends = None if config.optimizer.decoupled_lr is None else 0.5
         set_rates(run.optimizer, 1.0, 1.0, ends)

@@ -21,33 +21,24 @@ from megatron_ext.telemetry.schedule_record import RankRecord
 from megatron_ext.train import step as train_step
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import reproducible_rows
-from tests.support.program import run_program
+from tests.support.program import TINY, run_program
 from tools import show_run
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_pipeline.py"
-FLAGS = shlex.split("""
-    --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
-    --micro-batch-size 1 --train-iters 3 --lr 1e-3 --eval-interval 2 --eval-iters 1 --log-interval 1
-""")
+OWN = "--train-iters 3 --eval-interval 2 --eval-iters 1 --log-interval 1"
+FLAGS = [*TINY, *OWN.split()]
 RECORD = "--record-schedule --profile-step-start 2 --profile-step-end 4"
 LAYOUTS = {
-    "PP2": (2, "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 5"),
-    "PP2 x 2": (
-        2,
-        "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-        "--global-batch-size 6 "
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    ),
+    "PP2": (2, "--pipeline-model-parallel-size 2 --global-batch-size 5"),
     "PP4 x 2": (
         4,
         "--num-layers 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
-        "--global-batch-size 8 "
-        "--timing-log-level 2 --log-communication-share",
+        "--global-batch-size 8 --timing-log-level 2 --log-communication-share "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "PP2 TP2": (
         4,
-        "--num-layers 2 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
-        "--global-batch-size 2 "
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 2 "
         "--use-distributed-optimizer",
     ),
 }

@@ -2,7 +2,6 @@
 and exports to Hugging Face as one process's checkpoint does."""
 
 import filecmp
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,27 +18,27 @@ from megatron_ext.verify import gather
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.hf_models import quiet_transformers
+from tests.support.program import TINY
 from tests.support.run_state import state_hash
 from tests.support.several_models import end_layout
 
 quiet_transformers()
 
 # Three ranks would not divide it evenly; of SwiGLU's first matrix two ranks hold gate and up, four hold halves.
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
-    --seq-length 16 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1
-    --global-batch-size 8 --train-iters 10 --lr 1e-2 --attention-dropout 0.1 --hidden-dropout 0.1 --eval-interval 0
-    --log-num-zeros-in-grad --device cpu
-""")
+OWN = """
+    --ffn-hidden-size 48 --group-query-attention --num-query-groups 2 --position-embedding-type rope --swiglu
+    --normalization RMSNorm --disable-bias-linear --train-iters 10 --lr 1e-2 --attention-dropout 0.1
+    --hidden-dropout 0.1 --log-num-zeros-in-grad
+"""
+FLAGS = [*TINY, *OWN.split()]
 EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=48"
 UNTIED, BF16, FP16 = ("--untie-embeddings-and-output-weights", "--bf16", "--fp16 --initial-loss-scale 131072")
 LION = "--optimizer=lion --lr=1e-3"
 _MEGATRON = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _COPIES = "--num-distributed-optimizer-instances 2"
 FAST: dict[str, tuple[int, str]] = {
-    "ZeRO-3": (3, f"{_MEGATRON} optim_grads_params {BF16} --global-batch-size 6"),
-    "FSDP2": (3, f"--use-torch-fsdp2 {BF16} --global-batch-size 6"),
+    "ZeRO-3": (3, f"{_MEGATRON} optim_grads_params {BF16} --global-batch-size 3"),
+    "FSDP2": (3, f"--use-torch-fsdp2 {BF16} --global-batch-size 3"),
     "PP2 FSDP2": (4, f"--use-torch-fsdp2 --pipeline-model-parallel-size 2 {UNTIED} {BF16}"),
 }
 SLOW = {
@@ -63,7 +62,7 @@ SLOW = {
     "ZeRO-1, fp16": (2, f"--use-distributed-optimizer {UNTIED} {FP16}"),
     "ZeRO-2, fp16": (2, f"{_MEGATRON} optim_grads {UNTIED} {FP16}"),
     "ZeRO-3, fp16": (2, f"{_MEGATRON} optim_grads_params {FP16}"),
-    "ZeRO-2, experts": (3, f"{_MEGATRON} optim_grads {EXPERTS} {UNTIED} {BF16} --global-batch-size 6"),
+    "ZeRO-2, experts": (3, f"{_MEGATRON} optim_grads {EXPERTS} {UNTIED} {BF16} --global-batch-size 3"),
     "ZeRO-3, EP2, expert DP2": (
         4,
         f"{_MEGATRON} optim_grads_params --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
@@ -107,7 +106,7 @@ class Trace:
 
 def _save_go_on_and_resume(flags: list[str], folder: str) -> tuple[Trace, Trace]:
     """One rank: the run that goes on after its save, and the one that is resumed from it."""
-    run = _build(flags)
+    run = build(flags)
     trainer = Trainer(run, [])
     _check_the_count_of_zeros(run, trainer)
     trainer.step()
@@ -118,13 +117,9 @@ def _save_go_on_and_resume(flags: list[str], folder: str) -> tuple[Trace, Trace]
     run.loaders.close()
     end_layout()
 
-    run = _build(flags)
+    run = build(flags)
     assert load_checkpoint(run, f"{folder}/meanwhile") == 2
     return uninterrupted, _two_steps(run, Trainer(run, []))
-
-
-def _build(flags: list[str]) -> Any:
-    return build(flags)
 
 
 def _check_the_count_of_zeros(run: Any, trainer: Any) -> None:
@@ -158,7 +153,7 @@ def _two_steps(run: Any, trainer: Any) -> Trace:
 
 def _to_one_process(flags: list[str], folder: str) -> float:
     """Load what the ranks saved, and save it; returns the norm of the weights."""
-    run = _build(flags)
+    run = build(flags)
     assert load_checkpoint(run, f"{folder}/meanwhile") == 2
     save_checkpoint(run, f"{folder}/whole")
     return parameters_norm(run)
