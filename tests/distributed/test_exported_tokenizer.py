@@ -162,12 +162,8 @@ def test_transformers_gives_the_ids_of_training(
     (tmp_path / "tokenizer").mkdir()
     flags = KINDS[kind](tmp_path / "tokenizer")
     tokenizer = _built(flags)
-    flags |= {
-        "data_path": [
-            write_documents(tmp_path / "corpus", [[*tokenizer.encode(text), tokenizer.eod] for text in LINES])
-        ],
-        "split": "9,1,0",
-    }
+    documents = [[*tokenizer.encode(text), tokenizer.eod] for text in LINES]
+    flags |= {"data_path": [write_documents(tmp_path / "corpus", documents)], "split": "9,1,0"}
     load, exported = _with_tokenizer(saved, tmp_path / "save", flags), tmp_path / "hf"
     assert convert(["to-hf", "--load", load, "--save", str(exported), "--no-verify"]) == 0
     count = len(LINES) - round(len(LINES) * 0.9)

@@ -20,7 +20,8 @@ LAYOUTS = {
     "DP2, untied": (2, UNTIED),
     "DP2, untied, rotary, SwiGLU": (
         2,
-        f"{UNTIED} --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --qk-layernorm",
+        f"{UNTIED} --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+        "--qk-layernorm",
     ),
     "DP2, untied, experts": (2, f"{UNTIED} --num-experts 4 --disable-bias-linear"),
     "TP2 SP DP2, untied": (4, f"{UNTIED} --tensor-model-parallel-size 2 --sequence-parallel"),

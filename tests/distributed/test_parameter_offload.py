@@ -16,8 +16,8 @@ from tests.support.program import TINY
 from tests.support.selection import chosen, marked
 
 OWN = """
-    --ffn-hidden-size 48 --swiglu --global-batch-size 2 --train-iters 8 --lr 1e-2 --clip-grad 0.1 --attention-dropout 0.1
-    --hidden-dropout 0.1 --log-num-zeros-in-grad --use-torch-fsdp2
+    --ffn-hidden-size 48 --swiglu --global-batch-size 2 --train-iters 8 --lr 1e-2 --clip-grad 0.1
+    --attention-dropout 0.1 --hidden-dropout 0.1 --log-num-zeros-in-grad --use-torch-fsdp2
 """
 BASE = [*TINY, *OWN.split()]
 STEPS = 3
