@@ -52,7 +52,6 @@ LONG = (
     "test_sharded_schemes.py",
     "test_restarts.py",
     "test_compile.py",
-    "test_loss_compare_on_ranks.py",
     "test_numeric_guard.py",
     "test_checkpoint_layouts.py",
     "test_optimizer_offload.py",

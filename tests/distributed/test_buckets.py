@@ -1,4 +1,6 @@
-"""Gradient accumulation: one reduction per bucket and step, however many microbatches; and every sample once."""
+"""Buckets of gradients and weights: each is reduced once a step, however many microbatches, which take every sample
+once; and gathered before its first use with --overlap-param-gather, whoever reads it.
+"""
 
 import importlib
 import shlex
@@ -11,6 +13,7 @@ import torch
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.model.names import global_named_parameters
+from megatron_ext.train.callbacks.evaluation import evaluate
 from megatron_ext.train.step import compute_gradients, held_out_loss
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
@@ -169,3 +172,45 @@ def test_a_first_gradient_is_written_with_the_bits_of_a_sum_with_zeros(written: 
     found = differences[written]
     assert [(wrong, padding) for wrong, padding, _ in found] == [([], [])] * 4
     assert (sum(without for *_, without in found) > 0) == ("EP2" in written)
+
+
+GATHERED = """
+    --ffn-hidden-size 48 --train-iters 4 --lr 1e-2 --eval-interval 2 --eval-iters 1 --hidden-dropout 0
+    --attention-dropout 0 --num-workers 0 --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 1000
+"""
+UNTIED = "--untie-embeddings-and-output-weights"
+GATHERING = {
+    "DP2, tied": (2, ""),
+    "DP2, untied": (2, UNTIED),
+    "DP2, untied, rotary, SwiGLU": (
+        2,
+        f"{UNTIED} --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+        "--qk-layernorm",
+    ),
+    "DP2, untied, experts": (2, f"{UNTIED} --num-experts 4 --disable-bias-linear"),
+    "TP2 SP DP2, untied": (4, f"{UNTIED} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2 DP2, tied": (4, "--pipeline-model-parallel-size 2"),
+}
+
+
+def _numbers(flags: list[str]) -> list[str]:
+    """Losses and norms of the gradients of four steps, and the loss of an evaluation after them."""
+    run = build(flags)
+    trainer, numbers = Trainer(run, []), []
+    for _ in range(4):
+        result = trainer.step()
+        assert result.grad_norm is not None
+        numbers += [result.loss.hex(), result.grad_norm.hex()]
+    assert run.loaders.valid is not None
+    numbers.append(evaluate(run, run.loaders.valid).hex())
+    run.loaders.close()
+    return numbers
+
+
+# Slow: untied weights that the pipelined cases gather, too.
+@pytest.mark.parametrize("name", marked(GATHERING, slow={"DP2, untied", "TP2 SP DP2, untied"}))
+def test_weights_that_are_gathered_late_are_those_that_are_gathered_at_once(name: str) -> None:
+    ranks, layout = GATHERING[name]
+    flags = [*TINY, *GATHERED.split(), *layout.split()]
+    for at_once, late in run_ranks(ranks, in_turn, _numbers, [flags, [*flags, "--overlap-param-gather"]]):
+        assert late == at_once

@@ -1,5 +1,6 @@
-"""Checkpoints that Megatron-LM 0.19 itself wrote (tests/data/README.md): --load goes on from them."""
+"""Checkpoints that Megatron-LM 0.19 and DeepSpeed 0.19.8 themselves wrote (tests/data/README.md) go on here."""
 
+import json
 import os
 import pickle
 import shlex
@@ -9,22 +10,25 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_ext.checkpoint.deepspeed.importer import import_deepspeed
 from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args, saved_model
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors
+from megatron_ext.data.corpus import Splits
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.support.checkpoints import build
+from tests.support.checkpoints import build, train
 from tests.support.corpora import write_corpus
 
-ARCHIVE = Path(__file__).parents[1] / "data" / "megatron_lm_0.19.2.tar.xz"
+DATA = Path(__file__).parents[1] / "data"
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --swiglu --seq-length 16 --max-position-embeddings 16 --position-embedding-type rope
@@ -43,7 +47,7 @@ LOGGED = [(8.681981e-3, 4.008337, 1.299), (5.5e-3, 3.906965, 1.838), (2.318020e-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("megatron")
-    with tarfile.open(ARCHIVE) as archive:
+    with tarfile.open(DATA / "megatron_lm_0.19.2.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     write_corpus(folder / "corpus", 20_000)
     return folder
@@ -177,3 +181,55 @@ def test_a_release_is_weights_alone(written: Path, tmp_path: Path) -> None:
     assert rate == 0, "the warmup begins anew"
     first: Any = run_ranks(1, _go_on, _flags(written, "fp32", *UNTIED, "--finetune"), 1, None)[0]
     assert loss == first[0][1]
+
+
+MODELS = {
+    "deepspeed_0.19.8": "--hidden-size 16 --vocab-size 64",
+    "deepspeed_0.19.8_bloom": "--hidden-size 8 --vocab-size 32 --position-embedding-type alibi --embed-layernorm",
+}
+OF_DEEPSPEED = shlex.split(
+    "--num-layers 2 --num-attention-heads 4 --seq-length 12 --openai-gelu "
+    "--make-vocab-size-divisible-by 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 6 --lr 1e-2 "
+    "--lr-decay-style constant --weight-decay 0.1 --attention-dropout 0 --hidden-dropout 0 --eval-interval 0 "
+    "--num-workers 0 --mock-data --device cpu --bf16"
+)
+
+
+class _Samples:
+    def __init__(self, rows: list[list[int]]):
+        self.rows = np.array(rows)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.rows[(index - 12) % len(self.rows)]
+        places = {"position_ids": np.arange(12), "loss_mask": np.ones(12, np.float32)}
+        return {"tokens": row[:-1], "labels": row[1:], **places}
+
+
+def _go_on_from_deepspeed(flags: list[str], rows: list[list[int]]) -> list[float]:
+    run = build(flags, datasets=lambda *_: Splits(_Samples(rows), None, None))
+    assert load_checkpoint(run, run.config.checkpoint.load) == 3
+    return train(run, 2)
+
+
+_TP, _PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("deepspeed_0.19.8", layout) for layout in ("", _TP, "--use-distributed-optimizer")),
+        *(("deepspeed_0.19.8_bloom", layout) for layout in ("", _TP, _PP, "--use-torch-fsdp2")),
+    ],
+)
+def test_training_goes_on_as_deepspeed_went_on(name: str, layout: str, tmp_path: Path) -> None:
+    """From a universal checkpoint, and from ZeRO's shards of a BLOOM's TP2 x PP2 next to its layer files."""
+    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path / "written", filter="data")
+    import_deepspeed(tmp_path / "written", tmp_path / "ours")
+    expected = json.loads((tmp_path / "written/expected.json").read_text())
+    flags = [*OF_DEEPSPEED, *MODELS[name].split(), *layout.split(), "--load", str(tmp_path / "ours")]
+    losses = run_ranks(2 if layout else 1, _go_on_from_deepspeed, flags, expected["samples"])
+    assert losses[0] == pytest.approx(expected["losses"], rel=1e-3)
