@@ -54,7 +54,7 @@ LONG = (
     "test_compile.py",
     "test_numeric_guard.py",
     "test_checkpoint_layouts.py",
-    "test_optimizer_offload.py",
+    "test_offload.py",
     "test_extension.py",
     "test_resume.py",
     "test_planted_faults.py",
