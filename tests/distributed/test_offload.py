@@ -251,9 +251,7 @@ def row_traces(request: pytest.FixtureRequest) -> RowTraces:
 
 # Slow: less state than the others keep.
 @pytest.mark.parametrize("rows", marked(OF_ROWS, slow={"fp32", "SGD"}))
-def test_host_memory_holds_all_and_changes_nothing(
-    layout: str, row_traces: dict[str, list[tuple[RowTrace, RowTrace]]]
-) -> None:
+def test_host_memory_holds_all_and_changes_nothing(rows: str, row_traces: RowTraces) -> None:
     for without, offloaded in row_traces[rows]:
         assert offloaded.steps == without.steps
         assert len({loss for loss, _, _ in without.steps}) == UPDATES
