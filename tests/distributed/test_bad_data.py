@@ -8,7 +8,6 @@ import json
 import shlex
 import struct
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,70 +31,54 @@ FLAGS = """
 """
 
 
-def change(path: Path, offset: int, content: bytes) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        file.write(content)
-
-
-def cut(path: Path, size: int) -> None:
-    with open(path, "r+b") as file:
-        file.truncate(size)
-
-
 POINTERS = HEADER.size + 4 * DOCUMENTS
-DAMAGE: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
-    "truncated .bin": (r"\.bin has \d+ bytes", lambda bin_, idx: cut(bin_, 1_999_998)),
-    "empty .bin": (r"\.bin has 0 bytes", lambda bin_, idx: cut(bin_, 0)),
-    "truncated .idx": (r"\.idx has \d+ bytes", lambda bin_, idx: cut(idx, 100_000)),
-    "flipped length": (r"sequence 78 of", lambda bin_, idx: change(idx, HEADER.size + 4 * 77, b"\x0b")),
-    "flipped pointer": (r"sequence 78 of", lambda bin_, idx: change(idx, POINTERS + 8 * 78 + 7, b"\x80")),
-    "flipped magic": (r"begins with", lambda bin_, idx: change(idx, 0, b"m")),
-    "token out of range": (
-        r"token 61 at byte 0 \(document 0\) is outside a vocabulary of 61",
-        lambda bin_, idx: change(bin_, 0, b"\x3d"),
-    ),
-    "zero-length .idx": (r"\.idx has 0 bytes", lambda bin_, idx: cut(idx, 0)),
-    "offset overflow": (
-        r"sequence 5 of",
-        lambda bin_, idx: change(idx, POINTERS + 8 * 5, struct.pack("<q", 2**63 - 2)),
-    ),
-    "length overflow": (
-        r"sequence 6 of",
-        lambda bin_, idx: change(idx, HEADER.size + 4 * 5, struct.pack("<i", 2**31 - 1)),
-    ),
-    "absurd number of sequences": (
-        r"speaks of 1152921504606846976 sequences",
-        lambda bin_, idx: change(idx, 18, struct.pack("<Q", 2**60)),
-    ),
-    "absurd number of documents": (
-        r"\.idx has \d+ bytes",
-        lambda bin_, idx: change(idx, 26, struct.pack("<Q", 2**64 - 1)),
-    ),
+DAMAGE: dict[str, tuple[str, str, int, bytes | None]] = {
+    "truncated .bin": (r"\.bin has \d+ bytes", ".bin", 1_999_998, None),
+    "empty .bin": (r"\.bin has 0 bytes", ".bin", 0, None),
+    "truncated .idx": (r"\.idx has \d+ bytes", ".idx", 100_000, None),
+    "zero-length .idx": (r"\.idx has 0 bytes", ".idx", 0, None),
+    "flipped length": (r"sequence 78 of", ".idx", HEADER.size + 4 * 77, b"\x0b"),
+    "flipped pointer": (r"sequence 78 of", ".idx", POINTERS + 8 * 78 + 7, b"\x80"),
+    "flipped magic": (r"begins with", ".idx", 0, b"m"),
+    "token out of range": (r"token 61 at byte 0 \(document 0\) is outside a vocabulary", ".bin", 0, b"\x3d"),
+    "offset overflow": (r"sequence 5 of", ".idx", POINTERS + 8 * 5, struct.pack("<q", 2**63 - 2)),
+    "length overflow": (r"sequence 6 of", ".idx", HEADER.size + 4 * 5, struct.pack("<i", 2**31 - 1)),
+    "absurd number of sequences": (r"of 1152921504606846976 sequences", ".idx", 18, struct.pack("<Q", 2**60)),
+    "absurd number of documents": (r"\.idx has \d+ bytes", ".idx", 26, struct.pack("<Q", 2**64 - 1)),
 }
+"""What is said, the file, and the place at which it is cut or gets these bytes."""
+
+
+def _harm(damage: str, prefix: Path) -> None:
+    _, suffix, place, content = DAMAGE[damage]
+    with prefix.with_suffix(suffix).open("r+b") as file:
+        if content is None:
+            file.truncate(place)
+        else:
+            file.seek(place)
+            file.write(content)
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
+def corpus(tmp_path: Path) -> Path:
     """A million tokens in 100,000 documents: 2 MB each."""
     with IndexedWriter(tmp_path / "data", np.uint16) as writer:
         writer.add_tokens((np.arange(10 * DOCUMENTS) % 61).astype(np.uint16).tobytes(), [10] * DOCUMENTS)
-    return tmp_path / "data.bin", tmp_path / "data.idx"
+    return tmp_path / "data"
 
 
 @pytest.mark.parametrize("order", ["shuffled", "formula"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_found_at_open_without_a_large_allocation(damage: str, order: str, files: tuple[Path, Path]):
-    said, harm = DAMAGE[damage]
-    size = files[1].stat().st_size
-    harm(*files)
+def test_damage_is_found_at_open_without_a_large_allocation(damage: str, order: str, corpus: Path):
+    size = corpus.with_suffix(".idx").stat().st_size
+    _harm(damage, corpus)
     config = Config(
         model=ModelConfig(seq_length=8),
-        data=DataConfig(train_data_path=(str(files[0].with_suffix("")),), data_order=order),
+        data=DataConfig(train_data_path=(str(corpus),), data_order=order),
     )
     tracemalloc.start()
     try:
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=DAMAGE[damage][0]):
             build_datasets(config, NullTokenizer(61), Splits(100, 0, 0))
         assert tracemalloc.get_traced_memory()[1] < 2 * size
     finally:
@@ -103,11 +86,11 @@ def test_damage_is_found_at_open_without_a_large_allocation(damage: str, order: 
 
 
 @pytest.mark.parametrize("damage", ["truncated .bin", "token out of range", "offset overflow"])
-def test_the_program_ends_with_65_and_names_the_file(damage: str, files: tuple[Path, Path], tmp_path: Path):
-    DAMAGE[damage][1](*files)
-    (ended,) = run_ranks(1, run_program, shlex.split(f"{FLAGS} --train-data-path {tmp_path}/data"))
+def test_the_program_ends_with_65_and_names_the_file(damage: str, corpus: Path):
+    _harm(damage, corpus)
+    (ended,) = run_ranks(1, run_program, shlex.split(f"{FLAGS} --train-data-path {corpus}"))
     assert ended.code == 65
-    assert f"rank 0: {tmp_path}/data" in ended.errors.strip().splitlines()[-1]
+    assert f"rank 0: {corpus}" in ended.errors.strip().splitlines()[-1]
 
 
 @pytest.fixture

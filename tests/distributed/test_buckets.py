@@ -18,11 +18,11 @@ from megatron_ext.train.step import compute_gradients, held_out_loss
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build, train
-from tests.support.program import TINY
+from tests.support.program import tiny
 from tests.support.selection import chosen, marked
 from tests.support.several_models import in_turn
 
-FLAGS = [*TINY, "--num-layers", "4"]
+FLAGS = tiny("--num-layers 4")
 RAMP = shlex.split("--global-batch-size 8 --rampup-batch-size 4 4 7 --train-samples 40")
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 3000"
 LAYOUTS: dict[str, tuple[int, str]] = {
@@ -211,6 +211,6 @@ def _numbers(flags: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", marked(GATHERING, slow={"DP2, untied", "TP2 SP DP2, untied"}))
 def test_weights_that_are_gathered_late_are_those_that_are_gathered_at_once(name: str) -> None:
     ranks, layout = GATHERING[name]
-    flags = [*TINY, *GATHERED.split(), *layout.split()]
+    flags = tiny(f"{GATHERED} {layout}")
     for at_once, late in run_ranks(ranks, in_turn, _numbers, [flags, [*flags, "--overlap-param-gather"]]):
         assert late == at_once

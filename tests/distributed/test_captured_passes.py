@@ -16,14 +16,13 @@ from megatron_ext.train.step import held_out_loss
 from megatron_ext.train.trainer import Callback, Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
-from tests.support.program import TINY
+from tests.support.program import tiny
 from tests.support.recorded_graph import recorded_graphs
 from tests.support.run_state import state_hash
 from tests.support.selection import marked
 from tests.support.several_models import end_layout
 
-OWN = "--lr 1e-2 --train-iters 7 --num-workers 0 --hidden-dropout 0 --attention-dropout 0 --clip-grad 0.01"
-FLAGS = [*TINY, *OWN.split()]
+FLAGS = tiny("--lr 1e-2 --train-iters 7 --num-workers 0 --hidden-dropout 0 --attention-dropout 0 --clip-grad 0.01")
 LLAMA = (
     "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
     "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "

@@ -29,14 +29,17 @@ from tests.support.checkpoints import build, train
 from tests.support.corpora import write_corpus
 
 DATA = Path(__file__).parents[1] / "data"
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --swiglu --seq-length 16 --max-position-embeddings 16 --position-embedding-type rope
-    --rotary-base 5000 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4
-    --train-iters 6 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
-    --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 16
-    --eval-interval 0 --num-workers 0 --device cpu
+REST = shlex.split("""
+    --seq-length 16 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 --train-iters 6
+    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --split 90,10,0
+    --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 16 --eval-interval 0 --num-workers 0
+    --device cpu
 """)
+MODEL = shlex.split("""
+    --num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --swiglu --max-position-embeddings 16 --position-embedding-type rope --rotary-base 5000
+""")
+FLAGS = [*MODEL, *REST]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 BF16 = shlex.split("--bf16 --normalization RMSNorm --qk-layernorm --disable-bias-linear --use-distributed-optimizer")
 # Of the iterations after the checkpoint, as Megatron-LM logged them: the learning rate (which it logs one iteration
@@ -133,18 +136,15 @@ def test_every_other_flag_is_listed(written: Path) -> None:
         assert words in str(caught.value)
 
 
-REST = shlex.split("""
-    --seq-length 16 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 --train-iters 6
-    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --split 90,10,0
-    --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 16 --eval-interval 0 --num-workers 0
-    --device cpu --use-checkpoint-args
-""")
-
-
 @pytest.mark.parametrize(("name", "more"), [("fp32", UNTIED), ("bf16-tp2-dp2-reshardable", BF16)])
 def test_the_model_comes_from_the_checkpoint(name: str, more: list[str], written: Path) -> None:
     files = ["--load", str(written / name), "--data-path", str(written / "corpus")]
-    rest = [*REST, *files, *(["--bf16", "--use-distributed-optimizer"] if more is BF16 else [])]
+    rest = [
+        *REST,
+        "--use-checkpoint-args",
+        *files,
+        *(["--bf16", "--use-distributed-optimizer"] if more is BF16 else []),
+    ]
     adopted, given = configure(rest).config, configure(_flags(written, name, *more)).config
     assert adopted.model == given.model
     with pytest.raises(ConfigurationError, match=r"--num-layers 3, but the checkpoint .* saved with 2"):

@@ -22,7 +22,7 @@ from megatron_ext.train.trainer import Trainer
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import reproducible_rows
-from tests.support.program import TINY, run_program
+from tests.support.program import run_program, tiny
 
 LATE = 0.6  # seconds
 
@@ -116,7 +116,7 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a run without and of one with shares, written by the last of four ranks."""
     folder = tmp_path_factory.mktemp("shares")
     for name, flags in (("plain", []), ("watched", WATCHED)):
-        ended = run_ranks(4, run_program, [*TINY, *DIVIDED.split(), *flags, *_files(folder, name)])
+        ended = run_ranks(4, run_program, [*tiny(DIVIDED), *flags, *_files(folder, name)])
         assert [one.code for one in ended] == [0] * 4
     return folder
 
@@ -171,7 +171,7 @@ def _slowly(flags: list[str], how: str) -> tuple[int, str]:
     if how == "real":
         Trainer.begin_step = real
     try:
-        ended = run_program([*TINY, *ONE_LAYER.split(), *flags])
+        ended = run_program([*tiny(ONE_LAYER), *flags])
     finally:
         Trainer.begin_step, CommunicationClock._compute_time = step, compute_time
     return ended.code, ended.output

@@ -10,9 +10,9 @@ from megatron_ext.device import kernels
 from megatron_ext.device.kernels import gemm_by_ability
 from megatron_ext.parallel import groups
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.program import TINY, run_program
+from tests.support.program import run_program, tiny
 
-FLAGS = [*TINY, "--lr-decay-style", "constant"]
+FLAGS = tiny("--lr-decay-style constant")
 
 
 def train_each(*runs: list[str]) -> list[tuple[int, str]]:

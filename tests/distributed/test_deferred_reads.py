@@ -20,12 +20,12 @@ from megatron_ext.train.trainer import Callback, Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.launched import reproducible_rows
-from tests.support.program import TINY, Ended, run_program
+from tests.support.program import Ended, run_program, tiny
 from tests.support.run_state import state_hash
 from tests.support.selection import marked
 from tests.support.several_models import end_layout, in_turn
 
-FLAGS = [*TINY, "--lr", "1e-2", "--train-iters", "10"]
+FLAGS = tiny("--lr 1e-2 --train-iters 10")
 ALONE = "--eval-iters 0 --num-workers 0"
 ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"

@@ -1,6 +1,5 @@
 """--elastic under `torchrun --nnodes 1:2`: a machine is lost and comes back, on the curve of an untouched run."""
 
-import shlex
 import socket
 from pathlib import Path
 
@@ -20,14 +19,13 @@ from tests.support.launched import (
     start_torchrun,
     wait_until,
 )
-from tests.support.program import TINY, run_program
+from tests.support.program import run_program, tiny
 from tests.support.warm_python import warm_python
 
-OWN = """
+FLAGS = tiny("""
     --attention-dropout 0 --hidden-dropout 0 --global-batch-size 8 --use-distributed-optimizer --train-iters 20
     --lr-warmup-iters 10 --log-interval 1 --save-interval 5
-"""
-FLAGS = [*TINY, *shlex.split(OWN)]
+""")
 
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", NO_SHARED_STORE: "1"}
 

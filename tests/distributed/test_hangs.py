@@ -21,11 +21,11 @@ from benchmarks.killed_training import last_iteration
 from megatron_ext.doctor.flight_recorder import explain, read_dumps
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import end_all, rank_processes, start, wait_until
-from tests.support.program import TINY, run_program
+from tests.support.program import run_program, tiny
 from tests.support.watched_ranks import PAUSE, WatchedRank, fork_program
 
 TIMEOUT, BETWEEN_HEARTBEATS = 6.0, 0.5  # seconds
-FLAGS = [*TINY, "--global-batch-size", "6", "--log-interval", "1"]
+FLAGS = tiny("--global-batch-size 6 --log-interval 1")
 
 
 @dataclass(frozen=True)

@@ -15,24 +15,10 @@ from megatron_ext.errors import DataError
 from megatron_ext.verify.ranks import run_ranks
 from tests.support import checkpoints
 from tests.support.checkpoints import build, save_at
-from tests.support.program import TINY, Ended, run_program
+from tests.support.program import Ended, run_program, tiny
 from tests.support.several_models import in_turn
 
-FLAGS = [
-    *TINY,
-    *[
-        "--num-layers",
-        "1",
-        "--hidden-size",
-        "16",
-        "--seq-length",
-        "8",
-        "--global-batch-size",
-        "2",
-        "--train-iters",
-        "3",
-    ],
-]
+FLAGS = tiny("--num-layers 1 --hidden-size 16 --seq-length 8 --global-batch-size 2 --train-iters 3")
 
 
 def _run(flags: str, ranks: int = 1) -> Ended:

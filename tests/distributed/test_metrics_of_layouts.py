@@ -19,15 +19,14 @@ from megatron_ext.train.trainer import Callback, Trainer
 from megatron_ext.verify import gather
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
-from tests.support.program import TINY
+from tests.support.program import tiny
 from tests.support.several_models import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
-OWN = """
+FLAGS = tiny("""
     --position-embedding-type rope --train-iters 10 --lr 1e-2 --attention-dropout 0 --hidden-dropout 0
     --log-num-zeros-in-grad --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
-"""
-FLAGS = [*TINY, *OWN.split()]
+""")
 LAYOUTS = (
     "",
     "--use-distributed-optimizer",

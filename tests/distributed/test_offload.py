@@ -16,15 +16,14 @@ from megatron_ext.parallel.rows import local_part
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
-from tests.support.program import TINY
+from tests.support.program import tiny
 from tests.support.selection import chosen, marked
 from tests.support.several_models import end_layout
 
-OWN = """
+BASE = tiny("""
     --num-layers 1 --ffn-hidden-size 48 --swiglu --global-batch-size 2 --train-iters 8 --lr 1e-2 --attention-dropout 0.1
     --hidden-dropout 0.1
-"""
-BASE = [*TINY, *OWN.split()]
+""")
 HOST = "--optimizer-cpu-offload"
 HALF = f"{HOST} --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.program import TINY, Ended, run_program
+from tests.support.program import Ended, run_program, tiny
 
 OWN = """
     --micro-batch-size 2 --train-iters 3 --log-interval 1 --pipeline-model-parallel-size 2 --log-format short
@@ -21,7 +21,7 @@ OWN = """
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
     folder = tmp_path_factory.mktemp("run")
     where = ["--save", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
-    ranks = run_ranks(2, run_program, [*TINY, *OWN.split(), *where])
+    ranks = run_ranks(2, run_program, [*tiny(OWN), *where])
     assert [end.code for end in ranks] == [0, 0], ranks
     return folder, ranks
 

@@ -13,10 +13,10 @@ from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS, paramete
 from megatron_ext.parts.update_factors import factors
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
-from tests.support.program import TINY
+from tests.support.program import tiny
 from tests.support.several_models import end_layout
 
-BASE = [*TINY, "--global-batch-size", "2", "--train-iters", "2"]
+BASE = tiny("--global-batch-size 2 --train-iters 2")
 LAYOUTS = {
     "DDP": "",
     "DDP, bf16": "--bf16",

@@ -21,12 +21,11 @@ from megatron_ext.telemetry.schedule_record import RankRecord
 from megatron_ext.train import step as train_step
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import reproducible_rows
-from tests.support.program import TINY, run_program
+from tests.support.program import run_program, tiny
 from tools import show_run
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_pipeline.py"
-OWN = "--train-iters 3 --eval-interval 2 --eval-iters 1 --log-interval 1"
-FLAGS = [*TINY, *OWN.split()]
+FLAGS = tiny("--train-iters 3 --eval-interval 2 --eval-iters 1 --log-interval 1")
 RECORD = "--record-schedule --profile-step-start 2 --profile-step-end 4"
 LAYOUTS = {
     "PP2": (2, "--pipeline-model-parallel-size 2 --global-batch-size 5"),

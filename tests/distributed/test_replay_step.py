@@ -10,14 +10,13 @@ import pytest
 
 from megatron_ext.cli.replay_step import main
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.program import TINY, run_program
+from tests.support.program import run_program, tiny
 
-OWN = """
+FLAGS = tiny("""
     --hidden-dropout 0 --attention-dropout 0 --eval-interval 2 --eval-iters 1 --lr-warmup-iters 5 --train-iters 6
     --save-interval 3 --log-interval 2 --clip-grad 0.5 --tensor-model-parallel-size 2 --sequence-parallel
     --use-distributed-optimizer
-"""
-FLAGS = [*TINY, *OWN.split()]
+""")
 
 
 def _replay(commands: list[list[str]]) -> list[tuple[int, str]]:

@@ -14,11 +14,11 @@ from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
-from tests.support.program import TINY
+from tests.support.program import tiny
 from tests.support.selection import marked
 from tests.support.several_models import in_turn
 
-FLAGS = [*TINY, "--global-batch-size", "2", "--train-iters", "20"]
+FLAGS = tiny("--global-batch-size 2 --train-iters 20")
 THREE = "--global-batch-size 3"  # replicas
 DP = "--check-weight-hash-across-dp-replicas-interval"
 TP = "--check-replicated-weights-interval"

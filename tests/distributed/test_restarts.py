@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import signal
 import time
 from pathlib import Path
@@ -12,10 +11,10 @@ import pytest
 
 from benchmarks.killed_training import last_iteration
 from tests.support.launched import end_all, rank_processes, start, wait_until
-from tests.support.program import TINY
+from tests.support.program import tiny
 from tests.support.warm_python import warm_python
 
-FLAGS = [*TINY, *shlex.split("--log-interval 1 --save-interval 5 --train-iters 100000")]
+FLAGS = tiny("--log-interval 1 --save-interval 5 --train-iters 100000")
 TORCHRUN = ["--standalone", "--nproc-per-node", "2", "--max-restarts"]
 
 

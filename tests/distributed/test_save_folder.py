@@ -20,11 +20,10 @@ from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS as CHECKPOINTED
 from tests.support.checkpoints import build
-from tests.support.program import TINY, Ended, run_program
+from tests.support.program import Ended, run_program, tiny
 from tests.support.save_lock import held
 
-OWN = "--num-layers 1 --hidden-size 16 --seq-length 8 --global-batch-size 1 --lr-decay-iters 100 --log-interval 1"
-FLAGS = [*TINY, *OWN.split()]
+FLAGS = tiny("--num-layers 1 --hidden-size 16 --global-batch-size 1 --lr-decay-iters 100 --log-interval 1")
 SNAPSHOTS = shlex.split("--non-persistent-save-interval 2 --non-persistent-ckpt-type local")
 
 

@@ -18,19 +18,18 @@ from megatron_ext.verify import gather
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.hf_models import quiet_transformers
-from tests.support.program import TINY
+from tests.support.program import tiny
 from tests.support.run_state import state_hash
 from tests.support.several_models import end_layout
 
 quiet_transformers()
 
 # Three ranks would not divide it evenly; of SwiGLU's first matrix two ranks hold gate and up, four hold halves.
-OWN = """
+FLAGS = tiny("""
     --ffn-hidden-size 48 --group-query-attention --num-query-groups 2 --position-embedding-type rope --swiglu
     --normalization RMSNorm --disable-bias-linear --train-iters 10 --lr 1e-2 --attention-dropout 0.1
     --hidden-dropout 0.1 --log-num-zeros-in-grad
-"""
-FLAGS = [*TINY, *OWN.split()]
+""")
 EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=48"
 UNTIED, BF16, FP16 = ("--untie-embeddings-and-output-weights", "--bf16", "--fp16 --initial-loss-scale 131072")
 LION = "--optimizer=lion --lr=1e-3"

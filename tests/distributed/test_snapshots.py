@@ -25,14 +25,13 @@ from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS as SAVED_FLAGS
 from tests.support.checkpoints import build, flip
 from tests.support.launched import reproducible_rows
-from tests.support.program import TINY, Ended, run_program
+from tests.support.program import Ended, run_program, tiny
 from tests.support.small_models import small_config
 
-OWN = """
+FLAGS = tiny("""
     --attention-dropout 0.1 --hidden-dropout 0.1 --global-batch-size 2 --train-iters 8 --lr 1e-2 --lr-warmup-iters 4
     --log-interval 3
-"""
-FLAGS = [*TINY, *OWN.split()]
+""")
 SNAPSHOTS = shlex.split("--non-persistent-save-interval 2 --non-persistent-ckpt-type local")
 DISTRIBUTED = shlex.split("--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
 

@@ -23,10 +23,10 @@ from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import end_all, start, wait_until
-from tests.support.program import TINY, run_program
+from tests.support.program import run_program, tiny
 from tests.support.watched_ranks import fork_program
 
-FLAGS = [*TINY, "--log-interval", "1"]
+FLAGS = tiny("--log-interval 1")
 # The length of the decay, so that it does not follow from that of the run, which changes.
 CURVE = ["--lr-decay-iters", "100000"]
 

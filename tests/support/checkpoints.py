@@ -17,9 +17,9 @@ from megatron_ext.train.build import build_run
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import Extensions
 from megatron_ext.train.trainer import Trainer
-from tests.support.program import TINY
+from tests.support.program import tiny
 
-FLAGS = [*TINY, *shlex.split("--max-position-embeddings 16 --global-batch-size 2 --train-iters 10 --lr 1e-2")]
+FLAGS = tiny("--max-position-embeddings 16 --global-batch-size 2 --train-iters 10 --lr 1e-2")
 """A whole launch: two layers of GPT-2."""
 
 MODEL = shlex.split("""
