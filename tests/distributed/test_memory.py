@@ -103,7 +103,7 @@ REPEATED = {
     f"{_MEGATRON_FSDP} optim_grads_params --bf16 --untie-embeddings-and-output-weights": (BF16, (4, 4, 4)),
     f"{_MEGATRON_FSDP} optim_grads_params --bf16 --optimizer lion": (BF16_LION, (4, 4, 4)),
 }
-"""What others hold too: fp32 of a scheme, less sharding by another scheme, untied weights, Lion twice. Left to --all."""
+"""What others hold too: fp32 of a scheme, less sharding by another, untied weights, Lion twice. Left to --all."""
 
 
 @pytest.fixture(scope="module")
