@@ -1,8 +1,13 @@
 """Every row of the CPU adaptation is needed: without it, what we use of megatron-core fails on a CPU."""
 
+import os
+
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from megatron_ext import device
 from megatron_ext.device import adaptation
 from megatron_ext.device.adaptation import REPLACEMENTS
 from megatron_ext.verify.ranks import RankError, run_ranks
@@ -32,7 +37,7 @@ EXPERTS = (
 )
 
 
-def _train_without(name: str | None, folder: str, runs: tuple[str, ...] = RUNS) -> None:
+def _train_without(name: str | None, folder: str, runs: tuple[str, ...]) -> None:
     """Train, evaluate, save and load; without one row of the table on a fresh rank, which nobody has adapted yet."""
     adapt = adaptation.adapt
     adaptation.adapt = lambda: adapt(without=[name] if name else [])
@@ -77,37 +82,27 @@ def _check_dropout_generators(tp_rank: int) -> None:
     assert torch.equal(outside, torch.rand(3, generator=torch.Generator().manual_seed(7)))
 
 
-@pytest.mark.slow  # all other tests have all rows
-def test_with_all_rows_the_runs_work(tmp_path) -> None:
-    run_ranks(2, _train_without, None, str(tmp_path))
-
-
-@pytest.mark.slow  # what is needed changes with torch and megatron-core alone
-@pytest.mark.parametrize("name", [row.name for row in REPLACEMENTS if row.name not in FOR_EXPERTS])
-def test_a_row_that_nothing_misses_must_go(name: str, tmp_path) -> None:
-    _must_fail_without(name, str(tmp_path), RUNS, ranks=2)
+# Slow: all other tests have all rows.
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "runs"), [(2, RUNS), (4, EXPERTS)], ids=["dense", "experts"])
+def test_with_all_rows_the_runs_work(ranks: int, runs: tuple[str, ...], tmp_path) -> None:
+    run_ranks(ranks, _train_without, None, str(tmp_path), runs)
 
 
 # Slow: what is needed changes with torch and megatron-core alone.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(FOR_EXPERTS))
-def test_a_row_for_experts_that_nothing_misses_must_go(name: str, tmp_path) -> None:
-    _must_fail_without(name, str(tmp_path), EXPERTS, ranks=4)
-
-
-# Slow: all other tests of experts have all rows.
-@pytest.mark.slow
-def test_with_all_rows_experts_work(tmp_path) -> None:
-    run_ranks(4, _train_without, None, str(tmp_path), EXPERTS)
+@pytest.mark.parametrize("name", [row.name for row in REPLACEMENTS])
+def test_a_row_that_nothing_misses_must_go(name: str, tmp_path) -> None:
+    ranks, runs = (4, EXPERTS) if name in FOR_EXPERTS else (2, RUNS)
+    try:
+        run_ranks(ranks, _train_without, name, str(tmp_path), runs, fresh=True, timeout=90)
+    except RankError:
+        return
+    pytest.fail(f"megatron-core no longer needs the replacement of {name}: remove its row")
 
 
 def _gather_and_free(rounds: int) -> None:
     """Coalesced gathers in flight together, whose outputs are freed once they have been waited for."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_ext import device
-
     device.install("cpu")
     dist.init_process_group("gloo")
     shards = [torch.full((size,), float(dist.get_rank())) for size in (12288, 25000, 25000, 25000, 25000, 12288, 64)]
@@ -134,13 +129,6 @@ def test_coalesced_gathers_may_be_freed_after_their_wait(rounds: int) -> None:
 
 def _threads_of_groups() -> tuple[int, list[float]]:
     """The threads that ten more groups start on this rank, and a sum over each."""
-    import os
-
-    import torch
-    import torch.distributed as dist
-
-    from megatron_ext import device
-
     device.install("cpu")
     dist.init_process_group("gloo")
     before, rank = len(os.listdir("/proc/self/task")), dist.get_rank()
@@ -160,11 +148,3 @@ def test_groups_share_the_thread_that_waits_for_messages() -> None:
     found = run_ranks(2, _threads_of_groups)
     # Each rank is in eight of the groups, which have two threads for their work.
     assert found == [(16, [3.0, 3.0, 3.0, own] * 2) for own in (1.0, 2.0)]
-
-
-def _must_fail_without(name: str, folder: str, runs: tuple[str, ...], ranks: int) -> None:
-    try:
-        run_ranks(ranks, _train_without, name, folder, runs, fresh=True, timeout=90)
-    except RankError:
-        return
-    pytest.fail(f"megatron-core no longer needs the replacement of {name}: remove its row")

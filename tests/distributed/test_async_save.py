@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_ext.checkpoint.native import checkpoint_state_dict, save
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
+from megatron_ext.errors import NumericError
+from megatron_ext.train.callbacks.checkpointing import Checkpointing
+from megatron_ext.train.trainer import Callback, Trainer
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support import checkpoints
 from tests.support.checkpoints import build, file_hashes, load, save_at
@@ -52,10 +57,6 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
 
     A save at step 1 came before, so that the thread of this one plans and exchanges shards as well.
     """
-    import torch
-
-    from megatron_ext.checkpoint.native import checkpoint_state_dict, save
-    from megatron_ext.train.trainer import Callback, Trainer
 
     class Held(Callback):
         def before_update(self, trainer: Trainer) -> None:
@@ -109,8 +110,6 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
 
 def _one_rank_is_waited_for(run: Any) -> None:
     """A save is written when the slower rank has written, too."""
-    from megatron_ext.checkpoint.native import save
-
     ends = threading.Event()
     pending = object.__new__(save.Save)
     pending.run, pending._thread = run, threading.Thread(target=ends.wait) if run.rank == 1 else None
@@ -143,10 +142,6 @@ def test_the_snapshot_is_exact(layout: str, tmp_path: Path) -> None:
 
 
 def _train(flags: list[str], broken: bool) -> None:
-    from megatron_ext.checkpoint.native import save
-    from megatron_ext.train.callbacks.checkpointing import Checkpointing
-    from megatron_ext.train.trainer import Trainer
-
     genuine = save.write_shards
 
     def failing(request: Any, buckets: Any) -> None:
@@ -188,11 +183,6 @@ def test_a_failed_background_save_ends_the_run(tmp_path: Path) -> None:
 
 def _fail_with_a_save_in_progress(flags: list[str], kind: str) -> tuple[str, str]:
     """Step 5 fails while what was saved at step 4 is still being written; returns the error and what was said."""
-    from megatron_ext.checkpoint.native import save
-    from megatron_ext.errors import NumericError
-    from megatron_ext.train.callbacks.checkpointing import Checkpointing
-    from megatron_ext.train.trainer import Callback, Trainer
-
     failed = threading.Event()
     genuine = save.write_shards
 

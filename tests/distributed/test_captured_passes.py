@@ -4,20 +4,25 @@ A stand-in for CUDA's graphs (tests/support/recorded_graph.py) repeats the opera
 and no Python: what a replay cannot repeat shows as another number.
 """
 
-import shlex
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from megatron.core.full_cuda_graph import StaticBufferLoader
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_ext.train.captured_passes import CapturedPasses
+from megatron_ext.train.step import held_out_loss
+from megatron_ext.train.trainer import Callback, Trainer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
+from tests.support.program import tiny
+from tests.support.recorded_graph import recorded_graphs
+from tests.support.run_state import state_hash
 from tests.support.selection import marked
 from tests.support.several_models import end_layout
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 --lr 1e-2
-    --micro-batch-size 1 --make-vocab-size-divisible-by 16 --global-batch-size 4 --train-iters 7 --num-workers 0
-    --hidden-dropout 0 --attention-dropout 0 --clip-grad 0.01 --eval-interval 0 --device cpu
-""")
+FLAGS = tiny("--lr 1e-2 --train-iters 7 --num-workers 0 --hidden-dropout 0 --attention-dropout 0 --clip-grad 0.01")
 LLAMA = (
     "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
     "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "
@@ -32,14 +37,6 @@ CASES = {
     "a batch that grows": (1, "--rampup-batch-size 2 2 8 --train-iters 9"),
     # Not the distributed optimizer: the stand-in does not follow gloo's reduce-scatter, whose output it finds unheld.
 }
-REPEATED = {
-    "GPT-2",
-    "two replicas, numbers read late",
-    "positions that restart",
-    "loss with its output layer",
-    "gradients added by the product",
-}
-"""Left to --all: the same step of other layers."""
 
 
 class Trained(NamedTuple):
@@ -51,20 +48,7 @@ class Trained(NamedTuple):
 
 
 def _train(flags: list[str], late: bool, captures: bool) -> tuple[Trained, list[Any]]:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_ext import device
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.captured_passes import CapturedPasses
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.step import held_out_loss
-    from megatron_ext.train.trainer import Callback, Trainer
-    from tests.support.recorded_graph import recorded_graphs
-    from tests.support.run_state import state_hash
-
-    here: Any = device.install("cpu")
-    here.reads_wait = late
-    run = build_run(configure(flags).config, here)
+    run = build(flags, reads_wait=late)
     evaluated: list[str] = []
     steps: list[tuple[str, ...]] = []
     seen: list[Any] = []
@@ -90,7 +74,7 @@ def _train(flags: list[str], late: bool, captures: bool) -> tuple[Trained, list[
     with recorded_graphs() as made:
         if captures:
             schedule = get_forward_backward_func(1, None)
-            run.captured_passes = CapturedPasses(schedule, 2, run.chunks, run.gradient_watch, here.synchronize)
+            run.captured_passes = CapturedPasses(schedule, 2, run.chunks, run.gradient_watch, run.device.synchronize)
         Trainer(run, [Notes()]).fit()
         if captures:
             elsewhere += _held_by_nobody(run, made[-1].read_from_outside)
@@ -102,9 +86,6 @@ def _train(flags: list[str], late: bool, captures: bool) -> tuple[Trained, list[
 
 def _held_by_nobody(run: Any, tensors: dict[int, Any]) -> list[Any]:
     """Those of a graph's tensors, by their memory, that are no weights, gradients, inputs, or other lasting ones."""
-    import torch
-    from megatron.core.full_cuda_graph import StaticBufferLoader
-
     held: list[Any] = [*run.captured_passes._tables]
     for chunk in run.chunks:
         held += [getattr(module, "inv_freq", None) for module in chunk.modules()]
@@ -124,7 +105,11 @@ def _both(flags: str, late: bool) -> tuple[Trained, Trained, list[int]]:
     return eager, captured, [graph.replays for graph in made]
 
 
-@pytest.mark.parametrize("case", marked(CASES, slow=REPEATED))
+IN_EVERY_RUN = {"Llama, bf16, numbers read late", "a batch that grows"}
+
+
+# Slow: the same step of other layers.
+@pytest.mark.parametrize("case", marked(CASES, slow=CASES.keys() - IN_EVERY_RUN))
 def test_replayed_steps_are_equal_to_the_bit(case: str) -> None:
     ranks, flags = CASES[case]
     replays = [2, 3] if "grows" in case else [5]

@@ -1,27 +1,30 @@
 """A checkpoint with a single wrong byte is refused, with the file named, and the one before it is used.
 
-Bytes flipped at random, truncated and missing shards: none is ever loaded.
+Bytes flipped at random, truncated and missing shards: none is ever loaded. Nor is anything run that a stranger wrote
+into one: what else a pickle may try is in tests/unit/untrusted/test_inert_pickle.py.
 """
 
 import contextlib
 import io
+import os
+import pickle
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megatron_ext.checkpoint.native import checkpoint_manifest
+from megatron_ext.checkpoint.dtypes import DTYPES
+from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict, torch_dist
+from megatron_ext.checkpoint.native.safe_reading import SafeReader
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.support.checkpoints import FLAGS, build, load, save_at
+from tests.support.checkpoints import FLAGS, build, flip, load, save_at
 from tests.support.several_models import in_turn
-
-
-def _flip(path: Path, offset: int, bit: int = 0) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1 << bit
-    path.write_bytes(content)
 
 
 def _damage(checkpoint: Path, kind: str) -> str:
@@ -30,7 +33,7 @@ def _damage(checkpoint: Path, kind: str) -> str:
     path = checkpoint / name
     match what:
         case "flipped":
-            _flip(path, path.stat().st_size // 2)
+            flip(path)
         case "truncated":
             path.write_bytes(path.read_bytes()[:-1])
         case "empty":
@@ -116,20 +119,19 @@ def test_200_flipped_bits(saved: Path) -> None:
     chance = random.Random(0)
     for path in chance.choices(paths, [path.stat().st_size for path in paths], k=200):
         offset, bit = chance.randrange(path.stat().st_size), chance.randrange(8)
-        _flip(path, offset, bit)
+        flip(path, offset, bit)
         if path.name == checkpoint_manifest.MANIFEST:
             with pytest.raises(ValueError, match=checkpoint_manifest.MANIFEST):
                 checkpoint_manifest.read(checkpoint)
         else:
             [problem] = checkpoint_manifest.problems(checkpoint, files)
             assert problem.startswith(f"{path.name} has another checksum")
-        _flip(path, offset, bit)
+        flip(path, offset, bit)
     assert checkpoint_manifest.problems(checkpoint, files) == []
 
 
 def _bytes_read_by_a_save(folder: str) -> int:
     """Of the second one: the first still imports modules."""
-    from megatron_ext.checkpoint.native.save import save_checkpoint
 
     def read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])  # rchar: asked for, from the disk or the page cache
@@ -153,13 +155,72 @@ def test_checksums_are_taken_while_writing(tmp_path: Path) -> None:
     )
 
 
-def test_every_byte_of_the_manifest_counts(tmp_path: Path) -> None:
-    (tmp_path / "shard").write_bytes(b"content")
-    checkpoint_manifest.write(tmp_path, checkpoint_manifest.describe(tmp_path, [tmp_path / "shard"]))
-    path = tmp_path / checkpoint_manifest.MANIFEST
-    for offset in range(path.stat().st_size):
-        _flip(path, offset)
-        with pytest.raises(ValueError, match="damaged"):
-            checkpoint_manifest.read(tmp_path)
-        _flip(path, offset)
-    assert checkpoint_manifest.read(tmp_path) is not None
+class _Canary:
+    """Unpickled freely, it makes a folder."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
+def _save_with_canary(folder: str, canary: str) -> None:
+    """Save; the state of the random generators is the canary."""
+    genuine = checkpoint_state_dict._rng_state
+
+    def planted(run: Any) -> Any:
+        entry = genuine(run)
+        entry.data = _Canary(canary)
+        return entry
+
+    checkpoint_state_dict._rng_state = planted
+    save_at(folder, [1], FLAGS)
+
+
+def _lay(folder: Path, place: str, canary: Path) -> None:
+    if place == "generators":
+        run_ranks(1, _save_with_canary, str(folder), str(canary))
+        return
+    run_ranks(1, save_at, str(folder), [1], FLAGS)
+    checkpoint = folder / "iter_0000001"
+    (checkpoint / "manifest.json").unlink(missing_ok=True)  # a stranger would write one that agrees
+    if place == "common.pt":
+        torch.save({"state": _Canary(str(canary))}, checkpoint / "common.pt")
+    else:
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(_Canary(str(canary))))
+
+
+@pytest.mark.parametrize(
+    ("place", "refusal"),
+    [
+        (".metadata", r"\.metadata asks for posix\.mkdir, which no checkpoint needs"),
+        ("common.pt", r"Trying to load unsupported GLOBAL posix\.mkdir"),
+        ("generators", r"Trying to load unsupported GLOBAL posix\.mkdir"),
+    ],
+)
+def test_nothing_in_a_checkpoint_is_run(place: str, refusal: str, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    _lay(tmp_path / "save", place, canary)
+    with pytest.raises(RankError, match=rf"DataError: the checkpoint \S*iter_0000001 cannot be read .*{refusal}"):
+        run_ranks(1, load, str(tmp_path / "save"), FLAGS)
+    assert not canary.exists()
+
+
+def test_what_torch_and_the_engine_write_is_read_alike(tmp_path: Path) -> None:
+    run_ranks(2, save_at, str(tmp_path), [1], [*FLAGS, "--bf16", "--use-distributed-optimizer"])
+    folder = tmp_path / "iter_0000001"
+    ours, torchs = SafeReader(folder).read_metadata(), FileSystemReader(folder).read_metadata()
+    assert ours.state_dict_metadata == torchs.state_dict_metadata
+    assert ours.storage_data == torchs.storage_data
+    every = torchs.state_dict_metadata.items()
+    tensors = {key: entry for key, entry in every if isinstance(entry, TensorStorageMetadata)}
+    with (folder / ".metadata").open("rb") as file:
+        plain = torch_dist.read(file)
+    assert plain.keys() == tensors.keys()
+    for key, entry in tensors.items():
+        assert (DTYPES[plain[key].dtype], plain[key].size) == (str(entry.properties.dtype)[6:], entry.size)
+        for chunk, expected in zip(plain[key].chunks, entry.chunks, strict=True):
+            place = torchs.storage_data[MetadataIndex(key, expected.offsets)]
+            assert (chunk.offsets, chunk.sizes) == (expected.offsets, expected.sizes)
+            assert (chunk.file, chunk.offset, chunk.length) == (place.relative_path, place.offset, place.length)

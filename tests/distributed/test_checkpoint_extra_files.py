@@ -11,13 +11,15 @@ import torch
 
 from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, keep_tokenizer, kept_tokenizer
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.cli.convert_checkpoint import main as convert
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.tokenizer_training import train_bytelevel_bpe
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.checkpoints import MODEL, REST, SCHEDULE, save_at
+from tests.support.checkpoints import MODEL, REST, SCHEDULE, build, flip, save_at, train
 
 SETTINGS = [*REST, *SCHEDULE, "--train-iters", "10"]
 
@@ -35,15 +37,9 @@ def original(tmp_path: Path) -> Path:
 
 def _go_on(folder: str, flags: list[str]) -> None:
     """Resume at iteration 1 and save at 2."""
-    from megatron_ext import device
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.trainer import Trainer
-
-    run = build_run(configure(flags).config, device.install("cpu"))
+    run = build(flags)
     assert load_checkpoint(run, folder) == 1
-    Trainer(run, []).step()
+    train(run, 1)
     save_checkpoint(run, folder)
 
 
@@ -92,10 +88,7 @@ def test_the_tokenizer_goes_along(original: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_not_exported(original: Path, tmp_path: Path) -> None:
     run_ranks(1, save_at, str(tmp_path / "save"), [1], [*MODEL, *SETTINGS])
-    shard = tmp_path / "save" / "iter_0000001" / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(tmp_path / "save" / "iter_0000001" / "__0_0.distcp")
     with pytest.raises(DataError, match=r"is damaged \(__0_0.distcp has another checksum"):
         convert(["to-hf", "--load", str(tmp_path / "save"), "--save", str(tmp_path / "hf"), "--no-verify"])
     assert not (tmp_path / "hf").exists()

@@ -1,6 +1,7 @@
 """Keys that an indexer chooses, on tensor- and context-parallel ranks, against whole samples in one process, in fp64:
 in fp32 a product may round to either side of 0 from one layout to the next, where ReLU has two gradients."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from megatron_ext.config.derived.rank_order import context_chunks
+from megatron_ext.data.packing import documents_of
+from megatron_ext.parts.attention.cached import Sequences
+from megatron_ext.parts.latent_attention import indexer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.several_models import in_turn
 from tests.support.small_models import INDEXED, build_small_model, small_config
@@ -33,9 +37,6 @@ CASES = list(itertools.product((False, True), (False, True)))
 def _whole(world: int, flags: dict[str, Any], case: tuple[bool, bool]) -> dict[str, torch.Tensor]:
     """Return the gradients of the attention of a layer, put together from those of all ranks, and its output of this
     context-parallel rank's positions."""
-    from megatron_ext.data.packing import documents_of
-    from megatron_ext.parts.attention.cached import Sequences
-
     packed, sparse = case
     config = small_config({**SIZES, "dsa_indexer_use_sparse_loss": sparse}, {"world_size": world, **flags})
     [gpt], groups = build_small_model(config)
@@ -82,14 +83,19 @@ def _each(layout: str, fault: Callable[[], None] | None) -> list[dict[str, torch
     return in_turn(partial(_whole, *LAYOUTS[layout]), CASES)
 
 
+@functools.cache
+def _reference() -> list[dict[str, torch.Tensor]]:
+    [reference] = run_ranks(1, in_turn, partial(_whole, 1, {}), CASES)
+    return reference
+
+
 def _differences(layout: str, fault: Callable[[], None] | None = None) -> list[dict[str, float]]:
     """Return the largest difference from one process on any rank, over the largest number, of each case."""
-    [reference] = run_ranks(1, in_turn, partial(_whole, 1, {}), CASES)
     size, flags = LAYOUTS[layout]
     context = flags.get("context_parallel_size", 1)
     differences: list[dict[str, float]] = [{} for _ in CASES]
     for rank, of_rank in enumerate(run_ranks(size, _each, layout, fault)):
-        for known, found, worst in zip(reference, of_rank, differences, strict=True):
+        for known, found, worst in zip(_reference(), of_rank, differences, strict=True):
             for name, expected in known.items():
                 if name in ("output", "input"):
                     chunks = expected.chunk(2 * context)
@@ -107,16 +113,12 @@ def test_output_and_gradients_are_those_of_one_process(layout: str) -> None:
 
 
 def _learns_from_own_heads() -> None:
-    from megatron_ext.parts.latent_attention import indexer
-
     target = indexer._target
     alone: Any = type("Alone", (), {"size": lambda _: 1})()
     indexer._target = lambda *arguments: target(*arguments[:-1], alone)  # pyright: ignore[reportCallIssue]
 
 
 def _chooses_by_half_of_the_heads() -> None:
-    from megatron_ext.parts.latent_attention import indexer
-
     scores = indexer.index_scores
 
     def of_half(query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -5,15 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron_ext.parts.attention.packed import attend_documents
 
+from megatron_ext.data.microbatch import Batch, StageView, divide
 from megatron_ext.data.packing import documents_of
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.parity import write_corpus
+from megatron_ext.parts.attention import context_parallel
+from megatron_ext.parts.attention.segments import attend_segments
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.dropout_masks import DROPOUT, equal_masks, masks_of_first_step
 from tests.support.resaving import FLAGS, resave, tensors_of
 
 CP2 = ["--context-parallel-size", "2", "--attention-dropout", "0", "--cp-comm-type"]
@@ -31,12 +32,6 @@ def _chunks_and_attention() -> list[dict[str, Any]]:
 def _far_from_whole(value_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """In fp64 the largest difference of the result and the gradients; in bf16 the root of the mean of its square, in
     units of what one rounding of each number makes of it: 0.42 x 2^-8 (tests/unit/parts/attention/test_compute.py)."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    from megatron_ext.data.microbatch import Batch, StageView, divide
-    from megatron_ext.parts.attention import context_parallel
-    from megatron_ext.parts.attention.segments import attend_documents, attend_segments
-
     group: Any = torch.distributed.group.WORLD
     rank, size = group.rank(), group.size()
     generator = torch.Generator().manual_seed(0)
@@ -100,16 +95,6 @@ def test_every_exchange_is_whole_attention_and_its_gradient() -> None:
         for out, *gradients in in_bf16.values():
             assert out < 4**0.5
             assert max(gradients) < 12**0.5
-
-
-def test_context_parallel_ranks_draw_their_own_masks(tmp_path: Path) -> None:
-    flags = [*RECIPE.split(), *MODELS["tied"].split(), *DROPOUT.split(), *write_corpus(tmp_path)]
-    a2a = ["--context-parallel-size", "2", "--cp-comm-type", "a2a"]
-    (hidden, attention), (other_hidden, other_attention) = run_ranks(2, masks_of_first_step, [*flags, *a2a])
-    assert {mask.shape[0] for mask in hidden} == {16}
-    assert not any(equal_masks(hidden, other_hidden)), "each rank holds other tokens"
-    assert not any(equal_masks(attention, other_attention)), "each rank holds other heads"
-    assert {np.shape(mask)[1] for mask in attention} == {1}
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,28 @@
 """Rank 0 builds the index cache, the others read it: with a cold and a warm cache."""
 
 import hashlib
+import json
+import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from megatron_ext.data.indexed import IndexedWriter
-from megatron_ext.verify.ranks import RankError, run_ranks
+from megatron_ext.config.schema import Config, DataConfig, ModelConfig
+from megatron_ext.data import corpus, shuffled_order
+from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.tokenizer.simple import NullTokenizer
+from megatron_ext.verify.parity import write_corpus
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.corpora import write_documents
+from tests.support.program import run_program
 
 
 def read_on_rank(paths: dict[str, Any], cache: str) -> list[list[list[int]] | None]:
     """Train and validation tokens on this rank."""
-    import torch
-
-    from megatron_ext.config.schema import Config, DataConfig, ModelConfig
-    from megatron_ext.data.corpus import Splits, build_datasets
-    from megatron_ext.tokenizer.simple import NullTokenizer
-
     torch.distributed.init_process_group("gloo")
     config = Config(model=ModelConfig(seq_length=8), data=DataConfig(split="80,20,0", data_cache_path=cache, **paths))
     datasets = build_datasets(config, NullTokenizer(1000), Splits(60, 1, 0))
@@ -31,8 +35,7 @@ def read_on_rank(paths: dict[str, Any], cache: str) -> list[list[list[int]] | No
 @pytest.fixture
 def prefixes(tmp_path: Path) -> tuple[str, str]:
     for name, documents in (("a", 50), ("b", 2)):  # b is too small for a share in the validation data
-        with IndexedWriter(tmp_path / name, np.uint16) as writer:
-            writer.add_tokens(np.arange(documents * 20, dtype=np.uint16).tobytes(), [20] * documents)
+        write_documents(tmp_path / name, np.arange(documents * 20).reshape(documents, 20).tolist())
     return str(tmp_path / "a"), str(tmp_path / "b")
 
 
@@ -53,26 +56,8 @@ def test_all_ranks_read_the_same(tmp_path: Path, prefixes: tuple[str, str], form
         assert len(valid) > 0
 
 
-def test_damaged_data_ends_all_ranks_with_the_cause(tmp_path: Path, prefixes: tuple[str, str]):
-    path = Path(f"{prefixes[0]}.bin")
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(RankError) as caught:
-        run_ranks(4, read_on_rank, {"data_path": prefixes[:1]}, str(tmp_path / "cache"), timeout=60)
-    assert len(caught.value.tracebacks) == 4
-    assert all("a.bin has 1999 bytes" in text for _, text in caught.value.tracebacks)
-
-
 def write_cache_on_node(prefix: str, caches: list[str]) -> list[list[int]]:
     """Four ranks on two nodes, which may see the same cache or each its own."""
-    import os
-
-    import torch
-
-    from megatron_ext.config.schema import Config, DataConfig, ModelConfig
-    from megatron_ext.data import corpus, shuffled_order
-    from megatron_ext.data.corpus import Splits, build_datasets
-    from megatron_ext.tokenizer.simple import NullTokenizer
-
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     os.environ["LOCAL_RANK"] = str(rank % 2)
@@ -108,29 +93,27 @@ def test_the_cache_is_built_once_per_node(tmp_path: Path, prefixes: tuple[str, s
         assert f'"{digest}"' in (Path(cache) / names[0]).read_text(), "another index has another cache"
 
 
-def test_a_node_with_another_index_ends_all_ranks(tmp_path: Path, prefixes: tuple[str, str]):
-    (tmp_path / "other").mkdir()
-    with IndexedWriter(tmp_path / "other" / "a", np.uint16) as writer:
-        writer.add_tokens(np.arange(1000, dtype=np.uint16).tobytes(), [25] * 40)
-    with pytest.raises(RankError) as caught:
-        run_ranks(4, read_on_node, [prefixes[0], str(tmp_path / "other" / "a")], str(tmp_path / "cache"), timeout=60)
-    assert len(caught.value.tracebacks) == 4
-    assert all(f"{tmp_path}/other/a.idx is another file on " in text for _, text in caught.value.tracebacks)
-    assert all("which rank 2 is on" in text for _, text in caught.value.tracebacks)
+FLAGS = shlex.split(
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --micro-batch-size 2 --global-batch-size 8 "
+    "--train-iters 4 --lr 1e-3 --eval-interval 4 --log-interval 1 --tensor-model-parallel-size 1"
+)
 
 
-def read_on_node(prefixes: list[str], cache: str) -> None:
-    """Four ranks on two nodes with a file of the same name each."""
-    import os
-
-    rank = int(os.environ["RANK"])
-    os.environ["LOCAL_RANK"] = str(rank % 2)
-    read_on_rank({"data_path": (prefixes[rank // 2],)}, cache)
-
-
-def test_a_cache_that_cannot_be_written_ends_all_ranks_with_the_cause(tmp_path: Path, prefixes: tuple[str, str]):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RankError) as caught:
-        run_ranks(4, read_on_rank, {"data_path": prefixes[:1]}, str(tmp_path / "file" / "cache"), timeout=60)
-    assert len(caught.value.tracebacks) == 4
-    assert all("Give --data-cache-path a writable folder" in text for _, text in caught.value.tracebacks)
+@pytest.mark.parametrize("order", ["shuffled", "formula"])
+def test_losses_of_data_behind_a_url_are_those_of_the_disk(order: str, tmp_path: Path) -> None:
+    data = [*write_corpus(tmp_path), "--data-order", order]
+    cache = data.index("--data-cache-path")
+    del data[cache : cache + 2]
+    far = [f"file://{word}" if word.startswith("/") else word for word in data]
+    rows = []
+    for name, flags in (("near", data), ("far", far)):
+        metrics = tmp_path / f"{name}.jsonl"
+        environment = {"XDG_CACHE_HOME": str(tmp_path / "home")}
+        ends = run_ranks(2, run_program, [*FLAGS, *flags, "--metrics-file", str(metrics)], environment=environment)
+        assert [end.code for end in ends] == [0, 0], ends[0].errors
+        found = [json.loads(line) for line in metrics.read_text().splitlines()]
+        rows.append([{key: row.get(key) for key in ("lm_loss", "grad_norm", "validation_loss")} for row in found])
+    assert rows[0] == rows[1]
+    assert len(rows[0]) >= 4
+    copies = sorted(path.name for path in (tmp_path / "home" / "megatron_ext").rglob("*.idx"))
+    assert copies == ["train.idx", "valid.idx"], "one copy for the ranks of a machine"

@@ -1,26 +1,22 @@
 """The library of a CPU's fp32 products is one for all ranks, is kept in the checkpoint, and by a resumed run."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from megatron_ext.device import kernels
+from megatron_ext.device.kernels import gemm_by_ability
+from megatron_ext.parallel import groups
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.program import run_program, tiny
 
-FLAGS = shlex.split("""
-    --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --mock-data
-    --vocab-size 61 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --lr-decay-style constant --eval-interval 0
-""")
+FLAGS = tiny("--lr-decay-style constant")
 
 
 def train_each(*runs: list[str]) -> list[tuple[int, str]]:
     """Run the program once for each list of flags; return how it ended, and what multiplied then."""
-    from megatron_ext.device import kernels
-    from megatron_ext.parallel import groups
-    from tests.support.program import run_program
-
     found = []
     for flags in runs:
         code = run_program([*FLAGS, *flags]).code
@@ -44,8 +40,6 @@ def test_a_resumed_run_multiplies_as_its_checkpoint_did(asked: str, tmp_path: Pa
 
 
 def test_a_new_run_records_what_was_chosen(tmp_path: Path) -> None:
-    from megatron_ext.device.kernels import gemm_by_ability
-
     each = run_ranks(2, train_each, ["--train-iters", "1", "--save", str(tmp_path)])
     assert each[0] == each[1]
     assert saved(tmp_path, 1) == each[0][0][1]

@@ -1,6 +1,7 @@
 """Data that another tokenizer made than the run's is refused: the manifest next to it knows."""
 
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -105,35 +106,7 @@ def test_a_tokenizer_that_is_only_similar(data: Path, tmp_path: Path, change: st
     assert "the same ids are other text" in refusal(path)
 
 
-def test_ids_without_text_need_only_be_covered(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = f"--train-data-path {data}/hf_text_document --tokenizer-type NullTokenizer --vocab-size"
-    start(f"{path} 1300")
-    assert "the run takes its ids as those of NullTokenizer (1300 ids" in capsys.readouterr().err
-    assert "of NullTokenizer (1199 ids" in refusal(f"{path} 1199")
-
-
-def test_data_of_an_older_manifest_or_of_none(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Path(shutil.copytree(data, tmp_path / "data"))
-    manifest = folder / "hf_manifest.json"
-    content = json.loads(manifest.read_text())
-    content["tokenizer"] = {name: content["tokenizer"][name] for name in ("type", "sha256", "vocab_size", "eod")}
-    manifest.write_text(json.dumps(content))
-    start(f"--train-data-path {folder}/hf_text_document {HF}")
-    assert "GPT2BPETokenizer" in refusal(f"--train-data-path {folder}/hf_text_document {gpt2(tmp_path)}")
-    byte = f"--train-data-path {folder}/byte_text_document {HF}"
-    no_manifests = ("", "[]", "{", '{"outputs": {"a": 1}, "tokenizer": {}}', '{"outputs": [], "tokenizer": {}}')
-    for nothing in (*no_manifests, "[" * 100_000):
-        (folder / "byte_manifest.json").write_text(nothing)
-        start(byte)
-    for suffix in (".bin", ".idx"):  # the manifest is of other data than what lies there now
-        shutil.copyfile(f"{folder}/byte_text_document{suffix}", f"{folder}/hf_text_document{suffix}")
-    start(f"--train-data-path {folder}/hf_text_document {HF}")
-    assert capsys.readouterr().err == ""
-
-
 def _run_on_own_copy(folder: str, flags: str) -> Ended:
-    import os
-
     return run_program(
         shlex.split(f"{FLAGS} {flags} --train-data-path {folder}/{os.environ['RANK']}/byte_text_document")
     )

@@ -147,23 +147,6 @@ def test_a_data_file_replaced_between_runs(begun: Begun):
     assert ended.code == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--seed 5", "--seed is 5, not 1234"),
-        ("--train-data-path {0}/b", "the training data has {0}/b where it had {0}/a"),
-        ("--train-data-path 0.5 {0}/a 0.5 {0}/b", "the weight of {0}/a is 0.5, not 0.6"),
-    ],
-)
-def test_other_flags_that_change_the_order_are_named(begun: Begun, flags: str, words: str):
-    if begun.order == "shuffled":
-        pytest.skip("the same for both orders")
-    batch = "--micro-batch-size 2 --global-batch-size 8 --train-samples 48 " + flags.format(begun.folder)
-    (ended,) = begun.run(1, batch)
-    assert ended.code == 65
-    assert words.format(begun.folder) in ended.errors.strip().splitlines()[-1]
-
-
 def test_more_samples_than_a_shuffled_order_was_made_for(begun: Begun):
     flags = "--micro-batch-size 2 --global-batch-size 8 --override-opt-param-scheduler"
     (ended,) = begun.run(1, f"{flags} " + ("--train-iters 20" if begun.order == "shuffled" else "--train-samples 160"))

@@ -12,17 +12,21 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatron_ext.device.cpu import CpuDevice
+from megatron_ext.errors import StoppedBySignal
+from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.train.callbacks.stopping import Stopping
+from megatron_ext.train.trainer import Callback, Trainer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
 from tests.support.launched import reproducible_rows
-from tests.support.program import Ended
+from tests.support.program import Ended, run_program, tiny
+from tests.support.run_state import state_hash
 from tests.support.selection import marked
 from tests.support.several_models import end_layout, in_turn
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 --lr 1e-2
-    --micro-batch-size 1 --make-vocab-size-divisible-by 16 --global-batch-size 4 --train-iters 10
-""")
-ALONE = "--eval-iters 0 --eval-interval 0 --device cpu --num-workers 0"
+FLAGS = tiny("--lr 1e-2 --train-iters 10")
+ALONE = "--eval-iters 0 --num-workers 0"
 ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
 CASES = {
@@ -64,20 +68,10 @@ class Trained(NamedTuple):
 
 
 def _trainer(flags: list[str], late: bool, callbacks: Any = ()) -> Any:
-    from megatron_ext import device
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
-    here: Any = device.install("cpu")
-    here.reads_wait = late
-    return Trainer(build_run(configure(flags).config, here), list(callbacks))
+    return Trainer(build(flags, reads_wait=late), list(callbacks))
 
 
 def _train(flags: list[str], late: bool) -> Trained:
-    from megatron_ext.train.trainer import Callback
-    from tests.support.run_state import state_hash
-
     steps: list[tuple[str, ...]] = []
     begun: list[int] = [0]
     ahead: list[int] = []
@@ -126,9 +120,6 @@ def test_what_needs_the_numbers_before_the_update_gets_them() -> None:
 
 
 def _program(flags: list[str], late: bool) -> Ended:
-    from megatron_ext.device.cpu import CpuDevice
-    from tests.support.program import run_program
-
     CpuDevice.reads_wait = late
     return run_program(flags)
 
@@ -175,11 +166,6 @@ class Stopped(NamedTuple):
 
 
 def _stopped(flags: list[str]) -> Stopped:
-    from megatron_ext.errors import StoppedBySignal
-    from megatron_ext.resilience.signals import SignalWatcher
-    from megatron_ext.train.callbacks.stopping import Stopping
-    from megatron_ext.train.trainer import Callback
-
     heard: list[int] = []
 
     class Asks(Callback):

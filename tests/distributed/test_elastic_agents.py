@@ -1,26 +1,30 @@
 """--elastic under `torchrun --nnodes 1:2`: a machine is lost and comes back, on the curve of an untouched run."""
 
-import os
-import shlex
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks.killed_training import last_iteration
 from megatron_ext.resilience.elastic import NO_SHARED_STORE
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.launched import ROOT, Launched, end_all, finish, free_port, rank_processes, start_torchrun
-from tests.support.program import run_program
+from tests.support.launched import (
+    ROOT,
+    Launched,
+    end_all,
+    finish,
+    free_port,
+    rank_processes,
+    start_torchrun,
+    wait_until,
+)
+from tests.support.program import run_program, tiny
 from tests.support.warm_python import warm_python
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
-    --attention-dropout 0 --hidden-dropout 0 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16
-    --micro-batch-size 1 --global-batch-size 8 --use-distributed-optimizer --train-iters 20 --lr 1e-3
-    --lr-warmup-iters 10 --eval-interval 0 --log-interval 1 --save-interval 5
+FLAGS = tiny("""
+    --attention-dropout 0 --hidden-dropout 0 --global-batch-size 8 --use-distributed-optimizer --train-iters 20
+    --lr-warmup-iters 10 --log-interval 1 --save-interval 5
 """)
 
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", NO_SHARED_STORE: "1"}
@@ -43,27 +47,20 @@ def test_a_lost_machine_costs_its_ranks_and_comes_back(tmp_path: Path) -> None:
         log = logs[len(agents)]
         agents.append(start_torchrun([*words, *program], log, {**ENVIRONMENT, **python}))
 
-    def wait_until(reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 240
-        while not reached():
-            assert agents[0].poll() is None, logs[0].read_text()[-5000:]
-            assert time.monotonic() < deadline, "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
-            time.sleep(0.05)
-
     try:
         begin(1)
-        wait_until(lambda: _listens(port))  # the one that holds the rendezvous
+        wait_until(lambda: _listens(port), logs[0], agents[0])  # the one that holds the rendezvous
         begin(2)
-        wait_until(lambda: _last_iteration(save) == 8)
+        wait_until(lambda: last_iteration(save) == 8, logs[0], agents[0])
         lost = rank_processes(agents[1]).values()
         end_all(agents[1])
         for process in lost:  # with the machine; without their launcher they would end by themselves, a step later
             process.kill()
         gate.write_text("12")
-        wait_until(lambda: _last_iteration(save) == 12)
+        wait_until(lambda: last_iteration(save) == 12, logs[0], agents[0])
         pid = rank_processes(agents[0])[0].pid
         begin(2)
-        wait_until(lambda: {process.pid for process in rank_processes(agents[0]).values()} != {pid})
+        wait_until(lambda: {process.pid for process in rank_processes(agents[0]).values()} != {pid}, logs[0], agents[0])
         gate.write_text("20")
         finish(agents[0], logs[0])
         finish(agents[2], logs[2])
@@ -91,10 +88,3 @@ def test_a_lost_machine_costs_its_ranks_and_comes_back(tmp_path: Path) -> None:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _last_iteration(save: Path) -> int:
-    file = save / "metrics.jsonl"
-    if not os.path.exists(file):
-        return 0
-    return max((row["iteration"] for row in read_rows(file)), default=0)

@@ -7,43 +7,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.cli.convert_checkpoint import main as convert
-from megatron_ext.data.indexed import IndexedWriter
+from megatron_ext.train.callbacks.evaluation import evaluate
 from megatron_ext.verify.ranks import run_ranks
 from megatron_ext.verify.transformers_reference import their_loss
+from tests.support.checkpoints import build, train
+from tests.support.corpora import write_documents
 from tests.support.hf_models import quiet_transformers
 from tests.support.plain_process import in_plain_process
 
 quiet_transformers()
 
 FLAGS = shlex.split("""
-    --num-layers 4 --hidden-size 48 --num-attention-heads 6 --group-query-attention --num-query-groups 2 --swiglu
+    --num-layers 2 --hidden-size 48 --num-attention-heads 6 --group-query-attention --num-query-groups 2 --swiglu
     --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --seq-length 64
     --attention-dropout 0 --hidden-dropout 0 --tokenizer-type ByteTokenizer --split 80,20,0 --micro-batch-size 4
-    --global-batch-size 8 --train-iters 12 --lr 5e-3 --lr-decay-style constant --eval-interval 100 --eval-iters 3
+    --global-batch-size 8 --train-iters 6 --lr 1e-2 --lr-decay-style constant --eval-interval 100 --eval-iters 3
     --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --device cpu
 """)
 
 
 def _train(flags: list[str], save: str) -> tuple[float, float, list[list[list[int]]]]:
     """Train and save; the losses before and after on the validation data, and what this stage read of it."""
-    from megatron_ext import device
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.callbacks.evaluation import evaluate
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
-    run = build_run(configure(flags).config, device.install("cpu"))
+    run = build(flags)
     held_out: Any = run.loaders.valid
     before = evaluate(run, held_out)
-    trainer = Trainer(run, [])
-    for _ in range(12):
-        trainer.step()
+    train(run, 6)
     save_checkpoint(run, save)
     samples = []
     (part,) = held_out.parts
@@ -70,10 +63,7 @@ class Trained:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     text = pathlib.Path(shlex.__file__).read_bytes() + pathlib.Path(re.__file__).read_bytes()
-    documents = [part + b"\n\n" for part in text.split(b"\n\n")]
-    with IndexedWriter(folder / "corpus", np.uint16) as writer:
-        for document in documents:
-            writer.add_tokens(np.frombuffer(document, np.uint8).astype(np.uint16).tobytes(), [len(document)])
+    write_documents(folder / "corpus", [part + b"\n\n" for part in text.split(b"\n\n")])
     flags = [*FLAGS, "--data-path", str(folder / "corpus")]
     ranks = run_ranks(4, _train, flags, str(folder / "save"))
     (before, after, tokens), (_, _, labels) = ranks[0], ranks[-1]

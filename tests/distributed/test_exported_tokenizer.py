@@ -9,7 +9,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import sentencepiece
 import yaml
@@ -18,11 +17,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.cli.convert_checkpoint import main as convert
 from megatron_ext.cli.generate_sample import main as generate
-from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.tiktoken import DEFAULT_SPECIAL_TOKENS
 from megatron_ext.tokenizer.tokenizer_training import train_bytelevel_bpe, train_sentencepiece
+from tests.support.corpora import write_documents
 from tests.support.hf_models import quiet_transformers, write_model
 from tests.support.hf_shapes import VOCABULARY
 
@@ -154,14 +153,6 @@ def _built(flags: dict[str, Any]) -> Any:
     return build_tokenizer(**{renamed.get(name, name): value for name, value in flags.items() if name != "data_path"})
 
 
-def _corpus(prefix: Path, tokenizer: Any) -> str:
-    documents = [[*tokenizer.encode(text), tokenizer.eod] for text in LINES]
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for ids in documents:
-            writer.add_tokens(np.array(ids, np.uint16).tobytes(), [len(ids)])
-    return str(prefix)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_gives_the_ids_of_training(
     kind: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -171,7 +162,8 @@ def test_transformers_gives_the_ids_of_training(
     (tmp_path / "tokenizer").mkdir()
     flags = KINDS[kind](tmp_path / "tokenizer")
     tokenizer = _built(flags)
-    flags |= {"data_path": [_corpus(tmp_path / "corpus", tokenizer)], "split": "9,1,0"}
+    documents = [[*tokenizer.encode(text), tokenizer.eod] for text in LINES]
+    flags |= {"data_path": [write_documents(tmp_path / "corpus", documents)], "split": "9,1,0"}
     load, exported = _with_tokenizer(saved, tmp_path / "save", flags), tmp_path / "hf"
     assert convert(["to-hf", "--load", load, "--save", str(exported), "--no-verify"]) == 0
     count = len(LINES) - round(len(LINES) * 0.9)

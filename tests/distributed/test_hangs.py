@@ -5,10 +5,9 @@ All cases run at once: their ranks wait most of the time.
 
 import json
 import re
-import shlex
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,19 +17,15 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.killed_training import last_iteration
 from megatron_ext.doctor.flight_recorder import explain, read_dumps
-from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.launched import Launched, end_all, rank_processes, start
-from tests.support.program import run_program
+from tests.support.launched import end_all, rank_processes, start, wait_until
+from tests.support.program import run_program, tiny
 from tests.support.watched_ranks import PAUSE, WatchedRank, fork_program
 
 TIMEOUT, BETWEEN_HEARTBEATS = 6.0, 0.5  # seconds
-FLAGS = shlex.split(
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 6 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
-    "--eval-interval 0 --log-interval 1"
-)
+FLAGS = tiny("--global-batch-size 6 --log-interval 1")
 
 
 @dataclass(frozen=True)
@@ -203,14 +198,14 @@ def test_under_torchrun_a_stopped_rank_holds_up_neither_the_end_nor_the_restart(
     flags += ["--distributed-timeout-minutes", str(TIMEOUT / 60.0)]
     process = start(flags, log, ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"])
     try:
-        wait_until(lambda: last_iteration(save) >= 6, process)
+        wait_until(lambda: last_iteration(save) >= 6, log, process)
         ranks = rank_processes(process)
         ranks[1].suspend()
         _, left = psutil.wait_procs(list(ranks.values()), timeout=TIMEOUT + 2.0 + 10.0)
         assert not left
-        wait_until(lambda: "resuming at iteration" in log.read_text(), process)
+        wait_until(lambda: "resuming at iteration" in log.read_text(), log, process)
         resumed_from = last_iteration(save)
-        wait_until(lambda: last_iteration(save) >= resumed_from + 2, process)
+        wait_until(lambda: last_iteration(save) >= resumed_from + 2, log, process)
         time.sleep(4 * BETWEEN_HEARTBEATS)  # these steps take less than the time between two heartbeats
         rank_processes(process)[1].send_signal(signal.SIGSEGV)
         assert process.wait(60) == 1
@@ -224,19 +219,6 @@ def test_under_torchrun_a_stopped_rank_holds_up_neither_the_end_nor_the_restart(
     assert json.loads((save / "exit.json").read_text())["message"] == second
     box = log.read_text().rpartition("Root Cause")[2]
     assert re.search(r"rank +: 1 .*\n +exitcode +: -11 ", box), "torchrun names the same rank"
-
-
-def last_iteration(save: Path) -> int:
-    file = save / "metrics.jsonl"
-    return max((row["iteration"] for row in read_rows(file)), default=0) if file.exists() else 0
-
-
-def wait_until(reached: Callable[[], bool], process: Launched) -> None:
-    deadline = time.monotonic() + 300
-    while not reached():
-        assert process.poll() is None, "the run ended early"
-        assert time.monotonic() < deadline, "the run does not get on"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

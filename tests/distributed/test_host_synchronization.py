@@ -10,8 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.train.callbacks.stopping import Stopping
+from megatron_ext.train.trainer import Callback, Trainer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
 
 FLAGS = shlex.split("""
     --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 --micro-batch-size 1
@@ -36,16 +42,6 @@ def _reader() -> str:
 def _reads(flags: list[str], late: bool) -> list[list[str]]:
     """Who reads numbers of the device until each of some steps has begun and the one before has ended, and until the
     last has ended. On a CPU every tensor counts as one of the device."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from megatron_ext import device
-    from megatron_ext.resilience.signals import SignalWatcher
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.callbacks.stopping import Stopping
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Callback, Trainer
-
     found: list[str] = []
     of_steps: list[list[str]] = []
 
@@ -69,9 +65,7 @@ def _reads(flags: list[str], late: bool) -> list[list[str]]:
 
         return read
 
-    here: Any = device.install("cpu")
-    here.reads_wait = late
-    run = build_run(configure(flags).config, here)
+    run = build(flags, reads_wait=late)
     trainer = Trainer(run, [Begins(), Stopping(SignalWatcher(), None, 60.0)])
     for name in ("tolist", "cpu", "numpy"):  # what reads several
         setattr(torch.Tensor, name, reading(getattr(torch.Tensor, name)))

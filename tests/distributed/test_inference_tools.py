@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.train.trained_model import _saved_flags
+from megatron_ext.cli import generate, tasks
+from megatron_ext.inference.scoring import Scorable, score
+from megatron_ext.parallel import groups
+from megatron_ext.train.trained_model import _saved_flags, load_trained
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import save_at
 
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 --mock-data
@@ -46,11 +50,6 @@ SCORES = {
 
 def _answer_and_score(folder: str) -> dict[str, Any]:
     """On one rank: what both tools write, by the flags that they are given."""
-    from megatron_ext.cli import generate, tasks
-    from megatron_ext.parallel import groups
-    from megatron_ext.train.trained_model import load_trained
-    from tests.support.checkpoints import save_at
-
     place, number = Path(folder), itertools.count()
     save_at(f"{folder}/model", [0], shlex.split(MODEL))
     groups.destroy()
@@ -89,9 +88,6 @@ def _answer_and_score(folder: str) -> dict[str, Any]:
 
 def _score_in_two_parts(folder: str, sequences: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
     """On two ranks, each of which has half of the vocabulary."""
-    from megatron_ext.inference.scoring import Scorable, score
-    from megatron_ext.train.trained_model import load_trained
-
     layout = ["--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "16"]
     model = load_trained(["--load", f"{folder}/model", "--device", "cpu", *layout])
     assert model.config.model.padded_vocab_size == 288, "a half has 144"

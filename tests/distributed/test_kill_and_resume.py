@@ -4,18 +4,26 @@ With dropout, and at the kill: inside warmup and batch ramp-up, off a logging in
 """
 
 import shlex
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from benchmarks.killed_training import last_iteration
 from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
-from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.corpora import write_corpus
-from tests.support.launched import Launched, end_all, finish, free_port, rank_processes, reproducible_rows, start
+from tests.support.launched import (
+    Launched,
+    end_all,
+    finish,
+    free_port,
+    rank_processes,
+    reproducible_rows,
+    start,
+    wait_until,
+)
 from tests.support.program import run_program
 
 FLAGS = shlex.split("""
@@ -28,14 +36,19 @@ FLAGS = shlex.split("""
 SAVED_AT, KILLED_AFTER = 10, 12
 Run = Callable[..., Launched]
 CASES: dict[str, tuple[int, list[str]]] = {
-    "fp32": (2, shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")),
+    "fp32": (
+        4,
+        shlex.split(
+            "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+        ),
+    ),
     "bf16": (1, shlex.split("--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope")),
     # Skips steps before and after the kill.
     "fp16": (1, shlex.split("--fp16 --initial-loss-scale 2e8 --loss-scale-window 4 --hysteresis 1")),
 }
 
 
-# In every run rank 0 is killed, which writes the metrics; with --all under two launchers, and rank 1 after it.
+# In every run rank 0 is killed, which writes the metrics; with --all under two launchers, and rank 3 after it.
 @pytest.mark.parametrize(
     ("precision", "kills"),
     [("fp16", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp32", 1), ("fp32", 2), ("bf16", 1)))],
@@ -74,30 +87,30 @@ def _start_again_by_hand(run: Run, save: Path, logs: Path) -> int:
     log = logs / "b.log"
     process = run(log)
     try:
-        _wait_for(KILLED_AFTER, save, [process], log)
+        wait_until(lambda: last_iteration(save) >= KILLED_AFTER, log, process)
         process.kill()
         assert process.wait(60) != 0
     finally:
         end_all(process)
-    left = _last_iteration(save)
+    left = last_iteration(save)
     assert SAVED_AT in saved_iterations(save)
     finish(run(log), log)
     return left
 
 
 def _let_two_agents_restart(kills: int, run: Run, save: Path, logs: Path) -> int:
-    """Kill rank 0 and, for the second kill, later rank 1, of two torchruns as on two machines, which restart them."""
+    """Kill rank 0 and, for the second kill, later rank 3, of two torchruns as on two machines, which restart them."""
     port = str(free_port())
-    node = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    node = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
     files = [logs / "agent0.log", logs / "agent1.log"]
     agents = [run(log, [*node, "--node-rank", str(n), "--max-restarts", "4"]) for n, log in enumerate(files)]
     try:
-        _wait_for(KILLED_AFTER, save, agents, files[0])
+        wait_until(lambda: last_iteration(save) >= KILLED_AFTER, files[0], *agents)
         rank_processes(agents[0])[0].kill()
-        left = _last_iteration(save)
+        left = last_iteration(save)
         if kills > 1:
-            _wait_for(KILLED_AFTER + 5, save, agents, files[0])
-            rank_processes(agents[1])[1].kill()
+            wait_until(lambda: last_iteration(save) >= KILLED_AFTER + 5, files[0], *agents)
+            rank_processes(agents[1])[3].kill()
         for agent, log in zip(agents, files, strict=True):
             finish(agent, log)
     finally:
@@ -105,20 +118,3 @@ def _let_two_agents_restart(kills: int, run: Run, save: Path, logs: Path) -> int
             end_all(agent)
     assert files[0].read_text().count("checkpoint: resuming at iteration") >= kills
     return left
-
-
-def _wait_for(iteration: int, save: Path, processes: Sequence[Launched], log: Path) -> None:
-    deadline = time.monotonic() + 300.0
-    while _last_iteration(save) < iteration:
-        assert all(process.poll() is None for process in processes), f"it ended early:\n{_end_of(log)}"
-        assert time.monotonic() < deadline, f"no iteration {iteration}:\n{_end_of(log)}"
-        time.sleep(0.01)
-
-
-def _last_iteration(save: Path) -> int:
-    file = save / "metrics.jsonl"
-    return max((row["iteration"] for row in read_rows(file)), default=0) if file.exists() else 0
-
-
-def _end_of(log: Path) -> str:
-    return log.read_text(errors="replace")[-5000:]

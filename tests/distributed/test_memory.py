@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.memory import Bytes
+from benchmarks.memory import Bytes, bytes_per_rank
+from megatron_ext.parts.catalogue import count
+from megatron_ext.plan.memory import over_time
+from megatron_ext.plan.stage_parameters import Shapes
+from megatron_ext.plan.state_bytes import state_bytes
+from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build, train
 from tests.support.selection import chosen, marked
 from tests.support.several_models import end_layout
 
@@ -24,22 +30,15 @@ BF16_LION = (2, 4, 8)
 """One moment less."""
 
 
-def _bytes(runs: list[str]) -> list[tuple[int, Bytes, tuple[float, float, float]]]:
-    """The number of parameters, the bytes after a step, and those of a parameter by --dry-run, run by run."""
-    from megatron_ext import device
+Measured = tuple[int, Bytes, tuple[float, float, float]]
+"""The number of parameters, the bytes after a step, and those of a parameter by --dry-run."""
 
-    here = device.install("cpu")
-    from benchmarks.memory import bytes_per_rank
-    from megatron_ext.parts.catalogue import count
-    from megatron_ext.plan.state_bytes import state_bytes
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
 
+def _bytes(runs: list[str]) -> list[Measured]:
     found = []
     for flags in runs:
-        run = build_run(configure((BASE + flags).split()).config, here)
-        Trainer(run, []).step()
+        run = build((BASE + flags).split())
+        train(run, 1)
         found.append((count(run.config), bytes_per_rank(run), state_bytes(run.config).sizes))
         run.loaders.close()
         end_layout()
@@ -54,16 +53,7 @@ _SPLIT = (
 
 def _whole_gradients() -> tuple[int, float]:
     """The bytes of whole gradients when a step's last pass is done, and what the planner has for them."""
-    from megatron_ext import device
-
-    here = device.install("cpu")
-    from megatron_ext.plan.memory import over_time
-    from megatron_ext.plan.stage_parameters import Shapes
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
-    run = build_run(configure((BASE + f"{_SPLIT} interleaved-zero-bubble").split()).config, here)
+    run = build((BASE + f"{_SPLIT} interleaved-zero-bubble").split())
     weights: list[torch.Tensor] = []
     held: list[int] = []
     for chunk in run.chunks:
@@ -76,7 +66,7 @@ def _whole_gradients() -> tuple[int, float]:
         finalize(*arguments, **settings)
 
     run.transformer_config.finalize_model_grads_func = count_and_finalize
-    Trainer(run, []).step()
+    train(run, 1)
     plain, shapes = configure((BASE + f"{_SPLIT} looped-bfs").split()).config, Shapes(run.config)
     split, whole = (
         over_time(config, run.groups.pp.rank(), Shapes(config), fused=False).always for config in (run.config, plain)
@@ -93,51 +83,39 @@ def test_whole_gradients_of_split_backward_passes_are_planned() -> None:
 
 _MEGATRON_FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 RUNS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
-    "": (FP32, (1, 1, 1)),
     "--bf16": (BF16, (1, 1, 1)),
-    "--use-distributed-optimizer": (FP32, (1, 1, 4)),
     "--use-distributed-optimizer --bf16": (BF16, (1, 1, 4)),
     "--use-distributed-optimizer --bf16 --num-distributed-optimizer-instances 2": (BF16, (1, 1, 2)),
-    "--use-torch-fsdp2": (FP32, (4, 4, 4)),
     # The shards are the masters.
     "--use-torch-fsdp2 --bf16": (FP32, (4, 4, 4)),
     "--use-torch-fsdp2 --bf16 --num-distributed-optimizer-instances 2": (FP32, (2, 2, 2)),
+    f"{_MEGATRON_FSDP} optim_grads_params --bf16": (BF16, (4, 4, 4)),
+    "--use-distributed-optimizer --bf16 --optimizer lion": (BF16_LION, (1, 1, 4)),
+}
+"""By flags: bytes per parameter, and by what 4 ranks divide them."""
+REPEATED = {
+    "": (FP32, (1, 1, 1)),
+    "--use-distributed-optimizer": (FP32, (1, 1, 4)),
+    "--use-torch-fsdp2": (FP32, (4, 4, 4)),
     f"{_MEGATRON_FSDP} no_shard --bf16": (BF16, (1, 1, 1)),
     f"{_MEGATRON_FSDP} optim --bf16": (BF16, (1, 1, 4)),
     f"{_MEGATRON_FSDP} optim_grads --bf16": (BF16, (1, 4, 4)),
-    f"{_MEGATRON_FSDP} optim_grads_params --bf16": (BF16, (4, 4, 4)),
     f"{_MEGATRON_FSDP} optim_grads_params --bf16 --untie-embeddings-and-output-weights": (BF16, (4, 4, 4)),
-    "--use-distributed-optimizer --bf16 --optimizer lion": (BF16_LION, (1, 1, 4)),
     f"{_MEGATRON_FSDP} optim_grads_params --bf16 --optimizer lion": (BF16_LION, (4, 4, 4)),
 }
-"""By flags: bytes per parameter, and by what 4 ranks divide them."""
-
-
-# What others hold too: fp32 of a scheme, less sharding by another scheme, untied weights, Lion twice. Left to --all.
-REPEATED = {
-    "",
-    "--use-distributed-optimizer",
-    "--use-torch-fsdp2",
-    f"{_MEGATRON_FSDP} no_shard --bf16",
-    f"{_MEGATRON_FSDP} optim --bf16",
-    f"{_MEGATRON_FSDP} optim_grads_params --bf16 --untie-embeddings-and-output-weights",
-    f"{_MEGATRON_FSDP} optim_grads --bf16",
-    f"{_MEGATRON_FSDP} optim_grads_params --bf16 --optimizer lion",
-}
+"""What others hold too: fp32 of a scheme, less sharding by another, untied weights, Lion twice. Left to --all."""
 
 
 @pytest.fixture(scope="module")
-def measured(request: pytest.FixtureRequest) -> dict[str, list[tuple[int, Bytes, tuple[float, float, float]]]]:
+def measured(request: pytest.FixtureRequest) -> dict[str, list[Measured]]:
     asked = chosen(request, "flags")
     ranks = run_ranks(4, _bytes, asked)
     return {flags: [rank[index] for rank in ranks] for index, flags in enumerate(asked)}
 
 
-@pytest.mark.parametrize("flags", marked(RUNS, slow=REPEATED))
-def test_bytes_shrink_as_the_formula_says(
-    flags: str, measured: dict[str, list[tuple[int, Bytes, tuple[float, float, float]]]]
-) -> None:
-    per_parameter, divisors = RUNS[flags]
+@pytest.mark.parametrize("flags", marked(RUNS | REPEATED, slow=REPEATED))
+def test_bytes_shrink_as_the_formula_says(flags: str, measured: dict[str, list[Measured]]) -> None:
+    per_parameter, divisors = (RUNS | REPEATED)[flags]
     for parameters, found, formula in measured[flags]:
         expected = [parameters * size / parts for size, parts in zip(per_parameter, divisors, strict=True)]
         assert [parameters * size for size in formula] == pytest.approx(expected)

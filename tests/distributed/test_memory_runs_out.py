@@ -2,16 +2,14 @@
 
 import resource
 import shlex
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from megatron_ext.config.schema import Config
-from megatron_ext.device.cpu import host_memory
-from megatron_ext.errors import ConfigurationError, MemoryExhaustedError
-from megatron_ext.plan.memory import estimate, helpful_flags, host_bytes, kept_at_least
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.plan.memory import estimate, helpful_flags, kept_at_least
 from megatron_ext.train import memory_check
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
@@ -71,25 +69,6 @@ def _config(flags: str) -> Config:
     return configure([*_FLAGS, *shlex.split(flags), "--dry-run", "--device", "cpu"]).config
 
 
-@pytest.mark.parametrize("share", [0.99, 1.01])
-def test_the_state_alone_decides_whether_a_run_is_refused(
-    share: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory_check, "host_swap", lambda: 0)
-    config = _config("--seq-length 8 --micro-batch-size 1")
-    needed = estimate(config, fused=False)[1]
-    state = needed.weights + needed.gradients + needed.optimizer
-    device: Any = _Device(state * share, needed.total)
-    if share < 1:
-        with pytest.raises(ConfigurationError, match=r"needs .* MB between steps \(optimizer"):
-            memory_check.check_it_fits(config, device)
-        return
-    memory_check.check_it_fits(config, device)
-    assert "it may run out. What helps: " in capsys.readouterr().err
-    memory_check.check_it_fits(config, _Device(state * share, 2 * needed.total))  # pyright: ignore[reportArgumentType]
-    assert not capsys.readouterr().err
-
-
 def test_stages_with_little_are_not_counted_like_the_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stages with the embedding and the output have most; the machine has room for all four, not for four such."""
     monkeypatch.setattr(memory_check, "host_swap", lambda: 0)
@@ -104,27 +83,6 @@ def test_stages_with_little_are_not_counted_like_the_fullest(monkeypatch: pytest
     memory_check.check_it_fits(config, device)
     device = _Device(3.9 * stages[0], 1e12)
     with pytest.raises(ConfigurationError, match=r"4 x a rank of pipeline stage 1 needs .* between steps"):
-        memory_check.check_it_fits(config, device)
-
-
-def test_what_only_training_makes_is_no_reason_to_refuse_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_check, "host_swap", lambda: 0)
-    trains, evaluates = (
-        _config(f"--seq-length 8 --micro-batch-size 1 {flag}") for flag in ("", "--skip-train --eval-interval 1")
-    )
-    device: Any = _Device(estimate(trains, fused=False)[1].weights * 1.01, 1e12)
-    with pytest.raises(ConfigurationError):
-        memory_check.check_it_fits(trains, device)
-    memory_check.check_it_fits(evaluates, device)
-
-
-def test_what_can_be_swapped_out_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = _config("--seq-length 8 --micro-batch-size 1")
-    device: Any = _Device(1, 1e12)
-    monkeypatch.setattr(memory_check, "host_swap", lambda: 10**9)
-    memory_check.check_it_fits(config, device)
-    monkeypatch.setattr(memory_check, "host_swap", lambda: 0)
-    with pytest.raises(ConfigurationError):
         memory_check.check_it_fits(config, device)
 
 
@@ -143,28 +101,3 @@ def test_the_flag_that_is_named_helps(flags: str, named: str) -> None:
     needed = estimate(before, fused=True)[1]
     flag = next(one for one in helpful_flags(before, needed, fused=True) if one.startswith(named))
     assert estimate(_config(f"{flags} {flag}"), fused=True)[1].total < needed.total
-
-
-def test_offloaded_state_counts_in_host_memory() -> None:
-    plain, moved = (_config(f"--seq-length 8 --micro-batch-size 1 {flag}") for flag in ("", "--optimizer-cpu-offload"))
-    assert host_bytes(plain) == 0
-    assert host_bytes(moved) == estimate(plain, fused=False)[1].optimizer
-
-
-def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
-    total, _ = host_memory(tmp_path)
-    assert total == psutil.virtual_memory().total
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("400000\n")
-    assert host_memory(tmp_path) == (1_000_000, 600_000)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory(tmp_path)[0] == total
-
-
-def test_other_errors_are_left_alone() -> None:
-    config = _config("--seq-length 8 --micro-batch-size 1")
-    with pytest.raises(RuntimeError, match="shapes"), memory_check.telling_of_memory(config, None):  # pyright: ignore[reportArgumentType]
-        raise RuntimeError("shapes differ")
-    assert memory_check.is_exhausted(MemoryError())
-    assert memory_check.is_exhausted(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
-    assert MemoryExhaustedError.exit_code == 71

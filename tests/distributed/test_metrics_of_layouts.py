@@ -2,7 +2,6 @@
 is right by value."""
 
 import dataclasses
-import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +11,21 @@ import torch.nn.functional as F
 
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import local_part
+from megatron_ext.train.callbacks.evaluation import evaluate
+from megatron_ext.train.callbacks.reporting import parameters_norm
 from megatron_ext.train.gradient_watch import _before_other_uses
+from megatron_ext.train.step import AuxiliaryLosses
+from megatron_ext.train.trainer import Callback, Trainer
+from megatron_ext.verify import gather
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
+from tests.support.program import tiny
 from tests.support.several_models import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --position-embedding-type rope --mock-data
-    --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 10
-    --lr 1e-2 --eval-interval 0 --attention-dropout 0 --hidden-dropout 0 --log-num-zeros-in-grad --device cpu
-    --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
+FLAGS = tiny("""
+    --position-embedding-type rope --train-iters 10 --lr 1e-2 --attention-dropout 0 --hidden-dropout 0
+    --log-num-zeros-in-grad --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
 """)
 LAYOUTS = (
     "",
@@ -40,8 +43,6 @@ Found = dict[tuple[str, str], Any]
 
 def _counted(layout: str) -> list[Any]:
     """What two steps count; the zeros among the gradients are as many in every layout, too."""
-    from megatron_ext.train.trainer import Trainer
-
     run = build([*FLAGS, *layout.split()])
     trainer, found = Trainer(run, []), []
     for _ in range(2):
@@ -123,10 +124,6 @@ class Measured:
 
 
 def _measured(layout: str) -> Measured:
-    from megatron_ext.train.callbacks.reporting import parameters_norm
-    from megatron_ext.train.step import AuxiliaryLosses
-    from megatron_ext.train.trainer import Trainer
-
     run = build([*FLAGS, *layout.split()])
     weights = [local_part(weight).detach() for chunk in run.chunks for weight in chunk.parameters()]
     squares = [weight.double().square().sum() for weight in weights]
@@ -166,9 +163,6 @@ def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout(alone: Found, di
 
 def _losses_with_dropout(evaluations: str) -> tuple[list[str], list[str]]:
     """The losses of three steps, and those of evaluations in training and between the steps."""
-    from megatron_ext.train.callbacks.evaluation import evaluate
-    from megatron_ext.train.trainer import Trainer
-
     rates = "--attention-dropout 0.3 --hidden-dropout 0.3 --eval-interval 10 --eval-iters 1"
     run = build([*FLAGS, *rates.split()])
     assert run.loaders.valid is not None
@@ -208,8 +202,6 @@ def _loss_of_divided_logits(_: str) -> float:
 def _masters_and_update(scheme: str) -> dict[str, float]:
     """One step in bf16 of two microbatches a rank. How far gradients, masters and weights are from what they must be,
     in the units that the test names."""
-    from megatron_ext.train.trainer import Callback, Trainer
-
     lr, beta1, beta2, eps = 1e-2, 0.9, 0.95, 1e-8
     settings = "--bf16 --clip-grad 0 --weight-decay 0 --adam-beta2 0.95 --lr-decay-style constant"
     run = build([*FLAGS, *settings.split(), *scheme.split()])
@@ -285,9 +277,6 @@ class _OwnGradients:
 def _far_from_the_sum(scheme: str) -> dict[str, float]:
     """One step in bf16 of two microbatches a rank. By parameter, how far the reduced gradient is from the sum of all
     microbatches', in units of 2^-24 of the sum of their sizes."""
-    from megatron_ext.train.trainer import Callback, Trainer
-    from megatron_ext.verify import gather
-
     run = build([*FLAGS, "--bf16", *scheme.split()])
     own, far = _OwnGradients(), {}
     for chunk in run.chunks:

@@ -9,21 +9,19 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.program import Ended, run_program
+from tests.support.program import Ended, run_program, tiny
 
-FLAGS = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --position-embedding-type rope "
-    "--mock-data --vocab-size 64 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --train-iters 3 "
-    "--log-interval 1 --eval-iters 0 --pipeline-model-parallel-size 2 --log-format short "
-    "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --cuda-graph-impl full_iteration"
-)
+OWN = """
+    --micro-batch-size 2 --train-iters 3 --log-interval 1 --pipeline-model-parallel-size 2 --log-format short
+    --profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --cuda-graph-impl full_iteration
+"""
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
     folder = tmp_path_factory.mktemp("run")
     where = ["--save", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
-    ranks = run_ranks(2, run_program, [*FLAGS.split(), *where])
+    ranks = run_ranks(2, run_program, [*tiny(OWN), *where])
     assert [end.code for end in ranks] == [0, 0], ranks
     return folder, ranks
 

@@ -5,8 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from megatron.core.parallel_state import generate_masked_orthogonal_rank_groups
+from torch.distributed.distributed_c10d import _world
 
+from benchmarks.rehearsed_rank import groups_made
+from benchmarks.rehearsed_world import played
+from megatron_ext import device
 from megatron_ext.config.schema import LayoutConfig
+from megatron_ext.parallel import groups as process_groups
+from megatron_ext.parallel.groups import rank_groups
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.several_models import in_turn
 
@@ -35,13 +43,6 @@ def _groups(layout: LayoutConfig) -> Made:
 
     A rank that is played sums up alone, and its sum is taken from the list of ranks.
     """
-    import torch
-    from torch.distributed.distributed_c10d import _world
-
-    from benchmarks.rehearsed_rank import groups_made
-    from megatron_ext import device
-    from megatron_ext.parallel import groups as process_groups
-
     here = device.install("cpu")
     process_groups.start(layout, here)
     calls, original, before = [0], torch.distributed.new_group, _world.group_count
@@ -72,9 +73,6 @@ def _of_all_layouts() -> list[Made]:
 
 def _played() -> list[list[tuple[Made, Made]]]:
     """By rank and layout, each rank played by this process: its groups alone, and as megatron-core has it."""
-    from benchmarks.rehearsed_world import played
-    from megatron_ext.parallel import groups as process_groups
-
     found = []
     ours = process_groups.own_groups_only
     for rank in range(8):
@@ -117,13 +115,7 @@ def test_a_played_rank_has_the_groups_of_a_real_one(real: list[list[Made]], of_p
 
 
 def test_ranks_are_listed_as_megatron_core_lists_them() -> None:
-    from megatron_ext import device
-
     device.install("cpu")
-    from megatron.core.parallel_state import generate_masked_orthogonal_rank_groups
-
-    from megatron_ext.parallel.groups import rank_groups
-
     random = np.random.default_rng(0)
     for _ in range(200):
         sizes = random.choice([1, 1, 2, 3, 4], random.integers(1, 7)).tolist()

@@ -4,14 +4,19 @@ scheme."""
 import shlex
 
 import pytest
+import torch
 
+from megatron_ext.config.derived.optimizers import traits_of
+from megatron_ext.model.names import by_expert, global_named_parameters
+from megatron_ext.optim.settings import set_rates
+from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS, parameters
+from megatron_ext.parts.update_factors import factors
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
+from tests.support.program import tiny
 from tests.support.several_models import end_layout
 
-BASE = (
-    "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 "
-    "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --eval-interval 0 "
-)
+BASE = tiny("--global-batch-size 2 --train-iters 2")
 LAYOUTS = {
     "DDP": "",
     "DDP, bf16": "--bf16",
@@ -44,23 +49,10 @@ Rates = dict[str, tuple[float, float, float]]
 def _rates(layouts: dict[str, str]) -> dict[str, tuple[Rates, Rates]]:
     """By layout, what a rate of 1 and a weight decay of 1 (of the ends 0.5) are for each parameter that this rank
     updates, and what the catalogue's factors make of them."""
-    from megatron_ext import device
-
-    here = device.install("cpu")
-    import torch
-
-    from megatron_ext.config.derived.optimizers import traits_of
-    from megatron_ext.model.names import by_expert, global_named_parameters
-    from megatron_ext.optim.settings import set_rates
-    from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS, parameters
-    from megatron_ext.parts.update_factors import factors
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-
     found = {}
     for layout, flags in layouts.items():
-        config = configure(shlex.split(BASE + flags)).config
-        run = build_run(config, here)
+        run = build([*BASE, *shlex.split(flags)])
+        config = run.config
         ends = None if config.optimizer.decoupled_lr is None else 0.5
         set_rates(run.optimizer, 1.0, 1.0, ends)
         rates = {}

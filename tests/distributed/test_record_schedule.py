@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core import parallel_state
 
 from megatron_ext.cli import show_run
 from megatron_ext.plan.schedule import Work
@@ -18,34 +19,25 @@ from megatron_ext.plan.simulated_timeline import equal_stages
 from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Pass, slow_stages
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.schedule_record import RankRecord
+from megatron_ext.train import step as train_step
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import reproducible_rows
-from tests.support.program import run_program
+from tests.support.program import run_program, tiny
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_pipeline.py"
-FLAGS = shlex.split("""
-    --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
-    --micro-batch-size 1 --train-iters 3 --lr 1e-3 --eval-interval 2 --eval-iters 1 --log-interval 1
-""")
+FLAGS = tiny("--train-iters 3 --eval-interval 2 --eval-iters 1 --log-interval 1")
 RECORD = "--record-schedule --profile-step-start 2 --profile-step-end 4"
 LAYOUTS = {
-    "PP2": (2, "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 5"),
-    "PP2 x 2": (
-        2,
-        "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-        "--global-batch-size 6 "
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    ),
+    "PP2": (2, "--pipeline-model-parallel-size 2 --global-batch-size 5"),
     "PP4 x 2": (
         4,
         "--num-layers 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
-        "--global-batch-size 8 "
-        "--timing-log-level 2 --log-communication-share",
+        "--global-batch-size 8 --timing-log-level 2 --log-communication-share "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "PP2 TP2": (
         4,
-        "--num-layers 2 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
-        "--global-batch-size 2 "
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 2 "
         "--use-distributed-optimizer",
     ),
 }
@@ -53,19 +45,15 @@ SLOW, SLEEP = "PP2 TP2", 1.5  # the layout whose second stage sleeps in its forw
 
 
 def train(folder: str, flags: list[str], slow: bool = False) -> tuple[int, str]:
-    from megatron_ext.train import step
-
-    plain, calls = step._forward_step, itertools.count()
+    plain, calls = train_step._forward_step, itertools.count()
     if slow:
 
         def late(batches: Any, model: Any, **how: Any) -> Any:
-            from megatron.core import parallel_state
-
             if parallel_state.get_pipeline_model_parallel_rank() == 1 and model.training and 2 <= next(calls) < 6:
                 time.sleep(SLEEP)  # in the steps that are recorded, each of two microbatches
             return plain(batches, model, **how)
 
-        step._forward_step = late
+        train_step._forward_step = late
     files = ["--metrics-file", f"{folder}/metrics.jsonl", "--tensorboard-dir", folder]
     ended = run_program([*FLAGS, *flags, *files])
     return ended.code, ended.errors

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megatron.core.dist_checkpointing.core import CheckpointingException
 
+from benchmarks.rehearsed_rank import rehearse
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.verify.ranks import run_ranks
 
@@ -21,8 +23,6 @@ RANKS = (0, 1, 33, 63)  # first stage, its other tensor-parallel rank, a stage i
 
 
 def _phases(data: str) -> list[dict[str, dict[str, Any]]]:
-    from benchmarks.rehearsed_rank import rehearse
-
     flags = [*MODEL.split(), "--pipeline-model-parallel-size", "4", "--global-batch-size", "16", *data.split()]
     told: list[bytes] = []
     found = []
@@ -37,10 +37,6 @@ def _phases(data: str) -> list[dict[str, dict[str, Any]]]:
 def _plan(data: str) -> tuple[list[int], str, list[str]]:
     """Return how many objects each of the ranks 1 to 3 sent for the plan of all, what rank 0 says where one of them is
     missing, and the phases of rank 0."""
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-
-    from benchmarks.rehearsed_rank import rehearse
-
     flags = [*MODEL.split(), "--global-batch-size", "4", *data.split()]
     told = rehearse(flags, 4, 0, measures=False).told
     sent = [rehearse(flags, 4, rank, told, measures=False).sent for rank in range(1, 4)]

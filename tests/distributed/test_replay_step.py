@@ -1,30 +1,25 @@
 """tools/replay_step.py: one process takes the steps of a layout again, and finds one that was recorded otherwise."""
 
+import contextlib
+import io
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.cli.replay_step import main
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.program import run_program
+from tests.support.program import run_program, tiny
 
-FLAGS = shlex.split(
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 4 --hidden-dropout 0 --attention-dropout 0 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 60 --make-vocab-size-divisible-by 8 --eval-interval 2 --eval-iters 1 --lr 1e-3 --lr-warmup-iters 5 "
-    "--train-iters 6 --save-interval 3 --log-interval 2 --clip-grad 0.5 --tensor-model-parallel-size 2 "
-    "--sequence-parallel --use-distributed-optimizer"
-)
+FLAGS = tiny("""
+    --hidden-dropout 0 --attention-dropout 0 --eval-interval 2 --eval-iters 1 --lr-warmup-iters 5 --train-iters 6
+    --save-interval 3 --log-interval 2 --clip-grad 0.5 --tensor-model-parallel-size 2 --sequence-parallel
+    --use-distributed-optimizer
+""")
 
 
 def _replay(commands: list[list[str]]) -> list[tuple[int, str]]:
-    import contextlib
-    import io
-
-    from megatron_ext.cli.replay_step import main
-
     found = []
     for words in commands:
         output = io.StringIO()

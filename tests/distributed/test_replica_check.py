@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.errors import NumericError
+from megatron_ext.model.names import global_named_parameters
+from megatron_ext.parallel.rows import local_part
+from megatron_ext.train.callbacks.replicas import ReplicaCheck
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
+from tests.support.program import tiny
 from tests.support.selection import marked
 from tests.support.several_models import in_turn
 
-FLAGS = (
-    "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 2 --train-iters 20 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
-    "--eval-iters 0 --make-vocab-size-divisible-by 8 "
-)
+FLAGS = tiny("--global-batch-size 2 --train-iters 20")
 THREE = "--global-batch-size 3"  # replicas
 DP = "--check-weight-hash-across-dp-replicas-interval"
 TP = "--check-replicated-weights-interval"
@@ -31,16 +34,8 @@ Found = tuple[str, int, int]
 
 def _train(flags: str, good_steps: int, damage: Callable[[Any], None]) -> Found:
     """Good steps, then damage, then steps until the error."""
-    from megatron_ext import device
-    from megatron_ext.errors import NumericError
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.callbacks.replicas import ReplicaCheck
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
-    config = configure((FLAGS + flags).split()).config
-    run = build_run(config, device.install("cpu"))
-    training = config.training
+    run = build([*FLAGS, *flags.split()])
+    training = run.config.training
     intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
     trainer = Trainer(run, [ReplicaCheck(*intervals)])
     for _ in range(good_steps):
@@ -59,9 +54,6 @@ def _flip(run: Any, wanted: str, index: int = -1) -> None:
 
     Not the lowest one of fp32: where the next update moves the weight past a power of two, rounding takes that away.
     """
-    from megatron_ext.model.names import global_named_parameters
-    from megatron_ext.parallel.rows import local_part
-
     for name, parameter in global_named_parameters(run.chunks):
         if name == wanted:
             integers, bit = {2: (torch.int16, 1), 4: (torch.int32, 1 << 12)}[parameter.element_size()]
@@ -157,63 +149,44 @@ def found(pytestconfig: pytest.Config) -> Callable[[str], list[Found]]:
     return lambda name: of_ranks(CASES[name][0])[name]
 
 
-def _of_all(results: list[Found]) -> Found:
-    assert len(set(results)) == 1, "ranks tell different stories"
-    return results[0]
+NO_MAJORITY = "do not agree, and no majority says who is right, in"
+OF_REPLICAS = f"rank 1 differs from ranks 0, 2 in {FC1} (data-parallel replicas); found at iteration"
+SAID: dict[str, tuple[list[str], int]] = {
+    "three replicas": ([f"{OF_REPLICAS} 4", "At iteration 0 they were equal."], 3),
+    # Compared every 1000 steps where no flag says so.
+    "without a flag": ([f"{OF_REPLICAS} 1000"], 999),
+    # In the step of the distributed optimizer in which it happens.
+    "within a step": ([f"ranks 0, 1 {NO_MAJORITY} {FC1}", "At iteration 1 they were equal."], 2),
+    # Replicas agree.
+    "tensor parallel": (
+        [f"ranks {ranks} {NO_MAJORITY} {NORM} (tensor-parallel copies)" for ranks in ("0, 1", "2, 3")],
+        5,
+    ),
+    # TP2, EP2 and expert-data-parallel 2: ranks 1 and 3 hold the same experts, ranks 0 and 2 others.
+    "experts": ([f"ranks 1, 3 {NO_MAJORITY} {EXPERTS} (data-"], 3),
+    # In the rows that a rank keeps.
+    "FSDP2": ([f"in {NORM} (tensor-parallel copies)"], 3),
+    "Megatron-FSDP": ([f"in {NORM} (tensor-parallel copies)"], 3),
+    "tied embeddings": (
+        [f"ranks {ranks} {NO_MAJORITY} {EMBEDDINGS} (tied embeddings of the first" for ranks in ("0, 4", "1, 5")],
+        4,
+    ),
+}
+"""What the error says, and after how many steps."""
 
 
-FindingsOf = Callable[[str], list[Found]]
+@pytest.mark.parametrize("case", marked(SAID, slow=SLOW))
+def test_a_flipped_bit_is_found_by_all_ranks_and_its_place_named(
+    case: str, found: Callable[[str], list[Found]]
+) -> None:
+    first, *others = found(case)
+    assert others == [first] * len(others), "ranks tell different stories"
+    texts, steps = SAID[case]
+    error, exit_code, iteration = first
+    assert [text for text in texts if text not in error] == [], error
+    assert ("replicas" in error) == ("(data-" in texts[0])
+    assert (exit_code, iteration) == (70, steps)
 
 
-def test_minority_of_three_replicas_is_named(found: FindingsOf) -> None:
-    error, exit_code, iteration = _of_all(found("three replicas"))
-    assert f"rank 1 differs from ranks 0, 2 in {FC1} (data-parallel replicas); found at iteration 4" in error
-    assert "At iteration 0 they were equal." in error
-    assert (exit_code, iteration) == (70, 3)
-
-
-def test_replicas_are_compared_every_1000_steps_where_no_flag_says_so(found: FindingsOf) -> None:
-    error, exit_code, iteration = _of_all(found("without a flag"))
-    assert f"rank 1 differs from ranks 0, 2 in {FC1} (data-parallel replicas); found at iteration 1000" in error
-    assert (exit_code, iteration) == (70, 999)
-
-
-def test_flip_within_a_step_of_the_distributed_optimizer_is_found_in_that_step(found: FindingsOf) -> None:
-    error, exit_code, iteration = _of_all(found("within a step"))
-    assert f"ranks 0, 1 do not agree, and no majority says who is right, in {FC1}" in error
-    assert "At iteration 1 they were equal." in error
-    assert (exit_code, iteration) == (70, 2)
-
-
-def test_drift_between_tensor_parallel_ranks_is_found_where_replicas_agree(found: FindingsOf) -> None:
-    error, exit_code, iteration = _of_all(found("tensor parallel"))
-    for ranks in ("ranks 0, 1", "ranks 2, 3"):
-        assert f"{ranks} do not agree, and no majority says who is right, in {NORM} (tensor-parallel copies)" in error
-    assert (exit_code, iteration) == (70, 5)
-
-
-def test_experts_are_compared_with_the_replicas_of_experts(found: FindingsOf) -> None:
-    """TP2, EP2 and expert-data-parallel 2: ranks 1 and 3 hold the same experts, ranks 0 and 2 others."""
-    error, exit_code, iteration = _of_all(found("experts"))
-    assert f"ranks 1, 3 do not agree, and no majority says who is right, in {EXPERTS} (data-" in error
-    assert (exit_code, iteration) == (70, 3)
-
-
-@pytest.mark.parametrize("sharding", marked(["FSDP2", "Megatron-FSDP"], slow=SLOW))
-def test_drift_is_found_in_the_rows_that_a_rank_keeps(sharding: str, found: FindingsOf) -> None:
-    error, exit_code, iteration = _of_all(found(sharding))
-    assert f"in {NORM} (tensor-parallel copies)" in error
-    assert (exit_code, iteration) == (70, 3)
-
-
-def test_drift_between_the_tied_embeddings_of_two_stages_is_found(found: FindingsOf) -> None:
-    error, exit_code, iteration = _of_all(found("tied embeddings"))
-    for ranks in ("ranks 0, 4", "ranks 1, 5"):
-        text = f"{ranks} do not agree, and no majority says who is right, in {EMBEDDINGS} (tied embeddings of the first"
-        assert text in error
-    assert "replicas" not in error
-    assert (exit_code, iteration) == (70, 4)
-
-
-def test_nothing_is_found_where_nothing_is_wrong(found: FindingsOf) -> None:
+def test_nothing_is_found_where_nothing_is_wrong(found: Callable[[str], list[Found]]) -> None:
     assert found("nothing wrong") == [("nothing found", 0, 6)] * 4

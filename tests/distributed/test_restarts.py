@@ -2,24 +2,19 @@
 
 import json
 import re
-import shlex
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megatron_ext.untrusted.metrics_rows import read_rows
-from tests.support.launched import Launched, end_all, rank_processes, start
+from benchmarks.killed_training import last_iteration
+from tests.support.launched import end_all, rank_processes, start, wait_until
+from tests.support.program import tiny
 from tests.support.warm_python import warm_python
 
-FLAGS = shlex.split(
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
-    "--eval-interval 0 --log-interval 1 --save-interval 5 --train-iters 100000"
-)
+FLAGS = tiny("--log-interval 1 --save-interval 5 --train-iters 100000")
 TORCHRUN = ["--standalone", "--nproc-per-node", "2", "--max-restarts"]
 
 
@@ -32,11 +27,11 @@ def test_a_killed_rank_comes_back_a_stop_stays_and_ranks_end_with_their_launcher
 
     process = start(flags, first, [*TORCHRUN, str(kills + 1)], warm_python(tmp_path / "bin"))
     try:
-        wait_until(lambda: last_iteration(save) >= 6, process)
+        wait_until(lambda: last_iteration(save) >= 6, first, process)
         if kills:
             rank_processes(process)[0].kill()
-            wait_until(lambda: "resuming at iteration" in first.read_text(), process)
-            wait_until(lambda: last_iteration(save) >= 12, process)
+            wait_until(lambda: "resuming at iteration" in first.read_text(), first, process)
+            wait_until(lambda: last_iteration(save) >= 12, first, process)
         rank_processes(process)[1].send_signal(signal.SIGTERM)
         assert process.wait(300) == 1
     finally:
@@ -53,7 +48,7 @@ def test_a_killed_rank_comes_back_a_stop_stays_and_ranks_end_with_their_launcher
     process = start(flags, second, [*TORCHRUN, "1"])
     ranks = {}
     try:
-        wait_until(lambda: last_iteration(save) >= stopped_at + 2, process)
+        wait_until(lambda: last_iteration(save) >= stopped_at + 2, second, process)
         ranks = rank_processes(process)
         listening = [listening_addresses(rank) for rank in ranks.values()]
         ranks[1].suspend()
@@ -75,19 +70,6 @@ def test_a_killed_rank_comes_back_a_stop_stays_and_ranks_end_with_their_launcher
     assert f"resuming at iteration {stopped_at} of" in said, "a new launch goes on"
     assert f"rank 0: the launcher (torchrun, process {process.pid}) is gone at iteration" in said
     assert json.loads((save / "exit.json").read_text())["code"] == 76
-
-
-def last_iteration(save: Path) -> int:
-    file = save / "metrics.jsonl"
-    return max((row["iteration"] for row in read_rows(file)), default=0) if file.exists() else 0
-
-
-def wait_until(reached: Callable[[], bool], process: Launched) -> None:
-    deadline = time.monotonic() + 300
-    while not reached():
-        assert process.poll() is None, "the run ended early"
-        assert time.monotonic() < deadline, "the run does not get on"
-        time.sleep(0.1)
 
 
 def listening_addresses(process: psutil.Process) -> set[str]:

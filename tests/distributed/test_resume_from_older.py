@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.checkpoint.native import resume
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import flip
 from tests.support.corpora import write_windows
 from tests.support.program import Ended, run_program
 
@@ -52,12 +54,6 @@ def _resume(saved: Path, load: Path, to: Path, flags: str = "", program=run_prog
     return ended
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def _assert_equal(one: Path, other: Path) -> None:
     """The same samples, losses and learning rates, and the same last checkpoint, to the bit."""
     assert Path(f"{one}.ids").read_bytes() == Path(f"{other}.ids").read_bytes()
@@ -84,7 +80,7 @@ def test_all_is_of_the_older_where_the_newest_is_damaged(
     name: str, saved: Path, from_older: tuple[Path, list[Ended]], tmp_path: Path
 ) -> None:
     load = Path(shutil.copytree(saved / "save", tmp_path / "load"))
-    _flip(load / "iter_0000004" / name)
+    flip(load / "iter_0000004" / name)
     reference, expected = from_older
     ended = _resume(saved, load, tmp_path / "resumed")
     assert f"iter_0000004 is damaged ({name} " in ended[0].errors
@@ -102,7 +98,7 @@ def test_all_is_of_the_older_where_the_newest_is_damaged(
 def test_flags_that_do_not_fit_the_older_are_refused(saved: Path, tmp_path: Path) -> None:
     """They fit the newest, which is not the one that would be loaded."""
     load = Path(shutil.copytree(saved / "save", tmp_path / "load"))
-    _flip(load / "iter_0000004/__0_0.distcp")
+    flip(load / "iter_0000004/__0_0.distcp")
     flags = f"{_data(saved)} {NEWER} --load {load}"
     for ended in run_ranks(2, run_program, shlex.split(flags)):
         assert ended.code == 64
@@ -111,8 +107,6 @@ def test_flags_that_do_not_fit_the_older_are_refused(saved: Path, tmp_path: Path
 
 def _run_with_an_old_view(argv: list[str]) -> Ended:
     """As `run_program`; the second rank does not see the newest checkpoint yet, as on a network file system."""
-    from megatron_ext.checkpoint.native import resume
-
     find = resume.find_to_load
     if os.environ["RANK"] == "1":
         resume.find_to_load = lambda load, step=None: find(load, 2)

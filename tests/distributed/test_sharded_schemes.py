@@ -2,29 +2,33 @@
 and exports to Hugging Face as one process's checkpoint does."""
 
 import filecmp
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+from megatron_ext.checkpoint.native.save import Save, save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.cli.convert_checkpoint import main as convert
+from megatron_ext.train.callbacks.reporting import parameters_norm
+from megatron_ext.train.trainer import Trainer
+from megatron_ext.verify import gather
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
 from tests.support.hf_models import quiet_transformers
+from tests.support.program import tiny
 from tests.support.run_state import state_hash
 from tests.support.several_models import end_layout
 
 quiet_transformers()
 
 # Three ranks would not divide it evenly; of SwiGLU's first matrix two ranks hold gate and up, four hold halves.
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
-    --seq-length 16 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1
-    --global-batch-size 8 --train-iters 10 --lr 1e-2 --attention-dropout 0.1 --hidden-dropout 0.1 --eval-interval 0
-    --log-num-zeros-in-grad --device cpu
+FLAGS = tiny("""
+    --ffn-hidden-size 48 --group-query-attention --num-query-groups 2 --position-embedding-type rope --swiglu
+    --normalization RMSNorm --disable-bias-linear --train-iters 10 --lr 1e-2 --attention-dropout 0.1
+    --hidden-dropout 0.1 --log-num-zeros-in-grad
 """)
 EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=48"
 UNTIED, BF16, FP16 = ("--untie-embeddings-and-output-weights", "--bf16", "--fp16 --initial-loss-scale 131072")
@@ -32,8 +36,8 @@ LION = "--optimizer=lion --lr=1e-3"
 _MEGATRON = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _COPIES = "--num-distributed-optimizer-instances 2"
 FAST: dict[str, tuple[int, str]] = {
-    "ZeRO-3": (3, f"{_MEGATRON} optim_grads_params {BF16} --global-batch-size 6"),
-    "FSDP2": (3, f"--use-torch-fsdp2 {BF16} --global-batch-size 6"),
+    "ZeRO-3": (3, f"{_MEGATRON} optim_grads_params {BF16} --global-batch-size 3"),
+    "FSDP2": (3, f"--use-torch-fsdp2 {BF16} --global-batch-size 3"),
     "PP2 FSDP2": (4, f"--use-torch-fsdp2 --pipeline-model-parallel-size 2 {UNTIED} {BF16}"),
 }
 SLOW = {
@@ -57,7 +61,7 @@ SLOW = {
     "ZeRO-1, fp16": (2, f"--use-distributed-optimizer {UNTIED} {FP16}"),
     "ZeRO-2, fp16": (2, f"{_MEGATRON} optim_grads {UNTIED} {FP16}"),
     "ZeRO-3, fp16": (2, f"{_MEGATRON} optim_grads_params {FP16}"),
-    "ZeRO-2, experts": (3, f"{_MEGATRON} optim_grads {EXPERTS} {UNTIED} {BF16} --global-batch-size 6"),
+    "ZeRO-2, experts": (3, f"{_MEGATRON} optim_grads {EXPERTS} {UNTIED} {BF16} --global-batch-size 3"),
     "ZeRO-3, EP2, expert DP2": (
         4,
         f"{_MEGATRON} optim_grads_params --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
@@ -101,11 +105,7 @@ class Trace:
 
 def _save_go_on_and_resume(flags: list[str], folder: str) -> tuple[Trace, Trace]:
     """One rank: the run that goes on after its save, and the one that is resumed from it."""
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import Save, save_checkpoint
-    from megatron_ext.train.trainer import Trainer
-
-    run = _build(flags)
+    run = build(flags)
     trainer = Trainer(run, [])
     _check_the_count_of_zeros(run, trainer)
     trainer.step()
@@ -116,23 +116,13 @@ def _save_go_on_and_resume(flags: list[str], folder: str) -> tuple[Trace, Trace]
     run.loaders.close()
     end_layout()
 
-    run = _build(flags)
+    run = build(flags)
     assert load_checkpoint(run, f"{folder}/meanwhile") == 2
     return uninterrupted, _two_steps(run, Trainer(run, []))
 
 
-def _build(flags: list[str]) -> Any:
-    from megatron_ext import device
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-
-    return build_run(configure(flags).config, device.install("cpu"))
-
-
 def _check_the_count_of_zeros(run: Any, trainer: Any) -> None:
     """In the first step: what the optimizer counts in its shards is what is in the whole gradients."""
-    from megatron_ext.verify import gather
-
     prepare_grads, zeros = run.optimizer.prepare_grads, []
 
     def count_then_prepare() -> bool:
@@ -149,8 +139,6 @@ def _check_the_count_of_zeros(run: Any, trainer: Any) -> None:
 
 
 def _two_steps(run: Any, trainer: Any) -> Trace:
-    from megatron_ext.train.callbacks.reporting import parameters_norm
-
     hashes, norm = [state_hash(run)], parameters_norm(run)
     results = [trainer.step(), trainer.step()]
     assert all(result.updated for result in results)
@@ -164,11 +152,7 @@ def _two_steps(run: Any, trainer: Any) -> Trace:
 
 def _to_one_process(flags: list[str], folder: str) -> float:
     """Load what the ranks saved, and save it; returns the norm of the weights."""
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.callbacks.reporting import parameters_norm
-
-    run = _build(flags)
+    run = build(flags)
     assert load_checkpoint(run, f"{folder}/meanwhile") == 2
     save_checkpoint(run, f"{folder}/whole")
     return parameters_norm(run)

@@ -4,12 +4,11 @@ import math
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.corpora import write_windows
 from tests.support.program import run_program
 
 SEQ = 8
@@ -25,9 +24,7 @@ SAMPLES = {"train": 20, "one": 5, "two": 11}
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     for seed, (name, samples) in enumerate(SAMPLES.items()):
-        tokens = np.random.default_rng(seed).integers(0, 61, samples * SEQ + 1).astype(np.uint16)
-        with IndexedWriter(folder / name, np.uint16) as writer:
-            writer.add_tokens(tokens.tobytes(), [len(tokens)])
+        write_windows(folder / name, samples, seed)
     return folder
 
 

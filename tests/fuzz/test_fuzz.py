@@ -15,18 +15,13 @@ from tests.fuzz import fuzzer
 from tests.fuzz.targets import TARGETS
 
 
+# Slow: twenty times as many inputs.
+@pytest.mark.parametrize(("inputs", "seed"), [(25, 7), pytest.param(500, 8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", TARGETS)
-def test_changed_inputs_are_refused_or_read_right(target: str) -> None:
-    outcomes, findings = fuzzer.fuzz(25, seed=7, targets=[target])
+def test_changed_inputs_are_refused_or_read_right(target: str, inputs: int, seed: int) -> None:
+    outcomes, findings = fuzzer.fuzz(inputs, seed, targets=[target])
     assert findings == []
-    assert sum(outcomes.values()) == 25
-
-
-# Slow: twenty times as many inputs as the test above.
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_many_changed_inputs_are_refused_or_read_right(target: str) -> None:
-    assert fuzzer.fuzz(500, seed=8, targets=[target])[1] == []
+    assert sum(outcomes.values()) == inputs
 
 
 def _trace(chance: random.Random) -> None:

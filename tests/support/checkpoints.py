@@ -2,14 +2,24 @@
 
 import hashlib
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data
-    --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 10
-    --lr 1e-2 --eval-interval 0 --device cpu
-""")
+import psutil
+import torch
+
+from megatron_ext import device
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+from megatron_ext.checkpoint.native.save import save_checkpoint
+from megatron_ext.parallel import groups
+from megatron_ext.train.build import build_run
+from megatron_ext.train.configure import configure
+from megatron_ext.train.extensions import Extensions
+from megatron_ext.train.trainer import Trainer
+from tests.support.program import tiny
+
+FLAGS = tiny("--max-position-embeddings 16 --global-batch-size 2 --train-iters 10 --lr 1e-2")
 """A whole launch: two layers of GPT-2."""
 
 MODEL = shlex.split("""
@@ -24,35 +34,27 @@ SCHEDULE = shlex.split("--train-iters 10 --lr 1e-2 --min-lr 1e-3 --lr-warmup-ite
 """A launch in three parts: a Llama-shaped model, data and batch, and the curves."""
 
 
-def build(flags: list[str], **own: Any) -> Any:
-    """Return a run with parts of one's own, as `pretrain` takes them."""
-    from megatron_ext import device
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.extensions import Extensions
+def build(flags: Sequence[str], *, reads_wait: bool = False, **own: Any) -> Any:
+    """Return a run, with parts of one's own as `pretrain` takes them.
 
-    return build_run(configure(flags).config, device.install("cpu"), extensions=Extensions(**own))
+    Args:
+        reads_wait: whether the device says, as a GPU does, that reading its numbers waits for it.
+    """
+    here: Any = device.install("cpu")
+    here.reads_wait = reads_wait
+    return build_run(configure(flags).config, here, extensions=Extensions(**own))
 
 
 def save_at(folder: str, iterations: list[int], flags: list[str]) -> int:
     """Save at each of the iterations; returns how many processes saving has started."""
-    import psutil
-
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.trainer import Trainer
-
     run = build(flags)
-    trainer = Trainer(run, [])
     for iteration in iterations:
-        while run.state.iteration < iteration:
-            trainer.step()
+        train(run, iteration - run.state.iteration)
         save_checkpoint(run, folder)
     return len(psutil.Process().children())
 
 
 def load(folder: str, flags: list[str]) -> tuple[int | None, int]:
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-
     run = build(flags)
     return load_checkpoint(run, folder), run.state.iteration
 
@@ -64,10 +66,6 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 def trained_alone(flags: list[str], steps: int = 0, **own: Any) -> Any:
     """Return a run of this process alone after some steps; the groups of the run before it end."""
-    import torch
-
-    from megatron_ext.parallel import groups
-
     if torch.distributed.is_initialized():
         groups.destroy()
     run = build(flags, **own)
@@ -77,7 +75,12 @@ def trained_alone(flags: list[str], steps: int = 0, **own: Any) -> Any:
 
 def train(run: Any, steps: int) -> list[float]:
     """Take so many steps; return their losses."""
-    from megatron_ext.train.trainer import Trainer
-
     trainer = Trainer(run, [])
     return [trainer.step().loss for _ in range(steps)]
+
+
+def flip(path: Path, place: int | None = None, bit: int = 0) -> None:
+    """Flip a bit of a file, of the byte in its middle unless another place is given."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if place is None else place] ^= 1 << bit
+    path.write_bytes(content)

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tests.support.checkpoints import build, train
+
 # The last of two flags counts. Heads of 32 channels are as long as a sample, so that an identity fits as values.
 DROPOUT = "--num-attention-heads 2 --hidden-dropout 0.1 --attention-dropout 0.1"
 
@@ -48,14 +50,11 @@ def _twice(show: Callable[[], torch.Tensor]) -> np.ndarray:
 
 
 def masks_of_first_step(flags: list[str]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    from megatron_ext import device
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
-    run = build_run(configure([*flags, "--device", "cpu"]).config, device.install("cpu"))
+    run = build([*flags, "--device", "cpu"])
+    before = F.dropout, F.scaled_dot_product_attention
     recorder = _MaskRecorder()
-    Trainer(run, []).step()
+    train(run, 1)
+    F.dropout, F.scaled_dot_product_attention = before
     return recorder.hidden, recorder.attention
 
 

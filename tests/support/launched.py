@@ -5,7 +5,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,6 +106,16 @@ def end_all(process: Launched) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.wait()
+
+
+def wait_until(reached: Callable[[], Any], log: Path, *processes: Launched) -> None:
+    """Wait until something is reached by processes none of which may end before."""
+    deadline = time.monotonic() + 300.0
+    while not reached():
+        said = log.read_text(errors="replace")[-5000:] if log.exists() else ""
+        assert all(process.poll() is None for process in processes), f"it ended early:\n{said}"
+        assert time.monotonic() < deadline, f"it does not get on:\n{said}"
+        time.sleep(0.02)
 
 
 def rank_processes(process: Launched) -> dict[int, psutil.Process]:

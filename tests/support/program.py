@@ -3,9 +3,21 @@
 import contextlib
 import io
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_TINY = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
+    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --eval-interval 0
+    --device cpu
+"""
+
+
+def tiny(flags: str) -> list[str]:
+    """Return the flags of a launch with two layers of GPT-2, and these, which may override them and give its length."""
+    return shlex.split(f"{_TINY} {flags}")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build, train
 
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
@@ -31,23 +34,14 @@ class Saved:
 
 def resave(flags: list[str], load: str | None, save: str | None, steps: int = STEPS) -> list[float]:
     """Load, or take two steps; save, where there is a folder; and go on for some steps, whose losses are returned."""
-    from megatron_ext import device
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
-    run = build_run(configure(flags).config, device.install("cpu"))
-    trainer = Trainer(run, [])
+    run = build(flags)
     if load is None:
-        for _ in range(2):
-            trainer.step()
+        train(run, 2)
     else:
         assert load_checkpoint(run, load) == 2
     if save is not None:
         save_checkpoint(run, save)
-    return [trainer.step().loss for _ in range(steps)]
+    return train(run, steps)
 
 
 def saved_by(layout: tuple[int, str], flags: list[str], load: str | None, folder: Path, steps: int = STEPS) -> Saved:

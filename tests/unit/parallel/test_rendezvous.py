@@ -1,5 +1,6 @@
 """The ranks of an attempt agree on a token of their own, whatever an earlier attempt left in the launcher's store."""
 
+import contextlib
 import socket
 import time
 from collections.abc import Sequence
@@ -7,12 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.parallel import rendezvous
 from megatron_ext.parallel.rendezvous import agree
+from tests.support.launched import free_port
 from tests.support.patched_in_one_module import replace_in
 
 LONG = timedelta(seconds=60)
@@ -161,3 +164,47 @@ def test_variables_that_a_launcher_has_left_out_are_named(monkeypatch: pytest.Mo
 )
 def test_which_ranks_are_on_one_machine(environment: dict[str, str], here: bool) -> None:
     assert rendezvous.is_one_machine(environment) == here
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "node7"}, True),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}, False),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, True),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "::1"}, True),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}, False),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, False),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "node7"}, False),
+    ],
+)
+def test_one_machine(variables: dict[str, str], expected: bool) -> None:
+    assert rendezvous.is_one_machine(variables) == expected
+    rendezvous.keep_to_this_machine(variables)
+    assert ("GLOO_SOCKET_IFNAME" in variables, "NCCL_SOCKET_IFNAME" in variables) == (expected, expected)
+    assert rendezvous.is_one_machine(variables) == expected
+
+
+def test_an_interface_that_was_named_stays() -> None:
+    variables = {"MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "eth7"}
+    rendezvous.keep_to_this_machine(variables)
+    assert variables["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_the_store_of_rank_0_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without torchrun, or where torchrun does not lend its store."""
+    port = free_port()
+    here = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": socket.gethostname()}
+    for name, value in {**here, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    store, rank, size = rendezvous.open_store(timedelta(seconds=10))
+    assert (rank, size) == (0, 2)
+    ours = [found for found in psutil.Process().net_connections("inet") if found.laddr[1] == port]
+    assert {found.laddr[0] for found in ours if found.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+    monkeypatch.setenv("RANK", "1")
+    other, rank, _ = rendezvous.open_store(timedelta(seconds=10))
+    store.set("a", "b")
+    assert (other.get("a"), rank) == (b"b", 1)
+    with contextlib.suppress(OSError), socket.create_connection((socket.gethostname(), port), 1) as refused:
+        assert refused.getpeername()[0].startswith("127."), "the store answers on another interface"

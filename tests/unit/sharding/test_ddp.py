@@ -1,6 +1,6 @@
 """Under megatron-core's DDP, gathers of weights that overlap with the forward pass, and who holds one copy of them.
 
-tests/distributed/test_gathered_weights.py compares runs whose weights are gathered late with others.
+tests/distributed/test_buckets.py compares runs whose weights are gathered late with others.
 """
 
 from contextlib import suppress

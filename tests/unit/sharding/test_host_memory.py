@@ -1,6 +1,6 @@
 """--optimizer-cpu-offload in a real small run: the bits of an optimizer on the device, and where its memory is.
 
-tests/distributed/test_optimizer_offload.py has more layouts, and checkpoints.
+tests/distributed/test_offload.py has more layouts, and checkpoints.
 """
 
 from typing import Any

@@ -50,6 +50,7 @@ NEWEST = [10000000, 200000, 10, 1, 0]
         ("release", [0], None),
         (None, NEWEST, "is missing"),
         ("", NEWEST, "holds '' instead of an iteration"),
+        ("\udcff\udcfe", NEWEST, "holds '\ufffd\ufffd' instead of an iteration"),
         ("iter_0000001", NEWEST, "holds 'iter_0000001' instead of an iteration"),
         ("2", NEWEST, "names iteration 2, which is missing or not whole"),
         ("20", NEWEST, "names iteration 20, which is missing or not whole"),
@@ -70,7 +71,7 @@ def test_the_tracker_names_the_first_and_the_newest_follow(
         _fill(iteration_folder(tmp_path, step), ".metadata", "metadata.json")
     _fill(tmp_path / "release", ".metadata", "metadata.json")
     if tracker is not None:
-        (tmp_path / TRACKER).write_text(tracker)
+        (tmp_path / TRACKER).write_bytes(tracker.encode(errors="surrogateescape"))
     assert places.saved_iterations(tmp_path) == sorted(STEPS)
     found = find_all(tmp_path)
     if tracker == "release":

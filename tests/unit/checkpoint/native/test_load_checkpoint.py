@@ -1,4 +1,4 @@
-"""What of a checkpoint is put back into a run, by the flags, in one process. tests/distributed/test_partial_loading.py
+"""What of a checkpoint is put back into a run, by the flags, in one process. tests/distributed/test_loading.py
 has more of them, and bf16."""
 
 import dataclasses

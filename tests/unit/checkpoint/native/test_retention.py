@@ -1,4 +1,4 @@
-"""Old checkpoints go when the newest is whole. tests/distributed/test_retention.py has links and a damaged newest."""
+"""Old checkpoints go when the newest is whole. tests/distributed/test_checkpoint.py has links and a damaged newest."""
 
 from pathlib import Path
 from typing import Any

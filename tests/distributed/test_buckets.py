@@ -1,4 +1,6 @@
-"""Gradient accumulation: one reduction per bucket and step, however many microbatches; and every sample once."""
+"""Buckets of gradients and weights: each is reduced once a step, however many microbatches, which take every sample
+once; and gathered before its first use with --overlap-param-gather, whoever reads it.
+"""
 
 import importlib
 import shlex
@@ -6,14 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+from megatron_ext.checkpoint.native.save import save_checkpoint
+from megatron_ext.model.names import global_named_parameters
+from megatron_ext.train.callbacks.evaluation import evaluate
+from megatron_ext.train.step import compute_gradients, held_out_loss
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build, train
+from tests.support.program import tiny
 from tests.support.selection import chosen, marked
+from tests.support.several_models import in_turn
 
-FLAGS = shlex.split("""
-    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
-    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --lr 1e-3 --eval-interval 0 --device cpu
-""")
+FLAGS = tiny("--num-layers 4")
 RAMP = shlex.split("--global-batch-size 8 --rampup-batch-size 4 4 7 --train-samples 40")
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 3000"
 LAYOUTS: dict[str, tuple[int, str]] = {
@@ -28,21 +37,9 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 }
 
 
-def _build(flags: list[str]) -> Any:
-    from megatron_ext import device
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-
-    return build_run(configure(flags).config, device.install("cpu"))
-
-
 def _reductions(flags: list[str]) -> tuple[list[int], list[int], list[list[int]]]:
     """One rank: global batch of every step, sizes of the buckets, and sizes of what every step reduced over DP."""
-    import torch
-
-    from megatron_ext.train.trainer import Trainer
-
-    run = _build(flags)
+    run = build(flags)
     module: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     reduced: list[int] = []
     all_reduce, reduce_scatter = torch.distributed.all_reduce, module.dist_reduce_scatter_func
@@ -79,11 +76,7 @@ def test_a_step_reduces_every_bucket_once_whatever_the_number_of_microbatches(la
 
 def _samples(flags: list[str], steps: int, load: str | None, save: str | None) -> list[list[int]]:
     """One rank: the tokens of every sample that it trains on, in order."""
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.trainer import Trainer
-
-    run = _build(flags)
+    run = build(flags)
     if load is not None:
         load_checkpoint(run, load)
     seen: list[list[int]] = []
@@ -95,9 +88,7 @@ def _samples(flags: list[str], steps: int, load: str | None, save: str | None) -
         return microbatches
 
     run.loaders.train.global_batch = recorded
-    trainer = Trainer(run, [])
-    for _ in range(steps):
-        trainer.step()
+    train(run, steps)
     if save is not None:
         save_checkpoint(run, save)
     run.loaders.close()
@@ -128,18 +119,11 @@ WRITTEN: dict[str, str] = {
 def _written_and_added(all_flags: list[list[str]]) -> list[tuple[list[str], list[str], int]]:
     """One rank, of each layout: the weights whose gradients a step over NaN has with other bits than one that adds to
     megatron-core's zeros, the buffers with something in their padding, and how many experts have no gradient."""
-    from tests.support.several_models import in_turn
-
     return in_turn(_differences, all_flags)
 
 
 def _differences(flags: list[str]) -> tuple[list[str], list[str], int]:
-    import torch
-
-    from megatron_ext.model.names import global_named_parameters
-    from megatron_ext.train.step import compute_gradients, held_out_loss
-
-    run: Any = _build(flags)
+    run: Any = build(flags)
     compute_gradients(run, range(8))  # the first step of a bucket is reduced at its end
     named: list[tuple[str, Any]] = list(global_named_parameters(run.chunks))
     buffers = [buffer for chunk in run.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -188,3 +172,45 @@ def test_a_first_gradient_is_written_with_the_bits_of_a_sum_with_zeros(written: 
     found = differences[written]
     assert [(wrong, padding) for wrong, padding, _ in found] == [([], [])] * 4
     assert (sum(without for *_, without in found) > 0) == ("EP2" in written)
+
+
+GATHERED = """
+    --ffn-hidden-size 48 --train-iters 4 --lr 1e-2 --eval-interval 2 --eval-iters 1 --hidden-dropout 0
+    --attention-dropout 0 --num-workers 0 --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 1000
+"""
+UNTIED = "--untie-embeddings-and-output-weights"
+GATHERING = {
+    "DP2, tied": (2, ""),
+    "DP2, untied": (2, UNTIED),
+    "DP2, untied, rotary, SwiGLU": (
+        2,
+        f"{UNTIED} --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+        "--qk-layernorm",
+    ),
+    "DP2, untied, experts": (2, f"{UNTIED} --num-experts 4 --disable-bias-linear"),
+    "TP2 SP DP2, untied": (4, f"{UNTIED} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2 DP2, tied": (4, "--pipeline-model-parallel-size 2"),
+}
+
+
+def _numbers(flags: list[str]) -> list[str]:
+    """Losses and norms of the gradients of four steps, and the loss of an evaluation after them."""
+    run = build(flags)
+    trainer, numbers = Trainer(run, []), []
+    for _ in range(4):
+        result = trainer.step()
+        assert result.grad_norm is not None
+        numbers += [result.loss.hex(), result.grad_norm.hex()]
+    assert run.loaders.valid is not None
+    numbers.append(evaluate(run, run.loaders.valid).hex())
+    run.loaders.close()
+    return numbers
+
+
+# Slow: untied weights that the pipelined cases gather, too.
+@pytest.mark.parametrize("name", marked(GATHERING, slow={"DP2, untied", "TP2 SP DP2, untied"}))
+def test_weights_that_are_gathered_late_are_those_that_are_gathered_at_once(name: str) -> None:
+    ranks, layout = GATHERING[name]
+    flags = tiny(f"{GATHERED} {layout}")
+    for at_once, late in run_ranks(ranks, in_turn, _numbers, [flags, [*flags, "--overlap-param-gather"]]):
+        assert late == at_once

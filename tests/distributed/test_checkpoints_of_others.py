@@ -1,38 +1,45 @@
-"""Checkpoints that Megatron-LM 0.19 itself wrote (tests/data/README.md): --load goes on from them."""
+"""Checkpoints that Megatron-LM 0.19 and DeepSpeed 0.19.8 themselves wrote (tests/data/README.md) go on here."""
 
+import json
 import os
 import pickle
 import shlex
 import tarfile
 import zipfile
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_ext.checkpoint.deepspeed.importer import import_deepspeed
 from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args, saved_model
-from megatron_ext.checkpoint.megatron_lm.state import different_flags
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER
-from megatron_ext.checkpoint.native.load_checkpoint import _as_ours
+from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.data.corpus import Splits
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.verify.ranks import RankError, run_ranks
+from tests.support.checkpoints import build, train
 from tests.support.corpora import write_corpus
 
-ARCHIVE = Path(__file__).parents[1] / "data" / "megatron_lm_0.19.2.tar.xz"
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --swiglu --seq-length 16 --max-position-embeddings 16 --position-embedding-type rope
-    --rotary-base 5000 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4
-    --train-iters 6 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
-    --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 16
-    --eval-interval 0 --num-workers 0 --device cpu
+DATA = Path(__file__).parents[1] / "data"
+REST = shlex.split("""
+    --seq-length 16 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 --train-iters 6
+    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --split 90,10,0
+    --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 16 --eval-interval 0 --num-workers 0
+    --device cpu
 """)
+MODEL = shlex.split("""
+    --num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --swiglu --max-position-embeddings 16 --position-embedding-type rope --rotary-base 5000
+""")
+FLAGS = [*MODEL, *REST]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 BF16 = shlex.split("--bf16 --normalization RMSNorm --qk-layernorm --disable-bias-linear --use-distributed-optimizer")
 # Of the iterations after the checkpoint, as Megatron-LM logged them: the learning rate (which it logs one iteration
@@ -43,7 +50,7 @@ LOGGED = [(8.681981e-3, 4.008337, 1.299), (5.5e-3, 3.906965, 1.838), (2.318020e-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("megatron")
-    with tarfile.open(ARCHIVE) as archive:
+    with tarfile.open(DATA / "megatron_lm_0.19.2.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     write_corpus(folder / "corpus", 20_000)
     return folder
@@ -55,17 +62,8 @@ def _flags(written: Path, name: str, *more: str) -> list[str]:
 
 def _go_on(flags: list[str], steps: int, save: str | None) -> list[tuple[float, float, float]]:
     """Load; save again; learning rate, loss and gradient norm of the next steps."""
-    from megatron_ext import device
-    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
-
-    config = configure(flags).config
-    run = build_run(config, device.install("cpu"))
-    assert config.checkpoint.load is not None
-    load_checkpoint(run, config.checkpoint.load)
+    run = build(flags)
+    load_checkpoint(run, run.config.checkpoint.load)
     if save is not None:
         save_checkpoint(run, save)
     trainer = Trainer(run, [])
@@ -138,37 +136,15 @@ def test_every_other_flag_is_listed(written: Path) -> None:
         assert words in str(caught.value)
 
 
-def test_norms_that_are_kept_less_one_are_refused(written: Path) -> None:
-    """A run with --apply-layernorm-1p keeps weight - 1: taken as it is, every norm would begin near zero."""
-    config = configure(_flags(written, "fp32", *UNTIED)).config
-    saved = read_args(written / "fp32" / "iter_0000003") or {}
-    assert not saved.get("apply_layernorm_1p")
-    assert different_flags({"args": Namespace(**saved)}, config) == []
-    common = {"args": Namespace(**{**saved, "apply_layernorm_1p": True})}
-    with pytest.raises(DataError, match=r"has --apply-layernorm-1p True \(here a norm's weights are kept as they mult"):
-        _as_ours(SimpleNamespace(config=config), written, common)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_router_that_had_no_precision_of_its_own_is_another(written: Path) -> None:
-    config = configure(_flags(written, "fp32", *UNTIED)).config
-    args = Namespace(**{**(read_args(written / "fp32" / "iter_0000003") or {}), "moe_router_dtype": None})
-    assert different_flags({"args": args}, config) == []
-    other = replace(config, model=replace(config.model, moe_router_dtype="fp32"))
-    assert different_flags({"args": args}, other) == ["--moe-router-dtype None (given: fp32)"]
-
-
-REST = shlex.split("""
-    --seq-length 16 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 --train-iters 6
-    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --split 90,10,0
-    --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 16 --eval-interval 0 --num-workers 0
-    --device cpu --use-checkpoint-args
-""")
-
-
 @pytest.mark.parametrize(("name", "more"), [("fp32", UNTIED), ("bf16-tp2-dp2-reshardable", BF16)])
 def test_the_model_comes_from_the_checkpoint(name: str, more: list[str], written: Path) -> None:
     files = ["--load", str(written / name), "--data-path", str(written / "corpus")]
-    rest = [*REST, *files, *(["--bf16", "--use-distributed-optimizer"] if more is BF16 else [])]
+    rest = [
+        *REST,
+        "--use-checkpoint-args",
+        *files,
+        *(["--bf16", "--use-distributed-optimizer"] if more is BF16 else []),
+    ]
     adopted, given = configure(rest).config, configure(_flags(written, name, *more)).config
     assert adopted.model == given.model
     with pytest.raises(ConfigurationError, match=r"--num-layers 3, but the checkpoint .* saved with 2"):
@@ -205,3 +181,55 @@ def test_a_release_is_weights_alone(written: Path, tmp_path: Path) -> None:
     assert rate == 0, "the warmup begins anew"
     first: Any = run_ranks(1, _go_on, _flags(written, "fp32", *UNTIED, "--finetune"), 1, None)[0]
     assert loss == first[0][1]
+
+
+MODELS = {
+    "deepspeed_0.19.8": "--hidden-size 16 --vocab-size 64",
+    "deepspeed_0.19.8_bloom": "--hidden-size 8 --vocab-size 32 --position-embedding-type alibi --embed-layernorm",
+}
+OF_DEEPSPEED = shlex.split(
+    "--num-layers 2 --num-attention-heads 4 --seq-length 12 --openai-gelu "
+    "--make-vocab-size-divisible-by 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 6 --lr 1e-2 "
+    "--lr-decay-style constant --weight-decay 0.1 --attention-dropout 0 --hidden-dropout 0 --eval-interval 0 "
+    "--num-workers 0 --mock-data --device cpu --bf16"
+)
+
+
+class _Samples:
+    def __init__(self, rows: list[list[int]]):
+        self.rows = np.array(rows)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.rows[(index - 12) % len(self.rows)]
+        places = {"position_ids": np.arange(12), "loss_mask": np.ones(12, np.float32)}
+        return {"tokens": row[:-1], "labels": row[1:], **places}
+
+
+def _go_on_from_deepspeed(flags: list[str], rows: list[list[int]]) -> list[float]:
+    run = build(flags, datasets=lambda *_: Splits(_Samples(rows), None, None))
+    assert load_checkpoint(run, run.config.checkpoint.load) == 3
+    return train(run, 2)
+
+
+_TP, _PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("deepspeed_0.19.8", layout) for layout in ("", _TP, "--use-distributed-optimizer")),
+        *(("deepspeed_0.19.8_bloom", layout) for layout in ("", _TP, _PP, "--use-torch-fsdp2")),
+    ],
+)
+def test_training_goes_on_as_deepspeed_went_on(name: str, layout: str, tmp_path: Path) -> None:
+    """From a universal checkpoint, and from ZeRO's shards of a BLOOM's TP2 x PP2 next to its layer files."""
+    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path / "written", filter="data")
+    import_deepspeed(tmp_path / "written", tmp_path / "ours")
+    expected = json.loads((tmp_path / "written/expected.json").read_text())
+    flags = [*OF_DEEPSPEED, *MODELS[name].split(), *layout.split(), "--load", str(tmp_path / "ours")]
+    losses = run_ranks(2 if layout else 1, _go_on_from_deepspeed, flags, expected["samples"])
+    assert losses[0] == pytest.approx(expected["losses"], rel=1e-3)

@@ -1,7 +1,9 @@
-"""The folder of --save is removed, or emptied, while a run is at work there, or between two runs."""
+"""The folder of --save: one job at a time has it; it is removed, or emptied, in a run or between two."""
 
+import json
 import shlex
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,26 +12,46 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.native import checkpoint_manifest, lock
+from megatron_ext.checkpoint.native.checkpoint_folder import find_latest
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.train.callbacks.checkpointing import Checkpointing
+from megatron_ext.train.trainer import Trainer
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS as CHECKPOINTED
 from tests.support.checkpoints import build
-from tests.support.program import Ended, run_program
+from tests.support.program import Ended, run_program, tiny
 from tests.support.save_lock import held
 
-FLAGS = shlex.split("""
-    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --mock-data
-    --vocab-size 61 --make-vocab-size-divisible-by 1 --micro-batch-size 1 --lr 1e-3 --lr-decay-iters 100
-    --eval-interval 0 --log-interval 1
-""")
+FLAGS = tiny("--num-layers 1 --hidden-size 16 --global-batch-size 1 --lr-decay-iters 100 --log-interval 1")
 SNAPSHOTS = shlex.split("--non-persistent-save-interval 2 --non-persistent-ckpt-type local")
+
+
+def test_the_second_job_is_refused_and_the_first_can_be_killed(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    words = [*FLAGS, "--train-iters", "1", "--save", str(save)]
+    with held(save) as holder:
+        [refused] = run_ranks(1, run_program, words)
+        assert refused.code == 64
+        said = f"--save {save} is in use by another job: process {holder.pid} on {socket.gethostname()}, since 20"
+        assert said in refused.errors
+        assert sorted(path.name for path in save.iterdir()) == [lock.LOCK], "the first job's folder is left alone"
+        holder.kill()  # its forked helper lives on
+        holder.wait()
+        assert run_ranks(1, run_program, words)[0].code == 0
+    assert (save / "iter_0000001").is_dir()
+    assert json.loads((save / lock.LOCK).read_text())["pid"] != holder.pid
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    [ended] = run_ranks(1, run_program, [*FLAGS, "--train-iters", "1", "--save", str(tmp_path / "file" / "save")])
+    assert ended.code == 74
+    assert "Not a directory. Fix the folder" in ended.errors.splitlines()[-1]
 
 
 def _run(argv: list[str], step: int, what: str, folder: str) -> Ended:
     """Run; in that step the folder is removed, or the process fails."""
-    from megatron_ext.train.trainer import Trainer
-
     begin = Trainer.begin_step
 
     def disturbed(self: Trainer) -> Any:
@@ -63,24 +85,6 @@ def test_a_removed_folder_that_another_job_has_begun_anew_is_left_to_it(tmp_path
     shutil.rmtree(save)
     with held(save) as other, pytest.raises(ConfigurationError, match=f"by another job: process {other.pid} on"):
         lock.hold_again(save)
-
-
-def test_a_folder_keeps_its_name_until_it_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = tmp_path / "save"
-    assert lock.name_of_contents(save) is None
-
-    def begin() -> str | None:
-        lock.hold_until_exit(save)
-        return lock.name_of_contents(save)
-
-    first = begin()
-    (save / "metrics.jsonl").touch()
-    assert begin() == first
-    (save / "metrics.jsonl").unlink()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert begin() == first, "a restart of a launch that has written nothing yet goes on"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert begin() not in (None, first)
 
 
 def test_snapshots_of_what_an_emptied_folder_held_are_not_used(tmp_path: Path) -> None:
@@ -128,11 +132,7 @@ def _removed_at_every_moment(folder: str, background: bool) -> list[str]:
     Rank 0 removes it. The save may fail, but the run goes on: the one at the end is whole. (What was whole before it
     was removed is not saved again.)
     """
-    from megatron_ext.checkpoint.native.checkpoint_folder import find_latest
-    from megatron_ext.train.callbacks.checkpointing import Checkpointing
-    from megatron_ext.train.trainer import Trainer
-
-    run = build([*CHECKPOINTED, "--train-iters", "500", "--save", folder])
+    run = build([*CHECKPOINTED, "--num-layers", "1", "--train-iters", "500", "--save", folder])
     trainer = Trainer(run, [])
     left, was_whole = [-1], [False]
 
@@ -155,7 +155,7 @@ def _removed_at_every_moment(folder: str, background: bool) -> list[str]:
         was_whole[0] = False
         saving = Checkpointing(folder, 1, background=background)
         saving.on_start(trainer)
-        trainer.step()
+        run.state.iteration += 1  # what is in the checkpoint plays no part
         if run.rank == 0:
             left[0] = moment
         saving.on_step_end(trainer, None)  # pyright: ignore[reportArgumentType]
@@ -182,8 +182,6 @@ def test_a_folder_that_is_removed_at_any_moment_of_a_save_ends_no_run(background
 
 def _lose_a_shard(argv: list[str], save: str) -> Ended:
     """The program, whose folder is removed by rank 0 in its first save, before the shards get their manifest."""
-    from megatron_ext.checkpoint.native import checkpoint_manifest
-
     describe = checkpoint_manifest.describe
 
     def removed(folder: Path, paths: Any) -> Any:
