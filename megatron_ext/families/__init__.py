@@ -1,4 +1,4 @@
-"""Describes model families of Hugging Face: a file for those of one house holds everything that is peculiar to them.
+"""Describes model families of Hugging Face: a file for each, which holds everything that is peculiar to it.
 
     family = family_of(config)                         # or FAMILIES["llama"]
     for parameter in state_dict_mapping(config, family):

@@ -14,6 +14,7 @@ _SCALING = {
     **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 
+
 APERTUS = Family(
     "apertus",
     "ApertusForCausalLM",

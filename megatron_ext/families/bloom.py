@@ -19,6 +19,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "output_layer": ("lm_head",),
 }
 
+
 _KEYS = ("hidden_size", "n_head", "n_layer", "seq_length", "layer_norm_epsilon")
 
 

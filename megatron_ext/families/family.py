@@ -1,4 +1,4 @@
-"""What a family of Hugging Face consists of. A file makes one or more `Family`, which `registry.py` finds there."""
+"""What a family of Hugging Face consists of. Its file makes one `Family`, which `registry.py` finds there."""
 
 import dataclasses
 import functools

@@ -20,6 +20,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "output_layer": ("lm_head",),
 }
 
+
 _KEYS = ("n_embd", "n_head", "n_layer", "n_positions", "layer_norm_epsilon")
 
 

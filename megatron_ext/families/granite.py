@@ -1,14 +1,11 @@
-"""IBM's Granite models: dense, with experts, and with Mamba layers."""
+"""Granite: Llama with factors of embeddings, of what layers add, of products of queries and keys, and of logits."""
 
-from typing import Any
-
-from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.families import mamba_layers, shared
-from megatron_ext.families.family import Family, usual_values
+from megatron_ext.config.schema import Config
+from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import DECODER_FLAGS, DECODER_NAMES, Keys, biases_of_attention, decoder, keys, number
 
 
-# Granite: Llama with factors of embeddings, of what layers add, of products of queries and keys, and of logits.
 def _values(reading: Reading) -> dict[str, float]:
     return {
         "logits_multiplier": 1.0 / max(reading.number("logits_scaling", 1.0), 1e-300),
@@ -24,132 +21,16 @@ def _json(config: Config) -> dict[str, float]:
     }
 
 
-GRANITES: shared.Keys = shared.keys(
-    *(shared.number(name, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier")), (_values, _json)
+GRANITES: Keys = keys(
+    *(number(name, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier")), (_values, _json)
 )
 """Granite's factors of embeddings, of what layers add, of products of queries and keys, and of logits."""
 
 GRANITE = Family(
     "granite",
     "GraniteForCausalLM",
-    shared.DECODER_NAMES,
-    shared.DECODER_FLAGS,
-    *shared.keys(shared.decoder(biases="all"), GRANITES),
-    dependent_flags=shared.biases_of_attention,
-)
-
-
-# Granite with a mixture of experts in every layer: the matrices of a layer's experts are one tensor.
-_OF_EXPERTS_GRANITEMOE = {
-    "mlp.router": ("block_sparse_moe.router.layer",),
-    "mlp.experts.linear_fc1": ("block_sparse_moe.input_linear",),
-    "mlp.experts.linear_fc2": ("block_sparse_moe.output_linear",),
-}
-
-GRANITEMOE = Family(
-    "granitemoe",
-    "GraniteMoeForCausalLM",
-    {**shared.DECODER_NAMES, **_OF_EXPERTS_GRANITEMOE},
-    {**shared.DECODER_FLAGS, "disable_bias_linear": True, "moe_router_pre_softmax": False},
-    *shared.keys(shared.decoder(biases="attention"), GRANITES, shared.LOCAL_EXPERTS),
-    {"num_local_experts": 8, "num_experts_per_tok": 2},
-    dependent_flags=shared.biases_of_attention,
-)
-
-
-# Granite 4: layers of Mamba-2 or attention, each followed by a shared MLP, next to experts or alone, with the
-# factors of Granite. A layer there is two of ours.
-_KINDS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
-_DECODER = shared.keys(shared.decoder(biases="attention"), GRANITES)
-_OF_EXPERTS_GRANITEMOEHYBRID = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax")
-_SHARED, _OURS = "shared_intermediate_size", "moe_shared_expert_intermediate_size"
-
-
-def _read_granitemoehybrid(reading: Reading) -> dict[str, Any]:
-    number = reading.integer("num_hidden_layers")
-    if reading.get("layer_types") is None:
-        reading = reading.changed(layer_types=["linear_attention"] * len(shared.layer_numbers(reading)))
-    mixers = mamba_layers.letters(reading, _KINDS)
-    if len(mixers) != number:
-        reading.problems.append(f"layer_types has {len(mixers)} layers, but num_hidden_layers is {number}")
-    experts, width = reading.integer("num_local_experts", least=0), reading.integer("intermediate_size")
-    of_shared, kind = reading.integer(_SHARED), reading.get("position_embedding_type")
-    if kind not in (None, "nope", "rope"):
-        reading.problems.append(f'position_embedding_type is {str(kind)[:40]}; supported are null, "nope" and "rope"')
-    reading.understand("num_experts_per_tok")
-    of_experts = {name: usual_values()[name] for name in _OF_EXPERTS_GRANITEMOEHYBRID}
-    if experts:
-        of_experts = shared.expert_values(reading, experts, width, normalized=True)
-    return {
-        **_DECODER[0](reading),
-        **mamba_layers.mamba_values(reading, mamba_layers.MAMBA_KEYS),
-        **of_experts,
-        "position_embedding_type": "rope" if kind == "rope" else "none",
-        "num_layers": 2 * number,
-        "hybrid_layer_pattern": "".join(mixer + ("E" if experts else "-") for mixer in mixers),
-        "ffn_hidden_size": width if experts else of_shared,
-        _OURS: of_shared if experts else None,
-    }
-
-
-def _write_granitemoehybrid(config: Config) -> dict[str, Any]:
-    model = config.model
-    experts, mixers = model.num_experts, (model.hybrid_layer_pattern or "")[::2]
-    content = {
-        **{
-            **_DECODER[1](config),
-            **shared.expert_json(config),
-            **mamba_layers.mamba_json(config, mamba_layers.MAMBA_KEYS),
-        },
-        "num_hidden_layers": model.num_layers // 2,
-        "layer_types": ["linear_attention" if mixer == "M" else "full_attention" for mixer in mixers],
-        "position_embedding_type": "rope" if model.position_embedding_type == "rope" else None,
-        "num_local_experts": experts or 0,
-        "intermediate_size": model.expert_ffn_hidden_size if experts else model.ffn_hidden_size,
-        _SHARED: model.moe_shared_expert_intermediate_size if experts else model.ffn_hidden_size,
-    }
-    del content["head_dim"]  # which transformers derives
-    return content
-
-
-def _dependent_granitemoehybrid(model: ModelConfig) -> dict[str, Any]:
-    pattern = model.hybrid_layer_pattern or "M" * model.num_layers
-    mixers = ("*" if one == "*" else "M" for one in pattern[: len(pattern) // 2 * 2 : 2])
-    experts = {"moe_router_pre_softmax": False} if model.num_experts is not None else {}
-    width = {_OURS: model.moe_shared_expert_intermediate_size or model.expert_ffn_hidden_size}
-    return {
-        **{
-            **shared.biases_of_attention(model),
-            **shared.heads_fill_width(model),
-            **mamba_layers.whole_expansion(model),
-        },
-        **(experts | width if experts else {}),
-        "hybrid_layer_pattern": "".join(mixer + ("E" if experts else "-") for mixer in mixers),
-    }
-
-
-GRANITEMOEHYBRID = Family(
-    "granitemoehybrid",
-    "GraniteMoeHybridForCausalLM",
-    {
-        **{**GRANITEMOE.names, **mamba_layers.mamba_names("mamba")},
-        **{
-            f"mlp.{kind}linear_fc{number}": (f"shared_mlp.{name}_linear",)
-            for kind in ("", "shared_experts.")
-            for number, name in enumerate(("input", "output"), 1)
-        },
-    },
-    {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True},
-    _read_granitemoehybrid,
-    _write_granitemoehybrid,
-    {
-        **{"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024, "mamba_n_heads": 128},
-        **{"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "hidden_size": 4096},
-        **{"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000},
-    },
-    {"layer_types": "layers_block_type"},
-    dependent_flags=_dependent_granitemoehybrid,
-    may_be_dense=True,
-    halves=True,
-    sections=mamba_layers.MAMBA_SECTIONS,
+    DECODER_NAMES,
+    DECODER_FLAGS,
+    *keys(decoder(biases="all"), GRANITES),
+    dependent_flags=biases_of_attention,
 )

@@ -9,6 +9,7 @@ _NAMES = {
     "self_attention.k_layernorm": ("self_attn.key_layernorm",),
 }
 
+
 HUNYUAN = Family(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",

@@ -1,9 +1,8 @@
-"""Mistral AI's models: Mistral, Ministral and Mixtral."""
+"""Mistral: Llama without biases, whose layers may all have a window."""
 
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family
 
-# Mistral: Llama without biases, whose layers may all have a window.
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
@@ -11,41 +10,5 @@ MISTRAL = Family(
     {**shared.DECODER_FLAGS, "disable_bias_linear": True},
     *shared.keys(shared.decoder(), shared.WINDOWS),
     {"num_key_value_heads": 8, "sliding_window": 4096},
-    is_common=True,
-)
-
-
-# Ministral: Mistral whose layers each have a window or none.
-MINISTRAL = Family(
-    "ministral",
-    "MinistralForCausalLM",
-    shared.DECODER_NAMES,
-    {**shared.DECODER_FLAGS, "disable_bias_linear": True},
-    *shared.keys(shared.decoder(), shared.typed(lambda reading: [True] * len(shared.layer_numbers(reading)))),
-    {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-)
-
-
-# Mixtral: Mistral with a mixture of experts in every layer.
-_NAMES_MIXTRAL = shared.expert_names("block_sparse_moe", gate="w1", up="w3", down="w2")
-
-MIXTRAL = Family(
-    "mixtral",
-    "MixtralForCausalLM",
-    _NAMES_MIXTRAL,
-    {**shared.DECODER_FLAGS, "disable_bias_linear": True, "moe_router_pre_softmax": False},
-    *shared.keys(
-        shared.decoder(), shared.WINDOWS, shared.in_one_form({"router_jitter_noise": 0.0}), shared.LOCAL_EXPERTS
-    ),
-    {
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 131072,
-    },
-    aliases={"num_local_experts": "num_experts"},
     is_common=True,
 )

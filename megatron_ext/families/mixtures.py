@@ -219,6 +219,3 @@ WHOLE_MIXTURE: Keys = experts("num_experts", "intermediate_size", "norm_topk_pro
 """OLMoE's experts, which are in every layer."""
 
 SPARSE_MIXTURE: Keys = (sparse_values, sparse_json)
-
-BIASED_MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
-"""That of DeepSeek-V3, which most later families have."""

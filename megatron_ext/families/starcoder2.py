@@ -5,6 +5,7 @@ from megatron_ext.families.family import Family
 
 _NAMES = {**shared.DECODER_NAMES, "mlp.linear_fc1": ("mlp.c_fc",), "mlp.linear_fc2": ("mlp.c_proj",)}
 
+
 STARCODER2 = Family(
     "starcoder2",
     "Starcoder2ForCausalLM",

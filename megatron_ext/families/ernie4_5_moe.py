@@ -1,4 +1,4 @@
-"""Baidu's ERNIE 4.5, dense and with experts."""
+"""ERNIE 4.5 with experts, chosen by a softmax with a bias, and shared ones next to them."""
 
 from typing import Any
 
@@ -9,29 +9,10 @@ from megatron_ext.families.mixtures import MIXTURE_NAMES, consecutive_mixtures, 
 from megatron_ext.families.reading import Reading
 from megatron_ext.parts.stack import layers
 
-# ERNIE 4.5, dense: Llama whose neighbouring channels are rotated together.
-ERNIE4_5 = Family(
-    "ernie4_5",
-    "Ernie4_5ForCausalLM",
-    shared.DECODER_NAMES,
-    {**shared.DECODER_FLAGS, "rotary_interleaved": True},
-    *shared.keys(shared.decoder(), shared.switch("use_bias", "disable_bias_linear", False, negated=True)),
-    {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 131072,
-    },
-)
-
-
-# ERNIE 4.5 with experts, chosen by a softmax with a bias, and shared ones next to them.
 _OF_TRAINING = ("moe_capacity", "moe_gate", "moe_use_aux_free", "moe_norm_min")
 
 
-def _read_ernie4_5_moe(reading: Reading) -> dict[str, Any]:
+def _read(reading: Reading) -> dict[str, Any]:
     values = shared.decoder_values(reading)
     first, step = reading.integer("moe_layer_start_index", 1, least=0), reading.integer("moe_layer_interval", 1)
     numbers, last = shared.layer_numbers(reading), reading.get("moe_layer_end_index", -1)
@@ -47,7 +28,7 @@ def _read_ernie4_5_moe(reading: Reading) -> dict[str, Any]:
     return {**values, "moe_layer_freq": None if all(mixtures) else shared.pattern(mixtures)}
 
 
-def _write_ernie4_5_moe(config: Config) -> dict[str, Any]:
+def _write(config: Config) -> dict[str, Any]:
     model = config.model
     has = [layer.number for layer in layers(config) if layer.experts is not None]
     return {
@@ -66,8 +47,8 @@ ERNIE4_5_MOE = Family(
         **{**shared.DECODER_FLAGS, "rotary_interleaved": True, "disable_bias_linear": True},
         **{"moe_router_enable_expert_bias": True, "moe_router_pre_softmax": False},
     },
-    _read_ernie4_5_moe,
-    _write_ernie4_5_moe,
+    _read,
+    _write,
     {
         **{"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
         **{"max_position_embeddings": 131072, "moe_num_experts": 64, "num_experts_per_tok": 6},
