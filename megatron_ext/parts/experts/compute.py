@@ -135,20 +135,14 @@ class ExpertMatrices(torch.nn.Module):
             bias_EO = bias_EO - bias_EO.detach()
         return product_TO + rows_of_biases(bias_EO, tokens_per_expert, len(product_TO), weights_T)
 
-    def sharded(self, name: str, key: str, offsets: tuple[Any, ...]) -> dict[str, ShardedTensorFactory]:
-        """Return the parameters as those of single experts: parts of tensors [..., all experts, all rows, all columns]
-        and [..., all experts, all rows], whose names and pieces are those of megatron-core's own experts.
+    def sharded(self, parameter: torch.Tensor, key: str, offsets: tuple[Any, ...]) -> ShardedTensorFactory:
+        """Return a parameter as those of single experts: parts of a tensor [..., all experts, all rows, all columns] or
+        [..., all experts, all rows], whose name and pieces are those of megatron-core's own experts.
 
         Args:
             offsets: offsets of the axes before, as megatron-core gives them: (axis, this part's index, number of
                 parts).
         """
-        return {
-            f"{name}.{kind}": self._sharded(parameter, f"{key}.{kind}", offsets)
-            for kind, parameter in self.named_parameters()
-        }
-
-    def _sharded(self, parameter: torch.Tensor, key: str, offsets: tuple[Any, ...]) -> ShardedTensorFactory:
         prepended = len(offsets) + 1
         is_divided = parameter.dim() > self.divided + 1
         axis = prepended + self.divided
@@ -235,14 +229,34 @@ class GroupedExperts(MegatronModule):
         """Return the state dict with the keys of megatron-core's experts: those of all ranks are one tensor, [layers,
         experts, ...]."""
         return {
-            **self.linear_fc1.sharded(f"{prefix}linear_fc1", f"{prefix}experts.linear_fc1", sharded_offsets),
-            **self.linear_fc2.sharded(f"{prefix}linear_fc2", f"{prefix}experts.linear_fc2", sharded_offsets),
+            f"{prefix}{name}.{kind}": matrices.sharded(parameter, f"{prefix}experts.{name}.{kind}", sharded_offsets)
+            for name, matrices in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2))
+            for kind, parameter in matrices.named_parameters()
         }
 
 
 class Mixture(MoELayer):
     """A mixture that sends tokens together with the weights of their experts: a small message takes hardly less time
-    than a large one (on a CPU two milliseconds)."""
+    than a large one (on a CPU two milliseconds).
+
+    Args:
+        latent: width of what its routed experts read and give, between projections for which megatron-core's needs
+            Transformer Engine; None: the hidden size.
+    """
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, latent: int | None, **settings: Any) -> None:
+        super().__init__(config, *arguments, **settings)
+        self.latent = latent
+        if latent is not None:
+            self.fc1_latent_proj = WholeLinear(config, config.hidden_size, latent)
+            self.fc2_latent_proj = WholeLinear(config, latent, config.hidden_size)
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project what the experts read down, and send it on its way."""
+        read = hidden_states if self.latent is None else self.fc1_latent_proj(hidden_states)
+        return super().preprocess(read, probs, routing_map)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens that the ranks of this one's experts have, and their weights. hidden_states: [..., H]."""
@@ -264,25 +278,10 @@ class Mixture(MoELayer):
             return rows, probs
         return rows.contiguous(), probs.squeeze(1)
 
-
-class LatentMixture(Mixture):
-    """A mixture whose routed experts work in a smaller width. megatron-core's needs Transformer Engine for it."""
-
-    def __init__(self, config: TransformerConfig, *arguments: Any, latent: int, **settings: Any) -> None:
-        super().__init__(config, *arguments, **settings)
-        self.fc1_latent_proj = WholeLinear(config, config.hidden_size, latent)
-        self.fc2_latent_proj = WholeLinear(config, latent, config.hidden_size)
-
-    def preprocess(
-        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project what the experts read down, and send it on its way."""
-        return super().preprocess(self.fc1_latent_proj(hidden_states), probs, routing_map)
-
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Project what the experts gave up, and add what the shared ones did."""
-        dispatcher: Any = self.token_dispatcher
-        output = self.fc2_latent_proj(dispatcher.combine_postprocess(output))
+        output = super().postprocess(output, None)
+        output = output if self.latent is None else self.fc2_latent_proj(output)
         return output if shared_expert_output is None else output + shared_expert_output
 
 
@@ -300,6 +299,4 @@ def mixture_of_experts(described: Experts) -> Any:
             sparse_mixer=described.sparse_mixer,
         ),
     )
-    if described.latent is None:
-        return partial(Mixture, submodules=submodules)
-    return partial(LatentMixture, submodules=submodules, latent=described.latent)
+    return partial(Mixture, submodules=submodules, latent=described.latent)
