@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron_ext.device import kernels, split_backward
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Experts
+from megatron_ext.parts.experts.exchange import added, gathered
 from megatron_ext.parts.experts.router import Router
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear, WholeLinear
 from megatron_ext.parts.mlp.compute import glu
@@ -261,22 +262,32 @@ class Mixture(MoELayer):
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens that the ranks of this one's experts have, and their weights. hidden_states: [..., H]."""
         way: Any = self.token_dispatcher
-        gathers = self.config.moe_token_dispatcher_type == "allgather"
+        on_cpu, gathers = probs.is_cpu, self.config.moe_token_dispatcher_type == "allgather"
         # On a GPU the engine waits in its own way for what is sent all-to-all, whose sizes the host needs.
-        together = probs.dtype == hidden_states.dtype and (gathers or probs.is_cpu) and not way.use_nccl_stream
-        if not together or way.tp_ep_group.size() == 1:
+        together = probs.dtype == hidden_states.dtype and (gathers or on_cpu) and not way.use_nccl_stream
+        if way.tp_ep_group.size() == 1 or not (together or (gathers and on_cpu)):
             return super().dispatch(hidden_states, probs)
+        sent = [hidden_states, probs.where(way.routing_map, _NOT_CHOSEN) if gathers else probs.unsqueeze(1)]
+        send: Any = partial(all_to_all, way.ep_group)
         if gathers:
-            sent = torch.cat([hidden_states, probs.where(way.routing_map, _NOT_CHOSEN)], 1)
-            arrived = gather_from_sequence_parallel_region(sent, group=way.tp_ep_group)
+            send = partial(gathered if on_cpu else gather_from_sequence_parallel_region, group=way.tp_ep_group)
+        splits = () if gathers else (way.output_splits, way.input_splits)
+        if together:
+            rows, probs = send(torch.cat(sent, 1), *splits).split([one.size(1) for one in sent], 1)
         else:
-            sent = torch.cat([hidden_states, probs.unsqueeze(1)], 1)
-            arrived = all_to_all(way.ep_group, sent, way.output_splits, way.input_splits)
-        rows, probs = arrived.split([hidden_states.size(1), sent.size(1) - hidden_states.size(1)], 1)
+            rows, probs = (send(one, *splits) for one in sent)
         if gathers:
             way.routing_map = probs != _NOT_CHOSEN
             return rows, probs
         return rows.contiguous(), probs.squeeze(1)
+
+    def combine(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what the experts of all ranks give for this rank's tokens, or what is to be added."""
+        way: Any = self.token_dispatcher
+        gathers = self.config.moe_token_dispatcher_type == "allgather"
+        if not gathers or not output.is_cpu or way.tp_ep_group.size() == 1:
+            return super().combine(output)
+        return added(output.to(way.local_probs.dtype), way.tp_ep_group).to(output.dtype)
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Project what the experts gave up, and add what the shared ones did."""

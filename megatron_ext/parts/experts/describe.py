@@ -144,6 +144,10 @@ class Experts(Part):
             others, formula = ep * etp - 1, "m {layers} (E e - 1) T"
             # Besides the tokens: which experts each has, forward in bytes, and with which weights, in fp32.
             weights = 4 * share.tokens / share.tensor * self.count
+            if share.config.layout.device == "cpu":  # where the weights say which
+                forward, backward = 2 * others * own, 2 * others * (own + weights)
+                yield Exchange("ep", "all-to-all", forward, backward, (2, 2), f"2 {formula}", "mlp")
+                return
             for collective, times in (("all-gather", 1.25), ("reduce-scatter", 1.0)):
                 forward, backward = others * own, others * (own + times * weights)
                 yield Exchange("ep", collective, forward, backward, (1, 1), formula, "mlp")
