@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families import delta_rules, latents
-from megatron_ext.families.family import EXPERT_BIAS, Family
-from megatron_ext.families.mixtures import V3_MIXTURE, typed_mixtures
+from megatron_ext.families.family import Family
+from megatron_ext.families.mixtures import V3_MIXTURE, mixture_names, typed_mixtures
 from megatron_ext.families.reading import Reading, refuse_others
-from megatron_ext.families.shared import DECODER_NAMES, expert_names, layer_numbers
+from megatron_ext.families.shared import DECODER_NAMES, layer_numbers
 from megatron_ext.parts.stack import layers
 
 _LINEAR, _ATTENTION_LAYERS, _RULE_LAYERS = "linear_attn_config", "full_attn_layers", "kda_layers"
@@ -34,13 +34,6 @@ _RULE = delta_rules.rule_names(
     gate_out_proj=("g_b_proj",),
     **delta_rules.APART,
 )
-_EXPERTS = "block_sparse_moe"
-_OF_EXPERTS = {
-    **expert_names(_EXPERTS, gate="w1", up="w3", down="w2"),
-    "mlp.shared_experts.linear_fc1": (f"{_EXPERTS}.shared_experts.gate_proj", f"{_EXPERTS}.shared_experts.up_proj"),
-    "mlp.shared_experts.linear_fc2": (f"{_EXPERTS}.shared_experts.down_proj",),
-    EXPERT_BIAS: (f"{_EXPERTS}.gate.e_score_correction_bias",),
-}
 
 
 def _read(reading: Reading) -> dict[str, Any]:
@@ -101,7 +94,10 @@ def _dependent(model: ModelConfig) -> dict[str, Any]:
 KIMI_LINEAR = Family(
     "kimi_linear",
     "KimiLinearForCausalLM",
-    {**DECODER_NAMES, **_OF_EXPERTS, **latents.LATENT_NAMES, **_RULE},
+    {
+        **{**DECODER_NAMES, **mixture_names("block_sparse_moe", gate="w1", up="w3", down="w2")},
+        **{**latents.LATENT_NAMES, **_RULE},
+    },
     {**latents.LATENT_FLAGS, "position_embedding_type": "none"},
     _read,
     _write,

@@ -22,16 +22,19 @@ from megatron_ext.families.shared import (
 )
 from megatron_ext.parts.stack import layers
 
-_SHARED_EXPERTS = {
-    "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    "mlp.shared_experts.linear_fc2": ("mlp.shared_experts.down_proj",),
-}
-MIXTURE_NAMES: dict[str, tuple[str, ...]] = {
-    **DECODER_NAMES,
-    **expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    **_SHARED_EXPERTS,
-    EXPERT_BIAS: ("mlp.gate.e_score_correction_bias",),
-}
+
+def mixture_names(mixture: str, **of_expert: str) -> dict[str, tuple[str, ...]]:
+    """Return `expert_names` with those of shared experts, and of the bias by which experts are chosen."""
+    shared = f"{mixture}.shared_experts"
+    return {
+        **expert_names(mixture, **of_expert),
+        "mlp.shared_experts.linear_fc1": (f"{shared}.gate_proj", f"{shared}.up_proj"),
+        "mlp.shared_experts.linear_fc2": (f"{shared}.down_proj",),
+        EXPERT_BIAS: (f"{mixture}.gate.e_score_correction_bias",),
+    }
+
+
+MIXTURE_NAMES = {**DECODER_NAMES, **mixture_names("mlp", gate="gate_proj", up="up_proj", down="down_proj")}
 """Names of a decoder whose layers have an MLP or experts with shared ones, and a bias by which they are chosen."""
 
 BIASED_SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -74,8 +77,7 @@ class Mixture:
         if first is None:
             first = reading.integer("first_k_dense_replace", 0, least=0)
         if first >= reading.integer("num_hidden_layers"):
-            for key in _KEYS:
-                reading.get(key)
+            reading.understand(*_KEYS)
             return {name: usual_values()[name] for name in (*_FLAGS, *self.flags)}
         count, width = reading.integer("n_routed_experts"), reading.integer("moe_intermediate_size")
         values = {**expert_values(reading, count, width, normalized=self.normalized), **self.flags}

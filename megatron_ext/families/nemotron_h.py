@@ -8,7 +8,7 @@ from megatron_ext.families import mamba_layers
 from megatron_ext.families.family import EXPERT_BIAS, Family
 from megatron_ext.families.mixtures import V3_MIXTURE
 from megatron_ext.families.reading import Reading, refuse_others
-from megatron_ext.families.shared import QKV
+from megatron_ext.families.shared import QKV, shared_expert_width
 
 _KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 _KEYS = mamba_layers.MambaKeys(
@@ -79,7 +79,7 @@ def _write(config: Config) -> dict[str, Any]:
 
 def _dependent(model: ModelConfig) -> dict[str, Any]:
     pattern = re.sub(r"[^M*E-]", "M", model.hybrid_layer_pattern or "M" * model.num_layers)
-    shared = {_WIDTH: model.moe_shared_expert_intermediate_size or model.expert_ffn_hidden_size}
+    shared = {_WIDTH: shared_expert_width(model)}
     mixture = {**V3_MIXTURE.dependent_flags(model), **shared} if model.num_experts is not None else {}
     return {**mixture, "hybrid_layer_pattern": pattern}
 

@@ -190,16 +190,13 @@ def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
 
 def a_token_has_enough_experts(config: Config, facts: Facts) -> Iterator[str]:
     """Require at least as many experts as compute each token."""
-    model, experts = config.model, config.model.num_experts
-    if experts is None or not positive(experts, model.moe_router_topk):
+    model, experts, topk = config.model, config.model.num_experts, config.model.moe_router_topk
+    if experts is None or not positive(experts, topk):
         return
-    if model.moe_router_topk > experts:
-        yield (
-            f"--moe-router-topk {model.moe_router_topk} is above --num-experts {experts}; "
-            f"use --moe-router-topk {experts}"
-        )
+    if topk > experts:
+        yield f"--moe-router-topk {topk} is above --num-experts {experts}; use --moe-router-topk {experts}"
     only_one_weight = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
-    if model.moe_router_topk == 1 and only_one_weight and not model.is_sinkhorn:
+    if topk == 1 and only_one_weight and not model.is_sinkhorn:
         yield (
             "--moe-router-topk 1 without --moe-router-pre-softmax gives every expert the weight 1, so that the router "
             "learns nothing; add --moe-router-pre-softmax"
@@ -249,9 +246,8 @@ def stages_between_data_parallel_ranks_have_their_experts(config: Config, facts:
     as many data-parallel ranks as everything else."""
     model, layout = config.model, config.layout
     stages, experts = layout.pipeline_model_parallel_size, layout.expert_model_parallel_size * layout.expert_tensor_size
-    if model.num_experts is None or not layout.use_tp_pp_dp_mapping or stages == 1:
-        return
-    if not positive(stages, experts, layout.model_parallel_size, layout.world_size):
+    has_both = model.num_experts is not None and layout.use_tp_pp_dp_mapping and stages > 1
+    if not has_both or not positive(experts, layout.model_parallel_size, layout.world_size):
         return
     if layout.expert_data_parallel_size != layout.data_parallel_size:
         yield (

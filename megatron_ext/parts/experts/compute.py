@@ -38,18 +38,13 @@ _NOT_CHOSEN = -1.0
 
 def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
     """Return rows of x times the matrix of their expert, in one product: [T, O]. Products are 16-bit, as in
-    `linear_by_expert`.
+    `kernels.linear_by_expert`.
 
     Args:
         tokens_per_expert: [E] integers whose sum is T; rows are sorted by expert.
     """
     ends = tokens_per_expert.to(device=x_TI.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x_TI, weight_EOI.transpose(1, 2), offs=ends)
-
-
-def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    """Return the same, one expert after another, in any precision."""
-    return kernels.linear_by_expert(x_TI, weight_EOI, tokens_per_expert.tolist())
 
 
 def rows_of_biases(
@@ -60,9 +55,8 @@ def rows_of_biases(
     It is a product with a matrix that has a weight at each row's expert, so that a GPU adds up the gradients of a bias
     in fp32, in one order, and no host waits for the number of an expert's rows.
     """
-    experts = torch.arange(len(bias_EO), device=bias_EO.device)
-    experts_T = experts.repeat_interleave(tokens_per_expert.to(bias_EO.device), output_size=rows)
-    chosen_TE = F.one_hot(experts_T, len(bias_EO)).to(bias_EO.dtype)
+    each_EE = torch.eye(len(bias_EO), dtype=bias_EO.dtype, device=bias_EO.device)
+    chosen_TE = each_EE.repeat_interleave(tokens_per_expert.to(bias_EO.device), dim=0, output_size=rows)
     if weights_T is not None:
         chosen_TE = chosen_TE * weights_T.unsqueeze(-1).to(bias_EO.dtype)
     return chosen_TE @ bias_EO
@@ -122,7 +116,7 @@ class ExpertMatrices(torch.nn.Module):
             weights_T: what multiplies the bias of each row.
         """
         grouped = self.group_products and can_group(x_TI, self.weight)
-        multiply: Any = grouped_linear if grouped else linear_by_expert
+        multiply: Any = grouped_linear if grouped else kernels.linear_by_expert
         if split_backward.splits(self.weight):
             by_expert = partial(multiply, tokens_per_expert=tokens_per_expert)
             product_TO = split_backward.linear_by_expert(x_TI, self.weight, tokens_per_expert.tolist(), by_expert)
@@ -167,11 +161,10 @@ class ExpertMatrices(torch.nn.Module):
                 for place, part in zip(places, matrix.chunk(len(places)), strict=True)
             ]
 
-        def stack(parts: Any) -> torch.Tensor:
-            return torch.cat(parts).view(parameter.shape)
-
         replica = (0, 0 if is_divided else tp_rank, self.groups.expt_dp.rank())
-        return ShardedTensorFactory(key, parameter, matrices, stack, replica)
+        return ShardedTensorFactory(
+            key, parameter, matrices, lambda parts: torch.cat(parts).view(parameter.shape), replica
+        )
 
 
 class GroupedExperts(MegatronModule):
@@ -262,32 +255,30 @@ class Mixture(MoELayer):
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens that the ranks of this one's experts have, and their weights. hidden_states: [..., H]."""
         way: Any = self.token_dispatcher
-        on_cpu, gathers = probs.is_cpu, self.config.moe_token_dispatcher_type == "allgather"
+        gathers, on_cpu = self.config.moe_token_dispatcher_type == "allgather", probs.is_cpu
         # On a GPU the engine waits in its own way for what is sent all-to-all, whose sizes the host needs.
         together = probs.dtype == hidden_states.dtype and (gathers or on_cpu) and not way.use_nccl_stream
-        if way.tp_ep_group.size() == 1 or not (together or (gathers and on_cpu)):
+        if not together or way.tp_ep_group.size() == 1:
             return super().dispatch(hidden_states, probs)
-        sent = [hidden_states, probs.where(way.routing_map, _NOT_CHOSEN) if gathers else probs.unsqueeze(1)]
-        send: Any = partial(all_to_all, way.ep_group)
+        weights = probs.where(way.routing_map, _NOT_CHOSEN) if gathers else probs.unsqueeze(1)
+        sent = torch.cat([hidden_states, weights], 1)
         if gathers:
-            send = partial(gathered if on_cpu else gather_from_sequence_parallel_region, group=way.tp_ep_group)
-        splits = () if gathers else (way.output_splits, way.input_splits)
-        if together:
-            rows, probs = send(torch.cat(sent, 1), *splits).split([one.size(1) for one in sent], 1)
+            arrived = (gathered if on_cpu else gather_from_sequence_parallel_region)(sent, group=way.tp_ep_group)
         else:
-            rows, probs = (send(one, *splits) for one in sent)
+            arrived = all_to_all(way.ep_group, sent, way.output_splits, way.input_splits)
+        rows, probs = arrived.split([hidden_states.size(1), weights.size(1)], 1)
         if gathers:
             way.routing_map = probs != _NOT_CHOSEN
             return rows, probs
         return rows.contiguous(), probs.squeeze(1)
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what the experts of all ranks give for this rank's tokens, or what is to be added."""
+        """Return what the experts of all ranks give for this rank's tokens, added up or to be added."""
         way: Any = self.token_dispatcher
-        gathers = self.config.moe_token_dispatcher_type == "allgather"
-        if not gathers or not output.is_cpu or way.tp_ep_group.size() == 1:
-            return super().combine(output)
-        return added(output.to(way.local_probs.dtype), way.tp_ep_group).to(output.dtype)
+        gathers = self.config.moe_token_dispatcher_type == "allgather" and way.tp_ep_group.size() > 1
+        if gathers and output.is_cpu and output.dtype == way.local_probs.dtype:
+            return added(output, way.tp_ep_group)
+        return super().combine(output)
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Project what the experts gave up, and add what the shared ones did."""
@@ -302,12 +293,6 @@ def mixture_of_experts(described: Experts) -> Any:
     submodules = MoESubmodules(
         experts=partial(GroupedExperts, has_bias=described.mlp.bias, latent=described.latent),  # pyright: ignore[reportArgumentType]
         shared_experts=partial(SharedExpertMLP, submodules=shared),
-        router=partial(
-            Router,
-            group_scores=described.group_scores,
-            has_bias=described.mlp.bias,
-            capacity=described.capacity,
-            sparse_mixer=described.sparse_mixer,
-        ),
+        router=partial(Router, described=described),
     )
     return partial(Mixture, submodules=submodules, latent=described.latent)

@@ -144,9 +144,10 @@ class Experts(Part):
             others, formula = ep * etp - 1, "m {layers} (E e - 1) T"
             # Besides the tokens: which experts each has, forward in bytes, and with which weights, in fp32.
             weights = 4 * share.tokens / share.tensor * self.count
-            if share.config.layout.device == "cpu":  # where the weights say which
-                forward, backward = 2 * others * own, 2 * others * (own + weights)
-                yield Exchange("ep", "all-to-all", forward, backward, (2, 2), f"2 {formula}", "mlp")
+            together = share.config.model.moe_router_dtype in (None, f"fp{8 * share.width}")
+            if together and share.config.layout.device == "cpu":
+                both = 2 * others * (own + share.width * share.tokens / share.tensor * self.count)
+                yield Exchange("ep", "all-to-all", 2 * others * own, both, (2, 2), f"2 {formula}", "mlp")
                 return
             for collective, times in (("all-gather", 1.25), ("reduce-scatter", 1.0)):
                 forward, backward = others * own, others * (own + times * weights)
