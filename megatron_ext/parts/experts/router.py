@@ -170,8 +170,8 @@ class Router(TopKRouter):
     def _own_rows(self, judge: Callable[[torch.Tensor], torch.Tensor], rows_TE: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of what `judge` makes of the rows of all tokens of the microbatch, in fp32.
         megatron-core has each rank judge its own tokens; here the result is the same in every layout."""
-        group: Any = self.tp_cp_group
-        everyones: Any = gather_from_sequence_parallel_region(rows_TE.float(), group=group)
+        group, own = self.tp_cp_group, rows_TE.float()
+        everyones: Any = own if group.size() == 1 else gather_from_sequence_parallel_region(own, group=group)
         return judge(everyones).chunk(group.size())[group.rank()]
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
