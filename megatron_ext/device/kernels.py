@@ -107,12 +107,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
-def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_E: torch.Tensor) -> torch.Tensor:
     """Return rows of x times the transposed matrix of their expert, [T, O], differentiable.
 
     Args:
-        tokens: rows of each expert; x is sorted by it.
+        tokens_E: rows of each expert, integers; x is sorted by it.
     """
+    tokens = tokens_E.tolist()
     if _is_fp32_on_cpu(x_TI, weight_EOI) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _LinearByExpert.apply(x_TI, weight_EOI, tokens)  # pyright: ignore[reportReturnType]
     parts = zip(x_TI.split(tokens), weight_EOI.unbind(0), strict=True)

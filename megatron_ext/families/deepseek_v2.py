@@ -7,26 +7,21 @@ from megatron_ext.families import latents
 from megatron_ext.families.family import Family
 from megatron_ext.families.mixtures import MIXTURE_NAMES, Mixture
 from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import keys
 
 _MIXTURE = Mixture({}, group_scores=1, normalized=False)
 
 
-def _read(reading: Reading) -> dict[str, Any]:
-    values = {**latents.latent_values(reading), **_MIXTURE.values(reading)}
+def _method(reading: Reading) -> dict[str, Any]:
     method = reading.get("topk_method", "greedy")
-    if method == "greedy":  # which does not look at groups
-        return {**values, **dict.fromkeys(_OF_GROUPS)}
-    if method != "group_limited_greedy":
+    if method not in ("greedy", "group_limited_greedy"):
         reading.problems.append(f"topk_method is {method}; supported are greedy and group_limited_greedy")
-    return values
+    of_groups = (f"moe_router_{one}" for one in ("num_groups", "group_topk", "group_scores"))
+    return dict.fromkeys(of_groups) if method == "greedy" else {}  # which does not look at groups
 
 
-_OF_GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores")
-
-
-def _write(config: Config) -> dict[str, Any]:
-    method = "greedy" if config.model.moe_router_num_groups is None else "group_limited_greedy"
-    return {**latents.latent_json(config), **_MIXTURE.json(config), "topk_method": method}
+def _method_json(config: Config) -> dict[str, Any]:
+    return {"topk_method": "greedy" if config.model.moe_router_num_groups is None else "group_limited_greedy"}
 
 
 DEEPSEEK_V2 = Family(
@@ -34,8 +29,7 @@ DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
     {**MIXTURE_NAMES, **latents.LATENT_NAMES},
     latents.LATENT_FLAGS,
-    _read,
-    _write,
+    *keys((latents.latent_values, latents.latent_json), _MIXTURE.keys, (_method, _method_json)),
     {
         **{**latents.LATENT_DEFAULTS, "max_position_embeddings": 2048, "n_routed_experts": 64, "n_shared_experts": 2},
         "moe_intermediate_size": 1407,

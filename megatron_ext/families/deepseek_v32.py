@@ -8,10 +8,9 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.families import latents, shared
 from megatron_ext.families.deepseek_v3 import DEEPSEEK_V3
 from megatron_ext.families.family import Family
-from megatron_ext.families.mixtures import AHEAD, BIASED_SIGMOID, Mixture, first_typed, typed_json
+from megatron_ext.families.mixtures import AHEAD, V3_MIXTURE, first_typed, typed_json
 from megatron_ext.families.reading import Reading
 
-_MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
 _epsilon = partial(shared.own_epsilon, "dsa_indexer_k_norm_epsilon", 1e-6)
 
 _SIZES = {f"index_{one}": f"dsa_indexer_{one}" for one in ("n_heads", "head_dim", "topk")}
@@ -22,7 +21,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     first = first_typed(reading, reading.integer("first_k_dense_replace", least=0))
     attention = ["indexed_attention"] * len(shared.layer_numbers(reading))
     reading.refuse_unless("layer_types", attention, attention, "only indexed_attention in every layer is supported")
-    values = {**latents.latent_values(reading), **_MIXTURE.values(reading, first)}
+    values = {**latents.latent_values(reading), **V3_MIXTURE.values(reading, first)}
     if values["q_lora_rank"] is None:
         reading.problems.append("q_lora_rank is null, but the indexer reads the latents of queries")
     return {**values, **_epsilon(values["norm_epsilon"])}
@@ -44,7 +43,7 @@ DEEPSEEK_V32 = Family(
     },
     {**latents.LATENT_FLAGS, "experimental_attention_variant": "dsa"},
     *shared.keys(
-        (_read, lambda config: {**latents.latent_json(config), **_MIXTURE.json(config), **typed_json(config)}),
+        (_read, lambda config: {**latents.latent_json(config), **V3_MIXTURE.json(config), **typed_json(config)}),
         AHEAD,
         *starmap(shared.size, _SIZES.items()),
     ),

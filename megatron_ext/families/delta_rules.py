@@ -16,6 +16,7 @@ from megatron_ext.families.shared import (
     decoder_json,
     decoder_values,
     pattern,
+    shared_expert_width,
 )
 from megatron_ext.parts.stack import layers
 
@@ -116,12 +117,7 @@ def rule_json(config: Config) -> dict[str, Any]:
     }
 
 
-def shared_width(model: ModelConfig) -> int:
-    """Return the width of the shared expert, which is in every model with experts."""
-    return model.moe_shared_expert_intermediate_size or model.expert_ffn_hidden_size
-
-
 def shared_expert(model: ModelConfig) -> dict[str, Any]:
     """Return that there is one, and that either all matrices of attention have biases or none has
     (`Family.dependent_flags`)."""
-    return {**biases_of_attention(model), "moe_shared_expert_intermediate_size": shared_width(model)}
+    return {**biases_of_attention(model), "moe_shared_expert_intermediate_size": shared_expert_width(model)}

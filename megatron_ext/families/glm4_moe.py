@@ -1,11 +1,8 @@
 """GLM-4.5 and 4.6: half of each head's channels are rotated, and DeepSeek-V3's experts after dense first layers."""
 
 from megatron_ext.families.family import Family
-from megatron_ext.families.mixtures import AHEAD, BIASED_SIGMOID, MIXTURE_NAMES, Mixture
+from megatron_ext.families.mixtures import AHEAD, MIXTURE_NAMES, V3_MIXTURE
 from megatron_ext.families.shared import DECODER_FLAGS, NEXT_TOKEN_NAMES, decoder, keys, switch
-
-_MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
-
 
 GLM4_MOE = Family(
     "glm4_moe",
@@ -14,7 +11,7 @@ GLM4_MOE = Family(
     {**DECODER_FLAGS, "disable_bias_linear": True},
     *keys(
         (decoder(partial=True)[0], decoder()[1]),
-        _MIXTURE.keys,
+        V3_MIXTURE.keys,
         AHEAD,
         (lambda reading: {}, lambda config: {"partial_rotary_factor": config.model.rotary_percent}),
         switch("attention_bias", "add_qkv_bias", False, given="has_qkv_bias"),
@@ -26,5 +23,5 @@ GLM4_MOE = Family(
         **{"moe_intermediate_size": 1408, "first_k_dense_replace": 1},
     },
     {"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"},
-    dependent_flags=_MIXTURE.dependent_flags,
+    dependent_flags=V3_MIXTURE.dependent_flags,
 )

@@ -3,18 +3,15 @@
 from megatron_ext.families import latents
 from megatron_ext.families.deepseek_v3 import DEEPSEEK_V3
 from megatron_ext.families.family import Family
-from megatron_ext.families.mixtures import AHEAD, BIASED_SIGMOID, Mixture
+from megatron_ext.families.mixtures import AHEAD, V3_MIXTURE
 from megatron_ext.families.shared import keys
-
-_MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
-
 
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
     DEEPSEEK_V3.names,
     latents.LATENT_FLAGS,
-    *keys((latents.latent_values, latents.latent_json), _MIXTURE.typed_keys, AHEAD),
+    *keys((latents.latent_values, latents.latent_json), V3_MIXTURE.typed_keys, AHEAD),
     {
         **{"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
         **{"rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "n_routed_experts": 64, "n_shared_experts": 1},

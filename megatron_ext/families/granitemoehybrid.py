@@ -67,7 +67,7 @@ def _dependent(model: ModelConfig) -> dict[str, Any]:
     pattern = model.hybrid_layer_pattern or "M" * model.num_layers
     mixers = ("*" if one == "*" else "M" for one in pattern[: len(pattern) // 2 * 2 : 2])
     experts = {"moe_router_pre_softmax": False} if model.num_experts is not None else {}
-    width = {_OURS: model.moe_shared_expert_intermediate_size or model.expert_ffn_hidden_size}
+    width = {_OURS: shared.shared_expert_width(model)}
     return {
         **{
             **shared.biases_of_attention(model),

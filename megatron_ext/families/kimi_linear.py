@@ -9,13 +9,12 @@ from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families import delta_rules, latents
-from megatron_ext.families.family import EXPERT_BIAS, Family
-from megatron_ext.families.mixtures import BIASED_SIGMOID, Mixture, typed_mixtures
+from megatron_ext.families.family import Family
+from megatron_ext.families.mixtures import V3_MIXTURE, mixture_names, typed_mixtures
 from megatron_ext.families.reading import Reading, refuse_others
-from megatron_ext.families.shared import DECODER_NAMES, expert_names, layer_numbers
+from megatron_ext.families.shared import DECODER_NAMES, layer_numbers
 from megatron_ext.parts.stack import layers
 
-_MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
 _LINEAR, _ATTENTION_LAYERS, _RULE_LAYERS = "linear_attn_config", "full_attn_layers", "kda_layers"
 _SIZES = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads"}
 _SIZES["linear_conv_kernel_dim"] = "short_conv_kernel_size"
@@ -35,13 +34,6 @@ _RULE = delta_rules.rule_names(
     gate_out_proj=("g_b_proj",),
     **delta_rules.APART,
 )
-_EXPERTS = "block_sparse_moe"
-_OF_EXPERTS = {
-    **expert_names(_EXPERTS, gate="w1", up="w3", down="w2"),
-    "mlp.shared_experts.linear_fc1": (f"{_EXPERTS}.shared_experts.gate_proj", f"{_EXPERTS}.shared_experts.up_proj"),
-    "mlp.shared_experts.linear_fc2": (f"{_EXPERTS}.shared_experts.down_proj",),
-    EXPERT_BIAS: (f"{_EXPERTS}.gate.e_score_correction_bias",),
-}
 
 
 def _read(reading: Reading) -> dict[str, Any]:
@@ -70,13 +62,13 @@ def _read(reading: Reading) -> dict[str, Any]:
         **delta_rules.rule_values(reading, "kda", usual),
         **dict(zip(("linear_key_head_dim", "linear_num_key_heads", "linear_conv_kernel_dim"), sizes, strict=True)),
         **{"linear_value_head_dim": sizes[0], "linear_num_value_heads": sizes[1]},
-        **_MIXTURE.values(experts, first),
+        **V3_MIXTURE.values(experts, first),
     }
 
 
 def _write(config: Config) -> dict[str, Any]:
     model, has_attention = config.model, [layer.has_attention for layer in layers(config)]
-    content = {**latents.latent_json(config), **_MIXTURE.json(config)}
+    content = {**latents.latent_json(config), **V3_MIXTURE.json(config)}
     for key in ("rope_theta", "rope_scaling", "head_dim"):
         content.pop(key, None)
     if "n_routed_experts" in content:
@@ -96,13 +88,16 @@ def _write(config: Config) -> dict[str, Any]:
 def _dependent(model: ModelConfig) -> dict[str, Any]:
     heads = {"linear_value_head_dim": model.linear_key_head_dim, "linear_num_value_heads": model.linear_num_key_heads}
     heads["untie_embeddings_and_output_weights"] = True
-    return {**latents.what_latents_can_say(model), **_MIXTURE.dependent_flags(model), **heads}
+    return {**latents.what_latents_can_say(model), **V3_MIXTURE.dependent_flags(model), **heads}
 
 
 KIMI_LINEAR = Family(
     "kimi_linear",
     "KimiLinearForCausalLM",
-    {**DECODER_NAMES, **_OF_EXPERTS, **latents.LATENT_NAMES, **_RULE},
+    {
+        **{**DECODER_NAMES, **mixture_names("block_sparse_moe", gate="w1", up="w3", down="w2")},
+        **{**latents.LATENT_NAMES, **_RULE},
+    },
     {**latents.LATENT_FLAGS, "position_embedding_type": "none"},
     _read,
     _write,

@@ -9,7 +9,6 @@ from megatron_ext.families.family import Family
 from megatron_ext.families.reading import Reading, refuse_others
 from megatron_ext.families.rotary import local_base, rotary_by_layer, rotary_by_layer_json, scaled_without_windows
 
-_MIXTURE = mixtures.Mixture(mixtures.BIASED_SIGMOID, group_scores=2, normalized=True)
 _SHARE = "partial_rotary_factor"
 _BASES = dict(zip(shared.KINDS, (5e6, 1e4), strict=True))
 
@@ -56,14 +55,14 @@ def _write(config: Config) -> dict[str, Any]:
 
 def _mixture_json(config: Config) -> dict[str, Any]:
     left_out = ("first_k_dense_replace", "n_shared_experts")
-    return {key: value for key, value in _MIXTURE.typed_keys[1](config).items() if key not in left_out}
+    return {key: value for key, value in mixtures.V3_MIXTURE.typed_keys[1](config).items() if key not in left_out}
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
     has_windows = model.window_size is not None
     return {
         **scaled_without_windows(model),
-        **_MIXTURE.dependent_flags(model),
+        **mixtures.V3_MIXTURE.dependent_flags(model),
         "moe_shared_expert_intermediate_size": None,
         "num_query_groups_local": 2 * model.num_key_value_heads if has_windows else None,
         "softmax_type_local": "learnable" if has_windows else None,
@@ -77,7 +76,7 @@ MIMO_V2_FLASH = Family(
     {**shared.DECODER_FLAGS, "disable_bias_linear": True},
     *shared.keys(
         (_read, _write),
-        (_MIXTURE.typed_keys[0], _mixture_json),
+        (mixtures.V3_MIXTURE.typed_keys[0], _mixture_json),
         shared.number("attention_value_scale", "value_multiplier", 1.0),
         shared.switch("attention_bias", "add_qkv_bias", False, given="has_qkv_bias"),
     ),

@@ -16,21 +16,25 @@ from megatron_ext.families.shared import (
     expert_names,
     expert_values,
     experts,
+    keys,
     layer_numbers,
     pattern,
 )
 from megatron_ext.parts.stack import layers
 
-_SHARED_EXPERTS = {
-    "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    "mlp.shared_experts.linear_fc2": ("mlp.shared_experts.down_proj",),
-}
-MIXTURE_NAMES: dict[str, tuple[str, ...]] = {
-    **DECODER_NAMES,
-    **expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    **_SHARED_EXPERTS,
-    EXPERT_BIAS: ("mlp.gate.e_score_correction_bias",),
-}
+
+def mixture_names(mixture: str, **of_expert: str) -> dict[str, tuple[str, ...]]:
+    """Return `expert_names` with those of shared experts, and of the bias by which experts are chosen."""
+    shared = f"{mixture}.shared_experts"
+    return {
+        **expert_names(mixture, **of_expert),
+        "mlp.shared_experts.linear_fc1": (f"{shared}.gate_proj", f"{shared}.up_proj"),
+        "mlp.shared_experts.linear_fc2": (f"{shared}.down_proj",),
+        EXPERT_BIAS: (f"{mixture}.gate.e_score_correction_bias",),
+    }
+
+
+MIXTURE_NAMES = {**DECODER_NAMES, **mixture_names("mlp", gate="gate_proj", up="up_proj", down="down_proj")}
 """Names of a decoder whose layers have an MLP or experts with shared ones, and a bias by which they are chosen."""
 
 BIASED_SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -73,8 +77,7 @@ class Mixture:
         if first is None:
             first = reading.integer("first_k_dense_replace", 0, least=0)
         if first >= reading.integer("num_hidden_layers"):
-            for key in _KEYS:
-                reading.get(key)
+            reading.understand(*_KEYS)
             return {name: usual_values()[name] for name in (*_FLAGS, *self.flags)}
         count, width = reading.integer("n_routed_experts"), reading.integer("moe_intermediate_size")
         values = {**expert_values(reading, count, width, normalized=self.normalized), **self.flags}
@@ -140,6 +143,9 @@ class Mixture:
         return None if groups is None or topk // groups == self.group_scores else self.group_scores
 
 
+V3_MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
+"""DeepSeek-V3's."""
+
 MLP_KINDS = ("dense", "sparse")
 """What `mlp_layer_types` says of a layer."""
 
@@ -168,17 +174,6 @@ def first_typed(reading: Reading, usual: int) -> int:
     return first
 
 
-def ahead_values(reading: Reading) -> dict[str, Any]:
-    """Return the value of the flag of depths of multi-token prediction, whose weights transformers leaves out."""
-    return {"mtp_num_layers": reading.integer("num_nextn_predict_layers", 0, least=0) or None}
-
-
-def ahead_json(config: Config) -> dict[str, Any]:
-    """Return the same key, where there are depths."""
-    depths = config.model.mtp_num_layers
-    return {"num_nextn_predict_layers": depths} if depths else {}
-
-
 def consecutive_mixtures(model: ModelConfig, *, to_the_end: bool) -> dict[str, Any]:
     """Return that the layers with experts, perhaps the last ones, follow each other, and that shared experts are as
     wide as some of the others together (`Family.dependent_flags`)."""
@@ -195,8 +190,8 @@ def shared_experts(model: ModelConfig) -> int:
     return (model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn_hidden_size
 
 
-def sparse_values(reading: Reading) -> dict[str, Any]:
-    """Return the values of our flags of Qwen's experts in some of the layers."""
+def _some_layers(reading: Reading) -> dict[str, Any]:
+    """Return which layers have Qwen's experts."""
     step, dense = reading.integer("decoder_sparse_step", 1), reading.get("mlp_only_layers", [])
     if not isinstance(dense, list):
         reading.problems.append(f"mlp_only_layers is {json.dumps(dense)}, and no list of layers")
@@ -204,18 +199,23 @@ def sparse_values(reading: Reading) -> dict[str, Any]:
     mixtures = [(number + 1) % step == 0 and number not in dense for number in layer_numbers(reading)]
     if not any(mixtures):
         reading.problems.append(f"decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")
-    return {**_SPARSE_EXPERTS[0](reading), "moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
+    return {"moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
 
 
-def sparse_json(config: Config) -> dict[str, Any]:
-    """Return the same keys."""
+def _dense_layers(config: Config) -> dict[str, Any]:
     dense = [layer.number for layer in layers(config) if layer.experts is None]
-    return {**_SPARSE_EXPERTS[1](config), "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-_SPARSE_EXPERTS = experts("num_experts", "moe_intermediate_size", "norm_topk_prob")
-AHEAD: Keys = (ahead_values, ahead_json)
+AHEAD: Keys = (
+    lambda reading: {"mtp_num_layers": reading.integer("num_nextn_predict_layers", 0, least=0) or None},
+    lambda config: {"num_nextn_predict_layers": config.model.mtp_num_layers} if config.model.mtp_num_layers else {},
+)
+"""Depths of multi-token prediction, whose weights transformers leaves out."""
+
 WHOLE_MIXTURE: Keys = experts("num_experts", "intermediate_size", "norm_topk_prob")
 """OLMoE's experts, which are in every layer."""
 
-SPARSE_MIXTURE: Keys = (sparse_values, sparse_json)
+SPARSE_MIXTURE: Keys = keys(
+    (_some_layers, _dense_layers), experts("num_experts", "moe_intermediate_size", "norm_topk_prob")
+)

@@ -6,9 +6,9 @@ from typing import Any
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.families import mamba_layers
 from megatron_ext.families.family import EXPERT_BIAS, Family
-from megatron_ext.families.mixtures import BIASED_SIGMOID, Mixture
+from megatron_ext.families.mixtures import V3_MIXTURE
 from megatron_ext.families.reading import Reading, refuse_others
-from megatron_ext.families.shared import QKV
+from megatron_ext.families.shared import QKV, shared_expert_width
 
 _KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 _KEYS = mamba_layers.MambaKeys(
@@ -16,14 +16,13 @@ _KEYS = mamba_layers.MambaKeys(
     *("use_conv_bias", "mamba_proj_bias", "mamba_hidden_act"),
     fills=False,
 )
-_MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
 _WIDTH, _LATENT = "moe_shared_expert_intermediate_size", "moe_latent_size"
 
 
 def _read(reading: Reading) -> dict[str, Any]:
     pattern = mamba_layers.letters(reading, _KINDS, "hybrid_override_pattern")
     sized, last = reading.changed(num_hidden_layers=len(pattern)), len(pattern)
-    experts = _MIXTURE.values(sized, 0 if "E" in pattern else last)
+    experts = V3_MIXTURE.values(sized, 0 if "E" in pattern else last)
     if "E" in pattern:
         experts[_WIDTH] = reading.integer(_WIDTH)
     latent = reading.get(_LATENT)
@@ -56,7 +55,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 
 def _write(config: Config) -> dict[str, Any]:
     model, words = config.model, {letter: word for word, letter in _KINDS.items()}
-    experts = _MIXTURE.json(config)
+    experts = V3_MIXTURE.json(config)
     del experts["first_k_dense_replace"]
     if model.num_experts is not None:
         experts |= {"n_shared_experts": 1, _WIDTH: model.moe_shared_expert_intermediate_size}
@@ -80,8 +79,8 @@ def _write(config: Config) -> dict[str, Any]:
 
 def _dependent(model: ModelConfig) -> dict[str, Any]:
     pattern = re.sub(r"[^M*E-]", "M", model.hybrid_layer_pattern or "M" * model.num_layers)
-    shared = {_WIDTH: model.moe_shared_expert_intermediate_size or model.expert_ffn_hidden_size}
-    mixture = {**_MIXTURE.dependent_flags(model), **shared} if model.num_experts is not None else {}
+    shared = {_WIDTH: shared_expert_width(model)}
+    mixture = {**V3_MIXTURE.dependent_flags(model), **shared} if model.num_experts is not None else {}
     return {**mixture, "hybrid_layer_pattern": pattern}
 
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from megatron_ext.config.schema import ModelConfig
 from megatron_ext.families import shared
 from megatron_ext.families.family import Family
 from megatron_ext.families.mixtures import SPARSE_MIXTURE
@@ -20,11 +19,6 @@ def _windows(reading: Reading) -> dict[str, Any]:
     last = reading.integer("max_window_layers", least=0)
     usual = [number % 2 == 0 and number < last for number in shared.layer_numbers(reading)]
     return shared.layer_window_values(reading, shared.typed_windows(reading, usual, switch="use_sliding_window"))
-
-
-def _shared(model: ModelConfig) -> int:
-    """Return the width of the shared expert, which is in every model."""
-    return model.moe_shared_expert_intermediate_size or model.expert_ffn_hidden_size
 
 
 QWEN2_MOE = Family(
@@ -46,5 +40,5 @@ QWEN2_MOE = Family(
         **{**shared.SWITCHED_WINDOWS, "num_key_value_heads": 16, "max_position_embeddings": 32768, "num_experts": 60},
         **{"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
     },
-    dependent_flags=lambda model: {"moe_shared_expert_intermediate_size": _shared(model)},
+    dependent_flags=lambda model: {"moe_shared_expert_intermediate_size": shared.shared_expert_width(model)},
 )

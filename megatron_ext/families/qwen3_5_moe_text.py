@@ -7,7 +7,7 @@ from megatron_ext.families import delta_rules, qwen3_5_text
 from megatron_ext.families.family import Family
 from megatron_ext.families.qwen2_moe import QWEN2_MOE
 from megatron_ext.families.reading import Reading
-from megatron_ext.families.shared import experts, keys
+from megatron_ext.families.shared import experts, keys, shared_expert_width
 
 _SHARED = "shared_expert_intermediate_size"
 
@@ -25,7 +25,7 @@ def _write(config: Config) -> dict[str, Any]:
 
 
 def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
-    width, of_shared = delta_rules.shared_width(model), delta_rules.shared_expert(model)
+    width, of_shared = shared_expert_width(model), delta_rules.shared_expert(model)
     return {**of_shared, "ffn_hidden_size": width}
 
 

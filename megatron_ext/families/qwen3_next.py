@@ -5,7 +5,7 @@ from typing import Any
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.families import delta_rules
 from megatron_ext.families.family import Family, Sections
-from megatron_ext.families.mixtures import SPARSE_MIXTURE, ahead_values
+from megatron_ext.families.mixtures import AHEAD, SPARSE_MIXTURE
 from megatron_ext.families.qwen2_moe import QWEN2_MOE
 from megatron_ext.families.shared import keys, size
 
@@ -34,7 +34,7 @@ QWEN3_NEXT = Family(
         (delta_rules.delta_values, delta_rules.delta_json),
         SPARSE_MIXTURE,
         size(_SHARED, "moe_shared_expert_intermediate_size"),
-        (ahead_values, lambda config: {"num_nextn_predict_layers": config.model.mtp_num_layers or 0}),
+        (AHEAD[0], lambda config: {"num_nextn_predict_layers": config.model.mtp_num_layers or 0}),
     ),
     {
         **{**delta_rules.DELTA_DEFAULTS, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},

@@ -261,6 +261,11 @@ def experts(count: str, width: str, normalized: bool | str = True) -> Keys:
     return values, content
 
 
+def shared_expert_width(model: ModelConfig) -> int:
+    """Return the width of the shared expert, which is in every model with experts."""
+    return model.moe_shared_expert_intermediate_size or model.expert_ffn_hidden_size
+
+
 def expert_json(config: Config) -> dict[str, Any]:
     """Return the content of `config.json` that every family with experts has."""
     return {

@@ -144,6 +144,16 @@ def _kernels_of_transformer_engine(config: Config) -> dict[str, Any]:
     return {"attention_backend": chosen, "flash_attention_version": training.flash_attention_version}
 
 
+_OF_MIXTURES = (
+    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_dtype"),
+    *("moe_router_bias_update_rate", "moe_router_num_groups", "moe_router_group_topk", "moe_apply_probs_on_input"),
+    *("moe_router_topk_scaling_factor", "moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_z_loss_coeff"),
+    *("moe_expert_capacity_factor", "moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+    "moe_grouped_gemm",
+)
+"""Fields of our model that megatron-core has by the same names and meanings."""
+
+
 def _mixture(config: Config) -> dict[str, Any]:
     """Return the settings of a mixture of experts; none for a dense model."""
     model, layout, held = config.model, config.layout, stack(config)
@@ -157,24 +167,9 @@ def _mixture(config: Config) -> dict[str, Any]:
         if held.has_mixed_parameters
         else 1,
         "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
-        "moe_router_topk": model.moe_router_topk,
-        "moe_router_score_function": model.moe_router_score_function,
-        "moe_router_pre_softmax": model.moe_router_pre_softmax,
-        "moe_router_dtype": model.moe_router_dtype,
-        "moe_router_bias_update_rate": model.moe_router_bias_update_rate,
-        "moe_router_num_groups": model.moe_router_num_groups,
-        "moe_router_group_topk": model.moe_router_group_topk,
-        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
         "moe_router_load_balancing_type": list(losses) or ("sinkhorn" if model.is_sinkhorn else "none"),
         "moe_aux_loss_coeff": list(losses.values()) or 0.0,
-        "moe_z_loss_coeff": model.moe_z_loss_coeff,
-        "moe_apply_probs_on_input": model.moe_apply_probs_on_input,
-        "moe_input_jitter_eps": model.moe_input_jitter_eps,
-        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
-        "moe_router_force_load_balancing": model.moe_router_force_load_balancing,
-        "moe_shared_expert_gate": model.moe_shared_expert_gate,
-        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
-        "moe_grouped_gemm": model.moe_grouped_gemm,
+        **{name: getattr(model, name) for name in _OF_MIXTURES},
         "moe_token_dispatcher_type": layout.moe_token_dispatcher_type,
         "expert_model_parallel_size": layout.expert_model_parallel_size,
         "expert_tensor_parallel_size": layout.expert_tensor_size,

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from megatron_ext.config.derived.layer_patterns import read_pattern
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
-from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, unreadable_pattern
+from megatron_ext.parts.experts.describe import asked
+from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, unreadable_pattern, use
 
 
 def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
@@ -69,17 +70,20 @@ def what_sinkhorn_chooses_is_asked_of_it_alone(config: Config, facts: Facts) -> 
     model = config.model
     if not model.is_sinkhorn:
         return
-    switches = {
-        "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
-        "--moe-router-num-groups": model.moe_router_num_groups not in (None, 1),
-        "--moe-router-topk-scaling-factor": model.moe_router_topk_scaling_factor not in (None, 1.0),
-        "--moe-expert-capacity-factor": model.moe_expert_capacity_factor is not None,
-    }
-    if flags := [flag for flag, there in switches.items() if there]:
+    others = ("moe_router_num_groups", "moe_router_topk_scaling_factor", "moe_expert_capacity_factor")
+    if flags := asked(model, "moe_router_enable_expert_bias", *others):
         yield (
             f"--moe-router-load-balancing-type sinkhorn with {', '.join(flags)}: its assignment reads none of them; "
             f"use --moe-router-load-balancing-type none, or leave {'it' if len(flags) == 1 else 'them'} out"
         )
+
+
+_SHAPES = ("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
+_CHOICES = (
+    *("moe_z_loss_coeff", "moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_group_scores", "moe_router_topk_scaling_factor", "moe_input_jitter_eps"),
+    *("moe_router_sparsemixer_eps", "moe_expert_capacity_factor", "moe_router_force_load_balancing", "moe_latent_size"),
+)
 
 
 def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
@@ -87,27 +91,13 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
     model, layout = config.model, config.layout
     if model.num_experts is not None:
         return
-    switches = [
-        ("--expert-model-parallel-size", layout.expert_model_parallel_size > 1),
-        ("--moe-layer-freq", model.moe_layer_freq not in (None, "1", "-1")),
-        ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size is not None),
-        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size is not None),
-        ("--moe-shared-expert-gate", model.moe_shared_expert_gate),
-        ("--moe-aux-loss-coeff", bool(model.load_balancing_losses)),
-        ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
-        ("--moe-router-enable-expert-bias", model.moe_router_enable_expert_bias),
-        ("--moe-router-num-groups", model.moe_router_num_groups not in (None, 1)),
-        ("--moe-router-group-topk", model.moe_router_group_topk not in (None, 1)),
-        ("--moe-router-group-scores", model.moe_router_group_scores is not None),
-        ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor not in (None, 1.0)),
-        ("--moe-input-jitter-eps", model.moe_input_jitter_eps is not None),
-        ("--moe-router-sparsemixer-eps", model.moe_router_sparsemixer_eps is not None),
-        ("--moe-expert-capacity-factor", model.moe_expert_capacity_factor is not None),
-        ("--moe-router-force-load-balancing", model.moe_router_force_load_balancing),
-        ("--moe-latent-size", model.moe_latent_size is not None),
-        ("--moe-use-upcycling", config.checkpoint.moe_use_upcycling),
+    flags = [
+        *(["--expert-model-parallel-size"] if layout.expert_model_parallel_size > 1 else []),
+        *asked(model, *_SHAPES),
+        *(["--moe-aux-loss-coeff"] if model.load_balancing_losses else []),
+        *asked(model, *_CHOICES),
+        *(["--moe-use-upcycling"] if config.checkpoint.moe_use_upcycling else []),
     ]
-    flags = [flag for flag, there in switches if there]
     if flags:
         ranks = max(layout.expert_model_parallel_size, 1)
         experts = f"--num-experts {-(-8 // ranks) * ranks}"
@@ -116,6 +106,13 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
             f"{', '.join(flags)} without --num-experts: there are no experts; add {experts}{biases}, or leave "
             f"{'it' if len(flags) == 1 else 'them'} out"
         )
+
+
+_NOT_OF_AN_MLP = {
+    "moe_shared_expert_intermediate_size": "a dense model has no shared experts",
+    "moe_layer_freq": "every layer gets experts",
+    "moe_latent_size": "a dense model has no projections for it",
+}
 
 
 def experts_come_from_an_mlp(config: Config, facts: Facts) -> Iterator[str]:
@@ -129,32 +126,19 @@ def experts_come_from_an_mlp(config: Config, facts: Facts) -> Iterator[str]:
             f"--moe-use-upcycling with --load-hf {flags.load_hf}: experts come from a checkpoint; convert the folder "
             "by python tools/convert_checkpoint.py from-hf, and give what that writes as --load"
         )
-    if model.moe_shared_expert_intermediate_size is not None:
-        yield (
-            "--moe-use-upcycling with --moe-shared-expert-intermediate-size "
-            f"{model.moe_shared_expert_intermediate_size}: a dense model has no shared experts; leave "
-            "--moe-shared-expert-intermediate-size out"
-        )
-    if model.moe_layer_freq not in (None, "1", "-1"):
-        yield (
-            f"--moe-use-upcycling with --moe-layer-freq {model.moe_layer_freq}: every layer gets experts; leave "
-            "--moe-layer-freq out"
-        )
-    if model.moe_latent_size is not None:
-        yield (
-            f"--moe-use-upcycling with --moe-latent-size {model.moe_latent_size}: a dense model has no projections for "
-            "it; leave --moe-latent-size out"
-        )
+    for name, reason in _NOT_OF_AN_MLP.items():
+        for flag in asked(model, name):
+            yield f"--moe-use-upcycling with {flag} {getattr(model, name)}: {reason}; leave {flag} out"
     width, whole = model.expert_ffn_hidden_size, model.ffn_hidden_size
-    if width * granularity != whole and whole % granularity == 0:
-        yield (
-            f"--moe-ffn-hidden-size {width} x --moe-upcycling-granularity {granularity} is not --ffn-hidden-size "
-            f"{whole} of the dense model; use --moe-ffn-hidden-size {whole // granularity}"
-        )
-    elif width * granularity != whole:
+    if whole % granularity:
         yield (
             f"--moe-upcycling-granularity {granularity} does not divide --ffn-hidden-size {whole} of the dense model; "
             f"use --moe-upcycling-granularity {listed(divisors(whole)[:4])}"
+        )
+    elif width * granularity != whole:
+        yield (
+            f"--moe-ffn-hidden-size {width} x --moe-upcycling-granularity {granularity} is not --ffn-hidden-size "
+            f"{whole} of the dense model; use --moe-ffn-hidden-size {whole // granularity}"
         )
     for flag, number in (("--num-experts", experts), ("--moe-router-topk", model.moe_router_topk)):
         if number % granularity:
@@ -201,16 +185,13 @@ def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
 
 def a_token_has_enough_experts(config: Config, facts: Facts) -> Iterator[str]:
     """Require at least as many experts as compute each token."""
-    model, experts = config.model, config.model.num_experts
-    if experts is None or not positive(experts, model.moe_router_topk):
+    model, experts, topk = config.model, config.model.num_experts, config.model.moe_router_topk
+    if experts is None or not positive(experts, topk):
         return
-    if model.moe_router_topk > experts:
-        yield (
-            f"--moe-router-topk {model.moe_router_topk} is above --num-experts {experts}; "
-            f"use --moe-router-topk {experts}"
-        )
+    if topk > experts:
+        yield f"--moe-router-topk {topk} is above --num-experts {experts}; use --moe-router-topk {experts}"
     only_one_weight = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
-    if model.moe_router_topk == 1 and only_one_weight and not model.is_sinkhorn:
+    if topk == 1 and only_one_weight and not model.is_sinkhorn:
         yield (
             "--moe-router-topk 1 without --moe-router-pre-softmax gives every expert the weight 1, so that the router "
             "learns nothing; add --moe-router-pre-softmax"
@@ -220,24 +201,19 @@ def a_token_has_enough_experts(config: Config, facts: Facts) -> Iterator[str]:
 def expert_ranks_fit_the_stage(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the ranks of a pipeline stage divide by those that share the experts."""
     layout = config.layout
-    world, stages = layout.world_size, layout.pipeline_model_parallel_size
-    tensor, experts, expert_tensor = (
-        layout.tensor_model_parallel_size,
-        layout.expert_model_parallel_size,
-        layout.expert_tensor_size,
-    )
+    stages, tensor = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
+    world, experts, expert_tensor = layout.world_size, layout.expert_model_parallel_size, layout.expert_tensor_size
     if not positive(world, stages, tensor, experts, expert_tensor, config.model.num_experts):
         return
     if world % (stages * tensor) or world // stages % (experts * expert_tensor) == 0:
         return
     stage = world // stages
     working = [n for n in divisors(config.model.num_experts or 1) if stage % (n * expert_tensor) == 0]
-    fixes = [f"--expert-model-parallel-size {listed(working)}"] if working else []
-    fixes += [] if working else [f"--expert-tensor-parallel-size {listed(divisors(stage)[:4])}"]
+    fix = use("--expert-model-parallel-size", working, use("--expert-tensor-parallel-size", divisors(stage)[:4]))
     yield (
         f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} = "
         f"{experts * expert_tensor} does not divide the {stage} ranks of a pipeline stage, among which the experts are "
-        f"shared (world size {world} / --pipeline-model-parallel-size {stages}); use {fixes[0]}"
+        f"shared (world size {world} / --pipeline-model-parallel-size {stages}); {fix}"
     )
 
 
@@ -265,9 +241,8 @@ def stages_between_data_parallel_ranks_have_their_experts(config: Config, facts:
     as many data-parallel ranks as everything else."""
     model, layout = config.model, config.layout
     stages, experts = layout.pipeline_model_parallel_size, layout.expert_model_parallel_size * layout.expert_tensor_size
-    if model.num_experts is None or not layout.use_tp_pp_dp_mapping or stages == 1:
-        return
-    if not positive(stages, experts, layout.model_parallel_size, layout.world_size):
+    has_both = model.num_experts is not None and layout.use_tp_pp_dp_mapping and stages > 1
+    if not has_both or not positive(experts, layout.model_parallel_size, layout.world_size):
         return
     if layout.expert_data_parallel_size != layout.data_parallel_size:
         yield (

@@ -152,6 +152,11 @@ MODEL = (
         ("hidden_states", "probs"),
     ),
     Seam(
+        f"{_CORE}.transformer.moe.moe_layer.MoELayer.combine",
+        "overridden to add up between CPU processes what each sends the other at once",
+        ("output",),
+    ),
+    Seam(
         f"{_CORE}.transformer.moe.moe_layer.MoELayer.preprocess",
         "overridden to project what experts read down, which needs Transformer Engine there",
         ("hidden_states", "probs", "routing_map"),

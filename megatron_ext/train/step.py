@@ -286,8 +286,7 @@ def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
     total = torch.tensor(take_auxiliary_losses(run.groups), dtype=torch.float64, device=run.device.torch_device)
     if run.world_size > 1:
         torch.distributed.all_reduce(total)
-    model = run.config.model
-    layers = stack(run.config)
+    model, layers = run.config.model, stack(run.config)
     depths = model.mtp_num_layers or 0
     indexers = microbatches * (len(layers) + depths) if model.experimental_attention_variant == "dsa" else 0
     routers = microbatches * layers.count(lambda layer: layer.experts is not None)

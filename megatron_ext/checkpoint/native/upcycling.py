@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_ext.checkpoint.native.checkpoint_state_dict import Contents
@@ -57,20 +58,16 @@ class Upcycling:
         for chunk, tensors in loaded.items():
             for name in tensors if scale != 1.0 and chunk.startswith("model") else ():
                 if _EXPERTS in name:
-                    tensors[name] = _mapped(tensors[name], lambda tensor: tensor * scale)
+                    tensors[name] = dict_list_map_outplace(lambda tensor: tensor * scale, tensors[name])
         for (chunk, name), tensor in self._kept.items():
-            loaded[chunk][name] = _mapped(tensor, lambda one: one.data)
+            loaded[chunk][name] = dict_list_map_outplace(lambda one: one.data, tensor)
 
     def _of_mlp(self, tensor: Any) -> Any:
         """Return where to read a tensor of experts: each from its piece of the MLP's."""
         if isinstance(tensor, ShardedTensorFactory):
             build = tensor.build_fn
-
-            def of_mlp(*arguments: Any) -> Any:
-                return _mapped(build(*arguments), self._piece)
-
-            return replace(tensor, build_fn=of_mlp)
-        return _mapped(tensor, self._piece)
+            return replace(tensor, build_fn=lambda *given: dict_list_map_outplace(self._piece, build(*given)))
+        return dict_list_map_outplace(self._piece, tensor)
 
     def _piece(self, part: ShardedTensor) -> ShardedTensor:
         granularity = self._run.config.checkpoint.moe_upcycling_granularity
@@ -120,12 +117,3 @@ def is_of_a_dense_model(metadata: Mapping[str, Any]) -> bool:
 
 def _mixture(run: Saveable) -> Experts:
     return next(layer.experts for layer in layers(run.config) if layer.experts is not None)
-
-
-def _mapped(value: Any, function: Any) -> Any:
-    """Return a tensor, or each of several by name or one after another, as `function` makes it."""
-    if isinstance(value, dict):
-        return {key: _mapped(one, function) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_mapped(one, function) for one in value]
-    return function(value)

@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron_ext.device import kernels, split_backward
 from megatron_ext.device.triton import kernel_choice
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT, Experts
+from megatron_ext.parts.experts.exchange import added, gathered
 from megatron_ext.parts.experts.router import Router
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear, WholeLinear
 from megatron_ext.parts.mlp.compute import glu
@@ -37,18 +38,13 @@ _NOT_CHOSEN = -1.0
 
 def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
     """Return rows of x times the matrix of their expert, in one product: [T, O]. Products are 16-bit, as in
-    `linear_by_expert`.
+    `kernels.linear_by_expert`.
 
     Args:
         tokens_per_expert: [E] integers whose sum is T; rows are sorted by expert.
     """
     ends = tokens_per_expert.to(device=x_TI.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x_TI, weight_EOI.transpose(1, 2), offs=ends)
-
-
-def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    """Return the same, one expert after another, in any precision."""
-    return kernels.linear_by_expert(x_TI, weight_EOI, tokens_per_expert.tolist())
 
 
 def rows_of_biases(
@@ -59,9 +55,8 @@ def rows_of_biases(
     It is a product with a matrix that has a weight at each row's expert, so that a GPU adds up the gradients of a bias
     in fp32, in one order, and no host waits for the number of an expert's rows.
     """
-    experts = torch.arange(len(bias_EO), device=bias_EO.device)
-    experts_T = experts.repeat_interleave(tokens_per_expert.to(bias_EO.device), output_size=rows)
-    chosen_TE = F.one_hot(experts_T, len(bias_EO)).to(bias_EO.dtype)
+    each_EE = torch.eye(len(bias_EO), dtype=bias_EO.dtype, device=bias_EO.device)
+    chosen_TE = each_EE.repeat_interleave(tokens_per_expert.to(bias_EO.device), dim=0, output_size=rows)
     if weights_T is not None:
         chosen_TE = chosen_TE * weights_T.unsqueeze(-1).to(bias_EO.dtype)
     return chosen_TE @ bias_EO
@@ -121,7 +116,7 @@ class ExpertMatrices(torch.nn.Module):
             weights_T: what multiplies the bias of each row.
         """
         grouped = self.group_products and can_group(x_TI, self.weight)
-        multiply: Any = grouped_linear if grouped else linear_by_expert
+        multiply: Any = grouped_linear if grouped else kernels.linear_by_expert
         if split_backward.splits(self.weight):
             by_expert = partial(multiply, tokens_per_expert=tokens_per_expert)
             product_TO = split_backward.linear_by_expert(x_TI, self.weight, tokens_per_expert.tolist(), by_expert)
@@ -135,20 +130,14 @@ class ExpertMatrices(torch.nn.Module):
             bias_EO = bias_EO - bias_EO.detach()
         return product_TO + rows_of_biases(bias_EO, tokens_per_expert, len(product_TO), weights_T)
 
-    def sharded(self, name: str, key: str, offsets: tuple[Any, ...]) -> dict[str, ShardedTensorFactory]:
-        """Return the parameters as those of single experts: parts of tensors [..., all experts, all rows, all columns]
-        and [..., all experts, all rows], whose names and pieces are those of megatron-core's own experts.
+    def sharded(self, parameter: torch.Tensor, key: str, offsets: tuple[Any, ...]) -> ShardedTensorFactory:
+        """Return a parameter as those of single experts: parts of a tensor [..., all experts, all rows, all columns] or
+        [..., all experts, all rows], whose name and pieces are those of megatron-core's own experts.
 
         Args:
             offsets: offsets of the axes before, as megatron-core gives them: (axis, this part's index, number of
                 parts).
         """
-        return {
-            f"{name}.{kind}": self._sharded(parameter, f"{key}.{kind}", offsets)
-            for kind, parameter in self.named_parameters()
-        }
-
-    def _sharded(self, parameter: torch.Tensor, key: str, offsets: tuple[Any, ...]) -> ShardedTensorFactory:
         prepended = len(offsets) + 1
         is_divided = parameter.dim() > self.divided + 1
         axis = prepended + self.divided
@@ -172,11 +161,10 @@ class ExpertMatrices(torch.nn.Module):
                 for place, part in zip(places, matrix.chunk(len(places)), strict=True)
             ]
 
-        def stack(parts: Any) -> torch.Tensor:
-            return torch.cat(parts).view(parameter.shape)
-
         replica = (0, 0 if is_divided else tp_rank, self.groups.expt_dp.rank())
-        return ShardedTensorFactory(key, parameter, matrices, stack, replica)
+        return ShardedTensorFactory(
+            key, parameter, matrices, lambda parts: torch.cat(parts).view(parameter.shape), replica
+        )
 
 
 class GroupedExperts(MegatronModule):
@@ -235,54 +223,67 @@ class GroupedExperts(MegatronModule):
         """Return the state dict with the keys of megatron-core's experts: those of all ranks are one tensor, [layers,
         experts, ...]."""
         return {
-            **self.linear_fc1.sharded(f"{prefix}linear_fc1", f"{prefix}experts.linear_fc1", sharded_offsets),
-            **self.linear_fc2.sharded(f"{prefix}linear_fc2", f"{prefix}experts.linear_fc2", sharded_offsets),
+            f"{prefix}{name}.{kind}": matrices.sharded(parameter, f"{prefix}experts.{name}.{kind}", sharded_offsets)
+            for name, matrices in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2))
+            for kind, parameter in matrices.named_parameters()
         }
 
 
 class Mixture(MoELayer):
     """A mixture that sends tokens together with the weights of their experts: a small message takes hardly less time
-    than a large one (on a CPU two milliseconds)."""
+    than a large one (on a CPU two milliseconds).
 
-    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens that the ranks of this one's experts have, and their weights. hidden_states: [..., H]."""
-        way: Any = self.token_dispatcher
-        gathers = self.config.moe_token_dispatcher_type == "allgather"
-        # On a GPU the engine waits in its own way for what is sent all-to-all, whose sizes the host needs.
-        together = probs.dtype == hidden_states.dtype and (gathers or probs.is_cpu) and not way.use_nccl_stream
-        if not together or way.tp_ep_group.size() == 1:
-            return super().dispatch(hidden_states, probs)
-        if gathers:
-            sent = torch.cat([hidden_states, probs.where(way.routing_map, _NOT_CHOSEN)], 1)
-            arrived = gather_from_sequence_parallel_region(sent, group=way.tp_ep_group)
-        else:
-            sent = torch.cat([hidden_states, probs.unsqueeze(1)], 1)
-            arrived = all_to_all(way.ep_group, sent, way.output_splits, way.input_splits)
-        rows, probs = arrived.split([hidden_states.size(1), sent.size(1) - hidden_states.size(1)], 1)
-        if gathers:
-            way.routing_map = probs != _NOT_CHOSEN
-            return rows, probs
-        return rows.contiguous(), probs.squeeze(1)
+    Args:
+        latent: width of what its routed experts read and give, between projections for which megatron-core's needs
+            Transformer Engine; None: the hidden size.
+    """
 
-
-class LatentMixture(Mixture):
-    """A mixture whose routed experts work in a smaller width. megatron-core's needs Transformer Engine for it."""
-
-    def __init__(self, config: TransformerConfig, *arguments: Any, latent: int, **settings: Any) -> None:
+    def __init__(self, config: TransformerConfig, *arguments: Any, latent: int | None, **settings: Any) -> None:
         super().__init__(config, *arguments, **settings)
-        self.fc1_latent_proj = WholeLinear(config, config.hidden_size, latent)
-        self.fc2_latent_proj = WholeLinear(config, latent, config.hidden_size)
+        self.latent = latent
+        if latent is not None:
+            self.fc1_latent_proj = WholeLinear(config, config.hidden_size, latent)
+            self.fc2_latent_proj = WholeLinear(config, latent, config.hidden_size)
 
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project what the experts read down, and send it on its way."""
-        return super().preprocess(self.fc1_latent_proj(hidden_states), probs, routing_map)
+        read = hidden_states if self.latent is None else self.fc1_latent_proj(hidden_states)
+        return super().preprocess(read, probs, routing_map)
+
+    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens that the ranks of this one's experts have, and their weights. hidden_states: [..., H]."""
+        way: Any = self.token_dispatcher
+        gathers, on_cpu = self.config.moe_token_dispatcher_type == "allgather", probs.is_cpu
+        # On a GPU the engine waits in its own way for what is sent all-to-all, whose sizes the host needs.
+        together = probs.dtype == hidden_states.dtype and (gathers or on_cpu) and not way.use_nccl_stream
+        if not together or way.tp_ep_group.size() == 1:
+            return super().dispatch(hidden_states, probs)
+        weights = probs.where(way.routing_map, _NOT_CHOSEN) if gathers else probs.unsqueeze(1)
+        sent = torch.cat([hidden_states, weights], 1)
+        if gathers:
+            arrived = (gathered if on_cpu else gather_from_sequence_parallel_region)(sent, group=way.tp_ep_group)
+        else:
+            arrived = all_to_all(way.ep_group, sent, way.output_splits, way.input_splits)
+        rows, probs = arrived.split([hidden_states.size(1), weights.size(1)], 1)
+        if gathers:
+            way.routing_map = probs != _NOT_CHOSEN
+            return rows, probs
+        return rows.contiguous(), probs.squeeze(1)
+
+    def combine(self, output: torch.Tensor) -> torch.Tensor:
+        """Return what the experts of all ranks give for this rank's tokens, added up or to be added."""
+        way: Any = self.token_dispatcher
+        gathers = self.config.moe_token_dispatcher_type == "allgather" and way.tp_ep_group.size() > 1
+        if gathers and output.is_cpu and output.dtype == way.local_probs.dtype:
+            return added(output, way.tp_ep_group)
+        return super().combine(output)
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Project what the experts gave up, and add what the shared ones did."""
-        dispatcher: Any = self.token_dispatcher
-        output = self.fc2_latent_proj(dispatcher.combine_postprocess(output))
+        output = super().postprocess(output, None)
+        output = output if self.latent is None else self.fc2_latent_proj(output)
         return output if shared_expert_output is None else output + shared_expert_output
 
 
@@ -292,14 +293,6 @@ def mixture_of_experts(described: Experts) -> Any:
     submodules = MoESubmodules(
         experts=partial(GroupedExperts, has_bias=described.mlp.bias, latent=described.latent),  # pyright: ignore[reportArgumentType]
         shared_experts=partial(SharedExpertMLP, submodules=shared),
-        router=partial(
-            Router,
-            group_scores=described.group_scores,
-            has_bias=described.mlp.bias,
-            capacity=described.capacity,
-            sparse_mixer=described.sparse_mixer,
-        ),
+        router=partial(Router, described=described),
     )
-    if described.latent is None:
-        return partial(Mixture, submodules=submodules)
-    return partial(LatentMixture, submodules=submodules, latent=described.latent)
+    return partial(Mixture, submodules=submodules, latent=described.latent)

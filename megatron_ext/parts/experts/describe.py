@@ -7,8 +7,9 @@ a token, T a rank's part of the activations, which it routes.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.parameter import Parameter
@@ -143,6 +144,11 @@ class Experts(Part):
             others, formula = ep * etp - 1, "m {layers} (E e - 1) T"
             # Besides the tokens: which experts each has, forward in bytes, and with which weights, in fp32.
             weights = 4 * share.tokens / share.tensor * self.count
+            together = share.config.model.moe_router_dtype in (None, f"fp{8 * share.width}")
+            if together and share.config.layout.device == "cpu":
+                both = 2 * others * (own + share.width * share.tokens / share.tensor * self.count)
+                yield Exchange("ep", "all-to-all", 2 * others * own, both, (2, 2), f"2 {formula}", "mlp")
+                return
             for collective, times in (("all-gather", 1.25), ("reduce-scatter", 1.0)):
                 forward, backward = others * own, others * (own + times * weights)
                 yield Exchange("ep", collective, forward, backward, (1, 1), formula, "mlp")
@@ -188,6 +194,22 @@ class Experts(Part):
             )
 
 
+_USUAL: Mapping[str, tuple[Any, ...]] = {
+    "moe_layer_freq": ("1", "-1"),  # -1 is MindSpeed's word for all
+    "moe_router_num_groups": (1,),
+    "moe_router_group_topk": (1,),
+    "moe_router_topk_scaling_factor": (1.0,),
+}
+"""Values that ask for nothing, besides None and False."""
+
+
+def asked(model: ModelConfig, *names: str) -> list[str]:
+    """Return the flags of those of the named fields whose value asks for something."""
+    values = ((name, getattr(model, name)) for name in names)
+    asking = ((name, value) for name, value in values if value is not None and value is not False)
+    return [flag_of(name) for name, value in asking if value not in _USUAL.get(name, ())]
+
+
 def _otherwise_chosen(model: ModelConfig) -> Iterator[str]:
     """Yield the flags that ask for another choice of experts than SparseMixer's."""
     for flag, value, usual in (
@@ -198,14 +220,9 @@ def _otherwise_chosen(model: ModelConfig) -> Iterator[str]:
         if value != usual:
             of_another = f"chooses experts in its own way, but {flag} is {value}"
             yield f"--moe-router-sparsemixer-eps {of_another}; use {flag} {usual}"
-    for flag, is_given in (
-        ("--moe-router-enable-expert-bias", model.moe_router_enable_expert_bias),
-        ("--moe-router-num-groups", model.moe_router_num_groups not in (None, 1)),
-        ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor not in (None, 1.0)),
-        ("--moe-router-pre-softmax", model.moe_router_pre_softmax),
-    ):
-        if is_given:
-            yield f"--moe-router-sparsemixer-eps chooses and weighs experts in its own way; leave {flag} out"
+    others = ("enable_expert_bias", "num_groups", "topk_scaling_factor", "pre_softmax")
+    for flag in asked(model, *(f"moe_router_{other}" for other in others)):
+        yield f"--moe-router-sparsemixer-eps chooses and weighs experts in its own way; leave {flag} out"
 
 
 def experts_of(model: ModelConfig, count: int) -> Experts:

@@ -12,8 +12,7 @@ class RouterLoad:
     squared logsumexp of the logits (Zoph et al. 2022, arXiv:2202.08906, equation 5)."""
 
     def __init__(self) -> None:
-        self._step: torch.Tensor | None = None
-        self._before: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None  # of the steps before, and of this one
 
     @torch.no_grad()
     def add(self, logits: torch.Tensor, chosen_TE: torch.Tensor) -> None:
@@ -21,17 +20,18 @@ class RouterLoad:
         squares = logits.float().logsumexp(-1).square().sum(dtype=torch.float64).view(1)
         tokens = squares.new_full((1,), len(chosen_TE))
         added = torch.cat([chosen_TE.sum(0, dtype=torch.float64), tokens, squares])
-        self._step = added if self._step is None else self._step.add_(added)
+        if self._counts is None:
+            self._counts = added.new_zeros(2, len(added))
+        self._counts[1] += added
 
     def begin_step(self) -> None:
         """Begin the next step; what was counted counts to the steps before it."""
-        if self._step is not None:
-            self._before = self._step if self._before is None else self._before.add_(self._step)
-            self._step = None
+        if self._counts is not None:
+            self._counts[0] += self._counts[1]
+            self._counts[1] = 0.0
 
     def take(self, experts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers of this step, and of it and those before since the last call, each [E + 2]."""
-        nothing = torch.zeros(experts + 2, dtype=torch.float64, device=device)
-        step, before = (nothing if one is None else one for one in (self._step, self._before))
-        self._step = self._before = None
-        return step, step + before
+        nothing = torch.zeros(2, experts + 2, dtype=torch.float64, device=device)
+        counts, self._counts = nothing if self._counts is None else self._counts, None
+        return counts[1], counts.sum(0)

@@ -7,11 +7,14 @@ Shapes: T tokens of this rank, E experts.
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import (
@@ -22,7 +25,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_ext.parts.experts.describe import Capacity
+from megatron_ext.parts.experts.describe import Capacity, Experts
 from megatron_ext.parts.experts.load import RouterLoad
 from megatron_ext.parts.latent_attention.indexer import INDEXER_LOSS
 
@@ -82,10 +85,7 @@ class Router(TopKRouter):
     """A router of megatron-core's whose logits need no GPU, and whose balance does not depend on the layout.
 
     Args:
-        group_scores: best scores of a group of experts that are added up; None: megatron-core's number.
-        has_bias: whether its logits have a trained bias, which megatron-core ties to --disable-bias-linear alone.
-        capacity: how many tokens an expert takes in training; None: all.
-        sparse_mixer: the `eps` of `sparsely_mixed`, by which experts are chosen; None: they are the top k.
+        described: the mixture that it is a part of.
     """
 
     def __init__(
@@ -94,28 +94,26 @@ class Router(TopKRouter):
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
         *,
-        group_scores: int | None = None,
-        has_bias: bool = False,
-        capacity: Capacity | None = None,
-        sparse_mixer: float | None = None,
+        described: Experts,
     ) -> None:
         assert pg_collection is not None
         super().__init__(config, pg_collection, is_mtp_layer)
-        self.capacity, self.sparse_mixer = capacity, sparse_mixer
-        if sparse_mixer is not None:
+        self.capacity, self.sparse_mixer = described.capacity, described.sparse_mixer
+        if self.sparse_mixer is not None:
             self.routing_type: Any = "sinkhorn"  # by which megatron-core asks `sinkhorn_load_balancing`
-        if capacity is not None:  # which megatron-core's router would apply to each rank; its dispatcher reads it
+        if self.capacity is not None:  # which megatron-core's router would apply to each rank; its dispatcher reads it
             self.config = copy.copy(config)
             self.config.moe_expert_capacity_factor = None
-        self.bias = torch.nn.Parameter(self.weight.new_empty(len(self.weight))) if has_bias else None
+        # megatron-core ties it to --disable-bias-linear alone.
+        self.bias = torch.nn.Parameter(self.weight.new_empty(len(self.weight))) if described.mlp.bias else None
         if self.bias is not None:
             vars(self.bias)["sequence_parallel"] = config.sequence_parallel
         if self.local_tokens_per_expert is not None:
             self.local_tokens_per_expert = self.local_tokens_per_expert.long()  # exact, and not rounded with the model
         biased_softmax = self.enable_expert_bias and self.score_function == "softmax"
-        if biased_softmax or group_scores is not None:
+        if biased_softmax or described.group_scores is not None:
             # megatron-core asks a replay of earlier choices which experts to take: the one place where it asks.
-            self.router_replay: Any = _Choice(self, group_scores)
+            self.router_replay: Any = SimpleNamespace(get_replay_topk=partial(self._choose, described.group_scores))
         self.dp_group = pg_collection.dp
         # megatron-core's own counts would be rounded to bf16 with the model.
         self.global_tokens_per_expert: Any = None
@@ -172,11 +170,8 @@ class Router(TopKRouter):
     def _own_rows(self, judge: Callable[[torch.Tensor], torch.Tensor], rows_TE: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of what `judge` makes of the rows of all tokens of the microbatch, in fp32.
         megatron-core has each rank judge its own tokens; here the result is the same in every layout."""
-        group, own = self.tp_cp_group, rows_TE.float().contiguous()
-        if group.size() == 1:
-            return judge(own)
-        everyones = own.new_empty(group.size() * len(own), own.size(1))
-        torch.distributed.all_gather_into_tensor(everyones, own, group=group)
+        group, own = self.tp_cp_group, rows_TE.float()
+        everyones: Any = own if group.size() == 1 else gather_from_sequence_parallel_region(own, group=group)
         return judge(everyones).chunk(group.size())[group.rank()]
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
@@ -225,8 +220,7 @@ class Router(TopKRouter):
             tokens_E: the numbers in this microbatch, the same on all ranks that share it.
         """
         group = self.dp_group
-        everyones = tokens_E.new_empty(group.size() * len(tokens_E))
-        torch.distributed.all_gather_into_tensor(everyones, tokens_E, group=group)
+        everyones: Any = gather_from_sequence_parallel_region(tokens_E, group=group)
         everyones_DE = everyones.view(group.size(), -1)
         turn = group.rank() + 1
         load_E = (self._tokens_before_E + everyones_DE[:turn].sum(0)) / (self._microbatches_before + turn)
@@ -256,38 +250,31 @@ class Router(TopKRouter):
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
         return weights * chosen, chosen
 
-
-class _Choice:
-    """Chooses experts where megatron-core has no such choice: by softmax's scores with a bias, as ERNIE 4.5, or from
-    groups that count another number of scores, as DeepSeek-V2 (Liu et al. 2024, arXiv:2405.04434, section 2.2.2)."""
-
-    layer_number: int | None = None  # set by the router
-
-    def __init__(self, router: Router, group_scores: int | None) -> None:
-        self.router, self.group_scores = router, group_scores
-
-    def get_replay_topk(
+    def _choose(
         self,
+        group_scores: int | None,
         scores_TE: torch.Tensor,
         topk: int,
         num_groups: int | None,
         group_topk: int | None,
         compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of each token's experts and their indices, both [T, topk].
+        """Return the scores of each token's experts and their indices, both [T, topk], where megatron-core has no such
+        choice: by softmax's scores with a bias, as ERNIE 4.5, or from groups that count another number of scores, as
+        DeepSeek-V2 (Liu et al. 2024, arXiv:2405.04434, section 2.2.2).
 
         Args:
             scores_TE: of T tokens here; logits where softmax comes after the choice.
             compute_topk: megatron-core's choice, with the same arguments.
         """
-        router, judged_TE = self.router, scores_TE
-        if router.expert_bias is not None and router.score_function == "softmax":
-            if not router.config.moe_router_pre_softmax:
+        judged_TE = scores_TE
+        if self.expert_bias is not None and self.score_function == "softmax":
+            if not self.config.moe_router_pre_softmax:
                 judged_TE = judged_TE.softmax(dim=-1, dtype=torch.float32)
-            judged_TE = judged_TE + router.expert_bias
-        if self.group_scores is not None and group_topk and num_groups:
+            judged_TE = judged_TE + self.expert_bias
+        if group_scores is not None and group_topk and num_groups:
             groups_TGE = judged_TE.unflatten(1, (num_groups, -1))
-            best = groups_TGE.topk(self.group_scores, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
+            best = groups_TGE.topk(group_scores, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
             others = torch.ones_like(groups_TGE[..., 0], dtype=torch.bool).scatter(1, best, False)
             judged_TE = groups_TGE.masked_fill(others.unsqueeze(-1), -math.inf).flatten(1)
             num_groups = group_topk = None

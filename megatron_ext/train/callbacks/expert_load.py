@@ -68,14 +68,11 @@ class ExpertLoad(Callback):
                     bias=(min(bias[:-2]), max(bias[:-2])) if layer.experts.has_bias else None,
                 )
             )
-            self._count_idle(layer.number, interval[:-2], steps)
+            for expert, count in enumerate(interval[:-2]):
+                self._idle[layer.number, expert] = 0 if count else self._idle.get((layer.number, expert), 0) + steps
         if run.rank == 0:
             self._warn(run.state.iteration, steps)
         return tuple(found)
-
-    def _count_idle(self, layer: int, tokens: list[float], steps: int) -> None:
-        for expert, count in enumerate(tokens):
-            self._idle[layer, expert] = 0 if count else self._idle.get((layer, expert), 0) + steps
 
     def _warn(self, iteration: int, steps: int) -> None:
         """Name the experts that have come to be without tokens for so long."""

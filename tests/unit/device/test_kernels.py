@@ -136,7 +136,7 @@ def test_products_of_experts_are_those_one_by_one(counts: list[int], in_place: b
     if in_place:
         weight.main_grad = torch.full_like(weight, 7.0)
         expect_first(weight.main_grad)
-    found = kernels.linear_by_expert(x, weight, counts)
+    found = kernels.linear_by_expert(x, weight, torch.tensor(counts))
     gradients = torch.autograd.grad(found, (x, weight), upstream)
     assert torch.equal(found, expected)
     assert all(torch.equal(one, other) for one, other in zip(gradients, expected_gradients, strict=True))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.device import kernels, split_backward
-from megatron_ext.parts.experts.compute import linear_by_expert
+from megatron_ext.device.kernels import linear_by_expert
 
 
 class Products(TorchDispatchMode):

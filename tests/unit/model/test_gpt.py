@@ -80,7 +80,10 @@ def test_a_run_and_every_global_batch_begin_with_no_load(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(TopKRouter, "__init__", without_bias)
     groups: Any = SimpleNamespace(dp="dp")
-    router: Any = Router(Any, groups)  # pyright: ignore[reportArgumentType]
+    described: Any = SimpleNamespace(
+        capacity=None, sparse_mixer=None, group_scores=None, mlp=SimpleNamespace(bias=False)
+    )
+    router: Any = Router(Any, groups, described=described)  # pyright: ignore[reportArgumentType]
     assert (router._tokens_before_E, router._microbatches_before, router.dp_group) == (0, 0, "dp")
     router._tokens_before_E, router._microbatches_before = torch.ones(4), 7
     router.reset_global_aux_loss_tracker()

@@ -36,9 +36,9 @@ def test_experts_of_tensor_parallel_ranks_are_whole_in_a_checkpoint(gated: bool,
                 }
             )
             experts.bias = None if divided == 0 else torch.nn.Parameter(torch.zeros(2, rows))
-            factories = experts.sharded("matrix", "experts", ())
-            assert divided == 0 or factories["matrix.bias"].replica_id == (0, rank, 3), "all ranks have the whole of it"
-            factory = factories["matrix.weight"]
+            bias = experts.bias if experts.bias is None else experts.sharded(experts.bias, "experts.bias", ())
+            assert bias is None or bias.replica_id == (0, rank, 3), "all ranks have the whole of it"
+            factory = experts.sharded(experts.weight, "experts.weight", ())
             assert factory.replica_id == (0, 0, 3)
             pieces = factory.build()
             for piece in pieces:

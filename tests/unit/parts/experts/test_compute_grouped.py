@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_ext.parts.experts.compute import can_group, grouped_linear, linear_by_expert
+from megatron_ext.device.kernels import linear_by_expert
+from megatron_ext.parts.experts.compute import can_group, grouped_linear
 
 COUNTS = ([5, 0, 7, 1], [0, 0, 0, 0], [0, 13, 0, 0], [8, 8, 8, 8])
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")))
