@@ -118,8 +118,8 @@ def _fewer_devices(question: Question, batch: int) -> int | None:
 _LEAST_GAIN_OF_SHORT_GRADIENTS = 0.01
 
 
-def with_short_gradients(question: Question, answer: Answer, number: int = 3) -> list[Candidate]:
-    """Return up to `number` layouts that are faster by 1% or more with 2-byte gradients than the best without, fastest
+def with_short_gradients(question: Question, answer: Answer) -> list[Candidate]:
+    """Return up to three layouts that are faster by 1% or more with 2-byte gradients than the best without, fastest
     first; none where nothing fits, or what was given says how gradients are kept."""
     values = question.values
     said = any(values.get(name) for name in ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"))
@@ -130,7 +130,7 @@ def with_short_gradients(question: Question, answer: Answer, number: int = 3) ->
     resolved = {**short, "accumulate_allreduce_grads_in_fp32": False}
     # What host memory had to take before is part of the flags of the best.
     moved = {name: True for name in ("optimizer_cpu_offload",) if answer.best[0].choice.get(name)}
-    candidates = tried_again(question, answer.tight, resolved, limit, number)
+    candidates = tried_again(question, answer.tight, resolved, limit, 3)
     return [replace(each, choice={**each.choice, **moved, **short}) for each in candidates]
 
 
@@ -143,6 +143,7 @@ PARTS = {
 """The fields of the hardware table that make up each part."""
 
 MEMORY = "memory size"
+_MORE_AND_LESS = (1.1, 0.9)
 
 
 @dataclass(frozen=True)
@@ -162,37 +163,37 @@ class Limit:
     winner_slower: int
 
 
-def limits(question: Question, best: Sequence[Candidate], by: float = 0.1, *, searched: bool = True) -> list[Limit]:
+def limits(question: Question, best: Sequence[Candidate], *, searched: bool = True) -> list[Limit]:
     """Return what each part limits, the largest gain first.
 
     Args:
         best: the layouts to compare, fastest first; the changes are those of the first one, but for the memory, with
             which another search finds another layout.
-        by: share by which a part gets faster or slower.
         searched: whether the layouts were chosen; more memory is of no use to one that was given.
     """
-    rows = []
+    rows, now = [], best[0].seconds
     for part, names in PARTS.items():
-        more, less = (_retimed(best, _scaled(question.machine, names, 1 + sign * by)) for sign in (1, -1))
-        rows.append(_limit(part, best, more, less))
+        machines = [_scaled(question.machine, names, factor) for factor in _MORE_AND_LESS]
+        more, less = ([time_of(candidate.work, machine).total for candidate in best] for machine in machines)
+        rows.append(Limit(part, more[0] / now - 1, less[0] / now - 1, _winner(more), _winner(less)))
     if not searched:
         return sorted(rows, key=lambda limit: limit.faster)
-    more, less = (_with_memory(question, 1 + sign * by) for sign in (1, -1))
+    more, less = (_with_memory(question, factor) for factor in _MORE_AND_LESS)
     rows.append(
         Limit(
             MEMORY,
-            _change(best[0].seconds, more),
-            _change(best[0].seconds, less),
-            0 if more is not None and more >= 0.999 * best[0].seconds else -1,
-            0 if less is not None and less <= 1.001 * best[0].seconds else -1,
+            _change(now, more),
+            _change(now, less),
+            0 if more is not None and more >= 0.999 * now else -1,
+            0 if less is not None and less <= 1.001 * now else -1,
         )
     )
     return sorted(rows, key=lambda limit: limit.faster)
 
 
-def table(ordered: Sequence[Limit], best: Sequence[Candidate], by: float = 0.1) -> list[str]:
+def table(ordered: Sequence[Limit], best: Sequence[Candidate]) -> list[str]:
     """Return the limits as a table."""
-    rows = [["", f"{by:.0%} more", f"{by:.0%} less", ""]]
+    rows = [["", "10% more", "10% less", ""]]
     for limit in ordered:
         rows.append([limit.part, _share(limit.faster), _share(limit.slower), _winners(limit)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -202,18 +203,9 @@ def table(ordered: Sequence[Limit], best: Sequence[Candidate], by: float = 0.1) 
     return lines
 
 
-def _limit(part: str, best: Sequence[Candidate], more: Sequence[float], less: Sequence[float]) -> Limit:
-    now = best[0].seconds
-    return Limit(part, more[0] / now - 1, less[0] / now - 1, _winner(more), _winner(less))
-
-
 def _winner(seconds: Sequence[float]) -> int:
     # A thousandth more or less is no difference.
     return 0 if seconds[0] <= 1.001 * min(seconds) else min(range(len(seconds)), key=lambda index: seconds[index])
-
-
-def _retimed(best: Sequence[Candidate], machine: Machine) -> list[float]:
-    return [time_of(candidate.work, machine).total for candidate in best]
 
 
 def _scaled(machine: Machine, names: Sequence[str], factor: float) -> Machine:

@@ -5,6 +5,7 @@ Each room makes its own part of it; this file alone calls them together, and han
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe
 from megatron_ext.data.skipped import NOTHING, SkippedSamples, skipped_samples
 from megatron_ext.device import split_backward
 from megatron_ext.device.device_protocol import Device
+from megatron_ext.device.kernels import GEMMS, gemm_by_ability, measured_gemm, use_gemm
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.own_layers import mark_own_parameters
@@ -42,7 +44,6 @@ from megatron_ext.plan.schedule import schedule_of
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
-from megatron_ext.train import cpu_gemm
 from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
 from megatron_ext.train.extensions import NONE, Extensions
@@ -163,7 +164,8 @@ def set_kernels(config: Config, device: Device) -> None:
     """Set precision and determinism of the kernels of this process, and the kernel of attention that was chosen."""
     allowed = allowed_kernels(config)
     use(allowed[0] if len(allowed) == 1 else None, device)
-    cpu_gemm.use(config)
+    name = config.training.cpu_gemm
+    use_gemm(gemm_by_ability() if name == "auto" else name)  # auto: by the processor's vectors alone
     torch.backends.cuda.matmul.allow_tf32 = config.training.tf32
     torch.backends.cudnn.allow_tf32 = config.training.tf32
     in_fp32 = config.training.disable_bf16_reduced_precision_matmul
@@ -264,3 +266,19 @@ def _held_out_counts(config: Config, dataset: Samples, wanted: int) -> list[int]
     if config.training.multiple_validation_sets:
         return [min(wanted, count) for count in everything]
     return dataset.counts(min(wanted, len(dataset)))
+
+
+def with_chosen_gemm(config: Config, device: Device, resume: Resume | None) -> Config:
+    """Return the configuration with --cpu-gemm auto replaced by the library that multiplies fp32 matrices on a CPU, the
+    same on all ranks. Collective, where it is measured.
+
+    The libraries round differently. A resumed run therefore keeps that of its checkpoint, so that it goes on with the
+    same bits: the choice is part of the configuration that a checkpoint holds.
+    """
+    training = config.training
+    if device.kind != "cpu" or training.cpu_gemm != "auto" or training.params_dtype != "float32":
+        return config
+    saved = ((resume.saved if resume is not None else None) or {}).get("cpu_gemm")
+    chosen = [saved if saved in GEMMS else measured_gemm()]
+    torch.distributed.broadcast_object_list(chosen, src=0)
+    return replace(config, training=replace(training, cpu_gemm=chosen[0]))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from megatron_ext.device.device_protocol import Device
-    from megatron_ext.train.callbacks.history import History
+    from megatron_ext.train.callbacks.standard import History
     from megatron_ext.train.run import Run
     from megatron_ext.train.trainer import Callback
 
@@ -302,11 +302,11 @@ def graphs_of(here: "Device", config: Config) -> Config:
 def _with_chosen_kernels(configured: Configured, here: "Device") -> tuple[Configured, str | None]:
     """Return the configuration with the kernels that compute on this device, and what the banner says of attention."""
     from megatron_ext.parts.attention import choice
-    from megatron_ext.train import cpu_gemm
+    from megatron_ext.train.build import with_chosen_gemm
 
     resume = configured.resume
     attention = choice.choose(graphs_of(here, configured.config), here, None if resume is None else resume.saved)
-    return replace(configured, config=cpu_gemm.choose(attention.config, here, resume)), attention.text
+    return replace(configured, config=with_chosen_gemm(attention.config, here, resume)), attention.text
 
 
 def _build(configured: Configured, here: "Device", status: RunStatus, extensions: Extensions, ends: ExitStack) -> "Run":
@@ -336,8 +336,7 @@ def _train(
     Raises:
         StoppedBySignal: the run was stopped, and is saved.
     """
-    from megatron_ext.train.callbacks.history import History
-    from megatron_ext.train.callbacks.standard import standard_callbacks
+    from megatron_ext.train.callbacks.standard import History, standard_callbacks
     from megatron_ext.train.callbacks.stopping import STAGE_OVER, StageEnd
     from megatron_ext.train.trainer import Trainer
 

@@ -37,7 +37,6 @@ import megatron_ext.data.shuffled_order  # noqa: E402
 import megatron_ext.optim.muon  # noqa: E402
 import megatron_ext.resilience.watchdog  # noqa: E402
 import megatron_ext.train.build  # noqa: E402
-import megatron_ext.train.callbacks.history  # noqa: E402
 import megatron_ext.train.callbacks.standard  # noqa: E402
 import megatron_ext.train.pretrain  # noqa: E402
 import megatron_ext.train.start_watchdog  # noqa: E402

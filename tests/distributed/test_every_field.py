@@ -396,9 +396,7 @@ ELSEWHERE: dict[str, str] = {
             "no_bias_dropout_fusion no_bias_swiglu_fusion no_triton_kernels "
             "nvtx_ranges record_memory_history memory_snapshot_path no_overlap_p2p_communication distributed_backend"
         ),
-        "it ends the run; test_error_injection.py of resilience/ sees the end": (
-            "error_injection_rate error_injection_type"
-        ),
+        "it ends the run; test_numeric.py of resilience/ sees the end": ("error_injection_rate error_injection_type"),
         "it is a service of others; tests of telemetry/ drive it on stand-ins": (
             "wandb_project wandb_exp_name wandb_entity wandb_save_dir mlflow_experiment mlflow_run_name "
             "mlflow_tracking_uri comet_project comet_experiment_name comet_workspace trackio_project trackio_run_name "

@@ -59,8 +59,7 @@ def hold_until_exit(folder: str | Path) -> None:
     try:
         begun = _begun(path, file)
         file.truncate(0)
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "contents": begun}
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": _now(), "contents": begun}
         file.write(json.dumps(holder) + "\n")
         file.flush()
         _contents[os.path.realpath(folder)] = begun
@@ -162,3 +161,7 @@ def _refusal(folder: str | Path, file: IO[str]) -> str:
         f"--save {folder} is in use by another job: {who}; give another folder with --save, or end that job first "
         "(its lock ends with it)"
     )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,6 +1,9 @@
-"""Makes the callbacks that the flags ask for, in the order in which they hear of a step."""
+"""Makes the callbacks that the flags ask for, in the order in which they hear of a step; and keeps the losses of a run
+for what `pretrain` returns.
+"""
 
 import dataclasses
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
 from megatron_ext.telemetry.communication_clock import CommunicationClock
 from megatron_ext.telemetry.log_line import Console
+from megatron_ext.telemetry.metrics import Evaluated, ValidationMetrics
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.profiler import StepProfiler, open_range
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
@@ -26,7 +30,8 @@ from megatron_ext.train.callbacks.spike_check import SpikeCheck
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.datasets import DataCheck, blocks_of_run, share, tokenizer_of_run
 from megatron_ext.train.run import Run
-from megatron_ext.train.trainer import Callback
+from megatron_ext.train.step import StepResult
+from megatron_ext.train.trainer import Callback, Trainer
 
 
 def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> list[Callback]:
@@ -172,3 +177,21 @@ def _arguments(config: Config) -> dict[str, Any]:
     """Return every resolved value by its flag's name."""
     groups = (getattr(config, group.name) for group in dataclasses.fields(Config))
     return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
+
+
+class History(Callback):
+    """Remembers the loss of every step, in 8 bytes, and of every evaluation on the validation data."""
+
+    def __init__(self) -> None:
+        self.losses = array("d")
+        self.validation_losses: dict[int, float] = {}
+
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return False
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        self.losses.append(result.loss)
+
+    def on_evaluation(self, trainer: Trainer, metrics: Evaluated) -> None:
+        if isinstance(metrics, ValidationMetrics):
+            self.validation_losses[metrics.iteration] = metrics.validation_loss

@@ -22,7 +22,6 @@ class Chunk:
     def __init__(self, name: str, calls: list[str], model: torch.nn.Module | None = None):
         self.name, self.calls, self.model = name, calls, model
         self.remove_forward_pre_hook_handles: dict[torch.nn.Module, Any] = {}
-        self.param_to_bucket_group: dict[torch.nn.Parameter, Any] = {}
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         self.calls.append(f"{self.name} off{', gathered' if param_sync else ''}")
@@ -65,16 +64,6 @@ def test_modules_without_weights_wait_for_none() -> None:
             handle.remove()
         model(torch.zeros(1, 2))
         assert calls == ["Linear"]
-
-
-class Bucket:
-    """In the place of a bucket group whose gather is under way."""
-
-    def __init__(self, finished: list[str], name: str):
-        self.finished, self.name = finished, name
-
-    def finish_param_sync(self) -> None:
-        self.finished.append(self.name)
 
 
 def test_whole_experts_are_divided_over_other_ranks_than_the_rest() -> None:
