@@ -11,29 +11,25 @@ from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.rules import (
-    context_parallel_rules,
     curve_rules,
-    fp8_rules,
-    inference_rules,
+    layout_rules,
     model_rules,
     moe_rules,
+    observation_rules,
     operation_rules,
     part_rules,
     pipeline_rules,
-    profiling_rules,
     run_rules,
     sharding_rules,
     training_rules,
 )
-from megatron_ext.rules import rank_rules as layout
 
 Rule = Callable[[Config, Facts], Iterable[str]]
 
 RULES: tuple[Rule, ...] = (
     *run_rules.RULES,
     *model_rules.RULES,
-    *layout.RULES,
-    *context_parallel_rules.RULES,
+    *layout_rules.RULES,
     *moe_rules.RULES,
     *part_rules.RULES,
     *pipeline_rules.RULES,
@@ -41,16 +37,14 @@ RULES: tuple[Rule, ...] = (
     *training_rules.RULES,
     *curve_rules.RULES,
     *operation_rules.RULES,
-    *fp8_rules.RULES,
-    *profiling_rules.RULES,
-    *inference_rules.RULES,
+    *observation_rules.RULES,
 )
 
 RULES_OF_RECOMPUTATION: tuple[Rule, ...] = (
     training_rules.recomputation_is_complete,
     training_rules.recomputed_parts_are_known,
     part_rules.parts_are_computed_again,
-    layout.kept_gathers_are_those_of_plain_layers,
+    layout_rules.kept_gathers_are_those_of_plain_layers,
 )
 """All rules that ask what is recomputed: where nothing else changes, a search asks no others."""
 
@@ -62,18 +56,16 @@ RULES_OF_MICRO_BATCHES: tuple[Rule, ...] = (
     training_rules.rampup_is_well_formed,
     training_rules.schedule_of_batches_is_well_formed,
     training_rules.evaluation_batch_divides,
-    fp8_rules.fp8_sums_over_whole_blocks_of_tokens,
+    operation_rules.fp8_sums_over_whole_blocks_of_tokens,
 )
 """All rules that ask for the micro batch size."""
 
 _OF_LAYOUTS = {
-    *layout.RULES,
-    *context_parallel_rules.RULES,
+    *layout_rules.RULES,
     *moe_rules.RULES,
     *part_rules.RULES,
     *pipeline_rules.RULES,
     *sharding_rules.RULES,
-    *fp8_rules.RULES,
     *RULES_OF_RECOMPUTATION,
     *RULES_OF_MICRO_BATCHES,
     run_rules.compiling_is_possible,
@@ -86,7 +78,9 @@ _OF_LAYOUTS = {
     training_rules.averages_are_kept_once,
     training_rules.offloading_offloads_something,
     operation_rules.products_add_to_main_gradients,
-    profiling_rules.communication_can_be_timed,
+    operation_rules.fp8_has_layers_of_its_own,
+    operation_rules.fp8_takes_whole_blocks,
+    observation_rules.communication_can_be_timed,
 }
 RULES_OF_LAYOUTS: tuple[Rule, ...] = tuple(rule for rule in RULES if rule in _OF_LAYOUTS)
 """All rules that ask for anything that a search chooses, in the order of the rules. The bounds of single values are not

@@ -36,8 +36,7 @@ from megatron_ext.optim.averages import keep_averages
 from megatron_ext.optim.loss_scale import share_loss_scale
 from megatron_ext.optim.qk_clip import LargestScores, QKClip
 from megatron_ext.parallel import groups as process_groups
-from megatron_ext.parts.attention.choice import allowed_kernels
-from megatron_ext.parts.attention.timing import use
+from megatron_ext.parts.attention.choice import allowed_kernels, use
 from megatron_ext.parts.stack import layers
 from megatron_ext.plan.schedule_table import schedule_of
 from megatron_ext.sharding.choose import sharding_of

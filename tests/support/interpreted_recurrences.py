@@ -17,7 +17,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import ASTTransformer
 
 from megatron_ext.parts.gated_delta.describe import GatedDelta
-from megatron_ext.parts.gated_delta.kernels import rule_of
+from megatron_ext.parts.gated_delta.rule import rule_of
 from megatron_ext.parts.norm.describe import Norm
 
 KINDS = {"gated_delta_rule": 1, "kda": 6, "simple_gla": 1}

@@ -36,7 +36,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron_ext.config.derived.rank_order import context_chunks
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.gated_delta.describe import SPAN, GatedDelta
-from megatron_ext.parts.gated_delta.kernels import rule_of
+from megatron_ext.parts.gated_delta.rule import rule_of
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear, WholeLinear
 from megatron_ext.parts.norm.compute import uninitialized
 

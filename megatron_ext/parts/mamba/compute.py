@@ -25,7 +25,7 @@ from megatron_ext.parts.gated_delta.compute import (
     documents_of_span,
     states,
 )
-from megatron_ext.parts.gated_delta.kernels import rule_of
+from megatron_ext.parts.gated_delta.rule import rule_of
 from megatron_ext.parts.mamba.describe import Mamba
 
 

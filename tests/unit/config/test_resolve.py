@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.derived import cuda_graphs
 from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.blend import missing_paths, read_blend
 from megatron_ext.config.parse.config_file import to_yaml
@@ -170,13 +169,6 @@ def test_which_device_a_run_is_on(device: str, cuda: bool, on_cpu: bool) -> None
     assert runs_on_cpu(Config(layout=LayoutConfig(device=device)), Facts(cuda_available=cuda)) == on_cpu
 
 
-@pytest.mark.parametrize(("given", "steps"), [(0, 1), (1, 1), (5, 5)])
-def test_a_capture_has_a_step_before_it(given: int, steps: int) -> None:
-    typed = {**BASE, "cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": given, "hidden_dropout": 0.0}
-    config = resolve({**typed, "attention_dropout": 0.0, "device": "cuda"}, Facts(cuda_available=True))
-    assert (config.training.cuda_graph_impl, config.training.cuda_graph_warmup_steps) == ("full_iteration", steps)
-
-
 def test_a_checkpoints_flags_stand_where_none_is_typed() -> None:
     """--use-checkpoint-args: what was typed stays, for a rule to name it."""
     saved = {"num_layers": 9, "hidden_size": 64, "tokenizer_type": "NullTokenizer", "tokenizer_model": "x", "lr": 0.5}
@@ -237,6 +229,10 @@ def test_a_checkpoints_flags_that_cannot_be_read_are_left_to_the_loading(text: s
     ("items", "expected"),
     [
         ([], ((), None)),
+        (["a"], (("a",), None)),
+        (["a", "b"], (("a", "b"), None)),
+        (["1", "a", "b"], (("1", "a", "b"), None)),
+        (["0.3", "a", "2", "b"], (("a", "b"), (0.3, 2.0))),
         (["a", "b", "c"], (("a", "b", "c"), None)),
         (["1", "b"], (("b",), (1.0,))),
         (["0.5", "a", "x", "b"], "'x' stands where a weight should be; write: weight prefix weight prefix ..."),
@@ -346,49 +342,3 @@ def test_a_file_of_a_run_has_every_value_that_is_there() -> None:
     assert "world_size" not in text
     assert "metrics_file" not in text
     assert "metrics_file: elsewhere\n" in to_yaml(resolve({**given, "metrics_file": "elsewhere"}, Facts()))
-
-
-GRAPHS = {**BASE, "cuda_graph_impl": "full_iteration", "device": "cuda", "attention_dropout": 0, "hidden_dropout": 0}
-IN_THE_WAY: list[tuple[dict[str, Any], list[str]]] = [
-    ({}, []),
-    ({"tensor_model_parallel_size": 2}, ["--tensor-model-parallel-size 2"]),
-    ({"pipeline_model_parallel_size": 2}, ["--pipeline-model-parallel-size 2"]),
-    ({"context_parallel_size": 2}, ["--context-parallel-size 2"]),
-    ({"overlap_grad_reduce": True}, ["--overlap-grad-reduce"]),
-    (
-        {"use_distributed_optimizer": True, "overlap_param_gather": True},
-        ["--overlap-param-gather"],
-    ),
-    ({"num_distributed_optimizer_instances": 2}, ["--num-distributed-optimizer-instances 2"]),
-    ({"num_experts": 4}, ["--num-experts 4"]),
-    ({"hidden_dropout": 0.25}, ["--hidden-dropout 0.25"]),
-    ({"attention_dropout": 0.5}, ["--attention-dropout 0.5"]),
-    ({"fp16": True}, ["--fp16"]),
-    ({"reset_attention_mask": True}, ["--reset-attention-mask"]),
-    ({"recompute_granularity": "full"}, ["--recompute-granularity full"]),
-    ({"recompute_activations": True}, ["--recompute-activations"]),
-    ({"fp8_format": "e4m3"}, ["--fp8-format e4m3"]),
-    ({"torch_compile": True}, ["--torch-compile"]),
-    ({"transformer_impl": "transformer_engine"}, ["--transformer-impl transformer_engine"]),
-    ({"optimizer_cpu_offload": True}, ["--optimizer-cpu-offload"]),
-    ({"spike_threshold": 3.0}, ["--spike-threshold 3.0"]),
-    ({"timing_log_level": 0}, []),
-    ({"timing_log_level": 1}, ["--timing-log-level 1"]),
-    ({"log_communication_share": True}, ["--log-communication-share"]),
-    ({"log_straggler": True}, ["--log-straggler"]),
-    ({"nvtx_ranges": True}, ["--nvtx-ranges"]),
-    ({"tensor_model_parallel_size": 4, "fp16": True}, ["--tensor-model-parallel-size 4", "--fp16"]),
-]
-
-
-@pytest.mark.parametrize(("flags", "named"), IN_THE_WAY, ids=[str(flags) for flags, _ in IN_THE_WAY])
-def test_each_flag_in_the_way_of_graphs_is_named_as_it_was_typed(flags: dict[str, Any], named: list[str]) -> None:
-    config = resolve({**GRAPHS, **flags}, Facts(world_size=4, cuda_available=True))
-    found = cuda_graphs.obstacles(config, on_cpu=False, uncapturing_torch=None)
-    assert [text.partition(" (")[0] for text in found] == named
-    assert cuda_graphs.makes_graphs(config) == (not named)
-    old = [text.partition(" (")[0] for text in cuda_graphs.obstacles(config, on_cpu=False, uncapturing_torch="2.11")]
-    assert old == ["torch 2.11", *named]
-    [first, *rest] = cuda_graphs.obstacles(config, on_cpu=True, uncapturing_torch="2.11")
-    assert first.startswith("this machine shows no NVIDIA GPU")
-    assert rest == found

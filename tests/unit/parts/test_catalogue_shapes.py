@@ -6,20 +6,12 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from megatron_ext.config.derived import attention_flags as attention_kernels
-from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, read_pipeline_layout
-from megatron_ext.config.derived.rank_order import coordinates, expert_coordinates, rank_of
-from megatron_ext.config.schema import DataConfig, LayoutConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts import own_parameters
 from megatron_ext.parts.attention.describe import Attention, Scaling
 from megatron_ext.parts.catalogue import (
-    count,
-    count_per_rank,
-    kinds_of_parameters,
     parameters,
     stages,
-    tensor_size,
 )
 from megatron_ext.parts.experts.describe import Experts
 from megatron_ext.parts.linear.describe import layers_in_fp8, multiple_of
@@ -28,57 +20,6 @@ from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.stack import Layer, layers, residual_std, stack
 from tests.support.small_models import MIXTURE, distinct_config
-
-
-@pytest.mark.parametrize(
-    ("counts", "uneven"),
-    [
-        ([[2]], False),
-        ([[2, 2], [2, 2]], False),
-        ([[1, 3], [2, 2]], True),
-        ([[2, 2], [2, 1]], True),
-        ([[1, 3], [1, 3]], True),
-        ([[3], [3], [2]], True),
-    ],
-)
-def test_a_split_is_uneven_where_two_chunks_differ(counts: list[list[int]], uneven: bool) -> None:
-    assert is_uneven(counts) == uneven
-
-
-def test_a_split_as_the_engine_takes_it() -> None:
-    """Chunk after chunk in the order of a microbatch."""
-    t = "decoder"
-    assert core_layout([[1, 0], [2, 3]]) == [["embedding", t], [t, t], [], [t, t, t, "loss"]]
-    assert core_layout([[1]]) == [["embedding", t, "loss"]]
-    assert core_layout([[1], [1]], depths=2) == [["embedding", t], [t, "mtp", "mtp", "loss"]]
-    assert read_pipeline_layout(" E t,t | (t|)*2 tm*2L ") == ["Ett", "t", "t", "tmmL"]
-    for text in ("Et*999999L", f"E{'t*60000' * 2}L", "E((t*1000)*1000)*2L"):
-        with pytest.raises(ValueError, match="it has more than 100000 layers"):
-            read_pipeline_layout(text)
-
-
-@pytest.mark.parametrize("mapping", [False, True])
-def test_places_of_ranks(mapping: bool) -> None:
-    """2 x 3 x 5 x 7 ranks: each axis has a size of its own."""
-    layout = LayoutConfig(
-        world_size=210,
-        tensor_model_parallel_size=2,
-        context_parallel_size=3,
-        pipeline_model_parallel_size=7,
-        use_tp_pp_dp_mapping=mapping,
-    )
-    for rank in range(210):
-        place = coordinates(layout, rank)
-        outer = place.dp * 7 + place.pp if mapping else place.pp * 5 + place.dp
-        assert rank == place.tp + 2 * (place.cp + 3 * outer) == rank_of(layout, place)
-        assert (place.tp < 2, place.cp < 3, place.dp < 5, place.pp < 7) == (True,) * 4
-    sizes = {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 3}
-    experts = replace(layout, **sizes)
-    for rank in range(210):
-        place = expert_coordinates(experts, rank)
-        outer = place.edp * 7 + place.pp if mapping else place.pp * 10 + place.edp
-        assert rank == place.etp + 1 * (place.ep + 3 * outer)
-        assert (place.etp, place.ep < 3, place.edp < 10, place.pp < 7) == (0, True, True, True)
 
 
 def test_a_layer_is_what_the_flags_say() -> None:
@@ -204,33 +145,6 @@ def test_the_catalogue_of_a_layer() -> None:
     assert "input_layernorm.weight" not in by_name
 
 
-def test_counts_are_those_of_the_whole_catalogue() -> None:
-    config = distinct_config(
-        MIXTURE, {"world_size": 4, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
-    )
-    assert config.layout.expert_tensor_size == 2
-    whole = parameters(config)
-    assert count(config) == sum(one.size for one in whole)
-    assert sum(number for _, number in kinds_of_parameters(config)) == len(whole)
-    dense = [one for one in whole if one.expert is None]
-    routed = [one for one in whole if one.expert is not None]
-    for parameter in (*dense, *routed):
-        assert tensor_size(config, parameter) == 2
-    local = [
-        sum(
-            Parameter.local_shape(one, 2)[0]
-            * (one.size // one.shape[0] if one.tp_dim != 1 else one.size // one.shape[0] // 2)
-            for one in part
-        )
-        for part in (dense, routed)
-    ]
-    assert count_per_rank(config, experts=False) == [local[0]]
-    assert count_per_rank(config, experts=True) == [local[1] // 2]
-    assert count_per_rank(config) == [local[0] + local[1] // 2]
-    own = distinct_config(MIXTURE, {"world_size": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1})
-    assert [tensor_size(own, one) for one in (dense[0], routed[0])] == [2, 1]
-
-
 @pytest.mark.parametrize(("size", "untied", "expected"), [(1, False, [0]), (2, False, [0, 1]), (2, True, [0])])
 def test_stages_of_word_embeddings(size: int, untied: bool, expected: list[int]) -> None:
     layout = {"world_size": size, "pipeline_model_parallel_size": size}
@@ -262,12 +176,6 @@ def test_how_matrices_and_embeddings_begin(model: dict[str, Any], matrix: Any, e
     by_name = {one.name: (one.init, one.std) for one in parameters(distinct_config(model))}
     assert by_name["decoder.layers.1.self_attention.linear_qkv.weight"] == matrix
     assert by_name["embedding.word_embeddings.weight"] == embedding
-
-
-@pytest.mark.parametrize(("vocabulary", "rows"), [(100, 100), (128, None)])
-def test_rows_that_stand_for_entries(vocabulary: int, rows: int | None) -> None:
-    config = replace(distinct_config(), data=DataConfig(vocab_size=vocabulary))
-    assert parameters(config)[0].true_rows == rows
 
 
 @pytest.mark.parametrize(
@@ -304,10 +212,6 @@ def test_own_parameters_that_cannot_be_are_refused(parameter: Parameter, problem
         parameters(own)
 
 
-def test_norms_and_biases_do_not_decay() -> None:
-    assert [Parameter("x", shape, 0, "zeros").decay for shape in ((1,), (1, 1), (2, 2, 2))] == [False, True, True]
-
-
 @pytest.mark.parametrize(
     ("training", "chosen"),
     [
@@ -342,25 +246,3 @@ def test_layers_that_multiply_in_fp8(training: dict[str, Any], chosen: list[int]
         for recipe in ("tensorwise", "rowwise", "blockwise")
     }
     assert sides == {"tensorwise": 16, "rowwise": 16, "blockwise": 128}
-
-
-@pytest.mark.parametrize(
-    ("device", "backend", "impl", "nothing"),
-    [
-        ("cpu", "flash", "local", True),
-        ("cpu", "unfused", "local", False),
-        ("cuda", "flash", "local", False),
-        ("cpu", "flash", "transformer_engine", False),
-    ],
-)
-def test_where_a_kernel_of_attention_can_be_chosen(device: str, backend: str, impl: str, nothing: bool) -> None:
-    config = distinct_config({"transformer_impl": impl}, {"device": device})
-    assert (attention_kernels.chooses_nothing(config, backend) is not None) == nothing
-    mixed = {"context_parallel_size": 2, "world_size": 2}
-    for kinds, by_name in ((("p2p",), True), (("a2a",), False), (("p2p", "a2a", "p2p", "p2p"), False)):
-        assert (
-            attention_kernels.kernels_by_name(distinct_config({}, {**mixed, "cp_comm_type": kinds})) is not None
-        ) == by_name
-    asked = {"attention_backend": "local", "flash_attention_version": 3, "seed": 4}
-    assert attention_kernels.asked_for(asked) == ["flash_attention_version"]
-    assert attention_kernels.asked_for({"attention_backend": "auto"}) == []

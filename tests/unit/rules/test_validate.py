@@ -20,7 +20,6 @@ import pytest
 
 from megatron_ext import rules
 from megatron_ext.config.parse.arguments import parse
-from megatron_ext.config.parse.blend import Blend, read_blend
 from megatron_ext.config.parse.options import options, options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
@@ -87,23 +86,6 @@ def test_one_mistake_is_one_problem(line: str, words: str):
 )
 def test_a_size_of_zero_is_named_and_divides_nothing(line: str):
     assert any(" 0 is below 1; use 1 or more" in problem for problem in found(line))
-
-
-def test_replicas_are_compared_by_default_where_there_are_some():
-    flag = "--check-weight-hash-across-dp-replicas-interval"
-    for line, interval in (("", 1000), (f"{flag} 0", 0), (f"{flag} 7", 7), ("--use-torch-fsdp2 --world-size 2", None)):
-        config = resolve(parse(shlex.split(f"{BASE} {line}")).values, Facts())
-        assert config.training.check_weight_hash_across_dp_replicas_interval == interval
-    assert found(f"--world-size 2 --use-torch-fsdp2 {flag} 0") == []
-
-
-def test_blends_follow_megatrons_rule():
-    assert read_blend(["a"]) == Blend(("a",))
-    assert read_blend(["a", "b"]) == Blend(("a", "b"))
-    assert read_blend(["1", "a", "b"]) == Blend(("1", "a", "b"))
-    assert read_blend(["0.3", "a", "2", "b"]) == Blend(("a", "b"), (0.3, 2.0))
-    (problem,) = found("--mock-data=false --tokenizer-type ByteTokenizer --data-path 0.3 a b c")
-    assert problem == "--data-path: 'b' stands where a weight should be; write: weight prefix weight prefix ..."
 
 
 def test_an_empty_command_line_lists_everything_that_is_needed():
@@ -186,29 +168,6 @@ def test_a_matrix_with_no_rule_is_named_before_the_start(optimizer: str):
 def test_each_matrix_of_our_parts_has_a_rule(model: str):
     config = resolve(parse(shlex.split(f"{BASE} {MODELS[model]}")).values, Facts())
     assert [one.name for one in parameters(config) if one.update_is_unknown] == []
-
-
-def test_each_rule_is_seen_to_speak_by_a_test_above():
-    """A rule that no example reaches would be one that cannot fail."""
-    spoken = set()
-    lines = [line for line, _ in WRONG] + [example.flags for example in EXAMPLES.values()]
-    facts = [
-        Facts(missing_paths=("--data-path x.bin",), load_problem="a file", skip_samples_error="no number"),
-        Facts(world_size=3, vocab_size=10**6, saved={}),
-    ]
-    for line in lines:
-        for fact in facts:
-            config = resolve(parse(shlex.split(f"{BASE} {line}")).values, fact)
-            spoken |= {rule.__name__ for rule in RULES if list(rule(config, fact))}
-    bare = resolve({}, Facts())
-    spoken |= {rule.__name__ for rule in RULES if list(rule(bare, Facts()))}
-    blend = resolve({"data_path": ("1", "a", "b", "c")}, Facts())
-    spoken |= {rule.__name__ for rule in RULES if list(rule(blend, Facts()))}
-    wandb = replace(bare, logging=replace(bare.logging, wandb_project="p"))
-    spoken |= {rule.__name__ for rule in RULES if list(rule(wandb, Facts()))}
-    spoken |= {rule.__name__ for rule in RULES if list(rule(bare, Facts(huggingface={"num_layers": 2})))}
-    spoken |= {rule.__name__ for rule in RULES if list(rule(_with_mix("muon", None), Facts()))}
-    assert {rule.__name__ for rule in RULES} == spoken
 
 
 PROGRAM = [sys.executable, str(ROOT / "pretrain_gpt.py")]

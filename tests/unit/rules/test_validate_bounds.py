@@ -1,17 +1,29 @@
 """Absurd values of flags, and sizes that the configuration counts up to, are answered at once."""
 
+import importlib
+import json
+import pkgutil
+import shlex
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_ext import rules
 from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.resolve import resolve
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import count, count_per_rank, count_per_stage, parameters, stages, tensor_size
 from megatron_ext.parts.stack import stack
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import active_parameters
 from megatron_ext.rules.suggest import divisors
-from megatron_ext.train.configure import configure
+from megatron_ext.rules.validate import RULES
+from megatron_ext.train.configure import configure, gather_facts
+from tests.support.errors_page import combinations, errors_page
+from tests.support.near_flags import advice, around, lines, near, outcome, title, typed_values
+from tests.support.wrong_flags import BASE, EXAMPLES
 
 _BASE = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 64 "
@@ -105,3 +117,95 @@ def test_counting_by_kinds_is_counting(flags: str) -> None:
     top_k = config.model.moe_router_topk
     assert active_parameters(config) == sum(p.size for p in every if p.expert is None or p.expert < top_k)
     assert len(stack(config).kinds) == 1
+
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden/near_flags.json"
+REGENERATE = "python tests/golden/regenerate.py"
+
+NOT_ALONE = (
+    # Two steps, of which each is advised with the other; and what a fact of the machine says, which stays here.
+    "--no-position-embedding with --position-embedding-type none",
+    "--load a: nothing is there",
+    "--load None: nothing is there",
+)
+"""Beginnings of messages whose advice, one part of it followed by itself, changes nothing."""
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Any]:
+    return json.loads(GOLDEN.read_text())
+
+
+def test_the_record_is_of_all_lines(golden: dict[str, Any]):
+    assert [title(line, given) for line, _, given in lines()] == list(golden), REGENERATE
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_next_to_every_wrong_command_line_the_rules_say_what_is_recorded(part: int, golden: dict[str, Any]):
+    found = {title(line, given): around(line, facts, given) for line, facts, given in lines()[part::2]}
+    for line, row in found.items():
+        assert row == golden[line], f"{line!r}: {REGENERATE}, and read the diff"
+
+
+def test_every_rule_speaks_in_the_record(golden: dict[str, Any]):
+    """One that never does is not tested there. That of a missing value stands before all others, --load-hf reads a
+    file, and a matrix without a rule is a user's own."""
+    spoken = {name for row in golden.values() for names in [row["rules"], *row["near"].values()] for name in names}
+    silent = {rule.__name__ for rule in RULES} - spoken
+    assert silent == {"nothing_needed_is_missing", "model_is_the_one_to_load", "matrices_have_a_rule"}
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_a_rule_takes_what_its_message_advises(part: int):
+    """Beyond the examples, whose way out is written down: with every number in the list of a message."""
+    base, followed, wrong = typed_values(""), 0, []
+    for line, facts, _ in lines()[part::2]:
+        values = typed_values(line)
+        for what, moved in [("", values), *near(values, base)]:
+            names, texts = outcome(moved, facts)
+            for name, text in zip(names, texts, strict=True):
+                for words, added, left_out in advice(text):
+                    rule = next(rule for rule in RULES if rule.__name__ == name)
+                    fixed = {key: value for key, value in (moved | added).items() if key not in left_out}
+                    followed += 1
+                    if text in rule(resolve(fixed, facts), facts) and not text.startswith(NOT_ALONE):
+                        wrong.append((line, what, text, words))
+    assert followed > 200
+    assert wrong == []
+
+
+# Rules about one flag by itself, or about the machine.
+NO_COMBINATION = {"matrices_have_a_rule", "ranks_are_those_of_the_launch", "timeout_is_a_time"}
+ABOUT_OTHER_THINGS = {"model_rules", "training_rules", "curve_rules", "run_rules", "suggest", "validate"}
+
+
+def layout_rules() -> list[Any]:
+    found = []
+    for module in pkgutil.iter_modules(rules.__path__):
+        if module.name not in ABOUT_OTHER_THINGS:
+            found += importlib.import_module(f"{rules.__name__}.{module.name}").RULES
+    return [rule for rule in found if rule.__name__ not in NO_COMBINATION]
+
+
+@pytest.fixture(scope="module")
+def broken() -> set[str]:
+    """Names of the rules that some example breaks."""
+    names: set[str] = set()
+    for example in EXAMPLES.values():
+        typed = parse(shlex.split(f"{BASE} {example.flags}"))
+        facts = gather_facts(typed)
+        config = resolve(typed.values, facts)
+        names |= {rule.__name__ for rule in layout_rules() if list(rule(config, facts))}
+    return names
+
+
+@pytest.mark.parametrize("rule", layout_rules(), ids=lambda rule: rule.__name__)
+def test_a_wrong_command_line_shows_the_rule(rule: Any, broken: set[str]) -> None:
+    assert rule.__name__ in broken, f"add a command line that breaks {rule.__name__} to tests/support/wrong_flags.py"
+
+
+def test_the_page_lists_the_combinations() -> None:
+    page = errors_page()
+    assert len(combinations()) >= 12
+    for rule in combinations():
+        assert f"| [{rule}](#" in page

@@ -36,17 +36,6 @@ def test_facts_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     assert (facts.cuda_available, facts.packages) == (False, frozenset())
 
 
-def test_facts_of_the_machine_are_judged():
-    assert found("", Facts(world_size=4)) == []
-    (problem,) = found("--world-size 8", Facts(world_size=4))
-    assert problem.startswith("--world-size 8, but 4 ranks were started")
-    (problem,) = found("", Facts(vocab_size=2000))
-    assert problem == "--vocab-size 1000 is below the tokenizer's 2000 entries; use --vocab-size 2000, or leave it out"
-    assert found("", Facts(tokenizer_error="no such tokenizer")) == ["no such tokenizer"]
-    (problem,) = found("--device auto --distributed-backend gloo", Facts(cuda_available=True))
-    assert "use --distributed-backend nccl, or --device cpu" in problem
-
-
 _SAVED = {"num_layers": 8, "hidden_size": 128, "num_attention_heads": 8, "vocab_size": 1000}
 
 
@@ -91,6 +80,11 @@ LOADED = [
         {"disable_bias_linear": True, "num_experts": 8, "moe_router_load_balancing_type": ("sinkhorn",)},
         ["--moe-router-load-balancing-type aux_loss, but the checkpoint in --load was saved with sinkhorn; use "
          "--moe-router-load-balancing-type sinkhorn"],
+    ),
+    (
+        "--disable-bias-linear --num-experts 8 --moe-router-load-balancing-type sinkhorn",
+        {"disable_bias_linear": True, "num_experts": 8, "moe_router_load_balancing_type": ("sinkhorn",)},
+        [],
     ),
     (
         "--disable-bias-linear --num-experts 8 --finetune",
@@ -139,6 +133,11 @@ FOUND = [
     ),
     ("", Facts(vocab_size=1000), []),
     ("", Facts(vocab_size=999), []),
+    (
+        "",
+        Facts(vocab_size=2000),
+        ["--vocab-size 1000 is below the tokenizer's 2000 entries; use --vocab-size 2000, or leave it out"],
+    ),
     ("--transformer-impl transformer_engine", Facts(packages=frozenset({"transformer_engine"})), []),
     ("--external-kernels apex", Facts(packages=frozenset({"apex"})), []),
     (

@@ -19,7 +19,7 @@ from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.plan.timeline import COMMUNICATION, Block, Pass, as_text, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
-from megatron_ext.rules.profiling_rules import recorded_steps_are_trained
+from megatron_ext.rules.observation_rules import recorded_steps_are_trained
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep, merged, read, timeline, write
 from megatron_ext.train.callbacks.profiling import folder

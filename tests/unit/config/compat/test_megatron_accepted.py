@@ -13,9 +13,7 @@ from megatron_ext.config.compat import other_programs
 from megatron_ext.config.compat.megatron_options import find
 from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.options import options_by_flag
-from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.train.configure import Configured, configure
 from tests.support.wrong_flags import BASE
@@ -76,19 +74,6 @@ def test_a_guess_is_made_only_where_it_is_likely(flag: str, guess: str | None):
     assert problem.partition("; ")[2] == (
         f"did you mean {guess}?" if guess else "see --help for all flags, or add --allow-unknown-flags to leave it out"
     )
-
-
-def test_unknown_flags_are_left_out_where_asked_with_a_warning_each(tmp_path: Path):
-    (tmp_path / "run.yaml").write_text("fork_switch: true\n")
-    line = f"--use-npu --run-mode finetune --num-layers 4 --config {tmp_path}/run.yaml"
-    typed = parse(shlex.split(f"{line} --allow-unknown-flags"))
-    assert typed.values == {"num_layers": 4}
-    assert [warning.split(" is unknown")[0] for warning in typed.warnings] == [
-        "--use-npu",
-        "--run-mode",
-        f"{tmp_path}/run.yaml: fork_switch",
-    ]
-    assert len(read(shlex.split(line)).problems) == 3
 
 
 def test_underscores_stand_for_hyphens():
@@ -171,56 +156,6 @@ def test_the_equivalents_of_other_programs_flags_are_flags():
         assert flag not in options_by_flag()
         assert find(flag) is None
         assert set(re.findall(r"--[a-z][a-z0-9-]*", text)) <= foreign | set(options_by_flag()), flag
-
-
-def test_a_file_takes_old_spellings_too(tmp_path: Path):
-    (tmp_path / "run.yaml").write_text(
-        "use_rotary_position_embeddings: true\ntokenizer_type: Llama2Tokenizer\nencoder_num_layers: 4\n"
-    )
-    assert parse(["--config", str(tmp_path / "run.yaml")]).values == {
-        "position_embedding_type": "rope",
-        "tokenizer_type": "SentencePieceTokenizer",
-        "num_layers": 4,
-    }
-    (tmp_path / "run.yaml").write_text("use_rotary_position_embeddings: false\n")
-    assert parse(["--config", str(tmp_path / "run.yaml")]).values == {}
-
-
-@pytest.mark.parametrize(
-    ("was", "now"), [("sinkhorn", None), (None, "sinkhorn"), ("sinkhorn", "sinkhorn"), (None, "none")]
-)
-def test_sinkhorns_assignment_is_that_of_the_checkpoint(was: str | None, now: str | None):
-    flags = f"{BASE} --disable-bias-linear --num-experts 4 --load x"
-    saved = resolve(parse(flags.split()).values, Facts())
-    old = {**vars(saved.model), "vocab_size": 1000, "moe_router_load_balancing_type": was and (was,)}
-    line = f"{flags} --moe-router-load-balancing-type {now}" if now else flags
-    found = problems(resolve(parse(line.split()).values, Facts()), Facts(saved=old))
-    expected = [] if was == now or now == "none" else [f"use --moe-router-load-balancing-type {was or 'aux_loss'}"]
-    assert [problem.partition("; ")[2] for problem in found] == expected
-
-
-@pytest.mark.parametrize("more", ["", "--no-load-optim", "--finetune"])
-@pytest.mark.parametrize(("was", "now"), [("fp16", "fp32"), ("bf16", "fp16"), ("fp16", "fp16"), ("bf16", "fp32")])
-def test_moments_in_fp16_are_those_of_the_checkpoint(was: str, now: str, more: str):
-    saved = vars(resolve(parse(BASE.split()).values, Facts()).model)
-    line = f"{BASE} --exp-avg-sq-dtype {now} --load x {more}"
-    facts = Facts(saved={**saved, "vocab_size": 1000, "exp_avg_sq_dtype": was})
-    found = problems(resolve(parse(line.split()).values, Facts()), facts)
-    wrong = was != now and "fp16" in (was, now) and not more
-    assert [f"use --exp-avg-sq-dtype {was}, or" in problem for problem in found] == [True] * wrong
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("--batch-size 2", "--micro-batch-size 2"),
-        ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
-        ("--warmup 0.01", "--lr-warmup-fraction 0.01"),
-        ("--encoder-num-layers 2", "--num-layers 2"),
-    ],
-)
-def test_an_old_spelling_is_taken_as_the_new_one(old: str, new: str):
-    assert parse(old.split()).values == parse(new.split()).values
 
 
 DROPPED = [
@@ -308,16 +243,6 @@ def test_documents_are_kept_apart_by_our_layers_whatever_is_asked_for():
     found = configured("--transformer-impl transformer_engine --reset-attention-mask --attention-dropout 0")
     assert found.config.model.transformer_impl == "local"
     assert ["documents that are kept apart" in warning for warning in found.typed.warnings] == [True]
-
-
-def test_what_was_dropped_is_not_in_the_configuration():
-    config = configured("--sequence-parallel --save-interval 5 --expert-tensor-parallel-size 4").config
-    assert not config.layout.sequence_parallel
-    assert (config.checkpoint.save_interval, config.layout.expert_tensor_parallel_size) == (None, None)
-    config = configured("--world-size 2 --use-megatron-fsdp --use-distributed-optimizer --overlap-grad-reduce").config
-    assert (config.layout.use_distributed_optimizer, config.layout.overlap_grad_reduce) == (False, False)
-    kept = configured("--save-interval 5 --save checkpoints").config.checkpoint
-    assert kept.save_interval == 5
 
 
 def test_quotes_that_a_script_has_twice_are_taken_off():

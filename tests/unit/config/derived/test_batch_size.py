@@ -1,15 +1,19 @@
 """Batches by samples consumed, scaled rates, and what is known of optimizers. Expected values are written by hand."""
 
-from dataclasses import replace
+import shlex
 from typing import Any
 
 import pytest
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron_ext.config.derived import batch_size
-from megatron_ext.config.derived.lr_scale import scale, scaling_text
+from megatron_ext.config.derived.batch_size import batch_phases, global_batch_size, samples_at_iteration
 from megatron_ext.config.derived.optimizers import OPTIMIZERS, has_own_optimizer, run_by, traits_of
-from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config, OptimizerConfig, TrainingConfig
 from tests.support.small_models import MIXTURE, distinct_config
+from tests.support.wrong_flags import BASE
 
 
 @pytest.mark.parametrize(
@@ -42,12 +46,15 @@ def test_the_next_batch(consumed: int, ramp: int, schedule: int) -> None:
         ("0:8 8K:16", [(0, 8), (8, 16)]),
         ("8191:16,0:8", [(0, 8), (8, 16)]),
         ("0:8 1.5M:16", [(0, 8), (1500, 16)]),
+        ("0:8 2B:64 1T:128", [(0, 8), (2_000_000, 64), (1_000_000_000, 128)]),
         ("0:8 999:16", "each threshold must be at least one sample of 1000 tokens above the one before it"),
         ("0:8 1000:16 1999:32", "each threshold must be at least one sample of 1000 tokens above the one before it"),
         ("1000:8", "the first threshold must be 0"),
         ("", "the first threshold must be 0"),
-        ("0:0", "'0:0' is not a threshold in tokens, a colon and a number of samples"),
-        ("1.2.3:4", "'1.2.3:4' is not a threshold in tokens, a colon and a number of samples"),
+        *(
+            (f"0:8 {entry}", f"'{entry}' is not a threshold in tokens, a colon and a number of samples")
+            for entry in ("9:0", "1.2.3:4", "8", "1..2K:9", "1G:9", "9:8.5", "9:-8")
+        ),
     ],
 )
 def test_schedules_of_batches(text: str, expected: Any) -> None:
@@ -115,55 +122,6 @@ def test_batches_of_an_evaluation_and_of_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "rates"),
-    [
-        ({"lr_scale_base_batch_size": 1}, [12.0, 6.0, 0.0]),
-        ({"lr_scale_base_batch_size": 48}, [0.25, 0.125, 0.0]),
-        ({"lr_scale_base_batch_size": None}, [1.0, 0.5, 0.0]),
-        ({"lr_scale_base_batch_size": 0}, [1.0, 0.5, 0.0]),
-        ({"lr_scale_base_batch_size": 48, "lr_scale_rule": "sqrt"}, [0.5, 0.25, 0.0]),
-        ({"lr_scale_base_batch_size": 48, "lr_scale_rule": "none"}, [1.0, 0.5, 0.0]),
-        ({"lr_scale_base_batch_size": 1, "global_batch_size": 1}, [1.0, 0.5, 0.0]),
-    ],
-)
-def test_rates_that_are_scaled(given: dict[str, Any], rates: list[float]) -> None:
-    values = {
-        "lr_scale_rule": "linear",
-        "global_batch_size": 12,
-        "lr": 1.0,
-        "decoupled_lr": 0.5,
-        "min_lr": 0.0,
-        **given,
-    }
-    base = values["lr_scale_base_batch_size"]
-    scale(values)
-    assert [values[name] for name in ("lr", "decoupled_lr", "min_lr")] == rates
-    takes_part = bool(base) and values["lr_scale_rule"] != "none"
-    assert values["lr_scale_base_batch_size"] == (values["global_batch_size"] if takes_part else base)
-    again = dict(values)
-    scale(again)
-    assert again == values, "once"
-
-
-@pytest.mark.parametrize(
-    ("training", "whose"),
-    [
-        ({}, "the global batch"),
-        ({"rampup_batch_size": (4, 4, 200)}, "the full global batch"),
-        ({"step_batch_size_schedule": "0:4 1024:12"}, "the global batch"),
-    ],
-)
-def test_how_a_rate_came_about(training: dict[str, Any], whose: str) -> None:
-    optimizer = OptimizerConfig(lr=0.5, min_lr=0.25, lr_scale_rule="sqrt")
-    config = replace(distinct_config(training=training), optimizer=optimizer)
-    assert scaling_text({"lr": 1.0, "lr_scale_base_batch_size": 48}, config) == (
-        "learning rate        0.5 = --lr 1 x sqrt(12 / 48), lowest 0.25 (--lr-scale-rule sqrt: "
-        f"{whose} over the base batch)"
-    )
-    assert scaling_text({}, replace(config, optimizer=OptimizerConfig(lr=0.5))) is None
-
-
-@pytest.mark.parametrize(
     ("first", "second", "short"),
     [("fp32", "fp32", False), ("bf16", "fp32", True), ("fp32", "bf16", True), ("fp16", "fp16", True)],
 )
@@ -193,3 +151,57 @@ def test_what_is_known_of_optimizers() -> None:
         "use_distributed_optimizer": ["adam", "lion", *matrices, "ademamix", "schedule_free"],
         "use_torch_fsdp2": ["adam", "sgd", "lion", *matrices, "ademamix", "schedule_free"],
     }
+
+
+SEQ_LENGTH = 64  # of BASE
+
+
+def resolved(schedule: str, length: str) -> Config:
+    line = f"{BASE.replace('--train-iters 100', length)} --step-batch-size-schedule '{schedule}'"
+    return resolve(parse(shlex.split(line)).values, Facts())
+
+
+SCHEDULES = ["0:4", "0:2 1K:4 2.4K:6", "0:4,640:8,0.002M:12", "2K:8 0:4", "0:8 64:6 128:4 192:2", "0:16 65:2"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_step_has_megatrons_batch(schedule: str):
+    config = resolved(schedule, "--train-iters 40")
+    calculator = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, schedule, SEQ_LENGTH)
+    assert config.training.global_batch_size == calculator.schedule[-1][1]
+    consumed, sizes = 0, []
+    for step in range(40):
+        assert samples_at_iteration(config, step) == consumed
+        calculator.update(consumed, consistency_check=True)
+        assert global_batch_size(config, consumed) == calculator.current_global_batch_size
+        sizes.append(calculator.current_global_batch_size)
+        consumed += sizes[-1]
+    assert [phase.global_batch_size for phase in batch_phases(config) for _ in range(phase.steps)] == sizes
+
+
+def test_a_schedule_may_be_several_words_as_a_shell_makes_of_an_array_without_quotes():
+    typed = parse(shlex.split(f"{BASE} --step-batch-size-schedule 0:2 1K:4 2.4K:6"))
+    assert typed.values["step_batch_size_schedule"] == "0:2 1K:4 2.4K:6"
+
+
+@pytest.mark.parametrize("ramp", [(1, 1, 295), (1, 1, 316), (1, 1, 9), (2, 1, 58), (4, 1, 100), (3, 2, 29)])
+def test_phases_are_the_steps_also_where_a_quotient_is_rounded(ramp: tuple[int, int, int]) -> None:
+    """295 samples over a seventh of 295 is less than 7 in floating point, and Megatron's formula, which is ours, asks
+    for the whole part of that; a phase begins where the formula says so. At the last sample of the ramp it still
+    counts."""
+    start, increment, samples = ramp
+    for increments in (1, 2, 3, 6, 7, 11, 13):
+        training = TrainingConfig(
+            global_batch_size=start + increments * increment, rampup_batch_size=ramp, train_iters=2 * samples
+        )
+        config = Config(training=training)
+        sizes, consumed = [], 0
+        for step in range(2 * samples):
+            if consumed <= samples + 1 < 50:
+                assert samples_at_iteration(config, step) == consumed
+            sizes.append(global_batch_size(config, consumed))
+            consumed += sizes[-1]
+        assert [phase.global_batch_size for phase in batch_phases(config) for _ in range(phase.steps)] == sizes
+        at_the_end = start + int(samples / (samples / increments)) * increment
+        assert global_batch_size(config, samples) == min(at_the_end, training.global_batch_size)
+        assert global_batch_size(config, samples + 1) == training.global_batch_size

@@ -2,16 +2,19 @@
 
 import math
 import shlex
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from megatron_ext.config.derived.lr_scale import scale
+from megatron_ext.config.derived.lr_scale import scale, scaling_text
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import options
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.resilience.process_end import RunStatus
 from pretrain_gpt import main
+from tests.support.small_models import distinct_config
 from tests.support.wrong_flags import BASE
 
 RATES = "--lr 6e-4 --min-lr 6e-5 --global-batch-size 1024"
@@ -50,15 +53,52 @@ def test_the_rate_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ) in capsys.readouterr().out
 
 
-def test_batches_of_one_sample_scale_as_others() -> None:
-    for base, batch, expected in ((4, 1, 2.0), (1, 4, 32.0)):
-        values = {"lr_scale_rule": "linear", "lr_scale_base_batch_size": base, "global_batch_size": batch, "lr": 8.0}
-        scale(values)
-        assert (values["lr"], values["lr_scale_base_batch_size"]) == (expected, batch)
-
-
-def test_all_four_rates_are_scaled() -> None:
-    rates = {"lr": 8.0, "min_lr": 1.0, "decoupled_lr": 2.0, "decoupled_min_lr": 0.5}
-    values = {"lr_scale_rule": "linear", "lr_scale_base_batch_size": 2, "global_batch_size": 6, **rates}
+@pytest.mark.parametrize(
+    ("given", "rates"),
+    [
+        ({"lr_scale_base_batch_size": 1}, [12.0, 6.0, 1.5, 0.0]),
+        ({"lr_scale_base_batch_size": 48}, [0.25, 0.125, 0.03125, 0.0]),
+        ({"lr_scale_base_batch_size": None}, [1.0, 0.5, 0.125, 0.0]),
+        ({"lr_scale_base_batch_size": 0}, [1.0, 0.5, 0.125, 0.0]),
+        ({"lr_scale_base_batch_size": 48, "lr_scale_rule": "sqrt"}, [0.5, 0.25, 0.0625, 0.0]),
+        ({"lr_scale_base_batch_size": 48, "lr_scale_rule": "none"}, [1.0, 0.5, 0.125, 0.0]),
+        ({"lr_scale_base_batch_size": 1, "global_batch_size": 1}, [1.0, 0.5, 0.125, 0.0]),
+        ({"lr_scale_base_batch_size": 4, "global_batch_size": 1}, [0.25, 0.125, 0.03125, 0.0]),
+    ],
+)
+def test_rates_that_are_scaled(given: dict[str, Any], rates: list[float]) -> None:
+    values = {
+        "lr_scale_rule": "linear",
+        "global_batch_size": 12,
+        "lr": 1.0,
+        "decoupled_lr": 0.5,
+        "decoupled_min_lr": 0.125,
+        "min_lr": 0.0,
+        **given,
+    }
+    base = values["lr_scale_base_batch_size"]
     scale(values)
-    assert {name: values[name] for name in rates} == {name: 3 * rate for name, rate in rates.items()}
+    assert [values[name] for name in ("lr", "decoupled_lr", "decoupled_min_lr", "min_lr")] == rates
+    takes_part = bool(base) and values["lr_scale_rule"] != "none"
+    assert values["lr_scale_base_batch_size"] == (values["global_batch_size"] if takes_part else base)
+    again = dict(values)
+    scale(again)
+    assert again == values, "once"
+
+
+@pytest.mark.parametrize(
+    ("training", "whose"),
+    [
+        ({}, "the global batch"),
+        ({"rampup_batch_size": (4, 4, 200)}, "the full global batch"),
+        ({"step_batch_size_schedule": "0:4 1024:12"}, "the global batch"),
+    ],
+)
+def test_how_a_rate_came_about(training: dict[str, Any], whose: str) -> None:
+    optimizer = OptimizerConfig(lr=0.5, min_lr=0.25, lr_scale_rule="sqrt")
+    config = replace(distinct_config(training=training), optimizer=optimizer)
+    assert scaling_text({"lr": 1.0, "lr_scale_base_batch_size": 48}, config) == (
+        "learning rate        0.5 = --lr 1 x sqrt(12 / 48), lowest 0.25 (--lr-scale-rule sqrt: "
+        f"{whose} over the base batch)"
+    )
+    assert scaling_text({}, replace(config, optimizer=OptimizerConfig(lr=0.5))) is None

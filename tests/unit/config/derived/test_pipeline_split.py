@@ -10,7 +10,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_ext.config.derived.pipeline_split import core_layout, layer_counts, read_pipeline_layout
+from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, layer_counts, read_pipeline_layout
 from megatron_ext.config.derived.rank_order import chunk_layers
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
@@ -133,3 +133,30 @@ def test_chunks_of_a_layout_go_around_the_stages() -> None:
     split = {"pipeline_model_parallel_layout": "Et*3|t|tt|L", "pipeline_model_parallel_size": 2, "world_size": 2}
     config = small_config({"num_layers": 6}, {**split, "num_virtual_stages_per_pipeline_rank": 2})
     assert layer_counts(config) == [[3, 2], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "uneven"),
+    [
+        ([[2]], False),
+        ([[2, 2], [2, 2]], False),
+        ([[1, 3], [2, 2]], True),
+        ([[2, 2], [2, 1]], True),
+        ([[1, 3], [1, 3]], True),
+        ([[3], [3], [2]], True),
+    ],
+)
+def test_a_split_is_uneven_where_two_chunks_differ(counts: list[list[int]], uneven: bool) -> None:
+    assert is_uneven(counts) == uneven
+
+
+def test_a_split_as_the_engine_takes_it() -> None:
+    """Chunk after chunk in the order of a microbatch."""
+    t = "decoder"
+    assert core_layout([[1, 0], [2, 3]]) == [["embedding", t], [t, t], [], [t, t, t, "loss"]]
+    assert core_layout([[1]]) == [["embedding", t, "loss"]]
+    assert core_layout([[1], [1]], depths=2) == [["embedding", t], [t, "mtp", "mtp", "loss"]]
+    assert read_pipeline_layout(" E t,t | (t|)*2 tm*2L ") == ["Ett", "t", "t", "tmmL"]
+    for text in ("Et*999999L", f"E{'t*60000' * 2}L", "E((t*1000)*1000)*2L"):
+        with pytest.raises(ValueError, match="it has more than 100000 layers"):
+            read_pipeline_layout(text)

@@ -2,20 +2,13 @@
 
 import itertools
 import shlex
+from dataclasses import replace
 
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
-from megatron_ext.config.derived.batch_size import (
-    BatchPhase,
-    batch_phases,
-    global_batch_size,
-    samples_at_iteration,
-    training_steps,
-)
 from megatron_ext.config.derived.rank_order import (
     AXES,
-    axis_sizes,
     chunk_layers,
     context_chunks,
     coordinates,
@@ -27,7 +20,7 @@ from megatron_ext.config.derived.rank_order import (
 from megatron_ext.config.derived.sharding import SCHEMES
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, padded_vocabulary, resolve
-from megatron_ext.config.schema import Config, TrainingConfig
+from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.parts.catalogue import count, count_per_rank
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import (
@@ -73,15 +66,6 @@ def test_groups_are_those_that_megatron_core_makes(tensor: int, context: int, pi
         assert sorted(groups(ours, axis)) == sorted(core.get_ranks(axis))
 
 
-@pytest.mark.parametrize("mapping", ORDERS)
-@pytest.mark.parametrize(("tensor", "context", "pipeline", "data"), LAYOUTS)
-def test_every_rank_has_its_own_place(tensor: int, context: int, pipeline: int, data: int, mapping: str):
-    ours = layout(tensor, context, pipeline, data, mapping).layout
-    places = [coordinates(ours, rank) for rank in range(ours.world_size)]
-    assert set(places) == set(itertools.product(*map(range, axis_sizes(ours))))
-    assert [rank_of(ours, place) for place in places] == list(range(ours.world_size))
-
-
 @pytest.mark.parametrize(("pipeline", "chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (4, 2)])
 def test_every_layer_is_in_one_chunk_and_the_pipeline_passes_them_in_order(pipeline: int, chunks: int):
     virtual = f"--num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""
@@ -91,51 +75,6 @@ def test_every_layer_is_in_one_chunk_and_the_pipeline_passes_them_in_order(pipel
     stages = chunk_layers(config)
     passed = [layer for chunk in range(chunks) for stage in range(pipeline) for layer in stages[stage][chunk]]
     assert passed == list(range(8))
-
-
-def test_both_virtual_stage_flags_give_the_same_configuration():
-    line = "--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2"
-    assert configuration(f"{line} --num-virtual-stages-per-pipeline-rank 2") == configuration(
-        f"{line} --num-layers-per-virtual-pipeline-stage 2"
-    )
-
-
-RAMPS = ["--rampup-batch-size 4 4 100", "--rampup-batch-size 2 2 7", "--rampup-batch-size 4 12 33"]
-
-
-@pytest.mark.parametrize("ramp", RAMPS)
-@pytest.mark.parametrize("length", ["--train-iters 40", "--train-iters 3"])
-def test_phases_are_what_stepping_through_the_run_gives(ramp: str, length: str):
-    config = configuration(f"--world-size 2 --global-batch-size 16 {ramp} {length}")
-    sizes = [phase.global_batch_size for phase in batch_phases(config) for _ in range(phase.steps)]
-    consumed = 0
-    for step, size in enumerate(sizes):
-        assert size == global_batch_size(config, consumed)
-        assert samples_at_iteration(config, step) == consumed
-        consumed += size
-    assert len(sizes) == training_steps(config) == config.training.train_iters
-
-
-def test_a_ramp_by_hand():
-    config = configuration("--global-batch-size 16 --rampup-batch-size 4 4 100 --train-iters 20")
-    # 3 increments over 100 samples: a larger batch from 33.3, 66.7 and 100 consumed samples on.
-    assert batch_phases(config) == [
-        BatchPhase(4, 0, 9),  # 36 samples
-        BatchPhase(8, 36, 4),  # 68
-        BatchPhase(12, 68, 3),  # 104
-        BatchPhase(16, 104, 4),
-    ]
-
-
-@pytest.mark.parametrize("samples", [4, 17, 100, 1000])
-def test_a_run_in_samples_takes_no_step_that_it_cannot_fill(samples: int):
-    line = f"--train-samples {samples} --global-batch-size 16 --rampup-batch-size 4 4 100"
-    config = resolve(
-        {**parse(shlex.split(f"{BASE} {line}")).values, "train_iters": None},
-        Facts(),
-    )
-    used = sum(phase.steps * phase.global_batch_size for phase in batch_phases(config))
-    assert samples - 16 < used <= samples
 
 
 def test_gpt2_small_has_its_published_size():
@@ -275,35 +214,25 @@ def test_every_context_parallel_rank_has_a_chunk_of_the_head_and_one_of_the_tail
     assert all(head < size <= tail for head, tail in held)
 
 
-@pytest.mark.parametrize("ramp", [(1, 1, 295), (1, 1, 316), (1, 1, 9), (1, 1, 7), (4, 1, 100), (3, 2, 29)])
-def test_phases_are_the_steps_also_where_a_quotient_is_rounded(ramp: tuple[int, int, int]) -> None:
-    """295 samples over a seventh of 295 is less than 7 in floating point, and Megatron's formula, which is ours, asks
-    for the whole part of that; a phase begins where the formula says so. At the last sample of the ramp it still
-    counts."""
-    start, increment, samples = ramp
-    for increments in (1, 2, 3, 6, 7, 11, 13):
-        training = TrainingConfig(
-            global_batch_size=start + increments * increment, rampup_batch_size=ramp, train_iters=2 * samples
-        )
-        config = Config(training=training)
-        sizes, consumed = [], 0
-        for step in range(2 * samples):
-            if consumed <= samples + 1 < 50:
-                assert samples_at_iteration(config, step) == consumed
-            sizes.append(global_batch_size(config, consumed))
-            consumed += sizes[-1]
-        assert [phase.global_batch_size for phase in batch_phases(config) for _ in range(phase.steps)] == sizes
-        at_the_end = start + int(samples / (samples / increments)) * increment
-        assert global_batch_size(config, samples) == min(at_the_end, training.global_batch_size)
-        assert global_batch_size(config, samples + 1) == training.global_batch_size
-
-
-def test_a_ramp_whose_last_quotient_is_rounded_down() -> None:
-    """58 / (58 / 7) is below 7 in fp64: the step after 58 samples has 8 of them, as the formula gives it."""
-    config = configuration("--global-batch-size 9 --rampup-batch-size 2 1 58 --train-iters 40")
-    consumed = 0
-    for step in range(40):
-        assert samples_at_iteration(config, step) == consumed
-        consumed += global_batch_size(config, consumed)
-    assert global_batch_size(config, 58) == 8
-    assert [samples_at_iteration(config, step) for step in range(40)].count(58) == 1
+@pytest.mark.parametrize("mapping", [False, True])
+def test_places_of_ranks(mapping: bool) -> None:
+    """2 x 3 x 5 x 7 ranks: each axis has a size of its own."""
+    layout = LayoutConfig(
+        world_size=210,
+        tensor_model_parallel_size=2,
+        context_parallel_size=3,
+        pipeline_model_parallel_size=7,
+        use_tp_pp_dp_mapping=mapping,
+    )
+    for rank in range(210):
+        place = coordinates(layout, rank)
+        outer = place.dp * 7 + place.pp if mapping else place.pp * 5 + place.dp
+        assert rank == place.tp + 2 * (place.cp + 3 * outer) == rank_of(layout, place)
+        assert (place.tp < 2, place.cp < 3, place.dp < 5, place.pp < 7) == (True,) * 4
+    sizes = {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 3}
+    experts = replace(layout, **sizes)
+    for rank in range(210):
+        place = expert_coordinates(experts, rank)
+        outer = place.edp * 7 + place.pp if mapping else place.pp * 10 + place.edp
+        assert rank == place.etp + 1 * (place.ep + 3 * outer)
+        assert (place.etp, place.ep < 3, place.edp < 10, place.pp < 7) == (0, True, True, True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.parse.arguments import parse, read
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
@@ -48,22 +48,6 @@ def test_another_save_folder_gets_its_own_metrics_file(tmp_path: Path):
     assert again.logging.metrics_file == "runs/b/metrics.jsonl"
 
 
-def test_the_command_line_wins_over_old_spellings_in_the_file(tmp_path: Path):
-    file = tmp_path / "run.yaml"
-    file.write_text("use-rotary-position-embeddings: true\ncheckpoint-activations: true\n")
-    typed = parse(["--config", str(file), "--position-embedding-type", "learned_absolute"])
-    assert typed.values["position_embedding_type"] == "learned_absolute"
-    assert typed.values["recompute_granularity"] == "full"
-
-
-def test_what_cannot_be_read_in_the_file_is_not_missing_as_well(tmp_path: Path):
-    file = tmp_path / "run.yaml"
-    file.write_text("num_layers: many\n")
-    typed = read(["--config", str(file), "--hidden-size", "wide"])
-    assert typed.unread == {"num_layers", "hidden_size"}
-    assert len(typed.problems) == 2
-
-
 def test_the_command_line_wins_over_the_file(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("num_layers: 4\nlr: 1e-3\nhidden-size: 64\nbf16: true\nsave:\ndata_path: [0.5, a, 0.5, b]\n")
@@ -99,20 +83,6 @@ def test_a_mistake_in_the_file_is_named(text: str, problem: str, tmp_path: Path)
     with pytest.raises(ConfigurationError) as caught:
         parse(["--config", str(file)])
     assert caught.value.problems == [f"{file}: {problem}"]
-
-
-@pytest.mark.parametrize(
-    ("text", "keys"),
-    [
-        ("num_layers: 2\nnum-layers: 3\n", "num_layers and num-layers"),
-        ("lr: 1e-3\nencoder_num_layers: 5\nnum_layers: 6\n", "encoder_num_layers and num_layers"),
-    ],
-)
-def test_two_spellings_of_one_option_are_refused(text: str, keys: str, tmp_path: Path):
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigurationError, match=f"{keys} are the same option; keep one of them"):
-        parse(["--config", str(path)])
 
 
 def test_megatron_options_in_the_file_are_judged_as_on_the_command_line(tmp_path: Path):

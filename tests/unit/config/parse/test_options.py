@@ -71,6 +71,7 @@ def _typed(line: str, file: str | None = None, folder: Path | None = None) -> An
             None,
         ),
         ("--vocab-file a", None, {"vocab_file": "a"}),
+        ("", "tokenizer_type: Llama2Tokenizer\n", {"tokenizer_type": "SentencePieceTokenizer"}),
         ("--data-path a=b=c", None, {"data_path": ("a=b=c",)}),
         ("--data-path=a=b c", None, {"data_path": ("a=b", "c")}),
         ("--global_batch_size 3", None, {"global_batch_size": 3}),

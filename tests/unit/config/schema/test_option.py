@@ -178,12 +178,6 @@ def test_a_function_that_the_checkpoint_was_saved_without(tmp_path: Path):
     ]
 
 
-def test_rows_of_the_position_table_matter_where_there_is_one(tmp_path: Path):
-    config = config_of(f"{EVERY_PART} --position-embedding-type rope")
-    saved = saved_by(config, tmp_path)
-    assert problems(config, Facts(saved={**saved, "max_position_embeddings": 128})) == []
-
-
 @pytest.mark.parametrize("name", FREE_IN_THE_MODEL)
 def test_what_is_free_may_change(name: str, tmp_path: Path):
     config = config_of(EVERY_PART)

@@ -20,9 +20,16 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import GPT
 from megatron_ext.parts.attention import choice as attention_kernel
-from megatron_ext.parts.attention import timing as attention_choice
-from megatron_ext.parts.attention.choice import allowed_kernels, choose
-from megatron_ext.parts.attention.timing import KERNELS, Heads, Kernel, is_installed, seconds, use
+from megatron_ext.parts.attention.choice import (
+    KERNELS,
+    Heads,
+    Kernel,
+    allowed_kernels,
+    choose,
+    is_installed,
+    seconds,
+    use,
+)
 from megatron_ext.train.configure import configure
 from tests.support.operator_calls import Calls, aten
 from tests.support.small_models import small_config
@@ -67,7 +74,7 @@ def test_on_a_gpu_the_kernel_comes_first_and_others_take_what_it_cannot(monkeypa
         yield
         held.pop()
 
-    monkeypatch.setattr(attention_choice, "sdpa_kernel", sdpa_kernel)
+    monkeypatch.setattr(attention_kernel, "sdpa_kernel", sdpa_kernel)
     use(FUSED, GPU)
     [(backends, in_this_order)] = held
     assert in_this_order
@@ -106,19 +113,12 @@ def test_what_cannot_run_takes_no_time() -> None:
 def test_only_what_varies_in_no_run_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
-        attention_choice, "_measured", lambda heads, here: seen.append(torch.are_deterministic_algorithms_enabled())
+        attention_kernel, "_measured", lambda heads, here: seen.append(torch.are_deterministic_algorithms_enabled())
     )
     seconds(FLASH, HEADS, device.current())
     seconds(FLASH, replace(HEADS, deterministic=True), device.current())
     assert seen == [False, True]
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda name: None)
-    assert not is_installed(FLASH_3)
-    assert is_installed(FLASH)
-    assert is_installed(FUSED)
 
 
 def test_the_flags_leave_these_kernels() -> None:
@@ -300,33 +300,35 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     graded: list[int] = []
     differentiate = torch.autograd.grad
-    monkeypatch.setattr(attention_choice.F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(attention_kernel.F, "scaled_dot_product_attention", attend)
     monkeypatch.setattr(
         torch.autograd, "grad", lambda out, of, gradient: graded.append(len(of)) or differentiate(out, of, gradient)
     )
     clock: Any = _Clock()
     heads = replace(HEADS, dropout=0.25, dtype=torch.float64)
     # Thirteen passes; the squares of 8, 10, ..., 26, whose median is between those of 16 and 18.
-    assert attention_choice._measured(heads, clock) == (16**2 + 18**2) / 2
+    assert attention_kernel._measured(heads, clock) == (16**2 + 18**2) / 2
     assert graded == [3] * 13
     named = {"dropout_p": 0.25, "is_causal": True, "enable_gqa": True}
     assert made == [([(2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)], {torch.float64}, named)] * 13
-    attention_choice._measured(replace(HEADS, groups=4), clock)
+    attention_kernel._measured(replace(HEADS, groups=4), clock)
     assert made[-1][2]["enable_gqa"] is False
 
 
 def test_a_package_must_be_known_to_torch_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for known, found, expected in ((["FA3"], True, True), (["FA4"], True, False), (["FA3"], False, False)):
         monkeypatch.setattr(attention, "list_flash_attention_impls", lambda known=known: known, raising=False)
-        monkeypatch.setattr(attention_choice, "_is_found", lambda package, found=found: found)
+        monkeypatch.setattr(attention_kernel, "_is_found", lambda package, found=found: found)
         assert is_installed(FLASH_3) == expected
 
     def raises(package: str) -> None:
         raise ImportError(package)
 
     monkeypatch.undo()
-    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", raises)
-    assert not attention_choice._is_found("flash_attn.cute"), "its parent cannot be imported"
+    monkeypatch.setattr(attention_kernel.importlib.util, "find_spec", raises)
+    assert not attention_kernel._is_found("flash_attn.cute"), "its parent cannot be imported"
+    assert is_installed(FLASH)
+    assert is_installed(FUSED)
 
 
 CONTEXT = "--world-size 2 --context-parallel-size 2"

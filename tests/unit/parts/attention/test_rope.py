@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatron_ext.config.resolve import Facts, resolve
@@ -14,6 +15,7 @@ from megatron_ext.model.config import transformer_config
 from megatron_ext.parts.attention.describe import Scaling, Temperature
 from megatron_ext.parts.attention.rope import (
     RotaryTable,
+    ScaledRotaryEmbedding,
     heated,
     rotate,
     rotate_reference,
@@ -178,3 +180,51 @@ def test_the_gradient_of_splitting_and_rotating_is_its_derivative() -> None:
     angles = torch.rand(3, 2, dtype=torch.float64)
     table = torch.stack((angles.cos(), angles.sin()))
     assert torch.autograd.gradcheck(lambda value: split_and_rotate(value, 2, table), (mixed,))
+
+
+POSITIONS, HEAD = 6, 16
+
+
+@pytest.mark.parametrize("channels", [HEAD, HEAD // 2])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_pairs_turn_as_in_megatron_core(interleaved: bool, channels: int):
+    generator = torch.Generator().manual_seed(0)
+    x_BHSD = torch.randn(2, 3, POSITIONS, HEAD, generator=generator, requires_grad=True)
+    weight = torch.randn(2, 3, POSITIONS, HEAD, generator=generator)
+    angles = torch.outer(torch.arange(POSITIONS, dtype=torch.float32), 1.7 ** -torch.arange(channels // 2))
+    of_engine: Any = SimpleNamespace(interleaved=interleaved, get_freqs_non_repeated=lambda *_: angles)
+    config: Any = SimpleNamespace(rotary_interleaved=interleaved, apply_rope_fusion=False, multi_latent_attention=False)
+    given = ScaledRotaryEmbedding.get_emb(of_engine, POSITIONS)
+    alone: Any = SimpleNamespace(size=lambda: 1)
+    known = apply_rotary_pos_emb(x_BHSD.permute(2, 0, 1, 3), given, config, cp_group=alone).permute(1, 2, 0, 3)
+    (known_gradient,) = torch.autograd.grad((known * weight).sum(), x_BHSD)
+    table = torch.stack((angles.cos(), angles.sin()))
+    for turn in (rotate, rotate_reference):
+        turned = turn(x_BHSD, table, interleaved=interleaved)
+        (gradient,) = torch.autograd.grad((turned * weight).sum(), x_BHSD)
+        torch.testing.assert_close(turned, known, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradient, known_gradient, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(known, x_BHSD)
+    assert torch.equal(known[..., channels:], x_BHSD[..., channels:])
+
+
+def _group(rank: int, size: int) -> Any:
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])])
+def test_angles_are_those_of_a_ranks_positions(rank: int, expected: list[int]) -> None:
+    """Chunk after chunk, as a rank holds its tokens; scaled where the model is."""
+    scaling = {"use_rope_scaling": True, "rope_scaling_factor": 4.0}
+    config = small_config({**LLAMA, **scaling, "seq_length": 8}, layout={"context_parallel_size": 2, "world_size": 2})
+    groups: Any = SimpleNamespace(cp=_group(rank, 2))
+    [(kind, _)] = stack(config).kinds
+    assert kind.attention.rotary is not None
+    assert isinstance(kind.attention.rotary.scaling, Scaling)
+    table = RotaryTable(kind.attention, transformer_config(config, "cpu"), groups)
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16.0)
+    scaled = scaled_inverse_frequencies(frequencies, kind.attention.rotary.scaling, 10000.0)
+    assert not torch.equal(scaled, frequencies / 4.0)
+    known = torch.tensor(expected)[:, None] * scaled
+    torch.testing.assert_close(table.get_emb(8), torch.stack((known.cos(), known.sin())), rtol=1e-5, atol=1e-6)
+    assert table.get_emb(1).tolist() == [[[1.0] * 8], [[0.0] * 8]], "one token is divided among no ranks"
