@@ -6,27 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.data.packing import documents_of
 from megatron_ext.parallel import groups
-from megatron_ext.parts.attention.cached import KeyValueCache, Sequences, TextsInARow
 from megatron_ext.parts.gated_delta import compute
+from tests.support.generated_texts import MORE, assert_documents_are_as_each_by_itself, going_on, recurrent_layer
 from tests.support.small_models import DELTA, build_small_model, small_config
 
-PROMPTS, FILLED, MORE = (9, 6, 1), 9, 4
 KDA: dict[str, Any] = {"experimental_attention_variant": "kda", "linear_num_value_heads": 4, "linear_value_head_dim": 6}
 SHARED_KEYS: dict[str, Any] = {**KDA, "linear_num_value_heads": 8, "linear_value_head_dim": 10}
 ODD = {"linear_key_head_dim": 5, "linear_value_head_dim": 3, "linear_num_key_heads": 1, "linear_num_value_heads": 3}
 
 
 def _layer(changes: dict[str, Any] | None = None) -> Any:
-    [gpt], _ = build_small_model(small_config({**DELTA, "norm_epsilon": 1e-6, **(changes or {})}))
-    layer: Any = gpt.decoder.layers[0].self_attention
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    groups.destroy()
-    return layer
+    return recurrent_layer({**DELTA, "norm_epsilon": 1e-6, **(changes or {})})
 
 
 @pytest.mark.parametrize("changes", [{}, ODD, {"linear_conv_kernel_dim": 2}], ids=str)
@@ -139,49 +130,20 @@ def test_a_layer_with_decays_of_channels_is_that_of_transformers(
 
 @pytest.mark.parametrize("changes", [{}, SHARED_KEYS], ids=str)
 def test_documents_are_as_each_by_itself(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one is shorter than the convolution, and where one begins or ends a span."""
     monkeypatch.setattr(compute, "SPAN", 40)
-    layer = _layer(changes).double()
-    lengths = [3, 37, 1, 2, 80, 27]
-    x = torch.randn(sum(lengths), 2, 64, dtype=torch.float64)
-    begins = torch.zeros(2, len(x), dtype=torch.bool)
-    begins[0, [sum(lengths[:number]) for number in range(len(lengths))]] = True
-    documents = documents_of(torch.ones(2, len(x), dtype=torch.int64), 0, begins_BS=begins)
-    found = layer(x, packed_seq_params=Sequences(documents))[0]
-    apart = torch.cat([layer(part)[0] for part in x[:, :1].split(lengths)])
-    torch.testing.assert_close(found[:, :1], apart, atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(found[:, 1:], layer(x[:, 1:])[0], atol=1e-10, rtol=1e-10)
-    in_a_row = layer(x[:, :1], packed_seq_params=TextsInARow(lengths[:-1], lengths[-1], torch.device("cpu")))[0]
-    torch.testing.assert_close(in_a_row, apart, atol=1e-10, rtol=1e-10)
+    assert_documents_are_as_each_by_itself(_layer(changes).double())
 
 
 @pytest.mark.parametrize("changes", [{}, {"linear_conv_kernel_dim": 1}, ODD, SHARED_KEYS], ids=str)
 def test_generation_goes_on_from_a_state_of_one_size(changes: dict[str, Any]) -> None:
-    """Prompts of different lengths, then one token after the other: each as at its place in the whole text."""
-    layer = _layer(changes).double()
-    texts = [torch.randn(length + MORE, 1, 64, dtype=torch.float64) for length in PROMPTS]
-    with torch.no_grad():
-        expected = [layer(text)[0] for text in texts]
-        cache = KeyValueCache(FILLED + MORE, list(PROMPTS), FILLED, torch.device("cpu"))
-        prompts = torch.randn(FILLED, len(texts), 64, dtype=torch.float64)
-        for row, (text, length) in enumerate(zip(texts, PROMPTS, strict=True)):
-            prompts[:length, row] = text[:length, 0]
-        first = layer(prompts, packed_seq_params=cache)[0]
-        for row, length in enumerate(PROMPTS):
-            torch.testing.assert_close(first[:length, row], expected[row][:length, 0], atol=1e-10, rtol=1e-10)
-        sizes = []
-        for step in range(MORE):
-            cache.advance()
-            tokens = torch.stack([text[length + step] for text, length in zip(texts, PROMPTS, strict=True)], dim=1)
-            found = layer(tokens, packed_seq_params=cache)[0]
-            wanted = torch.stack([whole[length + step] for whole, length in zip(expected, PROMPTS, strict=True)], dim=1)
-            torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
-            sizes.append([kept.shape for kept in cache._recurrent[1]])
+    layer, sizes = _layer(changes).double(), []
+    for cache in going_on(lambda x, _, cache: layer(x, packed_seq_params=cache)[0]):
+        sizes.append([kept.shape for kept in cache._recurrent[1]])
+        assert not cache._kept
     described = layer.described
     state = (1, 3, described.key_heads, described.per_key, described.key_size, described.value_size)
     tail = (1, described.kernel - 1, 3, described.key_heads, described.convolved_size // described.key_heads)
     assert sizes == [[tail, state]] * MORE
-    assert not cache._kept
 
 
 @pytest.mark.parametrize("changes", [{}, SHARED_KEYS], ids=str)

@@ -10,8 +10,9 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron_ext.data.packing import documents_of
 from megatron_ext.parallel import groups
-from megatron_ext.parts.attention.cached import KeyValueCache, Sequences, TextsInARow
+from megatron_ext.parts.attention.cached import Sequences, TextsInARow
 from megatron_ext.parts.latent_attention import indexer
+from tests.support.generated_texts import PROMPTS, going_on
 from tests.support.small_models import INDEXED, build_small_model, small_config
 
 LENGTH, BATCH = 16, 2
@@ -120,30 +121,14 @@ def test_of_equal_scores_the_earlier_key_is_chosen() -> None:
     assert indexer.best(scores, 4).tolist() == [[[1, 3, 0, 2]]]
 
 
-PROMPTS, FILLED, MORE = (9, 6, 1), 9, 4
-
-
 def test_generation_chooses_what_training_does(attention: Any) -> None:
-    """Prompts of different lengths, then one token after the other; and the prompts in one row."""
+    """One token after the other; and the prompts in one row."""
     layer, table_of = attention
-    texts = [torch.randn(length + MORE, 1, 64, dtype=torch.float64) for length in PROMPTS]
+    *_, cache = going_on(lambda x, positions, cache: layer(x, None, table_of(positions), cache)[0])
+    assert cache._kept
+    texts = [torch.randn(length, 1, 64, dtype=torch.float64) for length in PROMPTS]
     with torch.no_grad():
-        expected = [layer(text, None, table_of(torch.arange(len(text))[None]))[0] for text in texts]
-        cache = KeyValueCache(FILLED + MORE, list(PROMPTS), FILLED, torch.device("cpu"))
-        prompts = torch.zeros(FILLED, len(texts), 64, dtype=torch.float64)
-        for row, (text, length) in enumerate(zip(texts, PROMPTS, strict=True)):
-            prompts[:length, row] = text[:length, 0]
-        first = layer(prompts, None, table_of(torch.arange(FILLED)[None]), cache)[0]
-        for row, length in enumerate(PROMPTS):
-            torch.testing.assert_close(first[:length, row], expected[row][:length, 0], atol=1e-10, rtol=1e-10)
-        for step in range(MORE):
-            positions = cache.advance()
-            tokens = torch.stack([text[length + step] for text, length in zip(texts, PROMPTS, strict=True)], dim=1)
-            found = layer(tokens, None, table_of(positions), cache)[0]
-            wanted = torch.stack([whole[length + step] for whole, length in zip(expected, PROMPTS, strict=True)], dim=1)
-            torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
-        row = torch.cat([text[:length] for text, length in zip(texts, PROMPTS, strict=True)])
+        wanted = [layer(text, None, table_of(torch.arange(len(text))[None]))[0] for text in texts]
         table = table_of(torch.cat([torch.arange(length) for length in PROMPTS])[None])
-        found = layer(row, None, table, TextsInARow(list(PROMPTS), 0, torch.device("cpu")))[0]
-        wanted = torch.cat([whole[:length] for whole, length in zip(expected, PROMPTS, strict=True)])
-        torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+        found = layer(torch.cat(texts), None, table, TextsInARow(list(PROMPTS), 0, torch.device("cpu")))[0]
+        torch.testing.assert_close(found, torch.cat(wanted), atol=1e-10, rtol=1e-10)

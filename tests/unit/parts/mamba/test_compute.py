@@ -7,25 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ext.data.packing import documents_of
 from megatron_ext.parallel import groups
-from megatron_ext.parts.attention.cached import KeyValueCache, Sequences, TextsInARow
 from megatron_ext.parts.gated_delta import compute
+from tests.support.generated_texts import MORE, assert_documents_are_as_each_by_itself, going_on, recurrent_layer
 from tests.support.small_models import MAMBA, build_small_model, small_config
 
-PROMPTS, FILLED, MORE = (9, 6, 1), 9, 4
 ODD = {"mamba_state_dim": 5, "mamba_head_dim": 3, "mamba_num_groups": 1, "mamba_num_heads": 7}
 
 
 def _layer(changes: dict[str, Any] | None = None) -> Any:
-    [gpt], _ = build_small_model(small_config({**MAMBA, **(changes or {})}))
-    layer: Any = gpt.decoder.layers[0].self_attention
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    groups.destroy()
-    return layer
+    return recurrent_layer({**MAMBA, **(changes or {})})
 
 
 def _by_kind(layer: Any, rows: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -108,38 +99,14 @@ def test_chunks_are_the_recurrence(changes: dict[str, Any]) -> None:
 
 
 def test_documents_are_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one is shorter than the convolution, and where one begins or ends a span."""
     monkeypatch.setattr(compute, "SPAN", 40)
-    layer = _layer().double()
-    lengths = [3, 37, 1, 2, 80, 27]
-    x = torch.randn(sum(lengths), 1, 64, dtype=torch.float64)
-    begins = torch.zeros(1, len(x), dtype=torch.bool)
-    begins[0, [sum(lengths[:number]) for number in range(len(lengths))]] = True
-    documents = documents_of(torch.ones(1, len(x), dtype=torch.int64), 0, begins_BS=begins)
-    apart = torch.cat([layer(part)[0] for part in x.split(lengths)])
-    in_a_row = TextsInARow(lengths[:-1], lengths[-1], torch.device("cpu"))
-    for sequences in (Sequences(documents), in_a_row):
-        torch.testing.assert_close(layer(x, packed_seq_params=sequences)[0], apart, atol=1e-10, rtol=1e-10)
+    assert_documents_are_as_each_by_itself(_layer().double())
 
 
 @pytest.mark.parametrize("changes", [{}, {"linear_conv_kernel_dim": 1}, ODD], ids=str)
 def test_generation_goes_on_from_a_state_of_one_size(changes: dict[str, Any]) -> None:
-    """Prompts of different lengths, then one token after the other: each as at its place in the whole text."""
     layer = _layer(changes).double()
-    texts = [torch.randn(length + MORE, 1, 64, dtype=torch.float64) for length in PROMPTS]
-    with torch.no_grad():
-        expected = [layer(text)[0] for text in texts]
-        cache = KeyValueCache(FILLED + MORE, list(PROMPTS), FILLED, torch.device("cpu"))
-        prompts = torch.randn(FILLED, len(texts), 64, dtype=torch.float64)
-        for row, (text, length) in enumerate(zip(texts, PROMPTS, strict=True)):
-            prompts[:length, row] = text[:length, 0]
-        layer(prompts, packed_seq_params=cache)
-        for step in range(MORE):
-            cache.advance()
-            tokens = torch.stack([text[length + step] for text, length in zip(texts, PROMPTS, strict=True)], dim=1)
-            found = layer(tokens, packed_seq_params=cache)[0]
-            wanted = torch.stack([whole[length + step] for whole, length in zip(expected, PROMPTS, strict=True)], dim=1)
-            torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+    assert len([*going_on(lambda x, _, cache: layer(x, packed_seq_params=cache)[0])]) == MORE
 
 
 def test_weights_begin_as_megatrons() -> None:
