@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.families import family_of
 from megatron_ext.families.family import usual_values
+from megatron_ext.families.hf_config import hf_config
 from tests.support.family_configs import GPT2_WRITTEN, SCALING, WRITTEN, read_config
+from tests.support.small_models import LLAMA, small_config
 
 _LAST = "[1,1,1,0]", "[0,0,0,1]"
 READ: dict[str, Any] = {
@@ -271,6 +274,7 @@ def test_every_value_of_gpt_2_is_read(changes: dict[str, Any], expected: dict[st
         ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, None),
         ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 2}, None),
         ({"model_type": "mixtral"}, None),
+        ({"model_type": "mistral"}, None),
         ({"model_type": "ministral"}, None),
         ({"model_type": "ministral", "layer_types": ["sliding_attention", *["full_attention"] * 2]}, "[1,0,0]"),
     ],
@@ -298,13 +302,7 @@ def test_which_layers_rotate(content: dict[str, Any], fixed: str | None, windows
     assert (found["no_rope_freq"], found["window_attn_skip_freq"]) == (fixed, windows)
 
 
-def test_mistrals_window_counts_the_querys_own_position(tmp_path: Path) -> None:
-    from megatron_ext.families import family_of
-    from megatron_ext.families.hf_config import hf_config
-    from tests.support.small_models import LLAMA, small_config
-
-    found = read_config(tmp_path, {**WRITTEN, "model_type": "mistral", "sliding_window": 16})
-    assert (found["window_size"], found["window_attn_skip_freq"]) == ("15,0", None)
+def test_mistrals_window_counts_the_querys_own_position() -> None:
     config = small_config({**LLAMA, "window_size": "15,0"})
     assert family_of(config).model_type == "mistral", "Llama has no windows"
     assert hf_config(config, family_of(config), "float32")["sliding_window"] == 16

@@ -215,16 +215,6 @@ def test_xavier_uniform_is_torchs() -> None:
     assert abs(values.mean()) < 0.01 * bound
 
 
-@pytest.mark.parametrize(("own", "init"), [(None, "uniform"), (0.02, "uniform"), (0.03, "normal")])
-def test_an_embedding_begins_as_a_matrix_unless_it_has_a_deviation_of_its_own(own: float | None, init: str) -> None:
-    """One that is --init-method-std is none of its own, as in Megatron-LM."""
-    model = {"init_method_xavier_uniform": True, "init_method_std": 0.02, "embedding_init_method_std": own}
-    found = {one.name: (one.init, one.std) for one in parameters(small_config(model))}
-    kind, deviation = found["embedding.word_embeddings.weight"]
-    assert kind == init
-    assert deviation == pytest.approx(0.03 if init == "normal" else (2.0 / (256 + 64)) ** 0.5)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_each_weight_is_filled_as_the_part_that_its_ranks_hold(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows from their first one on, as bf16 weights where these are computed with; an expert's matrix as the part of

@@ -13,7 +13,7 @@ from megatron_ext.optim.torch_optimizer import torch_optimizer
 from megatron_ext.parallel.matrices import Matrix
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.plan.state_bytes import state_bytes
-from tests.support.matrix_steps import begun, trained
+from tests.support.matrix_steps import assert_a_stack_is_its_matrices, begun, trained
 from tests.support.wrong_flags import BASE
 
 SETTINGS = {"beta2_decay": -0.5, "d": 1.5, "eps": (None, 0.2)}
@@ -38,19 +38,7 @@ def test_twenty_steps_are_torchs(flags: str, settings: dict[str, Any]) -> None:
 
 
 def test_experts_of_a_stack_are_matrices_each() -> None:
-    [stack] = begun([(3, 8, 12)])
-    each = [one.clone() for one in stack]
-    gradient = (
-        torch.randn(stack.shape, generator=torch.Generator().manual_seed(1)) * torch.tensor([1, 5, 9])[:, None, None]
-    )
-    vars(stack)["matrix"], stack.grad = Matrix((3, 8, 12)), gradient
-    for one, own in zip(each, gradient, strict=True):
-        one.grad = own
-    for weights in ([stack], each):
-        optimizer = Adafactor(weights, clip=0.5)
-        optimizer.step()
-        optimizer.step()
-    torch.testing.assert_close(stack, torch.stack(each))
+    assert_a_stack_is_its_matrices(lambda weights: Adafactor(weights, clip=0.5))
 
 
 def test_of_matrices_next_to_nothing_is_kept() -> None:

@@ -11,7 +11,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.optim.adaptive_muon import AdaptiveMuon
 from megatron_ext.optim.torch_optimizer import torch_optimizer
 from megatron_ext.parallel.matrices import Matrix
-from tests.support.matrix_steps import begun, trained
+from tests.support.matrix_steps import assert_a_stack_is_its_matrices, begun, trained
 from tests.support.wrong_flags import BASE
 
 METHODS = ("adamuon", "normuon", "namo")
@@ -32,17 +32,7 @@ def test_twenty_steps_are_those_of_megatrons_package(method: str, nesterov: bool
 
 @pytest.mark.parametrize("method", METHODS)
 def test_experts_of_a_stack_are_matrices_each(method: str) -> None:
-    [stack] = begun([(3, 8, 12)])
-    each = [one.clone() for one in stack]
-    gradient = torch.randn(stack.shape, generator=torch.Generator().manual_seed(1))
-    vars(stack)["matrix"], stack.grad = Matrix((3, 8, 12)), gradient
-    for one, own in zip(each, gradient, strict=True):
-        one.grad = own
-    for weights in ([stack], each):
-        optimizer = AdaptiveMuon(weights, lr=1e-2, moment2_method=method)
-        optimizer.step()
-        optimizer.step()
-    torch.testing.assert_close(stack, torch.stack(each))
+    assert_a_stack_is_its_matrices(lambda weights: AdaptiveMuon(weights, lr=1e-2, moment2_method=method))
 
 
 @pytest.mark.parametrize(
