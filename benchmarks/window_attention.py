@@ -27,7 +27,7 @@ def calls(length: int) -> dict[str, Callable[[], None]]:
     import torch
     import torch.nn.functional as F
 
-    from megatron_ext.parts.attention.packed import attend_window
+    from megatron_ext.parts.attention.segments import attend_window
 
     torch.set_num_threads(1)
     query, key, value = (torch.randn(1, HEADS, length, CHANNELS, requires_grad=True) for _ in range(3))

@@ -17,7 +17,15 @@ from megatron_ext.config.derived.layer_patterns import (
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts, positive, runs_on_cpu
 from megatron_ext.config.schema import Config
-from megatron_ext.rules.suggest import divisors, groups_fit, listed, nearest_multiples, tensor_sizes, use
+from megatron_ext.rules.suggest import (
+    divisors,
+    groups_fit,
+    listed,
+    nearest_multiples,
+    tensor_sizes,
+    unreadable_pattern,
+    use,
+)
 
 
 def heads_divide_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
@@ -175,14 +183,7 @@ def windows_are_well_formed(config: Config, facts: Facts) -> Iterator[str]:
             f"--window-size {size} is no pair of the positions before a query, at least 0 (or -1: all), and of those "
             "after it, 0 in a causal model; use --window-size 4095,0"
         )
-    try:
-        if pattern is not None and positive(model.num_layers):
-            read_pattern(pattern, min(model.num_layers, 100_000))
-    except ValueError:
-        yield (
-            f"--window-attn-skip-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 "
-            f"or 1 (--num-layers); use --window-attn-skip-freq 2, or [1]*{model.num_layers}"
-        )
+    yield from unreadable_pattern("--window-attn-skip-freq", pattern, model.num_layers, f"2, or [1]*{model.num_layers}")
 
 
 def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[str]:
@@ -190,14 +191,8 @@ def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[
     model, pattern = config.model, config.model.no_rope_freq
     if pattern is None:
         return
-    try:
-        if positive(model.num_layers):
-            read_pattern(pattern, min(model.num_layers, 100_000), "the last")
-    except ValueError:
-        yield (
-            f"--no-rope-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 or 1 "
-            f"(--num-layers); use --no-rope-freq 4, or [0]*{model.num_layers}"
-        )
+    fix = f"4, or [0]*{model.num_layers}"
+    yield from unreadable_pattern("--no-rope-freq", pattern, model.num_layers, fix, "the last")
     if model.position_embedding_type != "rope":
         yield (
             f"--no-rope-freq {pattern} says which layers rotate nothing, but with --position-embedding-type "
@@ -215,18 +210,14 @@ def layers_without_attention_are_named(config: Config, facts: Facts) -> Iterator
     model, pattern = config.model, config.model.linear_attention_freq
     if model.experimental_attention_variant in (None, "dsa") or not positive(model.num_layers):
         return
-    usable = f"use --linear-attention-freq 4, or [1]*{model.num_layers}"
-    try:
-        if pattern is None or not any(read_pattern(pattern, min(model.num_layers, 100_000))):
-            given = "that is not given" if pattern is None else f"{pattern} names none"
-            yield (
-                f"--experimental-attention-variant {model.experimental_attention_variant} is of the layers that "
-                f"--linear-attention-freq names, but {given}; {usable}"
-            )
-    except ValueError:
+    flag, fix = "--linear-attention-freq", f"4, or [1]*{model.num_layers}"
+    unreadable = [*unreadable_pattern(flag, pattern, model.num_layers, fix)]
+    yield from unreadable
+    if not unreadable and (pattern is None or not any(read_pattern(pattern, min(model.num_layers, 100_000)))):
+        given = "that is not given" if pattern is None else f"{pattern} names none"
         yield (
-            f"--linear-attention-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 "
-            f"or 1 (--num-layers); {usable}"
+            f"--experimental-attention-variant {model.experimental_attention_variant} is of the layers that "
+            f"--linear-attention-freq names, but {given}; use {flag} {fix}"
         )
 
 

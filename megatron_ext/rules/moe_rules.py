@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_ext.config.derived.layer_patterns import read_pattern
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
-from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
+from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, unreadable_pattern
 
 
 def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
@@ -179,17 +179,12 @@ def layers_with_experts_are_named(config: Config, facts: Facts) -> Iterator[str]
     model, pattern = config.model, config.model.moe_layer_freq
     if pattern in (None, "-1") or not positive(model.num_layers):  # -1 is MindSpeed's word for all
         return
-    try:
-        named = any(read_pattern(pattern, min(model.num_layers, 100_000), "the first"))
-    except ValueError:
-        yield (
-            f"--moe-layer-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 or 1 "
-            f"(--num-layers); use --moe-layer-freq 1, or [0]+[1]*{model.num_layers - 1}"
-        )
-    else:
-        experts = model.num_experts
-        if experts is not None and not named:
-            yield f"--moe-layer-freq {pattern} gives no layer its --num-experts {experts}; use --moe-layer-freq 1"
+    fix, experts = f"1, or [0]+[1]*{model.num_layers - 1}", model.num_experts
+    unreadable = [*unreadable_pattern("--moe-layer-freq", pattern, model.num_layers, fix, "the first")]
+    yield from unreadable
+    named = bool(unreadable) or any(read_pattern(pattern, min(model.num_layers, 100_000), "the first"))
+    if experts is not None and not named:
+        yield f"--moe-layer-freq {pattern} gives no layer its --num-experts {experts}; use --moe-layer-freq 1"
 
 
 def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Finds settings that work, for the text of a problem: candidates are tried against the rules that they must meet."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from megatron_ext.config.derived.layer_patterns import Counted, read_pattern
 from megatron_ext.config.derived.pipeline_split import counted_as_layers, read_pipeline_layout
 from megatron_ext.config.resolve import positive
 from megatron_ext.config.schema import Config
@@ -71,6 +72,20 @@ def nearest_multiples(value: int, of: int) -> list[int]:
     """Return the multiples around a value, without 0: (30, 4) -> [28, 32]."""
     below = value // of * of
     return [multiple for multiple in (below, below + of) if multiple > 0]
+
+
+def unreadable_pattern(
+    flag: str, pattern: str | None, layers: int, fix: str, counted: Counted = "all but the last"
+) -> Iterator[str]:
+    """Yield that a pattern over the layers cannot be read, where that is so; `fix` is a value that works."""
+    try:
+        if pattern is not None and positive(layers):
+            read_pattern(pattern, min(layers, 100_000), counted)
+    except ValueError:
+        yield (
+            f"{flag} {pattern} is neither a number of layers nor a list of {layers} times 0 or 1 (--num-layers); use "
+            f"{flag} {fix}"
+        )
 
 
 def use(flag: str, values: Iterable[object], otherwise: str = "") -> str:

@@ -35,8 +35,7 @@ def _far_from_whole(value_size: int, dtype: torch.dtype) -> dict[str, Any]:
 
     from megatron_ext.data.microbatch import Batch, StageView, divide
     from megatron_ext.parts.attention import context_parallel
-    from megatron_ext.parts.attention.packed import attend_documents
-    from megatron_ext.parts.attention.segments import attend_segments
+    from megatron_ext.parts.attention.segments import attend_documents, attend_segments
 
     group: Any = torch.distributed.group.WORLD
     rank, size = group.rank(), group.size()

@@ -21,9 +21,8 @@ from megatron_ext.optim.gradient_norm import replace_loops, scale_by, squared_no
 from megatron_ext.optim.torch_optimizer import mask_by, torch_optimizer
 from megatron_ext.parts.attention import flex
 from megatron_ext.parts.attention.blocks import block_backward, block_forward
-from megatron_ext.parts.attention.packed import attend_documents
 from megatron_ext.parts.attention.scores import Scores
-from megatron_ext.parts.attention.segments import attend_segments
+from megatron_ext.parts.attention.segments import attend_documents, attend_segments
 from megatron_ext.resilience.numeric import largest_magnitude
 from megatron_ext.train.callbacks.straggler_report import Stragglers
 from tests.support.fake_tensors import on_gpu

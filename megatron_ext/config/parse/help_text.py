@@ -13,7 +13,7 @@ usage: pretrain_gpt.py [--config run.yaml] [flags]
 Pretrain a GPT model. Start it as one process, or as many with torchrun. Flags win over the --config file.
 """
 
-_PROGRAM = (
+PROGRAM = (
     ("--config FILE", "YAML file with any of the names below (underscores for hyphens)."),
     (
         "--dry-run",
@@ -26,6 +26,7 @@ _PROGRAM = (
     ("--help, -h [WORD]", "Show this text, or the flags that have to do with a word, and exit."),
     ("--version", "Show the version and exit."),
 )
+"""Flags of the program itself, each with its sentence."""
 
 
 def version() -> str:
@@ -85,7 +86,7 @@ def _searched(option: Option) -> str:
 def text() -> str:
     """Return the text with all flags, 120 columns wide."""
     lines = [_USAGE, "program:"]
-    for flag, sentence in _PROGRAM:
+    for flag, sentence in PROGRAM:
         lines += _entry(flag, sentence)
     group = ""
     for option in options():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
 from megatron_ext.config.compat.old_spellings import EARLIER_FLAGS, FLAGS, IMPLIED, VALUES, VALUES_OF_FORKS
-from megatron_ext.config.parse.help_text import default_text
+from megatron_ext.config.parse.help_text import PROGRAM, default_text
 from megatron_ext.config.parse.options import Option, flag_of, options
 from megatron_ext.markup import table
 
@@ -58,20 +58,6 @@ def other_default(flag: str) -> OtherDefault | None:
     return OTHER_DEFAULTS.get(flag) or OTHER_MEANINGS.get(flag)
 
 
-_OF_THE_PROGRAM = [
-    ["`--config FILE`", "YAML file with any of the names below."],
-    [
-        "`--dry-run`",
-        "Check everything, print the layout and its memory, and exit. GPUs, packages and data that are not on this "
-        "machine are believed, with a warning.",
-    ],
-    ["`--device-memory-gb X`", "With `--dry-run`: whether a rank fits in this memory; exit code 1 if not."],
-    ["`--device-name TEXT`", "With `--dry-run`: the same for a device by name, `h200`, `h100` or `a100`."],
-    ["`--allow-unknown-flags`", "Leave out flags that nobody here knows, with a warning for each."],
-    ["`--help`, `--version`", "Show it and exit."],
-]
-
-
 def pinned_command_line() -> str:
     """Return one line per flag: name, type, default, choices. It changes only when a flag does."""
     lines = [f"{option.flag} | {_type_text(option)} | {option.default!r} | {_choices(option)}" for option in options()]
@@ -96,7 +82,7 @@ def flags_page() -> str:
         "go into a `--config` file; the command line wins over it. A switch that the file sets is taken back by",
         "`--switch=false`.",
         "",
-        *table(["program", ""], _OF_THE_PROGRAM),
+        *table(["program", ""], ([f"`{flag}`", sentence] for flag, sentence in PROGRAM)),
     ]
     head = ["flag", "default", "meaning", "Megatron's default, where it is another"]
     for group, of_group in itertools.groupby(options(), key=lambda option: option.group):

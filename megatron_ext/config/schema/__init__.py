@@ -6,12 +6,11 @@ they always hold a value, and that is the form in which the rest of the program 
 
 from dataclasses import dataclass, field
 
-from megatron_ext.config.schema.checkpoint_and_logging_flags import CheckpointConfig, LoggingConfig
+from megatron_ext.config.schema.checkpoint_and_logging_flags import CheckpointConfig, LoggingConfig, ProfilingConfig
 from megatron_ext.config.schema.data_flags import DataConfig
 from megatron_ext.config.schema.layout_flags import LayoutConfig
 from megatron_ext.config.schema.model_flags import ModelConfig
 from megatron_ext.config.schema.optimizer_flags import OptimizerConfig
-from megatron_ext.config.schema.profiling_flags import ProfilingConfig
 from megatron_ext.config.schema.training_flags import TrainingConfig
 
 

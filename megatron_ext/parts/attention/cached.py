@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 from megatron_ext.data.packing import Documents
 from megatron_ext.parts.attention.blocks import widened
-from megatron_ext.parts.attention.packed import attend_window
 from megatron_ext.parts.attention.scores import PLAIN, Scores, forward, with_sink
+from megatron_ext.parts.attention.segments import attend_window
 
 Project = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states [N, hidden] to the logits [N, V]."""

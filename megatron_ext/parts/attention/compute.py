@@ -24,10 +24,9 @@ from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.cached import Sequences
 from megatron_ext.parts.attention.describe import VANILLA, Softmax
 from megatron_ext.parts.attention.describe import Attention as Described
-from megatron_ext.parts.attention.packed import attend_documents, attend_window
 from megatron_ext.parts.attention.rope import TokenAngles, heated, rotate, split_and_rotate
 from megatron_ext.parts.attention.scores import PLAIN, Scores, causal_slopes
-from megatron_ext.parts.attention.segments import largest_scores
+from megatron_ext.parts.attention.segments import attend_documents, attend_window, largest_scores
 from megatron_ext.parts.attention.short import attend_short, takes
 
 _ALL = slice(None)

@@ -2,10 +2,11 @@
 
 A document in a packed sample is a segment; so is the part of a document, or of a whole sample, that one
 context-parallel rank holds. No mask is made: a segment is at most a square causal block and a full block before it, and
-attention over two blocks is put together from their log-sum-exps (Dao 2023, arXiv:2307.08691, section 3.1.1).
+attention over two blocks is put together from their log-sum-exps (Dao 2023, arXiv:2307.08691, section 3.1.1). Where the
+device has a kernel for sequences of different lengths, documents of packed samples, and windows, are computed by it.
 
 Shapes: B batch, H query heads, G key/value heads, Q queries, K keys, D channels of a query or key head, V channels of a
-value head.
+value head; s positions of a sample on this rank, S all of its positions (s = S without context parallelism).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron_ext.data.packing import Segment
+from megatron_ext.data.packing import Documents, Segment
 from megatron_ext.parts.attention import scores as scored
+from megatron_ext.parts.attention.blocks import has_varlen_kernel, varlen_causal
 from megatron_ext.parts.attention.describe import WINDOW_ROWS
 from megatron_ext.parts.attention.scores import PLAIN, Places, Scores, sink_gradient, with_sink
 
@@ -195,3 +197,51 @@ class _Segments(torch.autograd.Function):
                 for_value[:, :, block] += parts[2]
         for_sink = sink_gradient(grad, out, log_sum_exp, sink)
         return for_query.to(query.dtype), for_key.to(key.dtype), for_value.to(value.dtype), *[None] * 4, for_sink
+
+
+def attend_documents(
+    query_BHsD: torch.Tensor,
+    key_BGSD: torch.Tensor,
+    value_BGSV: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    window: int | None = None,
+    scores: Scores = PLAIN,
+) -> torch.Tensor:
+    """Let every query attend to the keys of its own document up to its own position, to the latest `window` of them;
+    return [B, H, s, V]."""
+    if not (has_varlen_kernel(query_BHsD) and scores.are_plain):
+        # Samples end to end: a sample's last position is followed by the next sample's first.
+        query, key, value = (
+            tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query_BHsD, key_BGSD, value_BGSV)
+        )
+        out = attend_segments(query, key, value, documents.segments, scale, window, scores)
+        return out[0].unflatten(1, (query_BHsD.size(0), -1)).transpose(0, 1)
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BHsD, key_BGSD, value_BGSV))
+    if documents.key_index is not None:
+        key, value = key.index_select(0, documents.key_index), value.index_select(0, documents.key_index)
+    out = varlen_causal(query, key, value, documents.query_ends, documents.key_ends, documents.longest, scale, window)
+    return out.unflatten(0, (query_BHsD.size(0), -1)).transpose(1, 2)
+
+
+def attend_window(
+    query_BHSD: torch.Tensor,
+    key_BGSD: torch.Tensor,
+    value_BGSV: torch.Tensor,
+    scale: float,
+    window: int | None,
+    scores: Scores = PLAIN,
+) -> torch.Tensor:
+    """Let every query attend to the latest `window` keys up to its own position; return [B, H, S, V].
+
+    No mask of S x S is made: a GPU's kernel for sequences of different lengths knows windows, and elsewhere queries are
+    taken in blocks, so that time and memory grow with S times the window.
+    """
+    batch, _, length, _ = query_BHSD.shape
+    if not (has_varlen_kernel(query_BHSD) and scores.are_plain):
+        whole = (Segment(0, length, 0, length),)
+        return attend_segments(query_BHSD, key_BGSD, value_BGSV, whole, scale, window, scores)
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BHSD, key_BGSD, value_BGSV))
+    ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query_BHSD.device)
+    out = varlen_causal(query, key, value, ends, ends, (length, length), scale, window)
+    return out.unflatten(0, (batch, -1)).transpose(1, 2)

@@ -5,7 +5,7 @@ import torch
 
 from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
 from megatron_ext.data.packing import Segment
-from megatron_ext.parts.attention.packed import attend_window
+from megatron_ext.parts.attention.segments import attend_window
 from megatron_ext.parts.stack import layers
 from tests.support.masked_attention import attend_segments_reference
 from tests.support.small_models import LLAMA, small_config

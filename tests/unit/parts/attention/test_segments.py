@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.data.packing import Segment, documents_of
 from megatron_ext.parts.attention import blocks as kernels
-from megatron_ext.parts.attention.packed import attend_documents
-from megatron_ext.parts.attention.segments import attend_segments, largest_scores, merge
+from megatron_ext.parts.attention.segments import attend_documents, attend_segments, largest_scores, merge
 from tests.support.masked_attention import attend_segments_reference
 
 SCALE = 0.3
