@@ -173,26 +173,6 @@ def test_zero_of_seven_billion_parameters_on_four_ranks(kind: str, gigabytes: fl
     assert StateBytes(2, 2, 12, scheme.shares(4)).total * 7 == gigabytes
 
 
-def test_the_report_shows_layout_batch_and_length():
-    report = describe(
-        configuration(
-            "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
-            "--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 16"
-        )
-    )
-    assert "world size 8 = TP 2 x PP 2 x CP 1 x DP 2" in report
-    assert "    1  2-3 6-7 " in report
-    assert "effective batch      1 x 8 x DP 2 = 16 samples" in report
-    assert "tokens per step      1,024" in report
-    assert "   7  (1, 0, 1, 1)" in report
-
-
-def test_the_report_on_many_ranks_stays_short():
-    report = describe(configuration("--world-size 4096 --pipeline-model-parallel-size 8"))
-    assert len(report.splitlines()) < 40
-    assert "    7  3584-4095      3584: (0, 0, 0, 7), 3585: (0, 0, 1, 7), 3586: (0, 0, 2, 7), ..." in report
-
-
 @pytest.mark.parametrize("tensor_parallel_size", range(1, 9))
 def test_the_vocabulary_is_padded_as_megatron_does(tensor_parallel_size: int) -> None:
     """Megatron-LM goes up by one until the divisor times the tensor-parallel size divides the number."""
