@@ -8,16 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_ext.model import linear_cross_entropy
+from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import GPT
 from megatron_ext.model.linear_cross_entropy import Vocabulary
 from megatron_ext.parallel.groups import rank_groups
 from megatron_ext.parts import spec
 from megatron_ext.parts.attention.cached import KeyValueCache, TextsInARow, WholeSequences
-from megatron_ext.parts.attention.compute import SDPAttention
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.parts.experts.router import Router
 from megatron_ext.parts.linear.compute import ColumnLinear
@@ -67,36 +66,11 @@ def test_gradients_of_a_shared_vocabulary_are_parts_of_the_whole(monkeypatch: py
 
 def test_a_bias_of_columns_is_added_where_they_are() -> None:
     """Whatever the engine asks for; nothing is left to be added later, which nobody would do."""
-    config: Any = SimpleNamespace(
-        sequence_parallel=False,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        params_dtype=torch.float32,
-        gradient_accumulation_fusion=False,
-        expert_model_parallel_size=1,
-        disable_parameter_transpose_cache=False,
-        symmetric_ar_type=None,
-        init_model_with_meta_device=False,
-        cpu_offloading=False,
-        calculate_per_token_loss=False,
-        async_tensor_model_parallel_allreduce=False,
-        defer_embedding_wgrad_compute=False,
-        is_mtp_layer=False,
-        tensor_model_parallel_size=1,
-    )
+    config = transformer_config(small_config(), "cpu")
     made = ColumnLinear(
         3, 2, config=config, init_method=torch.nn.init.zeros_, bias=True, skip_bias_add=True, tp_group=_group(0, 1)
     )
     assert made.skip_bias_add is False
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_attention_is_divided_over_context_parallel_ranks(size: int) -> None:
-    config: Any = SimpleNamespace(context_parallel_size=size, attention_dropout=0.0, sequence_parallel=True)
-    config.qk_clip = config.log_max_attention_logit = False
-    groups: Any = SimpleNamespace(cp="cp", tp="tp", dp="dp")
-    core = SDPAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
-    assert core.cp_group == (None if size == 1 else "cp")
 
 
 def test_a_run_and_every_global_batch_begin_with_no_load(monkeypatch: pytest.MonkeyPatch) -> None:

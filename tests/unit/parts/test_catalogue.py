@@ -262,34 +262,14 @@ def test_own_parameters_that_cannot_be_are_refused(parameter: Parameter, problem
 
 
 @pytest.mark.parametrize(
-    ("training", "chosen"),
-    [
-        ({}, []),
-        ({"fp8_format": "e4m3"}, [0, 1, 2, 3]),
-        ({"fp8_format": "e4m3", "num_layers_at_start_in_bf16": 2}, [0, 1, 2, 3]),
-        (
-            {
-                "fp8_format": "e4m3",
-                "first_last_layers_bf16": True,
-                "num_layers_at_start_in_bf16": 2,
-                "num_layers_at_end_in_bf16": 0,
-            },
-            [2, 3],
-        ),
-        (
-            {
-                "fp8_format": "e4m3",
-                "first_last_layers_bf16": True,
-                "num_layers_at_start_in_bf16": 0,
-                "num_layers_at_end_in_bf16": 1,
-            },
-            [0, 1, 2],
-        ),
-        ({"fp8_format": "hybrid", "first_last_layers_bf16": True}, [1, 2]),
-    ],
+    ("are_others", "start", "end", "chosen"),
+    [(False, 2, 1, [0, 1, 2, 3]), (True, 2, 0, [2, 3]), (True, 0, 1, [0, 1, 2]), (True, 1, 1, [1, 2])],
 )
-def test_layers_that_multiply_in_fp8(training: dict[str, Any], chosen: list[int]) -> None:
-    assert list(layers_in_fp8(distinct_config(training=training))) == chosen
+def test_layers_that_multiply_in_fp8(are_others: bool, start: int, end: int, chosen: list[int]) -> None:
+    training = {"first_last_layers_bf16": are_others, "num_layers_at_start_in_bf16": start}
+    training |= {"num_layers_at_end_in_bf16": end}
+    assert list(layers_in_fp8(distinct_config(training={**training, "fp8_format": "hybrid"}))) == chosen
+    assert list(layers_in_fp8(distinct_config(training=training))) == []
     sides = {
         recipe: multiple_of(distinct_config(training={"fp8_recipe": recipe}))
         for recipe in ("tensorwise", "rowwise", "blockwise")

@@ -65,10 +65,6 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("num_layer: 4", "unknown name num_layer; did you mean num_layers?"),
-        ("num_layers: four", "num_layers: 'four' is not an integer"),
-        ("num_layers: true", "num_layers: True is not an integer"),
-        ("num_layers: [4]", "num_layers: [4] is not an integer"),
         ("bf16: 1", "bf16: 1 is not true or false"),
         (
             "optimizer: adam8",
