@@ -1,6 +1,6 @@
 """Translates our configuration to the one that megatron-core's modules and schedules read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 
 from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, layer_counts
+from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.mlp.compute import OfMultiplied
 from megatron_ext.parts.mlp.describe import Activation, mlp_of
@@ -25,6 +26,28 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "quick_gelu": quick_gelu,
     "xielu": F.silu,  # which no layer computes: its own has parameters
 }
+
+
+_OF_ONE_NAME = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization"),
+    *("qk_l2_norm", "add_qkv_bias", "activation_func_clamp_value", "glu_linear_offset"),
+    *("rotary_interleaved", "softmax_scale", "softmax_type", "hidden_dropout", "attention_dropout"),
+    *("init_method_std", "transformer_impl", "tensor_model_parallel_size", "sequence_parallel"),
+    *("context_parallel_size", "pipeline_model_parallel_size", "bf16", "fp16", "deterministic_mode"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "gradient_accumulation_fusion", "qk_clip"),
+    *("qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"),
+)
+"""Fields that megatron-core's configuration has by our name."""
+
+_OF_EXPERTS = (
+    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_dtype"),
+    *("moe_router_bias_update_rate", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_topk_scaling_factor", "moe_z_loss_coeff", "moe_apply_probs_on_input", "moe_input_jitter_eps"),
+    *("moe_expert_capacity_factor", "moe_router_force_load_balancing", "moe_shared_expert_gate"),
+    *("moe_shared_expert_intermediate_size", "moe_grouped_gemm", "moe_token_dispatcher_type"),
+    "expert_model_parallel_size",
+)
+"""The same of a mixture of experts."""
 
 
 def transformer_config(config: Config, device_kind: str, *, on_meta: bool = False) -> TransformerConfig:
@@ -48,62 +71,33 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
     first = next(inner, mlp_of(model, model.ffn_hidden_size))
     activation = _ACTIVATIONS[first.activation]
     translated = TransformerConfig(
-        num_layers=model.num_layers,
+        **_of_one_name(config, _OF_ONE_NAME),
         mtp_num_layers=model.mtp_num_layers or None,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_key_value_heads,
-        kv_channels=model.kv_channels,
-        normalization=model.normalization,  # pyright: ignore[reportArgumentType]
         layernorm_epsilon=model.norm_epsilon,
         # It adds gradients of what is named q_layernorm over the ranks, which see whole latents each.
         qk_layernorm=model.qk_layernorm and not model.multi_latent_attention,
-        qk_l2_norm=model.qk_l2_norm,
         add_bias_linear=not model.disable_bias_linear and model.num_experts is None,
-        add_qkv_bias=model.add_qkv_bias,
         gated_linear_unit=model.gated_linear_unit,
         activation_func=activation if first.of_gate == 1.0 else OfMultiplied(activation, first.of_gate),
-        activation_func_clamp_value=model.activation_func_clamp_value,
-        glu_linear_offset=model.glu_linear_offset,
-        rotary_interleaved=model.rotary_interleaved,
-        softmax_scale=model.softmax_scale,
-        softmax_type=model.softmax_type,  # pyright: ignore[reportArgumentType]
         experimental_attention_variant_loss_scale_func=(
             DSAIndexerLossAutoScaler.set_loss_scale if model.experimental_attention_variant == "dsa" else None
         ),
-        qk_clip=config.optimizer.qk_clip,
-        qk_clip_alpha=config.optimizer.qk_clip_alpha,
-        qk_clip_threshold=config.optimizer.qk_clip_threshold,
-        log_max_attention_logit=config.logging.log_max_attention_logit,
         # By this, too, it knows how layers are saved.
         linear_attention_freq=[1] * model.num_layers if stack(config).has_mixed_parameters else None,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        init_method_std=model.init_method_std,
         # model.initialize gives every parameter its value, so that megatron-core draws nothing.
         perform_initialization=False,
         # Where the model is built is then left to the caller.
         use_cpu_initialization=not on_cuda or on_meta,
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        sequence_parallel=layout.sequence_parallel,
-        context_parallel_size=layout.context_parallel_size,
         cp_comm_type=exchanges if exchanges[1:] else exchanges[0],
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         pipeline_model_parallel_layout=core_layout(counts, model.mtp_num_layers or 0) if is_uneven(counts) else None,
         microbatch_group_size_per_vp_stage=layout.microbatch_group_size,
         pipeline_dtype=dtype,
         params_dtype=dtype,
-        bf16=training.bf16,
-        fp16=training.fp16,
-        deterministic_mode=training.deterministic_mode,
         # Read by DDP when it wraps the model: gradients are then divided by the tokens of the whole global batch.
         calculate_per_token_loss=True,
-        recompute_granularity=training.recompute_granularity,  # pyright: ignore[reportArgumentType]
         recompute_modules=list(training.recompute_modules or ("core_attn",)),
-        recompute_method=training.recompute_method,  # pyright: ignore[reportArgumentType]
-        recompute_num_layers=training.recompute_num_layers,
         # With two stages the previous rank is also the next one, and interleaved batched sends pair in the wrong
         # order; over gloo no batched send has a tag.
         batch_p2p_comm=on_cuda and chunks == 1,
@@ -111,7 +105,6 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         batch_p2p_sync=False,
         overlap_p2p_comm=chunks > 1 and not layout.no_overlap_p2p_communication,
         deallocate_pipeline_outputs=True,
-        gradient_accumulation_fusion=training.gradient_accumulation_fusion,
         bias_dropout_fusion=fuses and not training.no_bias_dropout_fusion,
         bias_activation_fusion=fuses
         and model.swiglu
@@ -123,7 +116,6 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         cross_entropy_loss_fusion=False,
         cuda_graph_modules=[],
         **_mixture(config),
-        transformer_impl=model.transformer_impl,  # pyright: ignore[reportArgumentType]
         **_kernels_of_transformer_engine(config),
     )
     # With a layout it makes this 1 where nothing is interleaved, but takes None alone for that elsewhere.
@@ -144,16 +136,6 @@ def _kernels_of_transformer_engine(config: Config) -> dict[str, Any]:
     return {"attention_backend": chosen, "flash_attention_version": training.flash_attention_version}
 
 
-_OF_MIXTURES = (
-    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_dtype"),
-    *("moe_router_bias_update_rate", "moe_router_num_groups", "moe_router_group_topk", "moe_apply_probs_on_input"),
-    *("moe_router_topk_scaling_factor", "moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_z_loss_coeff"),
-    *("moe_expert_capacity_factor", "moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
-    "moe_grouped_gemm",
-)
-"""Fields of our model that megatron-core has by the same names and meanings."""
-
-
 def _mixture(config: Config) -> dict[str, Any]:
     """Return the settings of a mixture of experts; none for a dense model."""
     model, layout, held = config.model, config.layout, stack(config)
@@ -161,6 +143,7 @@ def _mixture(config: Config) -> dict[str, Any]:
         return {}
     losses = model.load_balancing_losses
     return {
+        **_of_one_name(config, _OF_EXPERTS),
         "num_moe_experts": model.num_experts,
         # By which it knows how layers are saved.
         "moe_layer_freq": [int(layer.experts is not None) for layer in held[: model.num_layers]]
@@ -169,8 +152,10 @@ def _mixture(config: Config) -> dict[str, Any]:
         "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
         "moe_router_load_balancing_type": list(losses) or ("sinkhorn" if model.is_sinkhorn else "none"),
         "moe_aux_loss_coeff": list(losses.values()) or 0.0,
-        **{name: getattr(model, name) for name in _OF_MIXTURES},
-        "moe_token_dispatcher_type": layout.moe_token_dispatcher_type,
-        "expert_model_parallel_size": layout.expert_model_parallel_size,
         "expert_tensor_parallel_size": layout.expert_tensor_size,
     }
+
+
+def _of_one_name(config: Config, names: Sequence[str]) -> dict[str, Any]:
+    """Return the values of these fields, which are unique among all groups of the configuration."""
+    return {name: getattr(getattr(config, options_by_name()[name].group), name) for name in names}

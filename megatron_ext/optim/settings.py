@@ -16,25 +16,15 @@ def optimizer_config(config: Config, *, distributed: bool, overlaps: bool) -> Co
         overlaps: whether the next forward pass gathers what was updated.
     """
     optimizer, training, traits = config.optimizer, config.training, traits_of(config.optimizer)
+    same = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "clip_grad")
+    of_scale = ("fp16", "bf16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     return CoreOptimizerConfig(
         optimizer=traits.built_as,
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        decoupled_lr=optimizer.decoupled_lr,
-        decoupled_min_lr=optimizer.decoupled_min_lr,
-        weight_decay=optimizer.weight_decay,
-        fp16=training.fp16,
-        bf16=training.bf16,
+        **{name: getattr(optimizer, name) for name in (*same, *(traits.flags if traits.is_the_engines else ()))},
+        **{name: getattr(training, name) for name in of_scale},
         params_dtype=getattr(torch, training.params_dtype),
-        loss_scale=training.loss_scale,
-        initial_loss_scale=training.initial_loss_scale,
-        min_loss_scale=training.min_loss_scale,
-        loss_scale_window=training.loss_scale_window,
-        hysteresis=training.hysteresis,
-        **({name: getattr(optimizer, name) for name in traits.flags} if traits.is_the_engines else {}),
         use_distributed_optimizer=distributed,
         overlap_param_gather=overlaps,
-        clip_grad=optimizer.clip_grad,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
     )
 

@@ -11,7 +11,7 @@ from megatron_ext.parts.attention.cached import KeyValueCache, Sequences, TextsI
 from tests.support.small_models import build_small_model, small_config
 
 PROMPTS, FILLED, MORE = (9, 6, 1), 9, 4
-TOLERANCE: dict[str, float] = {"atol": 1e-10, "rtol": 1e-10}
+TOLERANCE: dict[str, Any] = {"atol": 1e-10, "rtol": 1e-10}
 HERE = torch.device("cpu")
 
 

@@ -87,6 +87,11 @@ LOADED = [
         [],
     ),
     (
+        "--disable-bias-linear --num-experts 8 --moe-router-load-balancing-type none",
+        {"disable_bias_linear": True, "num_experts": 8},
+        [],
+    ),
+    (
         "--disable-bias-linear --num-experts 8 --finetune",
         {"disable_bias_linear": True, "num_experts": 8, "moe_router_load_balancing_type": ("sinkhorn",)},
         [],

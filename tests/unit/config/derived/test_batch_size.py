@@ -197,7 +197,7 @@ def test_phases_are_the_steps_also_where_a_quotient_is_rounded(ramp: tuple[int, 
         config = Config(training=training)
         sizes, consumed = [], 0
         for step in range(2 * samples):
-            if consumed <= samples + 1 < 50:
+            if samples < 60 and step < 40:
                 assert samples_at_iteration(config, step) == consumed
             sizes.append(global_batch_size(config, consumed))
             consumed += sizes[-1]
