@@ -146,11 +146,7 @@ COMMAND = "python tools/preprocess_data.py --input x.jsonl --output-prefix data/
         ({"type": "alpaca"}, {"sequence_len": 64}, "alpaca"),
         ({"type": "alpaca"}, {"sample_packing": True}, "alpaca"),
         ({"type": "alpaca"}, {"sample_packing": False, "sequence_len": 64}, "alpaca"),
-        (
-            {"type": "alpaca"},
-            {"sample_packing": True, "sequence_len": 64},
-            "alpaca --seq-length 64 --on-error skip",
-        ),
+        ({"type": "alpaca"}, {"sample_packing": True, "sequence_len": 64}, "alpaca --seq-length 64 --on-error skip"),
         ({"type": "alpaca"}, {"train_on_inputs": True}, "alpaca --train-on-inputs"),
         ({"type": "alpaca"}, {"train_on_inputs": False}, "alpaca"),
         (
