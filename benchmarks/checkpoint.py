@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.recording import heading, keep, sentence
+from benchmarks.recording import heading, sentence, tell
 from megatron_ext.verify.ranks import run_ranks
 
 FLAGS = shlex.split("""
@@ -111,9 +111,7 @@ def main() -> None:
         seconds["cp"] = copy_seconds(saved, folder / "copy", options.turns)
         record["results"][str(ranks)] = {"bytes": size, "seconds": seconds}
     shutil.rmtree(options.folder)
-    print(report(record))
-    if options.output is not None:
-        keep(options.output, "checkpoint", record, report(record))
+    tell(options.output, "checkpoint", record, report(record))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.recording import heading, keep, sentence
+from benchmarks.recording import heading, sentence, tell
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = {
@@ -141,9 +141,7 @@ def main() -> None:
     options = parser.parse_args()
     record = heading()
     record["folders"] = {str(folder): measure(folder, options.turns) for folder in options.folders}
-    print(report(record))
-    if options.output is not None:
-        keep(options.output, "conversion", record, report(record))
+    tell(options.output, "conversion", record, report(record))
 
 
 if __name__ == "__main__":

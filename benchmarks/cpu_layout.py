@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.recording import heading, keep, sentence
+from benchmarks.recording import heading, sentence, tell
 from megatron_ext.verify.ranks import run_ranks
 
 MODEL = (
@@ -192,9 +192,7 @@ def main() -> None:
     record: dict[str, Any] = heading() | {"layout": given.layout, "ranks": given.ranks, "block": given.block}
     one, many = measure(given.ranks, given.threads, given.layout, given.rounds, given.block)
     record["found"] = summary(one, many, given.ranks, given.threads)
-    print(report(record))
-    if given.output is not None:
-        keep(given.output, "cpu_layout", record, report(record))
+    tell(given.output, "cpu_layout", record, report(record))
 
 
 if __name__ == "__main__":

@@ -156,11 +156,7 @@ def run_trainer(job: Job) -> None:
         remove_unused_columns=False,
     )
     trainer = InTurns(
-        model=model,
-        args=settings,
-        train_dataset=Samples(),
-        optimizers=(optimizer, rates),
-        callbacks=[AfterStep()],
+        model=model, args=settings, train_dataset=Samples(), optimizers=(optimizer, rates), callbacks=[AfterStep()]
     )
     trainer.train()
 

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.recording import heading, keep, sentence
+from benchmarks.recording import heading, sentence, tell
 from megatron_ext.verify.ranks import run_ranks
 
 WIDTH = 512
@@ -145,9 +145,7 @@ def main() -> None:
         load = statistics.median(one[2] for one in found["experts"])
         lines.append(f"| {name} | {' | '.join(columns)} | {load:.2f} |")
     text = "\n".join(lines) + "\n"
-    print(text)
-    if given.write is not None:
-        keep(given.write, "expert_speed", record, text)
+    tell(given.write, "expert_speed", record, text)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.learning_runs import Runs, best_rate
-from benchmarks.recording import heading, keep, sentence
+from benchmarks.recording import heading, sentence, tell
 
 BASE, HEAD = 64, 16
 MODEL = (
@@ -90,9 +90,7 @@ def main() -> None:
             cells[at] = f"**{cells[at]}**"
             text.append(f"| {width} | {' | '.join(cells)} |")
     page = "\n".join(text) + "\n"
-    print(page)
-    if given.output is not None:
-        keep(given.output, f"mup_transfer_{'_'.join(given.optimizers)}", record, page)
+    tell(given.output, f"mup_transfer_{'_'.join(given.optimizers)}", record, page)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.recording import heading, keep, sentence
+from benchmarks.recording import heading, sentence, tell
 
 SIZES = ((4, 64), (8, 128), (8, 256), (4, 512))
 """Layers and widths."""
@@ -96,9 +96,7 @@ def main() -> None:
         size, times = 12 * row["layers"] * row["width"] ** 2, " | ".join(f"{row['ms'][name]:.2f}" for name in names)
         lines.append(f"| {row['layers']} x {row['width']} | {size:,} | {times} |")
     text = "\n".join(lines) + "\n"
-    print(text)
-    if given.output is not None:
-        keep(given.output, "optimizer_update", record, text)
+    tell(given.output, "optimizer_update", record, text)
 
 
 if __name__ == "__main__":

@@ -72,3 +72,10 @@ def keep(folder: Path, name: str, record: Mapping[str, Any], markdown: str) -> N
     stem = f"{name}-{record['date']}"
     (folder / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / f"{stem}.md").write_text(markdown)
+
+
+def tell(folder: Path | None, name: str, record: Mapping[str, Any], markdown: str) -> None:
+    """Print the text, and write both files where there is a folder for them."""
+    print(markdown)
+    if folder is not None:
+        keep(folder, name, record, markdown)

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.recording import ROOT, heading, keep, sentence
+from benchmarks.recording import ROOT, heading, sentence, tell
 
 # examples/quickstart.sh, but for its data: these are made up, so that nothing must be prepared.
 MODEL = [
@@ -198,9 +198,7 @@ def main() -> None:
     options = parser.parse_args()
     record: dict[str, Any] = heading() | {"repeats": options.repeats}
     record["results"] = measure(options.ranks, options.repeats)
-    print(report(record))
-    if options.output is not None:
-        keep(options.output, "startup", record, report(record))
+    tell(options.output, "startup", record, report(record))
 
 
 if __name__ == "__main__":

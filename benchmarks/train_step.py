@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.recording import ROOT, heading, keep, sentence
+from benchmarks.recording import ROOT, heading, sentence, tell
 from benchmarks.timed_steps import timed_steps
 
 LLAMA = (
@@ -204,9 +204,7 @@ def main() -> None:
     device.install(options.device, own_kernels=True)
     record: dict[str, Any] = heading() | {"device": options.device, "size": options.size}
     record["result"] = measure(options.device, options.size, options.warmup, options.steps)
-    print(report(record))
-    if options.output is not None:
-        keep(options.output, f"train_step-{options.device}-{options.size}", record, report(record))
+    tell(options.output, f"train_step-{options.device}-{options.size}", record, report(record))
     if options.contestants:
         assert options.device == "cpu", "on a GPU: benchmarks/gpu_session.py --phase peers"
         output = ["--output", str(options.output)] if options.output is not None else []

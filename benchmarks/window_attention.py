@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.recording import heading, keep, sentence
+from benchmarks.recording import heading, sentence, tell
 
 LENGTHS, WINDOW, HEADS, CHANNELS = (1024, 2048, 4096, 8192), 512, 4, 64
 
@@ -101,9 +101,7 @@ def main() -> None:
             f"{row['all keys, MiB']:.0f} | {row['window, MiB']:.0f} |"
         )
     text = "\n".join(lines) + "\n"
-    print(text)
-    if given.output is not None:
-        keep(given.output, "window_attention", record, text)
+    tell(given.output, "window_attention", record, text)
 
 
 if __name__ == "__main__":

@@ -145,12 +145,7 @@ def svg(width: float, height: float, label: str, *drawing: Content, natural: boo
 
 
 def picture(
-    width: float,
-    height: float,
-    title: str,
-    *drawing: Content,
-    key: Sequence[tuple[str, str]],
-    style: str = "",
+    width: float, height: float, title: str, *drawing: Content, key: Sequence[tuple[str, str]], style: str = ""
 ) -> Markup:
     """Return a drawing as an SVG file of its own, with a title and a key above it, for light and dark pages.
 

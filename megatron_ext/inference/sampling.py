@@ -52,10 +52,7 @@ class Sampling:
                     self.repetition_penalty <= 0,
                     f"--repetition-penalty {self.repetition_penalty} is not above 0; 1 changes nothing",
                 ),
-                (
-                    self.max_new_tokens < 1,
-                    f"--num-tokens-to-generate {self.max_new_tokens} is not positive; use 128",
-                ),
+                (self.max_new_tokens < 1, f"--num-tokens-to-generate {self.max_new_tokens} is not positive; use 128"),
                 ("" in self.stop, "--stop has an empty string, which every text begins with; leave it out"),
             )
             if is_wrong

@@ -7,31 +7,36 @@ _SAVE = "megatron.core.dist_checkpointing.strategies.torch"
 _DATASETS = "megatron.core.datasets"
 _BUILDER = f"{_DATASETS}.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder"
 _DCP = "torch.distributed.checkpoint"
+_GPT = f"{_CORE}.models.gpt.gpt_model.GPTModel"
+_ATTENTION = f"{_CORE}.transformer.attention.Attention"
+_COLUMNS = f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear"
+_ROUTER = f"{_CORE}.transformer.moe.router.TopKRouter"
+_ROTARY = f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding"
+_EXPERTS = f"{_CORE}.transformer.moe.moe_layer.MoELayer"
 
 MODEL = (
     Seam(
-        f"{_CORE}.models.gpt.gpt_model.GPTModel.forward",
+        f"{_GPT}.forward",
         "overridden to hand our loss to it; the loss is computed by output_processor",
         ("input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params", "loss_mask", "output_processor"),
     ),
     Seam(
         f"{_CORE}.models.common.language_module.language_module.LanguageModule._set_attention_backend",
         "overridden: the variables that choose Transformer Engine's kernel stay the user's, but where a flag names one",
-        (),
-        (f"{_CORE}.models.common.language_module.language_module.LanguageModule.__init__",),
+        called_by=(f"{_CORE}.models.common.language_module.language_module.LanguageModule.__init__",),
     ),
     Seam(
-        f"{_CORE}.models.gpt.gpt_model.GPTModel._preprocess",
+        f"{_GPT}._preprocess",
         "overridden: rotary angles by position_ids where these restart, and for inference; returns (decoder input, "
         "rotary table, ...), six values of which four may be None",
         ("input_ids", "position_ids", "packed_seq_params"),
-        (f"{_CORE}.models.gpt.gpt_model.GPTModel.forward",),
+        (f"{_GPT}.forward",),
     ),
     Seam(
-        f"{_CORE}.models.gpt.gpt_model.GPTModel._postprocess",
+        f"{_GPT}._postprocess",
         "overridden: the depths of multi-token prediction are given what the whole samples say, and their losses to us",
         ("hidden_states", "labels", "loss_mask", "rotary_pos_emb", "packed_seq_params", "output_processor_context"),
-        (f"{_CORE}.models.gpt.gpt_model.GPTModel.forward",),
+        (f"{_GPT}.forward",),
     ),
     Seam(
         f"{_CORE}.transformer.multi_token_prediction.MultiTokenPredictionLayer.forward",
@@ -47,21 +52,19 @@ MODEL = (
         "overridden by a shorter forward pass; TransformerBlock calls it with these names",
     ),
     Seam(
-        f"{_CORE}.transformer.attention.Attention.forward",
+        f"{_ATTENTION}.forward",
         "overridden by a shorter forward pass, which our layer calls",
         ("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
     ),
     Seam(
-        f"{_CORE}.transformer.attention.Attention.num_query_groups_per_partition",
+        f"{_ATTENTION}.num_query_groups_per_partition",
         "set for the layer: the engine counts the groups of a rank by one configuration of all layers",
-        (),
-        (f"{_CORE}.transformer.attention.Attention.__init__",),
+        called_by=(f"{_ATTENTION}.__init__",),
     ),
     Seam(
-        f"{_CORE}.transformer.attention.Attention.num_attention_heads_per_partition",
+        f"{_ATTENTION}.num_attention_heads_per_partition",
         "set for the layer, as its groups",
-        (),
-        (f"{_CORE}.transformer.attention.Attention.__init__",),
+        called_by=(f"{_ATTENTION}.__init__",),
     ),
     Seam(
         f"{_CORE}.transformer.mlp.MLP.forward",
@@ -69,15 +72,15 @@ MODEL = (
         ("hidden_states", "per_token_scale"),
     ),
     Seam(
-        f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear.forward",
+        f"{_COLUMNS}.forward",
         "overridden: one plain product on a single tensor-parallel rank",
         ("input_", "weight", "runtime_gather_output"),
     ),
     Seam(
-        f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear._forward_impl",
+        f"{_COLUMNS}._forward_impl",
         "overridden: one that keeps what it has gathered of a sequence, where --sequence-parallel-keep-gathered asks",
         ("input", "weight"),
-        (f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear.forward",),
+        (f"{_COLUMNS}.forward",),
     ),
     Seam(
         f"{_CORE}.tensor_parallel.layers.RowParallelLinear.forward",
@@ -93,84 +96,77 @@ MODEL = (
     Seam(
         f"{_CORE}.tensor_parallel.layers._grad_accum_fusion_available",
         "set to True: torch's products stand in for apex's; a layer is built with the fusion only where it is True",
-        (),
-        (f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear.__init__",),
+        called_by=(f"{_COLUMNS}.__init__",),
     ),
     Seam(
         f"{_CORE}.tensor_parallel.layers.fused_weight_gradient_mlp_cuda",
         "set to our class; its wgrad_gemm_accum_fp32 and _fp16 are called with input, gradient and main gradient",
-        (),
-        (f"{_CORE}.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication.backward",),
+        called_by=(f"{_CORE}.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication.backward",),
         newer=True,  # without apex nothing has the name until we set it
     ),
     Seam(
         f"{_CORE}.tensor_parallel.random._get_share_storage",
         "replaced by a few lines of C++ that compile in a second, or by a copy where none can be compiled: it returns "
         "what gives a freed output the memory of the one that was computed anew, called with the two",
-        (),
-        (f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput._recompute",),
+        called_by=(f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput._recompute",),
     ),
     Seam(
         "parameter.grad_added_to_main_grad",
         "set to True, for good or while the hook runs: the hook of data parallelism then leaves a gradient out that is "
         "in the main gradient already",
-        (),
-        (f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",),
+        called_by=(f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",),
     ),
     Seam(
         "parameter.zero_out_wgrad",
         "read: the hook adds what autograd has although the main gradient has its part, which must then be zero; set "
         "to False while the hook runs after a first gradient, which was written",
-        (),
-        (f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",),
+        called_by=(f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",),
     ),
     Seam(
-        f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.get_emb",
+        f"{_ROTARY}.get_emb",
         "overridden: the table of angles in the shape that our attention reads",
         ("max_seq_len", "offset"),
-        (f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward",),
+        (f"{_ROTARY}.forward",),
     ),
     Seam(
-        f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.inv_freq",
+        f"{_ROTARY}.inv_freq",
         "set to the frequencies of Llama 3.1's scaling",
-        (),
-        (f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.get_freqs_non_repeated",),
+        called_by=(f"{_ROTARY}.get_freqs_non_repeated",),
     ),
     Seam(
-        f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.cp_group",
+        f"{_ROTARY}.cp_group",
         "set to None, so that the engine does not divide a table that is divided already",
-        (),
-        (f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward",),
+        called_by=(f"{_ROTARY}.forward",),
     ),
     *(
-        Seam(f"{_CORE}.transformer.moe.moe_layer.MoELayer.{name}", "set: its own needs Transformer Engine")
+        Seam(f"{_EXPERTS}.{name}", "set: its own needs Transformer Engine")
         for name in ("fc1_latent_proj", "fc2_latent_proj")
     ),
     Seam(
-        f"{_CORE}.transformer.moe.moe_layer.MoELayer.dispatch",
+        f"{_EXPERTS}.dispatch",
         "overridden to send tokens and the weights of their experts in one message",
         ("hidden_states", "probs"),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.moe_layer.MoELayer.combine",
+        f"{_EXPERTS}.combine",
         "overridden to add up between CPU processes what each sends the other at once",
         ("output",),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.moe_layer.MoELayer.preprocess",
+        f"{_EXPERTS}.preprocess",
         "overridden to project what experts read down, which needs Transformer Engine there",
         ("hidden_states", "probs", "routing_map"),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.moe_layer.MoELayer.postprocess",
+        f"{_EXPERTS}.postprocess",
         "overridden to project what experts gave up, after the dispatcher has added it",
         ("output", "shared_expert_output"),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter.routing",
+        f"{_ROUTER}.routing",
         "overridden to leave out what is beyond an expert's capacity in a whole microbatch, and to count what is left",
         ("logits", "padding_mask"),
-        (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
+        (f"{_ROUTER}.forward",),
     ),
     Seam(
         f"{_CORE}.transformer.moe.router.Router.bias",
@@ -180,65 +176,60 @@ MODEL = (
         f"{_CORE}.transformer.moe.router.Router.gating",
         "overridden: the engine's moves the router's weight to a GPU",
         ("input",),
-        (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
+        (f"{_ROUTER}.forward",),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter.sinkhorn_load_balancing",
+        f"{_ROUTER}.sinkhorn_load_balancing",
         "overridden: the engine's balances the tokens of each rank, so that every layout chooses other experts",
         ("logits",),
-        (f"{_CORE}.transformer.moe.router.TopKRouter.routing",),
+        (f"{_ROUTER}.routing",),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter._apply_global_aux_loss",
+        f"{_ROUTER}._apply_global_aux_loss",
         "overridden: the engine's counts the microbatches of all data-parallel ranks at once, so that every layout "
         "trains another model",
         ("probs", "scores_for_aux_loss", "routing_map", "with_padding_mask"),
-        (f"{_CORE}.transformer.moe.router.TopKRouter.routing",),
+        (f"{_ROUTER}.routing",),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter.reset_global_aux_loss_tracker",
+        f"{_ROUTER}.reset_global_aux_loss_tracker",
         "overridden: called at the end of every step, it forgets our counts in place of the engine's",
-        (),
-        (f"{_CORE}.distributed.finalize_model_grads",),
+        called_by=(f"{_CORE}.distributed.finalize_model_grads",),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter.global_tokens_per_expert",
-        "set to None: the engine's count would be rounded to bf16 with the model",
+        f"{_ROUTER}.global_tokens_per_expert", "set to None: the engine's count would be rounded to bf16 with the model"
     ),
-    Seam(f"{_CORE}.transformer.moe.router.TopKRouter.ga_steps", "set to None, as the count that it divides"),
+    Seam(f"{_ROUTER}.ga_steps", "set to None, as the count that it divides"),
     Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter.local_tokens_per_expert",
+        f"{_ROUTER}.local_tokens_per_expert",
         "made integers: the engine's count would be rounded to bf16 with the model",
-        (),
-        (f"{_CORE}.distributed.finalize_model_grads",),
+        called_by=(f"{_CORE}.distributed.finalize_model_grads",),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter._maintain_float32_expert_bias",
+        f"{_ROUTER}._maintain_float32_expert_bias",
         "called when weights change their dtype: the engine calls it in the next forward pass",
     ),
     Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter.apply_input_jitter",
+        f"{_ROUTER}.apply_input_jitter",
         "overridden: the engine's jitters in evaluation, too, and draws from the generator of whole tensors",
         ("input",),
-        (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
+        (f"{_ROUTER}.forward",),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter.get_aux_loss_coeff",
+        f"{_ROUTER}.get_aux_loss_coeff",
         "overridden: the engine asks what chooses experts, which one that mixes sparsely does beside any loss",
         ("aux_loss_type",),
-        (f"{_CORE}.transformer.moe.router.TopKRouter._apply_aux_loss",),
+        (f"{_ROUTER}._apply_aux_loss",),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter.routing_type",
+        f"{_ROUTER}.routing_type",
         "set to sinkhorn, for which the engine asks a method of ours, where two experts are mixed sparsely",
-        (),
-        (f"{_CORE}.transformer.moe.router.TopKRouter.routing",),
+        called_by=(f"{_ROUTER}.routing",),
     ),
     Seam(
-        f"{_CORE}.transformer.moe.router.TopKRouter.router_replay",
+        f"{_ROUTER}.router_replay",
         "set to what chooses experts in place of the engine",
-        (),
-        (f"{_CORE}.transformer.moe.router.TopKRouter.routing",),
+        called_by=(f"{_ROUTER}.routing",),
     ),
     Seam(
         f"{_CORE}.transformer.module.MegatronModule.sharded_state_dict",
@@ -248,8 +239,7 @@ MODEL = (
     Seam(
         f"{_CORE}.pipeline_parallel.p2p_communication.P2PCommunicator.total_stages",
         "overridden by a benchmark that shows what another order of the schedule would hold in memory",
-        (),
-        (f"{_CORE}.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving",),
+        called_by=(f"{_CORE}.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving",),
     ),
 )
 
@@ -272,8 +262,7 @@ CHECKPOINTS = (
     Seam(
         f"{_CORE}.dist_checkpointing.strategies.filesystem_async._results_queue",
         "set to a queue of this process; the engine would start a manager process for it",
-        (),
-        (f"{_CORE}.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",),
+        called_by=(f"{_CORE}.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",),
     ),
     Seam(
         f"{_CORE}.dist_checkpointing.state_dict_utils.determine_global_metadata",
@@ -290,20 +279,17 @@ CHECKPOINTS = (
     Seam(
         f"{_SAVE}.TorchDistSaveShardedStrategy.cached_global_metadata",
         "set to the metadata of the first save, which serves all of them",
-        (),
-        (f"{_SAVE}.TorchDistSaveShardedStrategy.async_save",),
+        called_by=(f"{_SAVE}.TorchDistSaveShardedStrategy.async_save",),
     ),
     Seam(
         f"{_SAVE}.TorchDistSaveShardedStrategy.validated_cache_reuse",
         "set to True: no rank is asked whether the plan is still the same",
-        (),
-        (f"{_SAVE}.TorchDistSaveShardedStrategy.async_save",),
+        called_by=(f"{_SAVE}.TorchDistSaveShardedStrategy.async_save",),
     ),
     Seam(
         f"{_SAVE}.FileSystemReader",
         "replaced while a checkpoint is loaded, by a reader that trusts no pickle",
-        (),
-        (f"{_SAVE}.TorchDistLoadShardedStrategy",),
+        called_by=(f"{_SAVE}.TorchDistLoadShardedStrategy",),
     ),
     Seam(f"{_SAVE}.MCoreMetadata", "a class that older checkpoints name in .metadata; it is not built"),
     Seam(f"{_SAVE}.MCoreSavePlan", "a class that older checkpoints name in .metadata; it is not built"),
@@ -318,10 +304,7 @@ CHECKPOINTS = (
         "made from .metadata and written into it: file, offset and length of a chunk",
         ("relative_path", "offset", "length"),
     ),
-    Seam(
-        f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
-        "named in .metadata, with 0, 1 or 2 for a tensor's memory format",
-    ),
+    Seam(f"{_DCP}.metadata._MEM_FORMAT_ENCODING", "named in .metadata, with 0, 1 or 2 for a tensor's memory format"),
     Seam("torch.serialization._get_layout", "named in .metadata, called with the text torch.strided", ("name",)),
     Seam(
         "torch._utils._rebuild_tensor_v2",

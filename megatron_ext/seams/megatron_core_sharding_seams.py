@@ -3,71 +3,60 @@
 from megatron_ext.seams.seam import Seam
 
 _CORE = "megatron.core"
+_BASE = f"{_CORE}.distributed.data_parallel_base._BaseDataParallel"
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 _FSDP_BUFFERS = f"{_FSDP}.param_and_grad_buffer"
 _DDP_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 _HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer"
+_DDP = f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel"
+_WRAPPER = f"{_FSDP}.megatron_fsdp.MegatronFSDP"
+_ADAPTER = f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel"
+_GROUP = f"{_DDP_BUFFERS}._ParamAndGradBucketGroup"
 
 DATA_PARALLEL = (
     Seam(
-        f"{_CORE}.distributed.data_parallel_base._BaseDataParallel",
-        "the type of every wrapped model chunk, and the constructor of our FSDP2 wrapper",
-        ("config", "module"),
+        _BASE, "the type of every wrapped model chunk, and the constructor of our FSDP2 wrapper", ("config", "module")
     ),
-    *(
-        Seam(f"{_CORE}.distributed.data_parallel_base._BaseDataParallel.{name}", why, parameters, callers)
-        for name, why, parameters, callers in (
-            ("zero_grad_buffer", "overridden for FSDP2: its gradients lie in no buffer", (), ()),
-            (
-                "scale_gradients",
-                "overridden for FSDP2: the division by the tokens of the global batch",
-                ("scaling_factor",),
-                (f"{_CORE}.distributed.finalize_model_grads",),
-            ),
-            (
-                "finish_grad_sync",
-                "overridden for FSDP2 and Megatron-FSDP; a schedule's end calls it before gradients are scaled",
-                (),
-                (f"{_CORE}.distributed.finalize_model_grads",),
-            ),
-        )
+    Seam(f"{_BASE}.zero_grad_buffer", "overridden for FSDP2: its gradients lie in no buffer"),
+    Seam(
+        f"{_BASE}.scale_gradients",
+        "overridden for FSDP2: the division by the tokens of the global batch",
+        ("scaling_factor",),
+        (f"{_CORE}.distributed.finalize_model_grads",),
     ),
     Seam(
-        f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel.bucket_groups",
-        "the groups of buckets whose reductions are watched",
+        f"{_BASE}.finish_grad_sync",
+        "overridden for FSDP2 and Megatron-FSDP; a schedule's end calls it before gradients are scaled",
+        called_by=(f"{_CORE}.distributed.finalize_model_grads",),
     ),
+    Seam(f"{_DDP}.bucket_groups", "the groups of buckets whose reductions are watched"),
+    Seam(f"{_DDP}.expert_parallel_bucket_groups", "the groups of buckets of experts whose reductions are watched"),
     Seam(
-        f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel.expert_parallel_bucket_groups",
-        "the groups of buckets of experts whose reductions are watched",
-    ),
-    Seam(
-        f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",
+        f"{_DDP}._make_backward_post_hook",
         "overridden: the first gradient of a step is written, then the engine's hook does all but the addition",
         ("param",),
-        (f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel.__init__",),
+        (f"{_DDP}.__init__",),
     ),
     Seam(
         f"{_DDP_BUFFERS}._ParamAndGradBuffer.reset",
         "replaced on the instance: what the step before left there is not zeroed, but written over",
-        (),
-        (f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel.zero_grad_buffer",),
+        called_by=(f"{_DDP}.zero_grad_buffer",),
     ),
     Seam(f"{_DDP_BUFFERS}._ParamAndGradBuffer.params", "the weights whose gradients a buffer has"),
     Seam(
-        f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.start_grad_sync",
+        f"{_GROUP}.start_grad_sync",
         "replaced on the instance: before a reduction, zeroes where no gradient came, and norms for the watch",
         ("force_all_reduce",),
-        (f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.register_grad_ready",),
+        (f"{_GROUP}.register_grad_ready",),
     ),
     Seam(
-        f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.grad_reduce_handle",
+        f"{_GROUP}.grad_reduce_handle",
         "None until a reduction has started, so that its gradients are counted once",
-        (),
-        (f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.finish_grad_sync",),
+        called_by=(f"{_GROUP}.finish_grad_sync",),
     ),
-    Seam(f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.buckets", "the buckets of a group that is watched"),
+    Seam(f"{_GROUP}.buckets", "the buckets of a group that is watched"),
     Seam(f"{_DDP_BUFFERS}._ParamAndGradBucket.params_list", "the weights of a bucket, in their order"),
     Seam(f"{_DDP_BUFFERS}._ParamAndGradBucket.param_to_index", "(start, end) of each weight in its bucket"),
     Seam(f"{_DDP_BUFFERS}._ParamAndGradBucket.grad_data", "the bucket's gradients, whose size is the bucket's"),
@@ -84,42 +73,37 @@ DATA_PARALLEL = (
 
 MEGATRON_FSDP = (
     Seam(
-        f"{_FSDP}.megatron_fsdp.MegatronFSDP._replace_param_with_raw_if_needed",
+        f"{_WRAPPER}._replace_param_with_raw_if_needed",
         "called to see the model's weights in place of their shards",
         ("self",),
     ),
     Seam(
-        f"{_FSDP}.megatron_fsdp.MegatronFSDP.is_param_fsdp_distributed",
+        f"{_WRAPPER}.is_param_fsdp_distributed",
         "set to True to change between weights and shards, whatever the engine believes",
-        (),
-        (
-            f"{_FSDP}.megatron_fsdp.MegatronFSDP._replace_param_with_raw_if_needed",
-            f"{_FSDP}.megatron_fsdp.MegatronFSDP._replace_param_with_distributed_if_needed",
+        called_by=(
+            f"{_WRAPPER}._replace_param_with_raw_if_needed",
+            f"{_WRAPPER}._replace_param_with_distributed_if_needed",
         ),
     ),
     Seam(
-        f"{_FSDP}.megatron_fsdp.MegatronFSDP.finish_grad_sync",
+        f"{_WRAPPER}.finish_grad_sync",
         "called in our wrapper's own; the adapter sets it on the instance, and so do we",
         ("force_all_reduce",),
-        (f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel.__init__",),
+        (f"{_ADAPTER}.__init__",),
     ),
     Seam(
-        f"{_FSDP}.megatron_fsdp.MegatronFSDP.install_optimized_model_weights",
+        f"{_WRAPPER}.install_optimized_model_weights",
         "called to compute with what was written into the rows",
         ("self",),
     ),
+    Seam(f"{_WRAPPER}.start_param_sync", "called with force_sync after rows were written", ("force_sync",)),
     Seam(
-        f"{_FSDP}.megatron_fsdp.MegatronFSDP.start_param_sync",
-        "called with force_sync after rows were written",
-        ("force_sync",),
-    ),
-    Seam(
-        f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel.sync_rng_states_across_tp_group",
+        f"{_ADAPTER}.sync_rng_states_across_tp_group",
         "overridden by nothing: tensor-parallel ranks would draw the same dropout for different units",
         ("self",),
-        (f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel.__init__",),
+        (f"{_ADAPTER}.__init__",),
     ),
-    Seam(f"{_FSDP}.megatron_fsdp.MegatronFSDP.all_gather_pipeline", "reset after the step, to free what was gathered"),
+    Seam(f"{_WRAPPER}.all_gather_pipeline", "reset after the step, to free what was gathered"),
     Seam(
         f"{_FSDP_BUFFERS}.AllGatherPipeline.reset",
         "called so that modules outside of units are freed, too",
@@ -185,20 +169,17 @@ OPTIMIZERS = (
     Seam(
         f"{_OPTIMIZER}.MegatronOptimizer.grad_stats_parallel_group",
         "set to the ranks that hold one copy of the model together",
-        (),
-        (f"{_OPTIMIZER}.MegatronOptimizer.get_grad_stats_parallel_group",),
+        called_by=(f"{_OPTIMIZER}.MegatronOptimizer.get_grad_stats_parallel_group",),
     ),
     Seam(
         f"{_OPTIMIZER}.MegatronOptimizer.tp_group",
         "set to the tensor-parallel ranks, of which one counts a replicated weight's norm",
-        (),
-        (f"{_OPTIMIZER}.MegatronOptimizer._filter_grads_for_norm",),
+        called_by=(f"{_OPTIMIZER}.MegatronOptimizer._filter_grads_for_norm",),
     ),
     Seam(
         f"{_OPTIMIZER}.MegatronOptimizer.expert_tp_group",
         "set to the tensor-parallel ranks: there are no experts under these schemes of sharding",
-        (),
-        (f"{_OPTIMIZER}.MegatronOptimizer._filter_grads_for_norm",),
+        called_by=(f"{_OPTIMIZER}.MegatronOptimizer._filter_grads_for_norm",),
     ),
     Seam(f"{_OPTIMIZER}.MegatronOptimizer.optimizer", "replaced: torch's optimizer in the engine's"),
     *(
@@ -266,19 +247,16 @@ OPTIMIZERS = (
     Seam(
         "parameter.is_managed_by_layer_wise_optimizer",
         "set while buffers are laid out: no rank's range cuts the weight",
-        (),
-        (f"{_CORE}.optimizer.param_layout",),
+        called_by=(f"{_CORE}.optimizer.param_layout",),
     ),
     Seam(
         "parameter.shared",
         "True on copies of tied weights, which count once in a norm",
-        (),
-        (f"{_CORE}.transformer.module.param_is_not_shared",),
+        called_by=(f"{_CORE}.transformer.module.param_is_not_shared",),
     ),
     Seam(
         "parameter.tensor_model_parallel",
         "True on weights that tensor-parallel ranks divide",
-        (),
-        (f"{_CORE}.tensor_parallel.layers.param_is_not_tensor_parallel_duplicate",),
+        called_by=(f"{_CORE}.tensor_parallel.layers.param_is_not_tensor_parallel_duplicate",),
     ),
 )

@@ -10,6 +10,7 @@ real objects of these, and checks every value. Opcodes that torch, megatron-core
 do not write for such objects are refused. This needs no torch.
 """
 
+import functools
 import pickle
 import struct
 from collections.abc import Collection
@@ -69,7 +70,7 @@ def plain_text(value: object) -> str:
 
 
 class _Machine:
-    """A stack, a memo, and a method for each opcode."""
+    """A stack, a memo, and a method for each kind of opcode."""
 
     def __init__(self, content: bytes, allowed: Collection[tuple[str, str]] | None, stored: bool):
         self._content, self._position = content, 0
@@ -79,7 +80,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        steps = {opcode[0]: getattr(self, step) for opcode, step in _STEPS.items()}
+        steps = {opcode[0]: functools.partial(getattr(self, step), *given) for opcode, (step, *given) in _STEPS.items()}
         while (opcode := self._content[self._position]) != pickle.STOP[0]:
             self._position += 1
             step = steps.get(opcode)
@@ -103,9 +104,6 @@ class _Machine:
         if self.number(1) > 5:
             raise pickle.UnpicklingError("is of a newer protocol than 5")
 
-    def frame(self) -> None:
-        self.take(8)
-
     def mark(self) -> None:
         self._below.append(self._stack)
         self._stack = []
@@ -115,56 +113,29 @@ class _Machine:
         self._stack = self._below.pop()
         return items
 
-    def none(self) -> None:
-        self._stack.append(None)
+    def constant(self, value: Any) -> None:
+        self._stack.append(value)
 
-    def true(self) -> None:
-        self._stack.append(True)
+    def unsigned(self, width: int) -> None:
+        self._stack.append(self.number(width))
 
-    def false(self) -> None:
-        self._stack.append(False)
+    def signed(self, width: int) -> None:
+        self._stack.append(int.from_bytes(self.take(width), "little", signed=True))
 
-    def int4(self) -> None:
-        self._stack.append(int.from_bytes(self.take(4), "little", signed=True))
-
-    def int1(self) -> None:
-        self._stack.append(self.number(1))
-
-    def int2(self) -> None:
-        self._stack.append(self.number(2))
-
-    def long1(self) -> None:
-        self._stack.append(int.from_bytes(self.take(self.number(1)), "little", signed=True))
+    def long(self) -> None:
+        self.signed(self.number(1))
 
     def double(self) -> None:
         self._stack.append(*_DOUBLE.unpack(self.take(8)))
 
-    def text1(self) -> None:
-        self._stack.append(self.take(self.number(1)).decode())
+    def text(self, width: int) -> None:
+        self._stack.append(self.take(self.number(width)).decode())
 
-    def text4(self) -> None:
-        self._stack.append(self.take(self.number(4)).decode())
+    def raw(self, width: int) -> None:
+        self._stack.append(self.take(self.number(width)))
 
-    def text8(self) -> None:
-        self._stack.append(self.take(self.number(8)).decode())
-
-    def bytes1(self) -> None:
-        self._stack.append(self.take(self.number(1)))
-
-    def bytes4(self) -> None:
-        self._stack.append(self.take(self.number(4)))
-
-    def empty_tuple(self) -> None:
-        self._stack.append(())
-
-    def tuple1(self) -> None:
-        self._stack[-1:] = [(self._stack[-1],)]
-
-    def tuple2(self) -> None:
-        self._stack[-2:] = [(self._stack[-2], self._stack[-1])]
-
-    def tuple3(self) -> None:
-        self._stack[-3:] = [(self._stack[-3], self._stack[-2], self._stack[-1])]
+    def tuple_of(self, count: int) -> None:
+        self._stack[-count:] = [(*[self._stack[place] for place in range(-count, 0)],)]
 
     def tuple_to_mark(self) -> None:
         items = self.to_mark()
@@ -208,17 +179,11 @@ class _Machine:
         else:
             raise pickle.UnpicklingError(f"sets items of {plain_text(target)}")
 
-    def get1(self) -> None:
-        self._stack.append(self._memo[self.number(1)])
+    def get(self, width: int) -> None:
+        self._stack.append(self._memo[self.number(width)])
 
-    def get4(self) -> None:
-        self._stack.append(self._memo[self.number(4)])
-
-    def put1(self) -> None:
-        self._memo[self.number(1)] = self._stack[-1]
-
-    def put4(self) -> None:
-        self._memo[self.number(4)] = self._stack[-1]
+    def put(self, width: int) -> None:
+        self._memo[self.number(width)] = self._stack[-1]
 
     def memoize(self) -> None:
         self._memo[len(self._memo)] = self._stack[-1]
@@ -266,46 +231,47 @@ class _Machine:
         self._stack.append(Stored(self._stack.pop()))
 
 
-_STEPS: dict[bytes, str] = {
-    pickle.PROTO: "protocol",
-    pickle.FRAME: "frame",
-    pickle.MARK: "mark",
-    pickle.NONE: "none",
-    pickle.NEWTRUE: "true",
-    pickle.NEWFALSE: "false",
-    pickle.BININT: "int4",
-    pickle.BININT1: "int1",
-    pickle.BININT2: "int2",
-    pickle.LONG1: "long1",
-    pickle.BINFLOAT: "double",
-    pickle.SHORT_BINUNICODE: "text1",
-    pickle.BINUNICODE: "text4",
-    pickle.BINUNICODE8: "text8",
-    pickle.SHORT_BINBYTES: "bytes1",
-    pickle.BINBYTES: "bytes4",
-    pickle.EMPTY_TUPLE: "empty_tuple",
-    pickle.TUPLE1: "tuple1",
-    pickle.TUPLE2: "tuple2",
-    pickle.TUPLE3: "tuple3",
-    pickle.TUPLE: "tuple_to_mark",
-    pickle.EMPTY_LIST: "empty_list",
-    pickle.APPEND: "append",
-    pickle.APPENDS: "appends",
-    pickle.EMPTY_DICT: "empty_dict",
-    pickle.SETITEM: "setitem",
-    pickle.SETITEMS: "setitems",
-    pickle.BINGET: "get1",
-    pickle.LONG_BINGET: "get4",
-    pickle.BINPUT: "put1",
-    pickle.LONG_BINPUT: "put4",
-    pickle.MEMOIZE: "memoize",
-    pickle.GLOBAL: "global_by_lines",
-    pickle.STACK_GLOBAL: "global_by_stack",
-    pickle.REDUCE: "make",
-    pickle.NEWOBJ: "make",
-    pickle.BUILD: "build",
-    pickle.BINPERSID: "persistent",
+_STEPS: dict[bytes, tuple[Any, ...]] = {
+    pickle.PROTO: ("protocol",),
+    pickle.FRAME: ("take", 8),
+    pickle.MARK: ("mark",),
+    pickle.NONE: ("constant", None),
+    pickle.NEWTRUE: ("constant", True),
+    pickle.NEWFALSE: ("constant", False),
+    pickle.BININT: ("signed", 4),
+    pickle.BININT1: ("unsigned", 1),
+    pickle.BININT2: ("unsigned", 2),
+    pickle.LONG1: ("long",),
+    pickle.BINFLOAT: ("double",),
+    pickle.SHORT_BINUNICODE: ("text", 1),
+    pickle.BINUNICODE: ("text", 4),
+    pickle.BINUNICODE8: ("text", 8),
+    pickle.SHORT_BINBYTES: ("raw", 1),
+    pickle.BINBYTES: ("raw", 4),
+    pickle.EMPTY_TUPLE: ("constant", ()),
+    pickle.TUPLE1: ("tuple_of", 1),
+    pickle.TUPLE2: ("tuple_of", 2),
+    pickle.TUPLE3: ("tuple_of", 3),
+    pickle.TUPLE: ("tuple_to_mark",),
+    pickle.EMPTY_LIST: ("empty_list",),
+    pickle.APPEND: ("append",),
+    pickle.APPENDS: ("appends",),
+    pickle.EMPTY_DICT: ("empty_dict",),
+    pickle.SETITEM: ("setitem",),
+    pickle.SETITEMS: ("setitems",),
+    pickle.BINGET: ("get", 1),
+    pickle.LONG_BINGET: ("get", 4),
+    pickle.BINPUT: ("put", 1),
+    pickle.LONG_BINPUT: ("put", 4),
+    pickle.MEMOIZE: ("memoize",),
+    pickle.GLOBAL: ("global_by_lines",),
+    pickle.STACK_GLOBAL: ("global_by_stack",),
+    pickle.REDUCE: ("make",),
+    pickle.NEWOBJ: ("make",),
+    pickle.BUILD: ("build",),
+    pickle.BINPERSID: ("persistent",),
 }
+"""The method of each opcode, with what is given to it."""
 
 
 def _checked_key(key: Any) -> Any:

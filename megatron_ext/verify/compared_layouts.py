@@ -1,41 +1,45 @@
 """Lists the layouts that are compared with one process (`verify/cases.py`): their ranks and their flags, by names that
 may end with the model, and which of them are part of every test run."""
 
-TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
-PP2 = "--pipeline-model-parallel-size 2"
+TP2, TP4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
+TP2_SP = f"{TP2} --sequence-parallel"
+PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 _PP4_VPP2 = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
 BY = "--pipeline-schedule"
 SPLIT = "--pipeline-model-parallel-layout"
+DISTRIBUTED = "--use-distributed-optimizer"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 CP2 = "--context-parallel-size 2 --cp-comm-type"
 CP4 = "--context-parallel-size 4 --cp-comm-type"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 RECOMPUTED = "--recompute-granularity full --recompute-num-layers"
 
 # Mixtures of experts. Which experts a token gets is no continuous function: two logits closer than the rounding may
 # change places between layouts, and the losses part. In the 20 steps of this model the k-th and the next logit are
 # never that close (docs/decisions.md has the gaps).
-EP2 = "--expert-model-parallel-size 2"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+WHOLE = "--expert-tensor-parallel-size 1"  # experts that tensor parallelism does not divide
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 
 LAYOUTS = {
-    "TP2": (2, "--tensor-model-parallel-size 2"),
-    "TP4": (4, "--tensor-model-parallel-size 4"),
+    "TP2": (2, TP2),
+    "TP4": (4, TP4),
     "TP2 SP": (2, TP2_SP),
-    "PP2": (2, "--pipeline-model-parallel-size 2"),
-    "PP4": (4, "--pipeline-model-parallel-size 4"),
+    "PP2": (2, PP2),
+    "PP4": (4, PP4),
     "PP2 VPP2": (2, PP2_VPP2),
     "PP4 VPP2": (4, _PP4_VPP2),
     "DP2": (2, ""),
     "DP4": (4, ""),
-    "DP2 distributed optimizer": (2, "--use-distributed-optimizer"),
+    "DP2 distributed optimizer": (2, DISTRIBUTED),
     "DP2 distributed optimizer, overlap": (2, OVERLAP),
     "TP2 SP PP2 VPP2 DP2 distributed optimizer, overlap": (8, f"{TP2_SP} {PP2_VPP2} {OVERLAP}"),
 }
 
 # Stages that differ in their layers, on the model with 4.
 UNEVEN = {
-    "PP2, 1 and 3 layers": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
+    "PP2, 1 and 3 layers": (2, f"{PP2} --decoder-first-pipeline-num-layers 1"),
     "PP3, 1, 2 and 1 layers": (
         3,
         "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
@@ -47,18 +51,14 @@ UNEVEN = {
     ),
     "PP2 VPP3, embedding and loss counted, distributed optimizer, overlap": (
         2,
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 "
+        f"{PP2} --num-virtual-stages-per-pipeline-rank 3 "
         f"--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split {OVERLAP}",
     ),
     "PP2 VPP2, Ett|t|t|L, groups of 4": (
         2,
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*2|(t|)*2L "
-        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        f"{PP2} {SPLIT} Et*2|(t|)*2L --microbatch-group-size-per-virtual-pipeline-stage 4",
     ),
-    "TP2 SP PP2 VPP2, E|ttt|t|L": (
-        4,
-        f"{TP2_SP} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*3|t|L",
-    ),
+    "TP2 SP PP2 VPP2, E|ttt|t|L": (4, f"{TP2_SP} {PP2} {SPLIT} E|t*3|t|L"),
 }
 FSDP2 = "--use-torch-fsdp2"
 MEGATRON_FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
@@ -69,7 +69,7 @@ SHARDED = {
     "FSDP2 on 4": (4, FSDP2),
     "FSDP2 without resharding": (2, f"{FSDP2} --torch-fsdp2-no-reshard-after-forward"),
     "FSDP2, activations checkpointed": (2, f"{FSDP2} {RECOMPUTED} 1 --recompute-method uniform"),
-    "TP2 FSDP2": (4, f"--tensor-model-parallel-size 2 {FSDP2}"),
+    "TP2 FSDP2": (4, f"{TP2} {FSDP2}"),
     "TP2 SP FSDP2": (4, f"{TP2_SP} {FSDP2}"),
     "CP2 FSDP2": (2, f"{CP2} p2p {FSDP2}"),
     "CP2 DP2 FSDP2": (4, f"{CP2} all_gather {FSDP2}"),
@@ -113,11 +113,11 @@ SHARDED = {
     ),
     "DP4 distributed optimizer, overlap": (4, OVERLAP),
     "HSDP 2 x 2, FSDP2": (4, f"{FSDP2} {TWO_COPIES}"),
-    "HSDP 2 x 2, distributed optimizer": (4, f"--use-distributed-optimizer {TWO_COPIES}"),
+    "HSDP 2 x 2, distributed optimizer": (4, f"{DISTRIBUTED} {TWO_COPIES}"),
     "HSDP 2 x 2, distributed optimizer, overlap": (4, f"{OVERLAP} {TWO_COPIES}"),
     "DP2 distributed optimizer, half of it in host memory": (
         2,
-        "--use-distributed-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+        f"{DISTRIBUTED} --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
     ),
 }
 CONTEXT = {
@@ -134,24 +134,24 @@ CONTEXT = {
     # Four heads of keys: the other models have two.
     "CP4 a2a, learned positions, biases": (4, f"{CP4} a2a"),
     "CP4 p2p, learned positions, biases": (4, f"{CP4} p2p"),
-    "TP4 SP, tied": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
-    "TP4 SP, untied": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
-    "TP2 CP2 PP2 p2p, untied": (8, f"--tensor-model-parallel-size 2 {CP2} p2p --pipeline-model-parallel-size 2"),
-    "TP2 SP CP2 PP2 p2p, untied": (8, f"{TP2_SP} {CP2} p2p --pipeline-model-parallel-size 2"),
-    "TP2 SP CP2 PP2 all_gather, tied": (8, f"{TP2_SP} {CP2} all_gather --pipeline-model-parallel-size 2"),
-    "TP2 SP CP2 PP2 a2a, learned positions, biases": (8, f"{TP2_SP} {CP2} a2a --pipeline-model-parallel-size 2"),
+    "TP4 SP, tied": (4, f"{TP4} --sequence-parallel"),
+    "TP4 SP, untied": (4, f"{TP4} --sequence-parallel"),
+    "TP2 CP2 PP2 p2p, untied": (8, f"{TP2} {CP2} p2p {PP2}"),
+    "TP2 SP CP2 PP2 p2p, untied": (8, f"{TP2_SP} {CP2} p2p {PP2}"),
+    "TP2 SP CP2 PP2 all_gather, tied": (8, f"{TP2_SP} {CP2} all_gather {PP2}"),
+    "TP2 SP CP2 PP2 a2a, learned positions, biases": (8, f"{TP2_SP} {CP2} a2a {PP2}"),
     "TP2 SP CP4 all_gather, query and key norm, QKV bias": (8, f"{TP2_SP} {CP4} all_gather"),
     "CP2 PP2 VPP2 all_gather, untied": (4, f"{CP2} all_gather {PP2_VPP2}"),
     "CP2 DP2 p2p distributed optimizer, overlap, tied": (4, f"{CP2} p2p {OVERLAP}"),
-    "CP2 DP2 all_gather distributed optimizer, untied": (4, f"{CP2} all_gather --use-distributed-optimizer"),
+    "CP2 DP2 all_gather distributed optimizer, untied": (4, f"{CP2} all_gather {DISTRIBUTED}"),
     "DP2, packed": (2, ""),
     "TP2 SP, packed": (2, TP2_SP),
-    "PP4, packed": (4, "--pipeline-model-parallel-size 4"),
+    "PP4, packed": (4, PP4),
     "PP2 VPP2, packed, learned positions": (2, PP2_VPP2),
     "CP2 all_gather, packed": (2, f"{CP2} all_gather"),
     "CP4 all_gather, packed, learned positions": (4, f"{CP4} all_gather"),
     "CP2 a2a, packed": (2, f"{CP2} a2a"),
-    "TP2 SP CP2 PP2 all_gather, packed": (8, f"{TP2_SP} {CP2} all_gather --pipeline-model-parallel-size 2"),
+    "TP2 SP CP2 PP2 all_gather, packed": (8, f"{TP2_SP} {CP2} all_gather {PP2}"),
 }
 """Samples divided over ranks, or into documents: layout and model, ranks, flags."""
 
@@ -181,13 +181,13 @@ RECOMPUTE = {
     "full uniform by twos": f"{RECOMPUTED} 2 --recompute-method uniform",
     "full block": f"{RECOMPUTED} 1 --recompute-method block",
     "selective": "--recompute-granularity selective",
-    "selective, all parts": "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+    "selective, all parts": f"{SELECTIVE} core_attn mlp layernorm",
 }
 _ZBV = f"{PP2_VPP2} {BY} zbv"
 # Orders of a pipeline's passes that are run as tables, most of them with backward passes in two halves.
 SCHEDULES = {
     "PP2 VPP2 looped-bfs, tied": (2, f"{PP2_VPP2} {BY} looped-bfs"),
-    "PP4 interleaved-zero-bubble, tied": (4, f"--pipeline-model-parallel-size 4 {BY} interleaved-zero-bubble"),
+    "PP4 interleaved-zero-bubble, tied": (4, f"{PP4} {BY} interleaved-zero-bubble"),
     "PP2 VPP2 interleaved-zero-bubble, untied": (2, f"{PP2_VPP2} {BY} interleaved-zero-bubble"),
     "PP2 zbv, untied": (2, _ZBV),
     "PP2 dualpipe-v, tied": (2, f"{PP2_VPP2} {BY} dualpipe-v"),
@@ -195,25 +195,16 @@ SCHEDULES = {
     "CP2 PP2 dualpipe-v all_gather, packed": (4, f"{CP2} all_gather {PP2_VPP2} {BY} dualpipe-v"),
     "EP2 PP2 zbv, alltoall, experts": (4, f"{EP2} {_ZBV} {ALLTOALL}"),
     "PP2 zbv DP2 distributed optimizer, overlap, tied": (4, f"{_ZBV} {OVERLAP}"),
-    "PP2 zbv, Ett|t|t|L, tied": (2, f"{PP2} --pipeline-model-parallel-layout Et*2|(t|)*2L {BY} zbv"),
-    "PP4 interleaved-zero-bubble FSDP2, tied": (
-        8,
-        f"--pipeline-model-parallel-size 4 {BY} interleaved-zero-bubble {FSDP2}",
-    ),
+    "PP2 zbv, Ett|t|t|L, tied": (2, f"{PP2} {SPLIT} Et*2|(t|)*2L {BY} zbv"),
+    "PP4 interleaved-zero-bubble FSDP2, tied": (8, f"{PP4} {BY} interleaved-zero-bubble {FSDP2}"),
     "PP2 VPP2 interleaved-zero-bubble FSDP2, untied": (4, f"{PP2_VPP2} {BY} interleaved-zero-bubble {FSDP2}"),
     "PP2 zbv FSDP2, tied": (4, f"{_ZBV} {FSDP2}"),
     "PP2 dualpipe-v FSDP2, untied": (4, f"{PP2_VPP2} {BY} dualpipe-v {FSDP2} --micro-batch-size 1"),
     "TP2 SP PP2 zbv FSDP2, untied": (8, f"{TP2_SP} {_ZBV} {FSDP2}"),
     "CP2 PP2 dualpipe-v FSDP2, packed": (4, f"{CP2} all_gather {PP2_VPP2} {BY} dualpipe-v {FSDP2}"),
     "HSDP 2 x 2, PP2 zbv FSDP2, tied": (8, f"{_ZBV} {FSDP2} {TWO_COPIES}"),
-    "PP2 zbv FSDP2, activations checkpointed, untied": (
-        4,
-        f"{_ZBV} {FSDP2} {RECOMPUTED} 1 --recompute-method uniform",
-    ),
-    "PP2 zbv FSDP2, Ett|t|t|L, tied": (
-        4,
-        f"{PP2} --pipeline-model-parallel-layout Et*2|(t|)*2L {BY} zbv {FSDP2}",
-    ),
+    "PP2 zbv FSDP2, activations checkpointed, untied": (4, f"{_ZBV} {FSDP2} {RECOMPUTED} 1 --recompute-method uniform"),
+    "PP2 zbv FSDP2, Ett|t|t|L, tied": (4, f"{PP2} {SPLIT} Et*2|(t|)*2L {BY} zbv {FSDP2}"),
     "PP2 zbv FSDP2, one token ahead": (4, f"{_ZBV} {FSDP2}"),
 }
 QUICK_SCHEDULES = {"PP2 VPP2 looped-bfs, tied", "PP2 VPP2 interleaved-zero-bubble, untied", "TP2 SP PP2 zbv, tied"}

@@ -238,10 +238,10 @@ def assemble_outputs(config: Config, parts: Iterable[ModuleOutput]) -> dict[str,
     by_module: dict[str, dict[tuple[int, int, int, int], np.ndarray]] = {}
     for part in parts:
         by_module.setdefault(part.name, {})[(part.microbatch, *part.position)] = part.values_SBW
-    return {name: _whole(config, name, by_module[name]) for name in forward_order(config) if name in by_module}
+    return {name: _whole_output(config, name, by_module[name]) for name in forward_order(config) if name in by_module}
 
 
-def _whole(config: Config, name: str, parts: dict[tuple[int, int, int, int], np.ndarray]) -> list[np.ndarray]:
+def _whole_output(config: Config, name: str, parts: dict[tuple[int, int, int, int], np.ndarray]) -> list[np.ndarray]:
     microbatches, tensor, context, data = (1 + max(position[axis] for position in parts) for axis in range(4))
     inner = name.split(".", 3)[3] if name.count(".") > 2 else ""
     divides_width = name.startswith("decoder.layers.") and _IN_A_LAYER[inner]

@@ -56,7 +56,7 @@ _DELTA: dict[str, Any] = {
     **{"linear_value_head_dim": 10, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }
 _SHARED_EXPERT: dict[str, Any] = {
-    **{"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 40},
+    **{"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 40}
 }
 _NEMOTRON_H: dict[str, Any] = {
     **{"model_type": "nemotron_h", **_DECODER, "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 10},
@@ -108,10 +108,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "Llama with biases of attention": {
-        **{"model_type": "llama", **_DECODER, "attention_bias": True, "mlp_bias": False},
+        **{"model_type": "llama", **_DECODER, "attention_bias": True, "mlp_bias": False}
     },
     "Llama with biases of the MLP": {
-        **{"model_type": "llama", **_DECODER, "attention_bias": False, "mlp_bias": True, "num_key_value_heads": 1},
+        **{"model_type": "llama", **_DECODER, "attention_bias": False, "mlp_bias": True, "num_key_value_heads": 1}
     },
     "Seed-OSS with another bias": {
         **{"model_type": "seed_oss", **_DECODER, "attention_bias": False, "attention_out_bias": True},
@@ -266,11 +266,9 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "stablelm", **_DECODER, "head_dim": 8, "use_parallel_residual": True, "num_key_value_heads": 1}
     },
     "StableLM, norms of heads": {
-        **{"model_type": "stablelm", **_DECODER, "head_dim": 8, "use_parallel_residual": True, "qk_layernorm": True},
+        **{"model_type": "stablelm", **_DECODER, "head_dim": 8, "use_parallel_residual": True, "qk_layernorm": True}
     },
-    "Phi": {
-        **{"model_type": "phi", **_DECODER, "head_dim": 8, "qk_layernorm": True, **_UNTIED},
-    },
+    "Phi": {**{"model_type": "phi", **_DECODER, "head_dim": 8, "qk_layernorm": True, **_UNTIED}},
     "Phi, tied": {
         **{"model_type": "phi", **_DECODER, "head_dim": 8, "num_key_value_heads": 1, "partial_rotary_factor": 0.75},
         **{"hidden_act": "gelu", "tie_word_embeddings": True},
@@ -290,7 +288,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 4, "ffn_hidden_size": 100},
     },
     "Falcon, one after another": {
-        **{"model_type": "falcon", **_FALCON, "parallel_attn": False, "multi_query": False, "bias": True},
+        **{"model_type": "falcon", **_FALCON, "parallel_attn": False, "multi_query": False, "bias": True}
     },
     "Command R": {
         **{
@@ -300,7 +298,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "pad_token_id": None,
             "attention_bias": True,
             "rope_theta": 700.0,
-        },
+        }
     },
     "Command R+": {
         **{"model_type": "cohere", **_DECODER, "head_dim": 8, "num_key_value_heads": 1, "pad_token_id": None},
@@ -457,9 +455,7 @@ MODELS: dict[str, dict[str, Any]] = {
             **{"mrope_section": [1, 1, 1], "mrope_interleaved": True},
         },
     },
-    "Qwen3.5 with experts": {
-        **{"model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED_EXPERT, **_UNTIED},
-    },
+    "Qwen3.5 with experts": {**{"model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED_EXPERT, **_UNTIED}},
     "Kimi Linear": {
         **{"model_type": "kimi_linear", **_LATENTS, **_EXPERTS, "linear_head_dim": 6, "linear_num_heads": 4, **_UNTIED},
         **{"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"], "num_local_experts": 12},
@@ -509,9 +505,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_key_value_heads": 1, "mamba_d_ssm": 40, "mamba_d_head": "auto", "mamba_d_conv": 3},
         **{"tie_word_embeddings": True, "embedding_multiplier": 0.5},
     },
-    "Falcon-H1 with norms before gates": {
-        **{**_FALCON_H1, **_UNTIED, "mamba_rms_norm": True, "head_dim": 10},
-    },
+    "Falcon-H1 with norms before gates": {**{**_FALCON_H1, **_UNTIED, "mamba_rms_norm": True, "head_dim": 10}},
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

@@ -169,8 +169,7 @@ def test_a_sum_that_only_one_result_uses() -> None:
 
 @needs_loops
 @pytest.mark.parametrize(
-    ("dtype", "weights", "shape"),
-    cases(DTYPES, (None, torch.float32, torch.bfloat16), ((3, 5, 74), (1, 2)), daily=5),
+    ("dtype", "weights", "shape"), cases(DTYPES, (None, torch.float32, torch.bfloat16), ((3, 5, 74), (1, 2)), daily=5)
 )
 def test_swiglu(dtype: torch.dtype, weights: torch.dtype | None, shape: tuple[int, ...]) -> None:
     both = (3.0 * drawn(*shape, dtype=torch.float32)).to(dtype).transpose(0, -1).contiguous().transpose(0, -1)

@@ -134,8 +134,7 @@ CASES = {
     ),
     **{
         f"CP2, {kind}": Case(
-            16,
-            f"{_LLAMA} --context-parallel-size 2 --cp-comm-type {kind} {_TP2} {_SP} {_ZERO1} --global-batch-size 32",
+            16, f"{_LLAMA} --context-parallel-size 2 --cp-comm-type {kind} {_TP2} {_SP} {_ZERO1} --global-batch-size 32"
         )
         for kind in ("p2p", "all_gather", "a2a")
     },
@@ -202,8 +201,7 @@ CASES = {
         gpus_per_node=4,
     ),
     "experts with gradients of squares": Case(
-        4,
-        f"{_EXPERTS.replace('--swiglu', '--squared-relu')} --expert-model-parallel-size 4 --global-batch-size 8",
+        4, f"{_EXPERTS.replace('--swiglu', '--squared-relu')} --expert-model-parallel-size 4 --global-batch-size 8"
     ),
     "CPU ranks that share cores": Case(
         4, f"{_PLAIN} {_PP2} --device cpu --global-batch-size 8", "cpu", gpus_per_node=4, cores=2

@@ -245,8 +245,7 @@ EXAMPLES = {
         "--world-size 2 --use-torch-fsdp2 --use-distributed-optimizer", "--use-distributed-optimizer=false"
     ),
     "Replicas compared under FSDP2": Example(
-        "--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 10",
-        "--use-torch-fsdp2=false",
+        "--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 10", "--use-torch-fsdp2=false"
     ),
     "FSDP2 with experts": Example(
         f"--world-size 2 {_EXPERTS} --num-experts 8 --use-torch-fsdp2",
@@ -271,8 +270,7 @@ EXAMPLES = {
         "--torch-compile --gradient-accumulation-fusion", "--gradient-accumulation-fusion=false"
     ),
     "Products that add to gradients in Transformer Engine": Example(
-        "--transformer-impl transformer_engine --gradient-accumulation-fusion",
-        "--transformer-impl local",
+        "--transformer-impl transformer_engine --gradient-accumulation-fusion", "--transformer-impl local"
     ),
     "FP8 in float16": Example("--fp16 --fp8-format hybrid", "--fp16=false --bf16"),
     "FP8 with all layers left in bf16": Example(
@@ -345,8 +343,7 @@ EXAMPLES = {
         "--world-size 2 --use-torch-fsdp2 --log-communication-share", "--log-communication-share=false"
     ),
     "A range of steps that ends before it begins": Example(
-        "--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5",
-        "--profile-step-end 7",
+        "--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5", "--profile-step-end 7"
     ),
     "A schedule to record in steps that are not trained": Example(
         "--record-schedule --train-iters 8", "--profile-step-start 4 --profile-step-end 6"

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import environment
 from megatron_ext.checkpoint.native import lock
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.errors import ConfigurationError, StorageError
 from megatron_ext.resilience.process_end import RunStatus, run_guarded
-from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.terminal import printable
 
 ROOT = Path(__file__).parents[2]
@@ -87,68 +85,6 @@ def test_a_text_that_names_no_file_is_refused(argv: list[str], problem: str) -> 
     assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("variables", "problem"),
-    [
-        ({"RANK": "abc"}, "$RANK is 'abc', not an integer from 0"),
-        ({"RANK": ""}, "$RANK is '', not an integer from 0"),
-        ({"WORLD_SIZE": "0"}, "$WORLD_SIZE is '0', not an integer from 1"),
-        ({"WORLD_SIZE": "9" * 5000}, "not an integer from 1"),
-        ({"LOCAL_RANK": "-1"}, "$LOCAL_RANK is '-1'"),
-        ({"RANK": "4", "WORLD_SIZE": "4"}, "$RANK is 4, but $WORLD_SIZE is 4: ranks count from 0"),
-    ],
-)
-def test_wrong_variables_of_a_launcher_are_named(variables: dict[str, str], problem: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        environment.check_launch(variables)
-    assert problem in str(caught.value)
-    environment.check_launch({})
-    environment.check_launch({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-
-
-_OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"}
-
-
-@pytest.mark.parametrize(
-    ("given", "taken"),
-    [
-        ({**_OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "3 8 1 2 None 29500"),
-        (
-            {**_OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"},
-            "3 8 3 8 127.0.0.1 29500",
-        ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "6000"}, "1 2 None None a 6000"),
-        (
-            {
-                "SLURM_PROCID": "17",
-                "SLURM_STEP_NUM_TASKS": "20",
-                "SLURM_LOCALID": "1",
-                "SLURM_STEP_TASKS_PER_NODE": "8(x2),4",
-                "SLURM_NODEID": "2",
-                "MASTER_ADDR": "n1",
-            },
-            "17 20 1 4 n1 29500",
-        ),
-        ({**_OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2"}, "0 2 None None None None"),  # torchrun under mpirun
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, "None None None None None None"),  # sbatch
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "None None None None None None"),
-    ],
-)
-def test_ranks_of_mpirun_and_srun_are_no_processes_of_their_own(given: dict[str, str], taken: str) -> None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    variables = dict(given)
-    environment.take_ranks_of_mpi(variables)
-    assert " ".join(str(variables.get(name)) for name in names) == taken
-
-
-def test_ranks_on_several_machines_have_to_know_where_the_first_one_is() -> None:
-    variables = dict(_OPEN_MPI)
-    environment.take_ranks_of_mpi(variables)
-    with pytest.raises(ConfigurationError, match=r"rank 3 of 8, but \$MASTER_ADDR is not set; export MASTER_ADDR="):
-        environment.check_launch(variables)
-    environment.check_launch({**variables, "MASTER_ADDR": "first"})
-
-
 def test_the_program_names_a_wrong_rank() -> None:
     done = subprocess.run(
         [sys.executable, "pretrain_gpt.py", "--dry-run"],
@@ -193,13 +129,3 @@ def test_a_full_disk_at_the_lock_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     lock._held.clear()
     lock._open.remove(full)
     full.detach()
-
-
-def test_a_folder_named_stop_stops_nothing(tmp_path: Path) -> None:
-    (tmp_path / "stop").mkdir()
-    with SignalWatcher(tmp_path / "stop") as watcher:
-        assert not watcher.requested
-        (tmp_path / "stop").rmdir()
-        (tmp_path / "stop").symlink_to(tmp_path / "nowhere")
-        assert watcher.requested
-    assert not (tmp_path / "stop").is_symlink()

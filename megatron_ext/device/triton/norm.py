@@ -56,12 +56,7 @@ class _Norm(torch.autograd.Function):
 class _NormOfSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, statistics, total = _forward(x, residual, weight, bias, eps)
         ctx.save_for_backward(total, statistics, weight)

@@ -21,8 +21,7 @@ def test_the_file_is_a_schedule_of_the_flag(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "change",
-    ["--forward-ms 2", "--inputs-ms 2", "--weights-ms 2", "--send-ms 1", "--memory 2", "--loop", "--chunks 3"],
+    "change", ["--forward-ms 2", "--inputs-ms 2", "--weights-ms 2", "--send-ms 1", "--memory 2", "--loop", "--chunks 3"]
 )
 def test_each_flag_changes_the_schedule(change: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = []

@@ -1,4 +1,4 @@
-"""`tools/plan.py --hf-config FOLDER`: the published config.json of several families says what the flags say."""
+"""`tools/plan.py --hf-config FOLDER`: a published config.json says what the flags say."""
 
 import json
 from pathlib import Path
@@ -13,68 +13,12 @@ _RUN = "--seq-length 4096 --global-batch-size 64 --micro-batch-size 1 --bf16 --u
 _ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 _DRY = "--hidden-dropout 0 --attention-dropout 0"
 
+PUBLISHED = json.loads((Path(__file__).parents[2] / "golden/published_configs.json").read_text())
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "Llama 3.1 8B": (
-        {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-05,
-            "rope_theta": 500000.0,
-            "rope_scaling": {
-                "factor": 8.0,
-                "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192,
-                "rope_type": "llama3",
-            },
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-        },
+        PUBLISHED["Llama-3.1-8B"],
         f"--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 {_ROPE} {_DRY} "
         "--group-query-attention --num-query-groups 8 --vocab-size 128256 --untie-embeddings-and-output-weights",
-    ),
-    "Qwen2.5 0.5B": (
-        {
-            "model_type": "qwen2",
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 1000000.0,
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-        },
-        f"--num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --num-attention-heads 14 {_ROPE} {_DRY} "
-        "--group-query-attention --num-query-groups 2 --vocab-size 151936 --add-qkv-bias",
-    ),
-    "Qwen3 0.6B": (
-        {
-            "model_type": "qwen3",
-            "hidden_size": 1024,
-            "head_dim": 128,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 1000000.0,
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-        },
-        f"--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 {_ROPE} {_DRY} "
-        "--group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm --vocab-size 151936",
     ),
     "GPT-2": (
         {
@@ -93,47 +37,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --max-position-embeddings 4096 --vocab-size 50257 "
         f"--openai-gelu {_DRY}",
     ),
-    "Mixtral 8x7B": (
-        {
-            "model_type": "mixtral",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "vocab_size": 32000,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-05,
-            "rope_theta": 1000000.0,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-        },
-        f"--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 {_ROPE} {_DRY} "
-        "--group-query-attention --num-query-groups 8 --vocab-size 32000 --untie-embeddings-and-output-weights "
-        "--num-experts 8 --moe-router-topk 2",
-    ),
-    "OLMo-2 1B": (
-        {
-            "model_type": "olmo2",
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "vocab_size": 100352,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 500000.0,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-        },
-        f"--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 {_ROPE} {_DRY} "
-        "--vocab-size 100352 --untie-embeddings-and-output-weights --qk-layernorm --qk-layernorm-over projection "
-        "--norm-position after",
-    ),
 }
+"""Two families, one of which is published with dropout; tests of families/ have what a config.json of each means."""
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], own: list[str], flags: str) -> dict[str, Any]:
@@ -162,7 +67,7 @@ def test_a_flag_after_the_dashes_goes_before_the_folder(tmp_path: Path, capsys: 
 
 
 def test_the_search_takes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["Qwen2.5 0.5B"][0]))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen2.5-0.5B"]))
     own = ["--world-size", "1", "--number", "1", "--hf-config", str(tmp_path)]
     assert main([*own, "--", "--seq-length", "1024", "--global-batch-size", "8", "--bf16"]) == 0
     assert "model of 494,032,768 parameters" in capsys.readouterr().out

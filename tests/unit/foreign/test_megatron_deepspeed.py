@@ -92,10 +92,7 @@ def _problems(line: str, **options: Any) -> list[str]:
         (f"{_LENGTH} --use-z-loss", f"{_LENGTH} --z-loss-strength 1e-4"),
         (f"{_LENGTH} --use-rms-norm --activation-func-type gelu", f"{_LENGTH} --normalization RMSNorm"),
         (f"{_LENGTH} --no-tie-embed-logits", f"{_LENGTH} --untie-embeddings-and-output-weights"),
-        (
-            f"{_LENGTH} --attention-head-type multiquery",
-            f"{_LENGTH} --group-query-attention --num-query-groups 1",
-        ),
+        (f"{_LENGTH} --attention-head-type multiquery", f"{_LENGTH} --group-query-attention --num-query-groups 1"),
         (f"{_LENGTH} --pp-partition-method type:transformer", _LENGTH),
         (
             f"{_LENGTH} --num-experts 1 --moe-expert-parallel-size 4 --moe-loss-coeff 0.01 --topk 2 "

@@ -14,10 +14,7 @@ def test_lines_of_files_end_with_line_feeds_alone(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(f'\ufeff{{"prompt": "{odd.replace(chr(12), "")}"}}\n \n\r\n{{"prompt": ""}}\r\n'.encode())
     found = list(task_files.read_items(path, ["prompt"]))
-    assert found == [
-        (f"{path}:1", {"prompt": odd.replace("\x0c", "")}),
-        (f"{path}:4", {"prompt": ""}),
-    ]
+    assert found == [(f"{path}:1", {"prompt": odd.replace("\x0c", "")}), (f"{path}:4", {"prompt": ""})]
     for name in ("p.json", "p.jsonl"):
         (tmp_path / name).write_text('{"prompt": "x", "text": "y"}')
         assert task_files.read_prompts(tmp_path / name) == ["x"]

@@ -122,12 +122,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             "log_metrics",
             ["end_run", "FINISHED"],
         ),
-        (
-            "comet_ml",
-            [["start", "w", "c"], ["set_name", "n"], ["log_parameters", {"seed": 1}]],
-            "log_metrics",
-            ["end"],
-        ),
+        ("comet_ml", [["start", "w", "c"], ["set_name", "n"], ["log_parameters", {"seed": 1}]], "log_metrics", ["end"]),
         ("trackio", [["init", "t", "n", None, {"seed": "1"}, "allow"]], "log", ["finish"]),
         (
             "wandb",

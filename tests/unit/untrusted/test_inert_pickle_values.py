@@ -34,6 +34,8 @@ def test_plain_data_is_what_pickle_gives_back(protocol: int) -> None:
             assert (type(found), found) == (type(value), value)
     found = read(pickle.dumps([SHARED, {"again": SHARED}], protocol), allowed=())
     assert found[0] is found[1]["again"], "one list stays one"
+    long = pickle.BINUNICODE8 + (2).to_bytes(8, "little") + b"ab"  # as texts of more than 4 GB begin
+    assert read(long + pickle.STOP, allowed=()) == "ab"
 
 
 def test_a_protocol_that_no_checkpoint_has_is_refused() -> None:
