@@ -227,7 +227,7 @@ def _full_on_the_last_rank(folder: str) -> str:
     run.state.iteration = 2
     if run.rank == run.world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    with pytest.raises(StorageError, match="OSError") as raised:
+    with pytest.raises(StorageError) as raised:
         save.save_checkpoint(run, folder)
     return str(raised.value)
 
