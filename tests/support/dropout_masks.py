@@ -55,6 +55,7 @@ def masks_of_first_step(flags: list[str]) -> tuple[list[np.ndarray], list[np.nda
     recorder = _MaskRecorder()
     train(run, 1)
     F.dropout, F.scaled_dot_product_attention = before
+    run.loaders.close()
     return recorder.hidden, recorder.attention
 
 

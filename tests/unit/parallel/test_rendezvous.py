@@ -15,7 +15,6 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.parallel import rendezvous
 from megatron_ext.parallel.rendezvous import agree
-from tests.support.launched import free_port
 from tests.support.patched_in_one_module import replace_in
 
 LONG = timedelta(seconds=60)
@@ -193,7 +192,8 @@ def test_an_interface_that_was_named_stays() -> None:
 
 def test_the_store_of_rank_0_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """As without torchrun, or where torchrun does not lend its store."""
-    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     here = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": socket.gethostname()}
     for name, value in {**here, "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
