@@ -322,11 +322,12 @@ def _sums_of_parts(dtype: str) -> tuple[list[float], ...]:
     torch.distributed.all_gather_into_tensor(whole, parts[:4].contiguous(), group=group)
     arrived = gathered(rows, group)
     arrived.backward(parts)
-    assert rows.grad is not None
     assert torch.equal(arrived, whole)
     summed = parts.clone().requires_grad_()
     total = added(summed, group)
     total.backward(parts[:4])
+    assert rows.grad is not None
+    assert summed.grad is not None
     assert torch.equal(summed.grad, whole)
     return reference.flatten().tolist(), rows.grad.flatten().tolist(), total.flatten().tolist()
 
