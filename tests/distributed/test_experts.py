@@ -279,10 +279,11 @@ def test_the_share_of_dropped_tokens_is_that_of_one_process(policy: str) -> None
     assert run_ranks(1, _dropped, FLAGS) == [0.0]
 
 
-def _messages_of_a_step(flags: list[str]) -> dict[str, int]:
-    """The collectives of a training step on two ranks, without the sums."""
+def _messages_of_a_step(flags: list[str]) -> tuple[dict[str, int], dict[str, float]]:
+    """The collectives of a training step on two ranks, without the sums, and those of tokens by the planner."""
     from benchmarks.traffic import Traffic
     from megatron_ext import device
+    from megatron_ext.plan.traffic import sent as planned
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
@@ -290,7 +291,8 @@ def _messages_of_a_step(flags: list[str]) -> dict[str, int]:
     run = build_run(configure(flags).config, device.install("cpu"))
     with Traffic() as traffic:
         Trainer(run, []).step()
-    return {kind: sent.calls for (kind, _), sent in traffic.sent.items() if kind != "all-reduce"}
+    of_tokens = {term.collective: term.calls for term in planned(run.config, 0) if term.axis == "ep"}
+    return {kind: sent.calls for (kind, _), sent in traffic.sent.items() if kind != "all-reduce"}, of_tokens
 
 
 @pytest.mark.parametrize(
@@ -301,8 +303,9 @@ def test_tokens_and_weights_travel_together(dispatcher: str, of_layer: dict[str,
     """To the experts and back, forward and backward; what is sent all-to-all needs its sizes before."""
     flags = [*FLAGS, *EP2.split(), "--moe-token-dispatcher-type", dispatcher, "--global-batch-size", "2"]
     layers = 2
-    for sent in run_ranks(2, _messages_of_a_step, flags):
+    for sent, of_tokens in run_ranks(2, _messages_of_a_step, flags):
         assert sent == {kind: layers * calls for kind, calls in of_layer.items()}
+        assert of_tokens == {"all-to-all": sent["all-to-all"]}
 
 
 def _sums_of_parts(dtype: str) -> tuple[list[float], ...]:
@@ -322,11 +325,12 @@ def _sums_of_parts(dtype: str) -> tuple[list[float], ...]:
     torch.distributed.all_gather_into_tensor(whole, parts[:4].contiguous(), group=group)
     arrived = gathered(rows, group)
     arrived.backward(parts)
-    assert rows.grad is not None
     assert torch.equal(arrived, whole)
     summed = parts.clone().requires_grad_()
     total = added(summed, group)
     total.backward(parts[:4])
+    assert rows.grad is not None
+    assert summed.grad is not None
     assert torch.equal(summed.grad, whole)
     return reference.flatten().tolist(), rows.grad.flatten().tolist(), total.flatten().tolist()
 

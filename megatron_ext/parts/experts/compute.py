@@ -161,10 +161,11 @@ class ExpertMatrices(torch.nn.Module):
                 for place, part in zip(places, matrix.chunk(len(places)), strict=True)
             ]
 
+        def stack(parts: Any) -> torch.Tensor:
+            return torch.cat(parts).view(parameter.shape)
+
         replica = (0, 0 if is_divided else tp_rank, self.groups.expt_dp.rank())
-        return ShardedTensorFactory(
-            key, parameter, matrices, lambda parts: torch.cat(parts).view(parameter.shape), replica
-        )
+        return ShardedTensorFactory(key, parameter, matrices, stack, replica)
 
 
 class GroupedExperts(MegatronModule):
