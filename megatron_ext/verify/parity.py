@@ -169,7 +169,7 @@ VALIDATION_SAMPLES = 13
 _LONGEST_DOCUMENT = 3 * SEQ_LENGTH
 
 
-def write_corpus(folder: Path) -> list[str]:
+def write_corpus(folder: Path, validation_samples: int = VALIDATION_SAMPLES) -> list[str]:
     """Write training and validation data below `folder`.
 
     Documents have 1 to 96 tokens, a third of them at most 2. With --eod-mask-loss some samples therefore have many
@@ -179,7 +179,7 @@ def write_corpus(folder: Path) -> list[str]:
         The flags that train on it: sample length, paths, tokenizer, the loss mask, and an evaluation of one pass.
     """
     _write(folder / "train", TRAINING_SAMPLES, split=0)
-    _write(folder / "valid", VALIDATION_SAMPLES, split=1)
+    _write(folder / "valid", validation_samples, split=1)
     paths = f"--train-data-path {folder}/train --valid-data-path {folder}/valid --data-cache-path {folder}/cache"
     return f"--seq-length {SEQ_LENGTH} {paths} --tokenizer-type ByteTokenizer --eod-mask-loss --full-validation".split()
 

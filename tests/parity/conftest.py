@@ -1,13 +1,58 @@
 """The single processes that layouts are compared with are trained once."""
 
+from collections.abc import Callable
+
 import pytest
 
+from megatron_ext.verify.cases import Case
+from megatron_ext.verify.compared_models import MODELS
 from megatron_ext.verify.parity import STEPS, Experiment, write_corpus
+from megatron_ext.verify.recorded_training import RunRecord
+
+OF_LAYOUTS = ("tied", "untied", "8 layers, tied", "8 layers, untied", "experts", "routing by groups")
+"""Models on which layouts are compared for their own sake: with as many microbatches as docs/parity.md has."""
+
+
+class FirstSteps(Experiment):
+    """What a plain run takes of an experiment.
+
+    The first update moves the weights, which a warmup from 0 would not: the second step's loss sees it, and the
+    evaluation sees both. Of a part of a model that keeps nothing from one update to the next, it sees one. How often
+    passes are repeated is a matter of the layout: models that are there for a part have half of the microbatches.
+    """
+
+    def __init__(self, data: list[str]):
+        moved = [*data, "--lr-warmup-init", "1e-4"]
+        fewer = [*moved, "--global-batch-size", "4"]
+        super().__init__(moved, 2)
+        self._of_state, self._of_parts = Experiment(fewer, 2), Experiment(fewer, 1)
+
+    def train(self, case: Case, *, bf16: bool = False, sabotage: Callable[[], None] | None = None) -> RunRecord:
+        """Return the record of a case."""
+        of = self._of(case.model)
+        train = super().train if of is self else of.train
+        return train(case, bf16=bf16, sabotage=sabotage)
+
+    def _reference(self, model: str, *, bf16: bool = False) -> RunRecord:
+        of = self._of(model)
+        return super()._reference(model, bf16=bf16) if of is self else of.reference(model, bf16=bf16)
+
+    def _of(self, model: str) -> Experiment:
+        if model in OF_LAYOUTS:
+            return self
+        keeps = any(flag in MODELS[model] for flag in ("--optimizer", "--qk-clip", "--num-experts"))
+        return self._of_state if keeps else self._of_parts
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+def all_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_corpus(tmp_path_factory.mktemp("all"))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, all_data: list[str]) -> list[str]:
+    """Data whose evaluation ends with a batch that is not full: in a plain run its only one, or the second of two."""
+    return all_data if pytestconfig.getoption("--all") else write_corpus(tmp_path_factory.mktemp("first"), 5)
 
 
 @pytest.fixture(scope="session")
@@ -17,14 +62,14 @@ def steps(pytestconfig: pytest.Config) -> int:
 
 
 @pytest.fixture(scope="session")
-def experiment(pytestconfig: pytest.Config, all_steps: Experiment, first_steps: Experiment) -> Experiment:
+def experiment(pytestconfig: pytest.Config, all_steps: Experiment, first_steps: FirstSteps) -> Experiment:
     """All steps of docs/parity.md with --all; the first in a plain run."""
     return all_steps if pytestconfig.getoption("--all") else first_steps
 
 
 @pytest.fixture(scope="session")
-def all_steps(data: list[str]) -> Experiment:
-    return Experiment(data)
+def all_steps(all_data: list[str]) -> Experiment:
+    return Experiment(all_data)
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +79,5 @@ def rounded_steps(data: list[str], pytestconfig: pytest.Config) -> Experiment:
 
 
 @pytest.fixture(scope="session")
-def first_steps(data: list[str]) -> Experiment:
-    """Two updates. The first moves the weights, which a warmup from 0 would not: the second step's loss sees it, and
-    the evaluation sees both."""
-    return Experiment([*data, "--lr-warmup-init", "1e-4"], 2)
+def first_steps(data: list[str]) -> FirstSteps:
+    return FirstSteps(data)
