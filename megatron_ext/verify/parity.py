@@ -175,6 +175,9 @@ def write_corpus(folder: Path, validation_samples: int = VALIDATION_SAMPLES) -> 
     Documents have 1 to 96 tokens, a third of them at most 2. With --eod-mask-loss some samples therefore have many
     more tokens that count than others, and so have the data-parallel ranks.
 
+    Args:
+        folder: where the files are written.
+        validation_samples: what an evaluation of one pass reads.
     Returns:
         The flags that train on it: sample length, paths, tokenizer, the loss mask, and an evaluation of one pass.
     """

@@ -1,11 +1,13 @@
 """Weights from transformers' models: our logits are theirs, in every layout, by every way in and out."""
 
+import copy
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,16 +18,13 @@ from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.cli.convert_checkpoint import main as convert
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.families import state_dict_mapping
-from megatron_ext.train.extensions import Extensions
 from megatron_ext.verify import exported_model
 from megatron_ext.verify.ranks import RankError, run_ranks
-from megatron_ext.verify.recorded_training import record
-from tests.support.hf_gradients import IN_FP64, gradients_in_fp64, write_gradients
+from tests.support.hf_gradients import IN_FP64, our_gradients, put_together, write_gradients
 from tests.support.hf_models import (
     FEWER,
     LENGTH,
     TOKENS,
-    fixed,
     flags,
     forward,
     greedy,
@@ -91,6 +90,15 @@ WAYS_IN = {"test_load_hf": "--load-hf", "test_from_hf": "--load"}
 """By the test that looks at it."""
 
 
+def _asked(request: pytest.FixtureRequest, tests: Collection[str]) -> list[tuple[Any, ...]]:
+    """Return which of these tests are to run, with the model, TP and PP of each."""
+    return [
+        (item.originalname, *(item.callspec.params[of] for of in ("name", "tp", "pp")))
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path and item.originalname in tests
+    ]
+
+
 @pytest.fixture(scope="module")
 def ours(
     request: pytest.FixtureRequest, models: dict[str, Any], imported: dict[str, str]
@@ -98,11 +106,7 @@ def ours(
     """Our logits on TP x PP ranks, which load the models by the ways in that are asked for, one after the other."""
     sources = {("--load-hf", name): ["--load-hf", str(folder)] for name, (folder, _) in models.items()}
     sources |= {("--load", name): _checkpoint(folder) for name, folder in imported.items()}
-    asked = {
-        (WAYS_IN[item.originalname], *(item.callspec.params[of] for of in ("name", "tp", "pp")))
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path and item.originalname in WAYS_IN
-    }
+    asked = {(WAYS_IN[test], *case) for test, *case in _asked(request, WAYS_IN)}
 
     @functools.cache
     def of_layout(tp: int, pp: int) -> dict[tuple[str, str], torch.Tensor]:
@@ -127,6 +131,40 @@ def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any)
     assert (ours(tp, pp)["--load-hf", name] - expected).abs().max() < TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def gradients(
+    request: pytest.FixtureRequest, theirs: dict[str, tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int, int], dict[str, tuple[Path, Path, dict[str, np.ndarray]]]]:
+    """By model: its folder, that of transformers' gradients, and ours on TP x PP ranks, which take the models that are
+    asked for one after the other."""
+    asked = _asked(request, {"test_gradients_are_those_of_transformers"})
+    one_batch = ["--global-batch-size", "2", "--seq-length", str(FEWER), "--clip-grad", "0"]
+
+    @functools.cache
+    def of_transformers(name: str) -> tuple[Path, Path]:
+        source, model = theirs[name]
+        model = copy.deepcopy(model)
+        if name == "Phi-3.5-MoE":  # in training it draws its experts: here there is one alone to draw
+            source = tmp_path_factory.mktemp("model")
+            model = write_model(source, name, router_jitter_noise=1e-9)
+        written = tmp_path_factory.mktemp("gradients")
+        write_gradients(model, written, in_fp64=name in IN_FP64)
+        return source, written
+
+    @functools.cache
+    def of_layout(tp: int, pp: int) -> dict[str, tuple[Path, Path, dict[str, np.ndarray]]]:
+        folders = {name: of_transformers(name) for _, name, *sizes in asked if sizes == [tp, pp]}
+        runs = [
+            (name in IN_FP64, [*flags(["--load-hf", str(source)], tp, pp), *one_batch])
+            for name, (source, _) in folders.items()
+        ]
+        by_rank = run_ranks(tp * pp, in_turn, our_gradients, runs, timeout=550)
+        found = (put_together(parts) for parts in zip(*by_rank, strict=True))
+        return {name: (*folders[name], ours) for name, ours in zip(folders, found, strict=True)}
+
+    return of_layout
+
+
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
     # Slow: test_load_hf has the same cuts of the same tensors, and test_matrix.py the gradients of cut ones. One stays
@@ -140,18 +178,9 @@ def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any)
         ),
     ],
 )
-def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, tmp_path: Path) -> None:
-    # In training Phi-MoE draws its experts: here there is one alone to draw.
-    changes = {"router_jitter_noise": 1e-9} if name == "Phi-3.5-MoE" else {}
-    in_fp64 = name in IN_FP64
-    write_gradients(write_model(tmp_path / "model", name, **changes), tmp_path / "gradients", in_fp64=in_fp64)
-    one_batch = ["--global-batch-size", "2", "--seq-length", str(FEWER), "--clip-grad", "0"]
-    arguments = [*flags(["--load-hf", str(tmp_path / "model")], tp, pp), *one_batch]
-    if in_fp64:
-        [found] = run_ranks(1, gradients_in_fp64, arguments)
-    else:
-        found = record(arguments, tp * pp, 1, extensions=Extensions(datasets=fixed)).gradients
-    expected, folder = _tensors(tmp_path / "gradients"), HFFolder(tmp_path / "model")
+def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, gradients: Any) -> None:
+    source, written, found = gradients(tp, pp)[name]
+    expected, folder = _tensors(written), HFFolder(source)
     config = resolve(folder.values, Facts())
     for mapping in state_dict_mapping(config, folder.family):
         if mapping.dtype is not None or ".indexer." in mapping.parameter.name:  # state, and what no loss there trains

@@ -1,5 +1,5 @@
 """Every layout against one process: initial weights, first gradients by name, validation with a remainder, and
-all 20 steps with --all; a plain run takes two.
+all 20 steps with --all; a plain run takes one or two.
 
 `python tools/parity_table.py` writes the same comparison to docs/parity.md.
 """

@@ -1,7 +1,7 @@
 """Gradients of transformers' models and of ours, next to each other."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,49 @@ from unittest import mock
 import numpy as np
 import torch
 
-from tests.support.hf_models import FEWER, TOKENS, write_as_published
+from tests.support.hf_models import FEWER, TOKENS, fixed, write_as_published
 
 IN_FP64 = ("OLMo hybrid with rotation", "Qwen3.5 with experts")
 """Models some of whose gradients in fp32, ours and transformers', are further than 1e-5 of their norm from fp64."""
+
+
+def our_gradients(task: tuple[bool, list[str]]) -> Any:
+    """On ranks: load as `pretrain` does, and return this rank's share of the gradients of `write_gradients`, in fp64 or
+    of a step in fp32; `put_together` makes one of those of all ranks."""
+    in_fp64, arguments = task
+    return gradients_in_fp64(arguments) if in_fp64 else _of_a_step(arguments)
+
+
+def put_together(parts: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Return gradients by our names of what each rank has."""
+    from megatron_ext.verify.gather import assemble
+
+    if isinstance(parts[0], dict):
+        [whole] = parts
+        return whole
+    whole, flaws = assemble(parts[-1][0], (shard for _, shards in parts for shard in shards))
+    assert flaws == []
+    return whole
+
+
+def _of_a_step(arguments: list[str]) -> tuple[Any, list[Any]]:
+    from megatron_ext.train.extensions import Extensions
+    from megatron_ext.train.trainer import Callback, Trainer
+    from megatron_ext.verify import gather
+    from megatron_ext.verify.recorded_training import build
+
+    shards = []
+
+    class Captured(Callback):
+        def before_update(self, trainer: Trainer) -> None:
+            shards.extend(gather.gradients(trainer.run))
+
+    extensions = Extensions(datasets=fixed)
+    with extensions.registered():
+        run = build(arguments, extensions)
+        Trainer(run, [Captured()]).step()
+    run.loaders.close()
+    return run.config, shards
 
 
 def gradients_in_fp64(arguments: list[str]) -> dict[str, np.ndarray]:

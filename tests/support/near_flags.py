@@ -3,12 +3,13 @@ bound. For tests/golden/near_flags.json and its test."""
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import shlex
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import options_by_flag, options_by_name, read_texts
@@ -161,6 +162,7 @@ FACTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 """Flags with what is found outside of them; near them, each fact is left out by itself too."""
 
 
+@functools.cache
 def lines() -> list[tuple[str, Facts, Mapping[str, Any]]]:
     """Every command line to look around, with the facts of its machine."""
     wrong = [example.flags for example in EXAMPLES.values()]
@@ -225,24 +227,40 @@ def advice(text: str) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
                     yield f"use {flag} {word}", {known[flag].name: read_texts(known[flag], [word])}, frozenset()
 
 
-def around(line: str, facts: Facts, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the rules say at a command line, next to it where that differs, and a checksum of all that they say."""
-    base, values = typed_values(""), typed_values(line)
-    names, texts = outcome(values, facts)
-    said, nearby = list(texts), {}
-    for what, moved in near(values, base):
-        found, texts = outcome(moved, facts)
-        said += [what, *texts]
-        if found != names:
-            nearby[what] = found
+class Spoken(NamedTuple):
+    """What the rules say to values: which of them speak, in their order, and their texts."""
+
+    what: str
+    """What differs from the line."""
+
+    values: Mapping[str, Any]
+    names: list[str]
+    texts: list[str]
+
+
+@functools.cache
+def spoken_near(number: int) -> list[Spoken]:
+    """What the rules say at one of `lines`, and next to it."""
+    line, facts, _ = lines()[number]
+    values = typed_values(line)
+    each = [("", values), *near(values, typed_values(""))]
+    return [Spoken(what, moved, *outcome(moved, facts)) for what, moved in each]
+
+
+def around(number: int) -> dict[str, Any]:
+    """What the rules say at one of `lines`, next to it where that differs, and a checksum of all that they say."""
+    _, facts, given = lines()[number]
+    here, *others = spoken_near(number)
+    said = [*here.texts, *(text for one in others for text in (one.what, *one.texts))]
+    nearby = {one.what: one.names for one in others if one.names != here.names}
     for name in given:
         default = next(field for field in dataclasses.fields(Facts) if field.name == name)
         unknown = default.default if default.default is not dataclasses.MISSING else {}
-        found, texts = outcome(values, dataclasses.replace(facts, **{name: unknown}))
+        found, texts = outcome(here.values, dataclasses.replace(facts, **{name: unknown}))
         said += [name, *texts]
-        if found != names:
+        if found != here.names:
             nearby[f"unknown {name}"] = found
-    return {"rules": names, "near": nearby, "texts": zlib.crc32("\n".join(said).encode())}
+    return {"rules": here.names, "near": nearby, "texts": zlib.crc32("\n".join(said).encode())}
 
 
 def title(line: str, given: Mapping[str, Any]) -> str:
@@ -252,6 +270,6 @@ def title(line: str, given: Mapping[str, Any]) -> str:
 
 def golden_text() -> str:
     """tests/golden/near_flags.json: one command line a line."""
-    rows = {title(line, given): around(line, facts, given) for line, facts, given in lines()}
+    rows = {title(line, given): around(number) for number, (line, _, given) in enumerate(lines())}
     body = ",\n".join(f"{json.dumps(key)}: {json.dumps(row)}" for key, row in rows.items())
     return f"{{\n{body}\n}}\n"

@@ -147,6 +147,14 @@ def _logits(content: dict[str, Any], weights: dict[str, torch.Tensor] | None = N
     return output.logits, copy.deepcopy(model.state_dict())
 
 
+def _makes(expected: torch.Tensor, content: dict[str, Any], weights: dict[str, torch.Tensor]) -> bool:
+    """Return whether transformers computes these logits with the file's content."""
+    try:
+        return torch.equal(_logits(content, weights)[0], expected)
+    except Exception:  # whatever transformers raises for keys that do not go together
+        return False
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_key_is_ignored(family: str, tmp_path: Path) -> None:
     """Changed by itself, each has an effect, or is refused by its name; or transformers' own logits do not depend on
@@ -154,8 +162,7 @@ def test_no_key_is_ignored(family: str, tmp_path: Path) -> None:
     base = {"model_type": family, **BASES[family]}
     taken = _read(tmp_path, base)
     assert isinstance(taken, dict)
-    expected, weights = _logits(base)
-    silent = []
+    silent = {}
     for key, value in _keys(_classes()[family]).items():
         value = value if key not in base or base[key] is None else _changed(key, base[key])
         assert value != base.get(key)
@@ -163,11 +170,15 @@ def test_no_key_is_ignored(family: str, tmp_path: Path) -> None:
         if isinstance(found, list):
             assert any(key in problem for problem in found), (key, value, found)
         elif found == taken:
-            silent.append(key)
+            silent[key] = value
+    expected, weights = _logits(base)
+    # Together, for a model takes long to make; each by itself where they cannot be, or where one has an effect.
+    if not _makes(expected, {**base, **silent}, weights):
+        for key, value in silent.items():
             logits, _ = _logits({**base, key: value}, weights)
             assert torch.equal(logits, expected), f"{key} {value} changes the model, and is ignored"
     without_bearing = {key for keys in WITHOUT_BEARING.values() for key in keys}
-    assert set(silent) <= without_bearing | _OF_OTHER_SETTINGS.get(family, set())
+    assert silent.keys() <= without_bearing | _OF_OTHER_SETTINGS.get(family, set())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

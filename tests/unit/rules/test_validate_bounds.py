@@ -22,7 +22,7 @@ from megatron_ext.rules.suggest import divisors
 from megatron_ext.rules.validate import RULES
 from megatron_ext.train.configure import configure, gather_facts
 from tests.support.errors_page import combinations, errors_page
-from tests.support.near_flags import advice, around, lines, near, outcome, title, typed_values
+from tests.support.near_flags import advice, around, lines, spoken_near, title
 from tests.support.wrong_flags import BASE, EXAMPLES
 
 _BASE = (
@@ -142,9 +142,10 @@ def test_the_record_is_of_all_lines(golden: dict[str, Any]):
 
 @pytest.mark.parametrize("part", range(2))
 def test_next_to_every_wrong_command_line_the_rules_say_what_is_recorded(part: int, golden: dict[str, Any]):
-    found = {title(line, given): around(line, facts, given) for line, facts, given in lines()[part::2]}
-    for line, row in found.items():
-        assert row == golden[line], f"{line!r}: {REGENERATE}, and read the diff"
+    for number in range(part, len(lines()), 2):
+        line, _, given = lines()[number]
+        name, row = title(line, given), around(number)
+        assert row == golden[name], f"{name!r}: {REGENERATE}, and read the diff"
 
 
 def test_every_rule_speaks_in_the_record(golden: dict[str, Any]):
@@ -158,15 +159,14 @@ def test_every_rule_speaks_in_the_record(golden: dict[str, Any]):
 @pytest.mark.parametrize("part", range(2))
 def test_a_rule_takes_what_its_message_advises(part: int):
     """Beyond the examples, whose way out is written down: with every number in the list of a message."""
-    base, followed, wrong = typed_values(""), 0, []
-    for line, facts, _ in lines()[part::2]:
-        values = typed_values(line)
-        for what, moved in [("", values), *near(values, base)]:
-            names, texts = outcome(moved, facts)
+    followed, wrong = 0, []
+    for number in range(part, len(lines()), 2):
+        line, facts, _ = lines()[number]
+        for what, moved, names, texts in spoken_near(number):
             for name, text in zip(names, texts, strict=True):
                 for words, added, left_out in advice(text):
                     rule = next(rule for rule in RULES if rule.__name__ == name)
-                    fixed = {key: value for key, value in (moved | added).items() if key not in left_out}
+                    fixed = {key: value for key, value in {**moved, **added}.items() if key not in left_out}
                     followed += 1
                     if text in rule(resolve(fixed, facts), facts) and not text.startswith(NOT_ALONE):
                         wrong.append((line, what, text, words))
