@@ -248,6 +248,15 @@ class DataParallel(Sharding):
                 _unhook_modules_without_weights(chunk)
 
     @contextmanager
+    def averaged(self, optimizer: ChainedOptimizer, chunks: Sequence[Any]) -> Iterator[None]:
+        """Gather the weights afterwards: the next forward pass does so after an update alone, and would compute with
+        the averages of what other ranks hold."""
+        with super().averaged(optimizer, chunks):
+            yield
+        with self.gathered(chunks):
+            pass
+
+    @contextmanager
     def gathered_before_update(self, chunks: Sequence[Any]) -> Iterator[None]:
         """Switch off the gathers of the hooks: one that is begun here would count as that of the next step, which would
         compute with weights of before the update."""

@@ -96,8 +96,11 @@ class Sharding(ABC):
         those of the passes before, and the next step must still fetch what the update makes of them."""
         return self.gathered(chunks)
 
-    def averaged(self, optimizer: ChainedOptimizer) -> AbstractContextManager[None]:
-        """Return a context in which the weights are the averages that the optimizer keeps of them. Collective."""
+    def averaged(
+        self, optimizer: ChainedOptimizer, chunks: Sequence[_BaseDataParallel]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the weights are the averages that the optimizer of these chunks keeps of them.
+        Collective."""
         return averaged(self.parts(optimizer))
 
     def weights_in_place(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """A checkpoint whose records are compressed is refused before they are inflated: a megabyte of a file makes a gigabyte
 of memory on every rank."""
 
+import functools
 import io
 import shutil
 import zipfile
@@ -26,6 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@functools.cache
 def _bomb(pickled: bytes) -> bytes:
     """An archive of torch's, but for the elements of a gigabyte, which are compressed."""
     content = io.BytesIO()

@@ -76,13 +76,17 @@ def _differences(size: int, case: Case) -> dict[str, float]:
     return {name: ((one - other).abs().max() / other.abs().max()).item() for name, one, other in pairs}
 
 
-CASES = list(itertools.product((False, True), (4, 1), (1024, 7), ("gated_delta_net", "kda", "mamba")))
+KINDS = ("gated_delta_net", "kda", "mamba")
+# A convolution of one position takes nothing from other ranks, whatever the span.
+CASES = [*itertools.product((False, True), (4,), (1024, 7), KINDS), *itertools.product((True,), (1,), (1024,), KINDS)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_of_samples_are_computed_as_whole_ones(size: int) -> None:
-    for of_rank in run_ranks(size, in_turn, partial(_differences, size), CASES):
-        for case, differences in zip(CASES, of_rank, strict=True):
+    """On two ranks, of which none has two neighbours, documents alone."""
+    cases = [case for case in CASES if size == 4 or case[:2] == (True, 4)]
+    for of_rank in run_ranks(size, in_turn, partial(_differences, size), cases):
+        for case, differences in zip(cases, of_rank, strict=True):
             assert max(differences.values()) < 1e-10, (case, differences)
 
 
@@ -102,10 +106,11 @@ def _without_inputs_of_others(case: Case) -> dict[str, float]:
     return _differences(2, case)
 
 
-@pytest.mark.parametrize("case", CASES[:3], ids=str)
 @pytest.mark.parametrize("fault", [_without_states_of_others, _without_inputs_of_others])
-def test_what_other_ranks_give_is_needed(fault: Any, case: Case) -> None:
-    assert all(max(found.values()) > 1e-3 for found in run_ranks(2, fault, case))
+def test_what_other_ranks_give_is_needed(fault: Any) -> None:
+    for of_rank in run_ranks(2, in_turn, fault, CASES[:3]):
+        for case, differences in zip(CASES[:3], of_rank, strict=True):
+            assert max(differences.values()) > 1e-3, case
 
 
 def _losses(flags: str) -> list[float]:
@@ -118,12 +123,11 @@ def _losses(flags: str) -> list[float]:
 def test_a_run_goes_on_in_this_layout_and_in_others(model: str, tmp_path: Path) -> None:
     """With the optimizer's state of the convolution and of each head's numbers."""
     run = f"{RECIPE} --seq-length 16 --mock-data --vocab-size 250 --eval-interval 0 --device cpu --num-workers 0"
-    flags = f"{run} {MODELS[model]}"
-    [whole] = run_ranks(1, _losses, f"{flags} --exit-interval 5")
-    [begun] = run_ranks(1, _losses, f"{flags} --exit-interval 3 --save {tmp_path}")
-    goes_on = f"{flags} --exit-interval 5 --load {tmp_path}"
+    flags = f"{run} --global-batch-size 4 {MODELS[model]}"
+    [whole] = run_ranks(1, _losses, f"{flags} --exit-interval 4 --save {tmp_path} --save-interval 2")
+    goes_on = f"{flags} --exit-interval 4 --load {tmp_path} --ckpt-step 2"
     [same] = run_ranks(1, _losses, goes_on)
-    assert begun + same == whole
+    assert same == whole[2:]
     others = [
         "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
         "--pipeline-model-parallel-size 2",
@@ -131,4 +135,4 @@ def test_a_run_goes_on_in_this_layout_and_in_others(model: str, tmp_path: Path) 
     ]
     for layout in others:
         found = run_ranks(2, _losses, f"{goes_on} {layout}")[-1]
-        assert found == pytest.approx(whole[3:], abs=CURVE_TOLERANCE)
+        assert found == pytest.approx(whole[2:], abs=CURVE_TOLERANCE)

@@ -17,7 +17,7 @@ from tests.support.small_models import LLAMA, build_small_model, small_config
 MODEL = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --disable-bias-linear --swiglu
     --position-embedding-type rope --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --seq-length 16
-    --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-2 --lr-decay-style constant --hidden-dropout 0
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-2 --lr-decay-style constant --hidden-dropout 0
     --attention-dropout 0 --eval-interval 0 --init-method-std 0.2 --log-interval 1 --num-experts 4
     --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16 --moe-aux-loss-coeff 0.1
 """

@@ -26,6 +26,7 @@ STATES = {
     "adaptive_muon": {"momentum_buffer", "moment2_buffer", "exp_avg", "exp_avg_sq"},
     "adafactor": {"row_var", "col_var", "exp_avg", "exp_avg_sq"},
 }
+SMALL = [*FLAGS, "--num-layers", "2", "--global-batch-size", "4"]
 ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
@@ -36,21 +37,21 @@ def _train(flags: list[str]) -> tuple[list[float], dict[int, float]]:
     return list(result.losses), dict(result.validation_losses)
 
 
-def _words(folder: Path, last: int, flags: str) -> list[str]:
-    run = f"--save {folder} --load {folder} --exit-interval {last} --eval-interval 2 --eval-iters 1 --num-workers 0"
-    return [*FLAGS, *shlex.split(f"{flags} {run}")]
+def _words(save: Path, load: Path, flags: str) -> list[str]:
+    run = f"--save {save} --load {load} --exit-interval 4 --eval-iters 1 --num-workers 0"
+    return [*SMALL, *shlex.split(f"{flags} {run}")]
 
 
 @pytest.mark.parametrize("layout", ["--use-torch-fsdp2 --bf16", f"{ZERO_1} --bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_goes_on_bit_for_bit(name: str, layout: str, tmp_path: Path) -> None:
+    """The whole run evaluates after every step, the other one at the end alone: no step may notice."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     flags = f"{OPTIMIZERS[name]} {layout}"
-    whole = run_ranks(2, _train, _words(tmp_path / "whole", 6, flags))[-1]
-    first = run_ranks(2, _train, _words(tmp_path / "run", 3, flags))[-1]
-    then = run_ranks(2, _train, _words(tmp_path / "run", 6, flags))[-1]
-    assert first[0] + then[0] == whole[0]
-    assert first[1] | then[1] == whole[1]
-    one, other = (Tensors(tmp_path / run / "iter_0000006") for run in ("whole", "run"))
+    losses, validation = run_ranks(2, _train, _words(whole, whole, f"{flags} --save-interval 2 --eval-interval 1"))[-1]
+    then = run_ranks(2, _train, _words(resumed, whole, f"{flags} --ckpt-step 2 --eval-interval 4"))[-1]
+    assert then == (losses[2:], {4: validation[4]})
+    one, other = (Tensors(folder / "iter_0000004") for folder in (whole, resumed))
     assert all(torch.equal(one.read(tensor), other.read(tensor)) for tensor in one.names())
     kept = {key.split(".")[2] for key in one.names() if key.startswith("optimizer.state.")}
     assert kept - {"param"} == STATES[name]
@@ -69,13 +70,13 @@ def test_state_goes_to_other_layouts(name: str, tmp_path: Path) -> None:
 
 def test_schedule_free_weights_are_evaluated_as_their_average(tmp_path: Path) -> None:
     """And not as the weights themselves, which a run that begins from the checkpoint evaluates."""
-    flags = f"{OPTIMIZERS['schedule_free']} --use-distributed-optimizer"
-    _, losses = run_ranks(2, _train, _words(tmp_path / "run", 4, flags))[-1]
+    flags = f"{OPTIMIZERS['schedule_free']} --use-distributed-optimizer --eval-interval 4"
+    _, losses = run_ranks(2, _train, _words(tmp_path / "run", tmp_path / "run", flags))[-1]
     tensors = Tensors(tmp_path / "run" / "iter_0000004")
     name = "decoder.final_layernorm.weight"
     average, weight, steps = (tensors.read(f"{kept}{name}") for kept in (f"{STATE}average.", "", f"{STATE}z."))
     torch.testing.assert_close(weight, torch.lerp(steps, average, 0.9))
-    plain = [*FLAGS, "--eval-interval", "2", "--eval-iters", "1", "--load", str(tmp_path / "run"), "--skip-train"]
+    plain = [*SMALL, "--eval-interval", "2", "--eval-iters", "1", "--load", str(tmp_path / "run"), "--skip-train"]
     [(_, of_weights)] = run_ranks(1, _train, [*plain, "--finetune", "--save", str(tmp_path / "plain")])
     assert losses[4] != pytest.approx(next(iter(of_weights.values())), abs=1e-6)
 

@@ -46,22 +46,21 @@ def _run(ranks: int, folder: Path, line: str) -> list[float]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_is_resumed_bit_for_bit(layout: str, folder: Path, tmp_path: Path) -> None:
     """With the experts that are drawn."""
-    whole = _run(2, folder, LAYOUTS[layout])
-    begun = _run(2, folder, f"{LAYOUTS[layout]} --exit-interval 2 --save {tmp_path}/saved")
-    rest = _run(2, folder, f"{LAYOUTS[layout]} --load {tmp_path}/saved")
-    assert begun + rest == whole
+    whole = _run(2, folder, f"{LAYOUTS[layout]} --save {tmp_path}/saved --save-interval 2")
+    rest = _run(2, folder, f"{LAYOUTS[layout]} --load {tmp_path}/saved --ckpt-step 2")
     assert len(whole) == 4
+    assert rest == whole[2:]
 
 
 def test_layouts_train_one_model_and_export_it(folder: Path, tmp_path: Path) -> None:
     """Where nothing is drawn."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "router_jitter_noise": NEAR}))
-    expected = _run(1, folder, f"--save {tmp_path}/one")
+    expected, saved = _run(1, folder, ""), f"{tmp_path}/EP2"
     for name, layout in LAYOUTS.items():
-        found = _run(2, folder, f"{layout} --save {tmp_path}/{name.replace(' ', '_')}")
+        found = _run(2, folder, f"{layout} --save {saved}" if name == "EP2" else layout)
         assert found == pytest.approx(expected, rel=1e-5), name
-    saved, written = f"{tmp_path}/EP2", tmp_path / "written"
+    written = tmp_path / "written"
     assert convert(["to-hf", "--load", saved, "--save", str(written)]) == 0, "it compares logits with transformers'"
     before, after = (_tensors(one) for one in (folder, written))
     assert before.keys() == after.keys()

@@ -12,7 +12,7 @@ from tests.support.program import Ended, run_program
 MODEL = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --disable-bias-linear
     --position-embedding-type rope --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --seq-length 16
-    --micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 1e-2 --lr-decay-style constant --hidden-dropout 0
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-2 --lr-decay-style constant --hidden-dropout 0
     --attention-dropout 0 --eval-interval 0 --init-method-std 0.2 --log-interval 1
 """
 UPCYCLE = "--moe-use-upcycling --num-experts 4"
@@ -40,7 +40,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, flo
         folder = tmp_path_factory.mktemp("dense")
         ended, _ = _run(f"{activation} --save {folder}/saved --save-interval 2", folder)
         assert ended.code == 0, ended.errors
-        _, losses = _run(f"{activation} --finetune --load {folder}/saved", folder)
+        _, losses = _run(f"{activation} --finetune --load {folder}/saved --exit-interval 1", folder)
         found[activation] = (folder / "saved", losses[0])
     return found
 
@@ -62,7 +62,7 @@ def test_the_first_step_is_that_of_the_dense_model(
 ) -> None:
     """Where the weights of a token's experts add up to 1; with pieces of an MLP, where scaling weights scales it."""
     folder, loss = dense[activation]
-    ended, losses = _run(f"{activation} {flags} --load {folder}", tmp_path, ranks)
+    ended, losses = _run(f"{activation} {flags} --load {folder} --exit-interval 1", tmp_path, ranks)
     assert ended.code == 0, ended.errors
     assert losses[0] == pytest.approx(loss, rel=1e-6)
 

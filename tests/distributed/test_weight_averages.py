@@ -91,10 +91,8 @@ def _train(flags: list[str]) -> tuple[list[float], dict[int, float]]:
     return list(result.losses), dict(result.validation_losses)
 
 
-def _words(folder: Path, last: int, flags: str) -> list[str]:
-    rest = (
-        f"--save {folder} --load {folder} --exit-interval {last} --ema-decay {DECAY} --eval-interval 2 --eval-iters 1"
-    )
+def _words(save: Path, flags: str) -> list[str]:
+    rest = f"--save {save} --exit-interval 4 --ema-decay {DECAY} --eval-interval 1 --eval-iters 1"
     return shlex.split(f"{BASE} {flags} {rest}")
 
 
@@ -109,11 +107,12 @@ def _saved(folder: Path) -> dict[str, torch.Tensor]:
 )
 def test_a_run_goes_on_bit_for_bit_and_evaluates_its_averages(flags: str, tmp_path: Path) -> None:
     """What is evaluated changes no training; averages of a resumed run are those of one that was not interrupted."""
-    whole, of_weights = run_ranks(2, _train, _words(tmp_path / "whole", 4, flags))[-1]
-    first, of_averages = run_ranks(2, _train, _words(tmp_path / "run", 2, f"{flags} --eval-ema"))[-1]
-    then, _ = run_ranks(2, _train, _words(tmp_path / "run", 4, f"{flags} --eval-ema"))[-1]
-    assert first + then == whole
-    assert of_averages[2] != of_weights[2]
+    whole, of_weights = run_ranks(2, _train, _words(tmp_path / "whole", f"{flags} --save-interval 2"))[-1]
+    goes_on = f"{flags} --eval-ema --load {tmp_path}/whole --ckpt-step 2"
+    then, of_averages = run_ranks(2, _train, _words(tmp_path / "run", goes_on))[-1]
+    assert then == whole[2:]
+    assert of_averages.keys() == {3, 4}
+    assert all(of_averages[iteration] != of_weights[iteration] for iteration in of_averages)
     one, other = _saved(tmp_path / "whole"), _saved(tmp_path / "run")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -141,7 +140,7 @@ def test_averages_begin_where_the_checkpoint_has_none(tmp_path: Path) -> None:
 def test_averages_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
     words = f"{model} --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --bf16"
-    run_ranks(2, _train, _words(tmp_path / "run", 4, f"{words} --use-distributed-optimizer"))
+    run_ranks(2, _train, _words(tmp_path / "run", f"{words} --use-distributed-optimizer"))
     saved = _saved(tmp_path / "run")
     for name, flags in (("weights", []), ("averages", ["--ema", "--dtype", "fp32"])):
         assert convert(["to-hf", "--load", str(tmp_path / "run"), "--save", str(tmp_path / name), *flags]) == 0

@@ -26,7 +26,7 @@ def test_twenty_steps_of_a_model_are_those_of_megatrons_package() -> None:
     pytest.importorskip("emerging_optimizers.orthogonalized_optimizers")
     from tests.support.megatrons_muon import REFERENCE
 
-    words = [*FLAGS, *shlex.split(MODELS["untied"])]
+    words = [*FLAGS, *shlex.split(MODELS["untied"]), "--micro-batch-size", "8"]
     reference = record(words, 1, 20, extensions=Extensions(optimizer=REFERENCE))
     muon = shlex.split("--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-no-split-qkv")
     ours = record([*words, *muon], 1, 20)
@@ -40,9 +40,9 @@ def _train(flags: list[str]) -> list[float]:
     return list(pretrain(flags).losses)
 
 
-def _words(model: str, flags: str, folder: Path, last: int) -> list[str]:
+def _words(model: str, flags: str, folder: Path, last: int, load: Path | None = None) -> list[str]:
     run = f"{MODELS[f'{model}, Muon']} {flags} --device cpu --num-workers 0 --exit-interval {last}"
-    return [*FLAGS, *shlex.split(run), "--save", str(folder), "--load", str(folder)]
+    return [*FLAGS, *shlex.split(run), "--save", str(folder), "--load", str(load or folder)]
 
 
 # Slow: other ways to divide the same state.
@@ -57,14 +57,14 @@ def _words(model: str, flags: str, folder: Path, last: int) -> list[str]:
     ],
 )
 def test_a_run_goes_on_bit_for_bit(model: str, ranks: int, flags: str, tmp_path: Path) -> None:
-    """Saved after three steps and resumed; of matrices the checkpoint has the momentum, of others Adam's two."""
-    [whole, *_] = run_ranks(ranks, _train, _words(model, flags, tmp_path / "whole", 6))
-    [first, *_] = run_ranks(ranks, _train, _words(model, flags, tmp_path / "run", 3))
-    [then, *_] = run_ranks(ranks, _train, _words(model, flags, tmp_path / "run", 6))
-    assert first + then == whole
-    words = [*_words(model, flags, tmp_path, 6), "--dry-run", "--world-size", str(ranks)]
+    """Resumed from its save after two steps; of matrices the checkpoint has the momentum, of others Adam's two."""
+    folder = tmp_path / "whole"
+    [whole, *_] = run_ranks(ranks, _train, _words(model, f"{flags} --save-interval 2", folder, 4))
+    [then, *_] = run_ranks(ranks, _train, _words(model, f"{flags} --ckpt-step 2", tmp_path / "run", 4, folder))
+    assert then == whole[2:]
+    words = [*_words(model, flags, tmp_path, 4), "--dry-run", "--world-size", str(ranks)]
     matrices = {one.name.split(".", 3)[-1] for one in parameters(configure(words).config) if one.update == "matrix"}
-    saved = SafeReader(next((tmp_path / "run").glob("iter_*3"))).read_metadata().state_dict_metadata
+    saved = SafeReader(next(folder.glob("iter_*2"))).read_metadata().state_dict_metadata
     kept = [key.removeprefix("optimizer.state.").split(".", 1) for key in saved if key.startswith("optimizer.state.")]
     found = {(state, any(weight.endswith(_unnumbered(name)) for name in matrices)) for state, weight in kept}
     expected = {("momentum_buffer", True), ("exp_avg", False), ("exp_avg_sq", False)}
@@ -94,9 +94,9 @@ def _unnumbered(name: str) -> str:
 def test_a_run_goes_on_in_another_layout(
     model: str, before: tuple[int, str], after: tuple[int, str], tmp_path: Path
 ) -> None:
-    [whole] = run_ranks(1, _train, _words(model, "", tmp_path / "whole", 9))
-    [first, *_] = run_ranks(before[0], _train, _words(model, before[1], tmp_path / "run", 4))
-    [then, *_] = run_ranks(after[0], _train, _words(model, after[1], tmp_path / "run", 9))
+    [whole] = run_ranks(1, _train, _words(model, "", tmp_path / "whole", 6))
+    [first, *_] = run_ranks(before[0], _train, _words(model, before[1], tmp_path / "run", 3))
+    [then, *_] = run_ranks(after[0], _train, _words(model, after[1], tmp_path / "run", 6))
     assert first + then == pytest.approx(whole, abs=CURVE_TOLERANCE)
 
 

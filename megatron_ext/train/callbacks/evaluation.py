@@ -45,7 +45,7 @@ def evaluate_sources(run: Run, data: HeldOut) -> HeldOutLoss:
     optimizer = run.config.optimizer
     of_averages = (optimizer.ema_decay and optimizer.eval_ema) or traits_of(optimizer).averages
     with (
-        run.sharding.averaged(run.optimizer) if of_averages else nullcontext(),
+        run.sharding.averaged(run.optimizer, run.chunks) if of_averages else nullcontext(),
         run.gathered_parameters(),
         torch.no_grad(),
     ):

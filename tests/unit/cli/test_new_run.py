@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 
 from megatron_ext.cli import new_run
 from megatron_ext.errors import ConfigurationError
+from tests.support.warm_python import warm_python
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -23,9 +25,12 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_model_of_a_folder_of_text(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_a_folder_of_text(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In almost no time: the smallest model and the fewest steps, and all parts of it."""
     run = tmp_path / "mine"
+    monkeypatch.setattr(sys, "executable", warm_python(tmp_path / "bin")["PYTHON_EXEC"])
     assert new_run.main([str(run), "--text", str(text), "--minutes", "0.01", "--device", "cpu"]) == 0
     said, warned = capfd.readouterr()
     assert re.search(r"--minutes 0\.01 is too few for a training here: .* takes about [1-9]?\d\.\d minutes", warned)

@@ -63,20 +63,25 @@ def program(*words: str, python: str = sys.executable, **options: object) -> sub
     return subprocess.Popen([python, *words], cwd=ROOT, env=environment, text=True, **options)  # pyright: ignore[reportCallIssue, reportArgumentType, reportReturnType]
 
 
-def test_a_terminal_shows_a_banner_and_short_lines(tmp_path: Path) -> None:
-    ours, its = pty.openpty()
-    python = warm_python(tmp_path)["PYTHON_EXEC"]
-    training = program("pretrain_gpt.py", *TRAINING.split(), "2", python=python, stdout=its, stderr=its)
-    os.close(its)
+def shown_by(training: subprocess.Popen[str], ours: int) -> bytes:
+    """Return what a training, which must succeed, writes to a terminal of ours."""
     shown = b""
     try:
         while part := os.read(ours, 4096):
             shown += part
     except OSError:  # how a terminal says that nobody writes to it any more
         pass
-    lines = shown.decode().splitlines()
-    assert training.wait() == 0, lines
+    assert training.wait() == 0, shown
     os.close(ours)
+    return shown
+
+
+def test_a_terminal_shows_a_banner_and_short_lines(tmp_path: Path) -> None:
+    ours, its = pty.openpty()
+    python = warm_python(tmp_path)["PYTHON_EXEC"]
+    training = program("pretrain_gpt.py", *TRAINING.split(), "2", python=python, stdout=its, stderr=its)
+    os.close(its)
+    lines = shown_by(training, ours).decode().splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split("   ")[0] for line in steps] == ["step 1/2", "step 2/2"]
     assert "layout  TP 1 x PP 1 x CP 1 x DP 1" in lines
@@ -84,23 +89,33 @@ def test_a_terminal_shows_a_banner_and_short_lines(tmp_path: Path) -> None:
     assert lines[-1].startswith("best     validation loss ")
 
 
+SLOW = """import sys, time
+from megatron_ext.cli.pretrain import start
+
+def rests():
+    from megatron_ext.train.trainer import Callback
+
+    class Rests(Callback):
+        def on_step_begin(self, trainer):
+            time.sleep(0.2)
+
+    return Rests()
+
+start(sys.argv[1:], callbacks=[rests])
+"""
+"""The program, with steps that take a fifth of a second."""
+
+
 def test_a_terminal_sees_that_steps_go_on_between_logged_ones(tmp_path: Path) -> None:
     """At most once a second, in a line that the next one takes the place of."""
-    flags = [*TRAINING.replace("--log-interval 1", "--log-interval 1000").split(), "160"]
+    flags = [*TRAINING.replace("--log-interval 1", "--log-interval 1000").split(), "12"]
     python = warm_python(tmp_path)["PYTHON_EXEC"]
+    (tmp_path / "slow.py").write_text(SLOW)
     ours, its = pty.openpty()
-    slow = ["--hidden-size", "512", "--seq-length", "256"]  # some 20 ms a step
-    training = program("pretrain_gpt.py", *flags, *slow, python=python, stdout=its, stderr=its)
+    training = program(str(tmp_path / "slow.py"), *flags, python=python, stdout=its, stderr=its)
     os.close(its)
-    shown = b""
-    try:
-        while part := os.read(ours, 4096):
-            shown += part
-    except OSError:
-        pass
-    assert training.wait() == 0, shown
-    os.close(ours)
-    alive = re.findall(rb"\r\x1b\[Kstep ( *\d+)/160\r", shown)
-    assert alive
+    shown = shown_by(training, ours)
+    alive = re.findall(rb"\r\x1b\[Kstep ( *\d+)/12\r", shown)
+    assert 0 < len(alive) < 12
     assert [int(at) for at in alive] == sorted({int(at) for at in alive})
-    assert b"\ntrained  160 of 160 steps\r\n" in shown
+    assert b"\ntrained  12 of 12 steps\r\n" in shown

@@ -215,16 +215,33 @@ FLAGS = [*(word for word in MODEL if word != "--mock-data"), "--tokenizer-type",
 FLAGS += ["--train-iters", "6", "--log-interval", "1", "--hidden-dropout", "0.1"]
 
 
-@pytest.fixture
-def flags(tmp_path: Path) -> list[str]:
+def _flags(folder: Path) -> list[str]:
+    """Return the flags of a run of three stages, whose data and file of stages this writes into a folder."""
     for name in "ab":
-        write_corpus(tmp_path / name, 6000 + 1000 * (name == "b"))
-    stages = tmp_path / "stages.yaml"
+        write_corpus(folder / name, 6000 + 1000 * (name == "b"))
+    stages = folder / "stages.yaml"
     stages.write_text(
-        f"2: {{data_path: [0.7, {tmp_path}/a, 0.3, {tmp_path}/b]}}\n"
+        f"2: {{data_path: [0.7, {folder}/a, 0.3, {folder}/b]}}\n"
         "4: {seq_length: 32, rotary_base: 70000, micro_batch_size: 1}\n"
     )
-    return [*FLAGS, "--data-path", str(tmp_path / "a"), "--stages", str(stages)]
+    return [*FLAGS, "--data-path", str(folder / "a"), "--stages", str(stages)]
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    return _flags(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], int]:
+    """The losses of a run that nothing interrupts, and how many of them are in its metrics file."""
+    folder = tmp_path_factory.mktemp("whole")
+    losses = list(_run(folder / "whole", _flags(folder)).losses)
+    return losses, _rows(folder / "whole")
+
+
+def _rows(save: Path) -> int:
+    return (save / "metrics.jsonl").read_text().count("lm_loss")
 
 
 def _run(folder: Path, flags: list[str], *more: str) -> Any:
@@ -257,14 +274,14 @@ def test_a_file_that_changes_nothing_changes_nothing(flags: list[str], tmp_path:
 
 
 @pytest.mark.parametrize("step", range(1, 6))
-def test_a_run_goes_on_in_the_middle_of_a_stage_and_between_two(step: int, flags: list[str], tmp_path: Path) -> None:
-    whole = _run(tmp_path / "whole", flags)
+def test_a_run_goes_on_in_the_middle_of_a_stage_and_between_two(
+    step: int, flags: list[str], whole: tuple[list[float], int], tmp_path: Path
+) -> None:
     begun = _run(tmp_path / "cut", flags, "--exit-interval", str(step))
     assert begun.iteration == step
     ended = _run(tmp_path / "cut", flags)
-    assert [*begun.losses, *ended.losses] == list(whole.losses)
-    rows = [(tmp_path / name / "metrics.jsonl").read_text().count("lm_loss") for name in ("whole", "cut")]
-    assert rows == [6, 6]
+    assert ([*begun.losses, *ended.losses], _rows(tmp_path / "cut")) == whole
+    assert whole[1] == 6
 
 
 class Asks(Callback):
@@ -288,9 +305,8 @@ class Asks(Callback):
 
 @pytest.mark.parametrize("when", ["saved", "gone"])
 def test_sigterm_between_two_stages_stops_in_the_first_step_of_the_next(
-    when: str, flags: list[str], tmp_path: Path
+    when: str, flags: list[str], whole: tuple[list[float], int], tmp_path: Path
 ) -> None:
-    whole = _run(tmp_path / "whole", flags)
     before = signal.getsignal(signal.SIGTERM)
     words = [*flags, "--save", str(tmp_path / "cut"), "--load", str(tmp_path / "cut")]
     with pytest.raises(StoppedBySignal, match="stopped at iteration 3: SIGTERM; saved to") as stop:
@@ -298,7 +314,7 @@ def test_sigterm_between_two_stages_stops_in_the_first_step_of_the_next(
     assert stop.value.exit_code == 75
     assert signal.getsignal(signal.SIGTERM) == before
     ended = _run(tmp_path / "cut", flags)
-    assert list(ended.losses) == list(whole.losses)[3:]
+    assert list(ended.losses) == whole[0][3:]
 
 
 def test_data_that_changes_within_a_stage_is_refused(flags: list[str], tmp_path: Path) -> None:
