@@ -97,6 +97,7 @@ def test_the_vocabulary_of_a_believed_tokenizer_is_the_one_of_the_model():
         (f"{MOCK} --device cpu --distributed-backend nccl", "works on GPUs alone"),
         (f"{MOCK} --device cpu --profile", "add --use-pytorch-profiler"),
         ("--mock-data --tokenizer-type HuggingFaceTokenizer", "--tokenizer-model"),
+        ("--mock-data --tokenizer-type NullTokenizer --tokenizer-model nowhere", "needs --vocab-size"),
         (f"--mock-data --vocab-file {__file__} --merge-file {__file__}", "are not the vocab.json and merges.txt"),
     ],
 )
