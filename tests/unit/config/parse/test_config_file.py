@@ -81,6 +81,20 @@ def test_a_mistake_in_the_file_is_named(text: str, problem: str, tmp_path: Path)
     assert caught.value.problems == [f"{file}: {problem}"]
 
 
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("num_layers: 2\nnum-layers: 3\n", "num_layers and num-layers"),
+        ("lr: 1e-3\nencoder_num_layers: 5\nnum_layers: 6\n", "encoder_num_layers and num_layers"),
+    ],
+)
+def test_two_spellings_of_one_option_are_refused(text: str, keys: str, tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=f"{keys} are the same option; keep one of them"):
+        parse(["--config", str(path)])
+
+
 def test_megatron_options_in_the_file_are_judged_as_on_the_command_line(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("mask_prob: 0.7\nuse_flash_attn: true\nmla_down_proj_fusion: false\n")
