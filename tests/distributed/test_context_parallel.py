@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
-from megatron_ext.parts.attention.packed import attend_documents
 
 from megatron_ext.data.microbatch import Batch, StageView, divide
 from megatron_ext.data.packing import documents_of
 from megatron_ext.parts.attention import context_parallel
-from megatron_ext.parts.attention.segments import attend_segments
+from megatron_ext.parts.attention.segments import attend_documents, attend_segments
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.resaving import FLAGS, resave, tensors_of
 
