@@ -77,7 +77,8 @@ class Mixture:
         if first is None:
             first = reading.integer("first_k_dense_replace", 0, least=0)
         if first >= reading.integer("num_hidden_layers"):
-            reading.understand(*_KEYS)
+            for key in _KEYS:  # under each of its names
+                reading.get(key)
             return {name: usual_values()[name] for name in (*_FLAGS, *self.flags)}
         count, width = reading.integer("n_routed_experts"), reading.integer("moe_intermediate_size")
         values = {**expert_values(reading, count, width, normalized=self.normalized), **self.flags}
