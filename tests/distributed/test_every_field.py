@@ -398,6 +398,7 @@ ELSEWHERE: dict[str, str] = {
             "no_bias_dropout_fusion no_bias_swiglu_fusion no_triton_kernels "
             "nvtx_ranges record_memory_history memory_snapshot_path no_overlap_p2p_communication distributed_backend"
         ),
+        "test_load_checkpoint.py of checkpoint/ sees what it leaves": "no_load_rng",
         "it ends the run; test_numeric.py of resilience/ sees the end": ("error_injection_rate error_injection_type"),
         "it is a service of others; tests of telemetry/ drive it on stand-ins": (
             "wandb_project wandb_exp_name wandb_entity wandb_save_dir mlflow_experiment mlflow_run_name "
