@@ -133,7 +133,7 @@ def test_what_stands_on_a_page_is_text() -> None:
     assert text.split("</style>")[0].endswith(".own {}")
 
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NONE_HERE)
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason=NONE_HERE)
 
 
 def a_run(steps: int) -> RunHistory:
@@ -164,6 +164,7 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+@in_a_browser
 @pytest.mark.parametrize("width", [360, 1600])
 @pytest.mark.parametrize("name", PAGES)
 def test_nothing_is_cut_and_no_texts_lie_on_each_other(name: str, width: int, tmp_path: Path) -> None:
@@ -175,6 +176,7 @@ def test_nothing_is_cut_and_no_texts_lie_on_each_other(name: str, width: int, tm
     assert (tmp_path / f"page-{width}.png").stat().st_size > 5000
 
 
+@in_a_browser
 @pytest.mark.parametrize("width", [360, 1600])
 def test_the_page_of_a_plan_is_readable(width: int, tmp_path: Path) -> None:
     model = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 --bf16"
