@@ -138,7 +138,8 @@ class Watch:
             self._marks.stop()
         self._wake_up.stop()
         self._wake_up.wake()
-        self._threads[0].join(_FOR_THE_LAST_BEAT)
+        for thread in self._threads:  # whoever comes next finds none of them
+            thread.join(_FOR_THE_LAST_BEAT)
         if self._threads[0].is_alive():
             return  # in a store that does not answer; what it uses stays open
         self._processes.close()
