@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_ext.commandline import ToolParser, split_at_dashes
 from megatron_ext.config.schema import Config
-from megatron_ext.doctor import machine, network, software
+from megatron_ext.doctor import machine, network, software, variables
 from megatron_ext.doctor.finding import Finding, Launch, error
 from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.resilience.process_end import end_process
@@ -36,8 +36,8 @@ CHECKS = (
     network.interfaces_exist,
     network.infiniband_is_there,
     network.ranks_come_from_a_launcher,
-    software.known_mistakes,
-    software.threads_fit_the_cores,
+    variables.known_mistakes,
+    variables.threads_fit_the_cores,
     machine.ranks_have_cores,
     machine.shared_memory_is_large_enough,
     machine.enough_files_may_be_open,

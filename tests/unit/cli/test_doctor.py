@@ -14,7 +14,7 @@ import pytest
 from megatron_ext.cli import doctor
 from megatron_ext.cli.doctor import examine, exit_code, main
 from megatron_ext.device.gpu_inventory import Gpu, Survey, driver_version, links
-from megatron_ext.doctor import machine, network, software
+from megatron_ext.doctor import machine, network, software, variables
 from megatron_ext.doctor.finding import Finding, Launch
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
@@ -72,17 +72,17 @@ def test_ranks_set_by_hand():
         assert not wrong(network.ranks_come_from_a_launcher(Launch({**by_hand, launcher: "1"})))
 
 
-@pytest.mark.parametrize("mistake", software.MISTAKES, ids=lambda mistake: mistake.name)
-def test_variables_that_do_not_do_what_is_hoped(mistake: software.Mistake):
+@pytest.mark.parametrize("mistake", variables.MISTAKES, ids=lambda mistake: mistake.name)
+def test_variables_that_do_not_do_what_is_hoped(mistake: variables.Mistake):
     value = mistake.values[0] if mistake.values else "600"
-    found = only(software.known_mistakes(Launch({mistake.name: value})))
+    found = only(variables.known_mistakes(Launch({mistake.name: value})))
     assert found.what == f"{mistake.name}={value}"
-    assert not mistake.values or not wrong(software.known_mistakes(Launch({mistake.name: "none of them"})))
+    assert not mistake.values or not wrong(variables.known_mistakes(Launch({mistake.name: "none of them"})))
 
 
 @pytest.mark.parametrize("value", ["TRACE", "trace", "Trace"])
 def test_nccl_reads_its_levels_in_any_case(value: str):
-    assert only(software.known_mistakes(Launch({"NCCL_DEBUG": value}))).what == f"NCCL_DEBUG={value}"
+    assert only(variables.known_mistakes(Launch({"NCCL_DEBUG": value}))).what == f"NCCL_DEBUG={value}"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_ext import doctor
 from megatron_ext.cli.doctor import CHECKS, exit_code
-from megatron_ext.doctor import machine, network, software
+from megatron_ext.doctor import machine, network, variables
 from megatron_ext.doctor.finding import Finding, Launch
 
 ONE, HERE, THERE, BOTH = Launch({}), Launch({}, ranks=3), Launch({}, nodes=3), Launch({}, ranks=3, nodes=5)
@@ -125,8 +125,8 @@ def test_files_for_connections_to_all_ranks(soft: int, hard: int, fix: str | Non
 
 def test_threads_of_the_ranks_of_a_machine(here: Machine) -> None:
     here.cores(12)
-    assert _levels(software.threads_fit_the_cores) == [[], ["warning"], [], ["warning"]]
-    [found] = software.threads_fit_the_cores(BOTH)
+    assert _levels(variables.threads_fit_the_cores) == [[], ["warning"], [], ["warning"]]
+    [found] = variables.threads_fit_the_cores(BOTH)
     assert found.what == "OMP_NUM_THREADS is not set, for 3 ranks on 12 cores"
     assert found.fix == "export OMP_NUM_THREADS=4"
     torchrun = {"TORCHELASTIC_RUN_ID": "x"}
@@ -138,9 +138,9 @@ def test_threads_of_the_ranks_of_a_machine(here: Machine) -> None:
         ("2", 13, ["warning"]),
     ):
         launch = Launch({"OMP_NUM_THREADS": given} | torchrun, ranks=ranks, nodes=5)
-        assert [found.level for found in software.threads_fit_the_cores(launch)] == level
-    assert not [*software.threads_fit_the_cores(Launch(torchrun, ranks=3))], "torchrun sets it"
-    assert not [*software.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": "x"}, ranks=13))]
+        assert [found.level for found in variables.threads_fit_the_cores(launch)] == level
+    assert not [*variables.threads_fit_the_cores(Launch(torchrun, ranks=3))], "torchrun sets it"
+    assert not [*variables.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": "x"}, ranks=13))]
 
 
 @pytest.mark.parametrize(
