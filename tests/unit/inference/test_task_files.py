@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.errors import DataError
+from megatron_ext.errors import DataError, StorageError
 from megatron_ext.inference import task_files
 
 
@@ -26,3 +26,11 @@ def test_lines_of_files_end_with_line_feeds_alone(tmp_path: Path) -> None:
         path.write_text(f"\n{wrong}\n")
         with pytest.raises(DataError, match=r"jsonl:2: no prompt; a line must be an object with prompt"):
             list(task_files.read_items(path, ["prompt"]))
+
+
+def test_a_file_that_is_no_text_or_is_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latin1.txt").write_bytes("é".encode("latin1"))
+    with pytest.raises(DataError, match=r"latin1\.txt: .*; give a text in UTF-8$"):
+        task_files.read_text(tmp_path / "latin1.txt")
+    with pytest.raises(StorageError, match=r"none\.txt: No such file or directory; give the path"):
+        task_files.read_prompts(tmp_path / "none.txt")

@@ -199,25 +199,42 @@ def test_a_choice_that_is_too_long_is_named_by_its_number(wrong: int, tmp_path: 
 
 
 ITEMS = {
-    "LAMBADA": ['{"text": "abc defgh"}', '{"text": "a"}'],
-    "MULTIPLE_CHOICE": [
-        '{"prompt": "abc", "choices": ["d", "e"], "answer": 0}',
-        '{"prompt": "abc", "choices": ["d", "efghijklm"], "answer": 0}',
-    ],
-    "PERPLEXITY": ['{"text": "abc"}', '{"txt": "d"}'],
+    "LAMBADA": '{"text": "abc defgh"}',
+    "MULTIPLE_CHOICE": '{"prompt": "abc", "choices": ["d", "e"], "answer": 0}',
+    "PERPLEXITY": '{"text": "abc"}',
 }
 
 
-@pytest.mark.parametrize("kind", ITEMS)
-def test_items_that_cannot_be_used_are_named_before_the_first_step(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "wrong", "said"),
+    [
+        ("LAMBADA", '{"text": "a"}', r"items\.jsonl:2: a text of 1 "),
+        ("LAMBADA", '{"text": 5}', r"items\.jsonl:2: text is int, not a text$"),
+        ("LAMBADA", None, r"items\.jsonl: no line; give objects with a text$"),
+        ("MULTIPLE_CHOICE", '{"prompt": "abc", "choices": ["d", "efghijklm"], "answer": 0}', r"s\.jsonl:2: choice 1 "),
+        ("MULTIPLE_CHOICE", '{"prompt": "abc", "choices": ["d"], "answer": 0}', r"s\.jsonl:2: .* at least two texts$"),
+        ("MULTIPLE_CHOICE", None, r"items\.jsonl: no line; give objects with prompt, choices and answer$"),
+        ("PERPLEXITY", '{"txt": "d"}', r"items\.jsonl:2: no text"),
+        ("PERPLEXITY", '{"text"', r"items\.jsonl:2: .*; a line must be one JSON object$"),
+        ("PERPLEXITY", None, r"items\.jsonl: no token to predict; give a text that is not empty$"),
+    ],
+)
+def test_items_that_cannot_be_used_are_named_before_the_first_step(
+    kind: str, wrong: str | None, said: str, tmp_path: Path
+) -> None:
     model = scripted_model(seq_length=8)
     path = tmp_path / "items.jsonl"
     task = EvalTask("task", kind, (str(path),))
-    path.write_text(ITEMS[kind][0] + "\n\n")
+    path.write_text(ITEMS[kind] + "\n\n")
     Tasks(model, [task], 1)
-    path.write_text("\n".join(ITEMS[kind]))
-    with pytest.raises(DataError, match=r"items\.jsonl:2: "):
+    path.write_text("" if wrong is None else f"{ITEMS[kind]}\n{wrong}")
+    with pytest.raises(DataError, match=said):
         Tasks(model, [task], 1)
+
+
+def test_a_text_has_two_words_where_the_last_one_is_scored() -> None:
+    with pytest.raises(DataError, match=r"^a\.jsonl:3: a text of 1 words has no last one"):
+        tasks._last_word(ByteTokenizer(), "a.jsonl:3", " word ", 8)
 
 
 def test_prompts_that_cannot_be_used_are_named_before_the_first_step() -> None:

@@ -184,6 +184,9 @@ def test_an_empty_timeline_is_drawn() -> None:
         ("--stages 0", "numbers from 1"),
         ("--stages 4 --chunks 2 --microbatches 6", "leave 2"),
         ("--stages 4 --trace x", "--trace needs --run"),
+        ("--stages 4 --schedule zvb", "--schedule zvb is none of "),
+        ("--stages 4 --schedule none.csv", "--schedule none.csv: "),
+        ("--stages 4 --chunks 1 --schedule zbv", "--schedule zbv"),
         ("--microbatches 0 -- --num-layers 4", "--microbatches 0 is not a number from 1"),
         ("-- --num-layers 5 --global-batch-size 4 --pipeline-model-parallel-size 2", "--num-layers"),
     ],
@@ -235,3 +238,12 @@ def test_interleaved_groups_need_a_microbatch_a_stage(microbatches: int, group: 
     words = f"--stages 2 --chunks 2 --microbatches {microbatches} --group {group}"
     with pytest.raises(ConfigurationError, match=f"--microbatches {microbatches} in groups of {group} leave {left}"):
         draw_pipeline.main(words.split())
+
+
+def test_a_schedule_of_a_table_is_drawn_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Zero bubble in a V: the last stage hands its first chunk's output to itself, and halves have letters."""
+    words = ["--stages", "2", "--chunks", "2", "--microbatches", "4", "--schedule", "zbv", "--width", "80"]
+    assert draw_pipeline.main(words) == 0
+    rows = re.findall(r"^stage \d chunk \d +\|(.*)\|$", capsys.readouterr().out, re.MULTILINE)
+    assert [row.index("0") for row in rows] == [0, 6, 2, 4]
+    assert all(set("abcdABCD") <= set(row) for row in rows)

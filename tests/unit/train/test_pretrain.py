@@ -273,7 +273,7 @@ def test_a_file_that_changes_nothing_changes_nothing(flags: list[str], tmp_path:
     assert _run(tmp_path / "same", flags).losses == once.losses
 
 
-@pytest.mark.parametrize("step", range(1, 6))
+@pytest.mark.parametrize("step", [2, 3])
 def test_a_run_goes_on_in_the_middle_of_a_stage_and_between_two(
     step: int, flags: list[str], whole: tuple[list[float], int], tmp_path: Path
 ) -> None:

@@ -35,16 +35,8 @@ def _run(loss_of: Callable[[int], float], steps: int, *flags: str, threshold: fl
         values = torch.tensor([loss_of(int(number)) for number in token.labels_BS[:, 0]])
         return token.cross_entropy() * 0.0 + values[:, None]
 
-    given = [
-        "--train-iters",
-        str(steps),
-        "--vocab-size",
-        "512",
-        "--spike-threshold",
-        str(threshold),
-        "--eval-iters",
-        "0",
-    ]
+    given = ["--train-iters", str(steps), "--spike-threshold", str(threshold)]
+    given += ["--num-layers", "1", "--vocab-size", "512", "--eval-iters", "0"]
     own: dict[str, Any] = {"loss": loss, "datasets": lambda *_: Splits(Numbered(), None, None)}
     pretrain([*MODEL, *given, "--no-check-for-nan-in-loss-and-grad", *flags], **own)
 

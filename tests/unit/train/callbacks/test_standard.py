@@ -62,7 +62,7 @@ LOOK_AT_WEIGHTS: dict[str, tuple[str, list[int]]] = {
 def test_a_step_that_a_callback_works_on_ends_before_the_next(name: str, tmp_path: Path) -> None:
     """On a device whose reads wait all others are told of when the next has begun."""
     flags, expected = LOOK_AT_WEIGHTS[name]
-    with built(f"--train-iters 9 {flags.format(tmp_path)}", reads_wait=True) as run:
+    with built(f"--num-layers 1 --train-iters 9 {flags.format(tmp_path)}", reads_wait=True) as run:
         hears = Hears()
         callbacks = [*standard_callbacks(run, SignalWatcher(), RunStatus(0)), hears]
         try:
