@@ -192,6 +192,7 @@ def test_who_is_to_blame_for_a_stage_that_does_not_end(
         ranks[rank].enter(stage)
         if rank in dead:
             ranks[rank]._stop.set()
+            time.sleep(0.1)  # for a beat that was under way
     part = _Exercise(ranks[0], CpuDevice(), 4)
     part._stage, part._stage_began = signed[0], time.monotonic() - 60.0
     assert str(part._diagnosis()).startswith(f"{said}, within 7 s. Look at".replace("(H)", f"({HERE})"))
