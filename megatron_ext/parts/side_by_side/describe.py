@@ -70,8 +70,9 @@ class SideBySide(Attention):
     def core(self, share: Share) -> Core:
         """Return both as one."""
         ours, theirs = super().core(share), self.mamba.core(share)
-        flops = ours.flops + theirs.flops
-        again = (ours.again * ours.flops + theirs.again * theirs.flops) / flops
+        attention = share.tokens * super().core_flops(share.length) / share.tensor  # ours.flops are those of both
+        flops = attention + theirs.flops
+        again = (ours.again * attention + theirs.again * theirs.flops) / flops
         return Core(
             *(flops, again, ours.written_out + theirs.written_out, min(ours.inner, theirs.inner)),
             ours.scores + theirs.scores,
