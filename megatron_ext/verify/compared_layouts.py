@@ -208,7 +208,7 @@ SCHEDULES = {
     "PP2 zbv FSDP2, one token ahead": (4, f"{_ZBV} {FSDP2}"),
 }
 QUICK_SCHEDULES = {"PP2 VPP2 looped-bfs, tied", "PP2 VPP2 interleaved-zero-bubble, untied", "TP2 SP PP2 zbv, tied"}
-QUICK_SCHEDULES |= {"PP2 zbv FSDP2, tied"}
+QUICK_SCHEDULES |= {"PP2 zbv FSDP2, tied", "EP2 PP2 zbv, alltoall, experts"}
 # Layouts in which ranks have rows, columns, experts or whole matrices: the same cases with Muon, of these a few quick.
 QUICK_MUON = {"TP4, untied", "TP2 SP FSDP2, untied", "TP2 SP EP2, tensor-parallel experts, experts"}
 MUON_CASES = {

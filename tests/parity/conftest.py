@@ -25,21 +25,19 @@ class FirstSteps(Experiment):
         moved = [*data, "--lr-warmup-init", "1e-4"]
         fewer = [*moved, "--global-batch-size", "4"]
         super().__init__(moved, 2)
+        self.of_layouts = Experiment(moved, 2)
         self._of_state, self._of_parts = Experiment(fewer, 2), Experiment(fewer, 1)
 
     def train(self, case: Case, *, bf16: bool = False, sabotage: Callable[[], None] | None = None) -> RunRecord:
         """Return the record of a case."""
-        of = self._of(case.model)
-        train = super().train if of is self else of.train
-        return train(case, bf16=bf16, sabotage=sabotage)
+        return self._of(case.model).train(case, bf16=bf16, sabotage=sabotage)
 
     def _reference(self, model: str, *, bf16: bool = False) -> RunRecord:
-        of = self._of(model)
-        return super()._reference(model, bf16=bf16) if of is self else of.reference(model, bf16=bf16)
+        return self._of(model).reference(model, bf16=bf16)
 
     def _of(self, model: str) -> Experiment:
         if model in OF_LAYOUTS:
-            return self
+            return self.of_layouts
         keeps = any(flag in MODELS[model] for flag in ("--optimizer", "--qk-clip", "--num-experts"))
         return self._of_state if keeps else self._of_parts
 
@@ -61,10 +59,14 @@ def steps(pytestconfig: pytest.Config) -> int:
     return STEPS if pytestconfig.getoption("--all") else 3
 
 
-@pytest.fixture(scope="session")
-def experiment(pytestconfig: pytest.Config, all_steps: Experiment, first_steps: FirstSteps) -> Experiment:
-    """All steps of docs/parity.md with --all; the first in a plain run."""
-    return all_steps if pytestconfig.getoption("--all") else first_steps
+@pytest.fixture
+def experiment(
+    request: pytest.FixtureRequest, pytestconfig: pytest.Config, all_steps: Experiment, first_steps: FirstSteps
+) -> Experiment:
+    """All steps of docs/parity.md with --all; the first in a plain run, and by -m slow: some need the batch."""
+    if pytestconfig.getoption("--all"):
+        return all_steps
+    return first_steps.of_layouts if request.node.get_closest_marker("slow") else first_steps
 
 
 @pytest.fixture(scope="session")

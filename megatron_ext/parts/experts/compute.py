@@ -116,10 +116,11 @@ class ExpertMatrices(torch.nn.Module):
             weights_T: what multiplies the bias of each row.
         """
         grouped = self.group_products and can_group(x_TI, self.weight)
-        multiply: Any = grouped_linear if grouped else kernels.linear_by_expert
+        multiply = grouped_linear if grouped else kernels.linear_by_expert
         if split_backward.splits(self.weight):
-            by_expert = partial(multiply, tokens_per_expert=tokens_per_expert)
-            product_TO = split_backward.linear_by_expert(x_TI, self.weight, tokens_per_expert.tolist(), by_expert)
+            product_TO = split_backward.linear_by_expert(
+                x_TI, self.weight, tokens_per_expert.tolist(), lambda x, weight: multiply(x, weight, tokens_per_expert)
+            )
         else:
             product_TO = multiply(x_TI, self.weight, tokens_per_expert)
         if self.bias is None:
