@@ -32,7 +32,7 @@ class ElementCounts:
     dense: int
     experts: int
     norms: int
-    """Number of elements of the norm weights among them, and of projections that every rank has whole."""
+    """Number of elements of norms and biases among them, and of projections and routers that every rank has whole."""
 
     mixer: int
     """Number of elements of the mixer's matrices."""
@@ -182,7 +182,7 @@ class Shapes:
         return elements
 
     def norms_of_stage(self, stage: int) -> int:
-        """Return the norm weights of a rank of this stage."""
+        """Return the weights of a rank of this stage whose gradients tensor-parallel ranks add: norms, and others."""
         last = self.is_last(stage, len(self.counts[stage]) - 1)
         norms = sum(number * self.layers[kind].norms for chunk in self.stacks[stage] for kind, number in chunk.kinds)
         return norms + (self.output.norms if last else 0)
@@ -245,7 +245,7 @@ def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, e
         # Their gradients are added over the ranks as those of norms are.
         if ".self_attention." in parameter.name:
             return ElementCounts(elements, 0, elements, matrix // tensor, 0, matrix)
-        return ElementCounts(elements, 0, 0, 0, matrix // tensor, 0)
+        return ElementCounts(elements, 0, elements, 0, matrix // tensor, 0)
     mixer = matrix if ".self_attention." in parameter.name else 0
-    norm = elements if "layernorm" in parameter.name else 0
+    norm = elements if parameter.sequence_parallel or "layernorm" in parameter.name else 0
     return ElementCounts(elements, 0, norm, mixer, matrix - mixer, matrix)

@@ -201,9 +201,13 @@ class _Stage:
             of_loss = last * (1 if self.config.training.linear_cross_entropy else 2)
             of_block = 2 if self.config.layout.sequence_parallel_keep_gathered else 3
             gathers = of_block * blocks + again + first + of_loss - saved
-            scatters = 2 * blocks + again + first + last - saved - saved_again
+            # Learned positions are added before the sequence is divided: to word embeddings that are summed whole.
+            whole = first and self.config.model.position_embedding_type == "learned_absolute"
+            scatters = 2 * blocks + again + first - whole + last - saved - saved_again
             yield Term("tp", "all-gather", gathers * one, f"{gathers} m (t-1)/t A", gathers * m)
             yield Term("tp", "reduce-scatter", scatters * one, f"{scatters} m (t-1)/t A", scatters * m)
+            if whole:
+                yield Term("tp", "all-reduce", 2 * one, "2 m (t-1)/t A", m)
             norms = self.shapes.norms_of_stage(self.stage)
             yield Term("tp", "all-reduce", 2 * (t - 1) / t * 4 * norms, "2 (t-1)/t 4 norms")
         else:

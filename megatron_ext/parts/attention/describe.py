@@ -292,18 +292,23 @@ class Attention(Part):
         return self.held(share)["heads"]
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield the sums of norms over the whole projection, and what context-parallel ranks exchange."""
+        """Yield the sums of norms over the whole projection, the projection where ranks share a group of keys, which
+        megatron-core gathers whole, and what context-parallel ranks exchange."""
         if share.tensor > 1 and self.qk_norm == "projection":
             # The mean squares of a token's whole queries, and of its keys, in fp32, and their gradients.
             both = 2 * 2 * (share.tensor - 1) / share.tensor * _FP32 * share.tokens
             yield Exchange("tp", "all-reduce", both, both, (2, 2), "{twice} m (t-1)/t 4 S/c B", "mixer")
+        if self.groups < share.tensor:
+            one = (share.tensor - 1) / share.tensor * share.tokens * self.qkv_size * share.width
+            yield Exchange("tp", "all-gather", one, 0.0, (1, 0), "m {layers} (t-1)/t QKV", "mixer")
+            yield Exchange("tp", "reduce-scatter", 0.0, one, (0, 1), "m {layers} (t-1)/t QKV", "mixer")
         exchanges, c = set(share.config.layout.cp_comm_type), share.context
         if c == 1 or len(exchanges) > 1:
             return
         [exchange] = exchanges
         sizes = self.head_size, self.value_head_size
         head = sum(share.tokens * channels * share.width // share.tensor for channels in sizes)
-        keys, queries = self.groups * head, self.query_heads * head
+        keys, queries = max(self.groups, share.tensor) * head, self.query_heads * head
         if exchange == "all_gather":
             yield Exchange("cp", "all-gather", (c - 1) * keys, 0.0, (1, 0), "m {layers} (c-1) KV", "core")
             yield Exchange("cp", "reduce-scatter", 0.0, (c - 1) * keys, (0, 1), "m {layers} (c-1) KV", "core")
