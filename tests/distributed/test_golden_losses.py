@@ -63,8 +63,8 @@ def git(folder: Path, *words: str) -> None:
 
 
 def repository(folder: Path) -> Path:
-    """A repository whose only commit is the program as it is here."""
-    for name in ("megatron_ext", "tools"):
+    """A repository whose only commit is the program as it is here, and what its tools share with tests."""
+    for name in ("megatron_ext", "tools", "tests/support"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pretrain_gpt.py", folder)
     git(folder, "init", "--quiet")
