@@ -328,11 +328,11 @@ def _names(folder: Path) -> list[str]:
 
 
 def _kill(kind: str, launcher: Launcher, save: Path, draw: random.Random, sizes: Sequence[int]) -> Kill:
-    """Kill, and see to it that the launcher starts the ranks again."""
+    """Kill, and see to it that the launcher starts the ranks again, another number of them where there are several."""
     there = launcher.ranks
     chosen = [] if kind == "the agent" else draw.sample(range(there), 2 if kind == "two ranks" else 1)
     at = last_iteration(save)
-    late = launcher.kill(chosen, draw.choice(sizes))
+    late = launcher.kill(chosen, draw.choice([size for size in sizes if size != there] or sizes))
     # What the ranks logged until the last of them was gone.
     return Kill(kind, chosen, max(at, last_iteration(save)), late=late, of=there)
 
