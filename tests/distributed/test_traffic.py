@@ -77,18 +77,20 @@ def test_counts_are_the_formulas(scheme: str, monkeypatch: pytest.MonkeyPatch) -
     assert count.sent_off <= TOLERANCE
 
 
-# A group of keys that both ranks have; weights that are whole on both next to norms; positions that are added to words.
+# A group of keys that both ranks have; weights that are whole on both next to norms, and positions that are added to
+# words; keys that are gathered to be measured.
 SHAPES = {
-    "a group of keys": "--group-query-attention --num-query-groups 1",
-    "biases": "--disable-bias-linear=false --add-qkv-bias --position-embedding-type learned_absolute",
-    "latents": "--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 16 --v-head-dim 16",
+    "--group-query-attention --num-query-groups 1": "TP + SP",
+    "--disable-bias-linear=false --add-qkv-bias --position-embedding-type learned_absolute": "TP + SP",
+    "--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 16 --v-head-dim 16": "TP + SP",
+    "--qk-clip": "CP, all_gather",
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_counts_of_other_shapes_are_the_formulas(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "MODEL", f"{MODEL} --num-layers 2 --global-batch-size 4 {SHAPES[shape]}")
-    count = measure("TP + SP")
+    monkeypatch.setattr(sharding, "MODEL", f"{MODEL} --num-layers 2 --global-batch-size 4 {shape}")
+    count = measure(SHAPES[shape])
     assert max(count.kept_off, count.sent_off) < 1e-3, count.terms
 
 

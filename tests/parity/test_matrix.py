@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from megatron_ext.verify.cases import CASES, Case
-from megatron_ext.verify.compared_models import RECIPE
+from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.parity import BF16_FACTOR, STEPS, VALIDATION_SAMPLES, Experiment, bf16_distance, compare
 from tools.parity_table import fp32_row, row_or_failure
 
@@ -69,12 +69,16 @@ def test_recomputation_changes_no_bit(name: str, experiment: Experiment) -> None
 
 
 @pytest.mark.parametrize("name", BF16)
-def test_bf16_layout_stays_within_the_rounding_of_one_process(name: str, rounded_steps: Experiment) -> None:
+def test_bf16_layout_stays_within_the_rounding_of_one_process(
+    name: str, rounded_steps: Experiment, all_steps: Experiment
+) -> None:
+    """All steps are taken of experts, where one that is chosen otherwise counts for more than the rounding of a few."""
     case = CASES[name]
-    reference, other = rounded_steps.reference(case.model, bf16=True), rounded_steps.train(case, bf16=True)
+    steps = all_steps if "--num-experts" in MODELS[case.model] else rounded_steps
+    reference, other = steps.reference(case.model, bf16=True), steps.train(case, bf16=True)
     assert other.weight_hash == reference.weight_hash
     assert other.flaws == ()
-    distance, own = bf16_distance(rounded_steps.reference(case.model), reference, other)
+    distance, own = bf16_distance(steps.reference(case.model), reference, other)
     assert distance <= BF16_FACTOR * own
 
 

@@ -308,7 +308,12 @@ class Attention(Part):
         [exchange] = exchanges
         sizes = self.head_size, self.value_head_size
         head = sum(share.tokens * channels * share.width // share.tensor for channels in sizes)
-        keys, queries = max(self.groups, share.tensor) * head, self.query_heads * head
+        groups = max(self.groups, share.tensor)
+        keys, queries = groups * head, self.query_heads * head
+        measures = share.config.optimizer.qk_clip or share.config.logging.log_max_attention_logit
+        if measures and exchange != "a2a":
+            each = (c - 1) * groups * (share.tokens * self.head_size * share.width // share.tensor)
+            yield Exchange("cp", "all-gather", each, 0.0, (1, 0), "m {layers} (c-1) K", "core")
         if exchange == "all_gather":
             yield Exchange("cp", "all-gather", (c - 1) * keys, 0.0, (1, 0), "m {layers} (c-1) KV", "core")
             yield Exchange("cp", "reduce-scatter", 0.0, (c - 1) * keys, (0, 1), "m {layers} (c-1) KV", "core")
