@@ -181,6 +181,9 @@ EXAMPLES = {
         f"{_EXPERTS} --num-experts 8 --moe-apply-probs-on-input --moe-router-score-function sigmoid",
         "--moe-router-topk 1",
     ),
+    "Another choice of experts next to SparseMixer's": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-router-sparsemixer-eps 0.01 --moe-router-topk 4", "--moe-router-topk 2"
+    ),
     "More experts for each token than there are": Example(
         f"{_EXPERTS} --num-experts 2 --moe-router-topk 4", "--moe-router-topk 2"
     ),
