@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs all checks and tests: lint, types, pytest. Arguments go to pytest, e.g. `bash tests/run.sh -k parity`.
 # Where an argument is a file or folder, as in `bash tests/run.sh tests/unit/train`, the types are left to a plain run.
-# With --all it also runs the tests that are marked slow; CONTRIBUTING.md says when to run them.
+# With --all it also runs the tests that are marked slow, with -m slow these alone; CONTRIBUTING.md says when.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh requirements-dev.txt
