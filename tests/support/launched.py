@@ -51,7 +51,8 @@ class _Forked:
 
     def send_signal(self, sig: int, /) -> None:
         if self.poll() is None:
-            os.kill(self.pid, sig)
+            with contextlib.suppress(ProcessLookupError):  # it ended in between, and its parent took it away
+                os.kill(self.pid, sig)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
