@@ -96,6 +96,14 @@ def as_ours(common: Mapping[str, Any]) -> dict[str, Any]:
     return translated
 
 
+def saved_name(name: str, saved: Collection[str]) -> str:
+    """Return the name that the checkpoint has one of our tensors under; where it has none, ours."""
+    names = [name]
+    for ours, theirs in _OTHER_NAMES:
+        names += [name.replace(ours, theirs) for name in names]
+    return next((name for name in names if name in saved), name)
+
+
 def rename(state_dict: dict[str, Any], saved: Collection[str]) -> dict[str, list[str]]:
     """Give the tensors to be read the names that the checkpoint has them under, in place.
 
@@ -106,10 +114,7 @@ def rename(state_dict: dict[str, Any], saved: Collection[str]) -> dict[str, list
 
     def renamed(value: Any) -> Any:
         if isinstance(value, ShardedBase):
-            names = [value.key]
-            for ours, theirs in _OTHER_NAMES:
-                names += [name.replace(ours, theirs) for name in names]
-            value.key = next((name for name in names if name in saved), value.key)
+            value.key = saved_name(value.key, saved)
         return value
 
     dict_list_map_inplace(renamed, state_dict)

@@ -179,6 +179,9 @@ class Parts:
     averages: bool = True
     """Averages of the weights, where the run keeps them."""
 
+    masters: bool = False
+    """The fp32 masters of 16-bit weights; they belong to the optimizer, too."""
+
 
 def to_load(run: Saveable, parts: Parts) -> Contents:
     """Return where to read the tensors of a checkpoint into."""
@@ -194,6 +197,13 @@ def to_load(run: Saveable, parts: Parts) -> Contents:
     return contents
 
 
+def add_masters(run: Saveable, contents: Contents) -> None:
+    """Add where to read the fp32 masters of 16-bit weights into, without the rest of the optimizer's state."""
+    contents.state_dict["optimizer"] = optimizer_state.state_to_load(
+        optimizer_parts(run), run.config.optimizer, contents.weights, masters_alone=True
+    )
+
+
 def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, Any]) -> None:
     """Put what was read into `run`."""
     for key, chunk in _chunks(run).items():
@@ -203,16 +213,21 @@ def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, A
             for name, buffer in chunk.named_buffers():
                 if name in loaded[key]:
                     buffer.copy_(loaded[key][name])
-    # Rows are the optimizer's own: where it is loaded, they come with it, and not rounded to 16 bits.
-    with_optimizer = parts.optimizer and _dtype(run) != torch.float32
+    # Rows are the masters themselves: where those are loaded, they are not rounded to 16 bits.
+    with_masters = (parts.optimizer or parts.masters) and _dtype(run) != torch.float32
     for name, shard in contents.rows.items():
         key, _, inner = name.partition(".")
-        if shard.local.numel() and not with_optimizer:
+        if shard.local.numel() and not with_masters:
             shard.local.copy_(joined(shard, loaded[key][inner]))
+    if parts.optimizer or parts.masters:
+        optimizer_state.restore(optimizer_parts(run), run.config.optimizer, contents.names, loaded.get("optimizer", {}))
+    if contents.rows or not (parts.optimizer or parts.masters):
+        # Into the fp32 copies of 16-bit weights; where rows are the masters, from rows to weights.
+        run.sharding.reload_masters(run.optimizer)
     if parts.optimizer:
-        _restore_optimizer(run, contents, loaded)
-    else:
-        run.sharding.reload_masters(run.optimizer)  # into the fp32 copies of 16-bit weights
+        optimizer_state.set_step_count(optimizer_parts(run), run.config.optimizer, loaded["optimizer_step"])
+        optimizer_state.set_numbers(optimizer_parts(run), loaded.get("optimizer_numbers", {}))
+        set_grad_scaler(run, loaded["grad_scaler"])
     if parts.progress:
         names = {field.name for field in fields(run.state)}
         for name, value in loaded["train_state"].items():
@@ -223,15 +238,6 @@ def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, A
     if parts.rng:
         run.device.set_rng_state(loaded["rng_state"]["dropout"])
         random_tracker().set_states(loaded["rng_state"]["tracker"])
-
-
-def _restore_optimizer(run: Saveable, contents: Contents, loaded: dict[str, Any]) -> None:
-    optimizer_state.restore(optimizer_parts(run), run.config.optimizer, contents.names, loaded.get("optimizer", {}))
-    if contents.rows:
-        run.sharding.reload_masters(run.optimizer)  # where rows are the masters: from rows to weights
-    optimizer_state.set_step_count(optimizer_parts(run), run.config.optimizer, loaded["optimizer_step"])
-    optimizer_state.set_numbers(optimizer_parts(run), loaded.get("optimizer_numbers", {}))
-    set_grad_scaler(run, loaded["grad_scaler"])
 
 
 def rng_grid(run: Saveable) -> list[int]:

@@ -1,6 +1,8 @@
 """Reads a checkpoint."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
-from megatron_ext.checkpoint.native import checkpoint_state_dict
+from megatron_ext.checkpoint.native import checkpoint_state_dict, masters
 from megatron_ext.checkpoint.native.agreed_checkpoint import first_whole
 from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, RELEASE, SavedCheckpoint
 from megatron_ext.checkpoint.native.resume import search_in
@@ -19,7 +21,7 @@ from megatron_ext.checkpoint.native.snapshot import Saveable
 from megatron_ext.checkpoint.native.upcycling import Upcycling, is_of_a_dense_model, repeat_routers
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.parse.saved import read_saved
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import ConfigurationError, DataError, listed
 from megatron_ext.parts import own_parameters
 from megatron_ext.resilience.process_end import is_lost_peer
 from megatron_ext.terminal import warn
@@ -84,17 +86,26 @@ def _read(run: Saveable, checkpoint: SavedCheckpoint) -> None:
     _require_own_layers(run, checkpoint, common)
     megatrons = megatron_lm.wrote(common)
     translated = _as_ours(run, path, common) if megatrons else common
-    parts = _wanted(run, checkpoint, translated)
-    is_dense = run.config.checkpoint.moe_use_upcycling and is_of_a_dense_model(_metadata(path))
+    parts, saved = _wanted(run, checkpoint, translated), _metadata(path)
+    is_dense = run.config.checkpoint.moe_use_upcycling and is_of_a_dense_model(saved)
     if is_dense:
         repeat_routers(run)
     to_load = checkpoint_state_dict.to_load(run, parts)
     upcycling = Upcycling(run, to_load) if is_dense else None
+    saved_name = partial(megatron_lm.saved_name, saved=saved) if megatrons else str
+    changed = masters.changed_precisions(run, to_load.state_dict, saved, saved_name)
+    if changed and not (parts.optimizer or is_dense):
+        parts = replace(parts, masters=True)
+        checkpoint_state_dict.add_masters(run, to_load)
+    apart = masters.read_from_masters(to_load.state_dict, saved, saved_name) if changed else {}
+    _say_what_is_lost(run, path, changed, saved)
     without: dict[str, list[str]] = {}
     if megatrons:
-        without = megatron_lm.rename(to_load.state_dict, _metadata(path))
-    # Not every rank reads every tensor: no need for the engine to see that they all do.
-    loaded: Any = dist_checkpointing.load(to_load.state_dict, str(path), _reading(run), validate_access_integrity=False)
+        without = megatron_lm.rename(to_load.state_dict, saved)
+        megatron_lm.rename(apart, saved)
+    loaded = _read_tensors(run, path, to_load.state_dict)
+    if apart:
+        loaded.setdefault("optimizer", {}).update(_read_tensors(run, path, apart)["optimizer"])
     if megatrons:
         loaded |= {name: value for name, value in translated.items() if name != "optimizer"}
         for chunk, names in without.items():
@@ -102,6 +113,23 @@ def _read(run: Saveable, checkpoint: SavedCheckpoint) -> None:
     if upcycling is not None:
         upcycling.finish(loaded)
     checkpoint_state_dict.restore(run, to_load, parts, loaded)
+
+
+def _read_tensors(run: Saveable, path: Path, state_dict: dict[str, Any]) -> dict[str, Any]:
+    # Not every rank reads every tensor: no need for the engine to see that they all do.
+    loaded: Any = dist_checkpointing.load(state_dict, str(path), _reading(run), validate_access_integrity=False)
+    return loaded
+
+
+def _say_what_is_lost(run: Saveable, path: Path, changed: list[str], saved: Mapping[str, Any]) -> None:
+    """Warn of 16-bit weights that a run in another precision begins with, where no master says what was rounded."""
+    rounded = [dtype for dtype in changed if dtype != "float32"]
+    if rounded and not masters.are_saved(saved):
+        _warn(
+            run,
+            f"{path} holds its weights in {listed(rounded)} alone, without the fp32 masters that were rounded: this "
+            f"run, in {run.config.training.params_dtype}, begins with the rounded ones",
+        )
 
 
 def _metadata(path: Path) -> Any:

@@ -41,7 +41,7 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
     """
     of_rows: Pieces = {}
     start = 0
-    for part in _parts(weight):
+    for part in saved_parts(weight):
         stop = start + part.local_shape[0]
         # A row of stacked experts is one expert, a matrix of many rows, and saved by itself.
         each = math.prod(shard.shape[1:]) // math.prod(part.local_shape[1:])
@@ -75,8 +75,8 @@ def joined(shard: RowShard, loaded: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return whole.view(-1, *shard.shape[1:])
 
 
-def _parts(weight: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return the tensors of the checkpoint that the rows of a weight belong to, in their order."""
+def saved_parts(weight: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """Return the tensors of the checkpoint that a weight is, one after another along its rows."""
     if isinstance(weight, ShardedTensor):
         return [weight]
     whole = torch.empty(weight.data.shape, dtype=weight.data.dtype, device="meta")
@@ -142,11 +142,18 @@ def state_to_save(
     return contents
 
 
-def state_to_load(parts: Sequence[OptimizerPart], config: OptimizerConfig, weights: Mapping[str, Any]) -> Contents:
-    """Return tensors to read the state into; then call `restore` with what was read."""
+def state_to_load(
+    parts: Sequence[OptimizerPart], config: OptimizerConfig, weights: Mapping[str, Any], *, masters_alone: bool = False
+) -> Contents:
+    """Return tensors to read the state into; then call `restore` with what was read.
+
+    Args:
+        masters_alone: whether the fp32 masters are read, and nothing else of the state, which must not have begun.
+    """
     values, rows = {}, {}
     for part in parts:
-        initialize_state(part, config)
+        if not masters_alone:
+            initialize_state(part, config)
         for parameter, tensors in own_state(part, config):
             read = {name: one if once(one) is one else torch.empty_like(one) for name, one in tensors.items()}
             values[id(parameter)] = part.to_read(parameter, read)
