@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.config.schema import Config
 
+_COMPARED = 1000
 Schedule = Callable[[int, float], float]
 """From the samples of all updates so far and the rate that the flags give, the learning rate of the next step."""
 
@@ -40,6 +41,11 @@ class LearningRateCurve:
     power: tuple[float, float, int] = (0.0, 0.0, 1)
     """Factor of the power of the tokens, relative to the peak; the exponent; tokens of a sample. Only power reads
     it."""
+
+    @property
+    def corners(self) -> tuple[float, ...]:
+        """Samples at which one formula takes another's place."""
+        return self.warmup, self.decay, self.decay - (self.wsd_decay or 0)
 
     @classmethod
     def from_config(cls, config: Config) -> "LearningRateCurve":
@@ -93,17 +99,22 @@ class WeightDecayCurve:
     length: int
     style: str
 
+    @property
+    def corners(self) -> tuple[float, ...]:
+        """Samples at which one formula takes another's place."""
+        return (self.length,)
+
     @classmethod
     def from_config(cls, config: Config) -> "WeightDecayCurve":
         """Return the curve that the flags ask for: constant --weight-decay, or --start- to --end-weight-decay."""
         optimizer = config.optimizer
         style = optimizer.weight_decay_incr_style
         if style == "constant":
-            return cls(optimizer.weight_decay, optimizer.weight_decay, _samples(config), style)
+            return cls(optimizer.weight_decay, optimizer.weight_decay, run_samples(config), style)
         start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
         assert start is not None, "the configuration's rules require it with this style"
         assert end is not None, "the configuration's rules require it with this style"
-        return cls(start, end, _samples(config), style)
+        return cls(start, end, run_samples(config), style)
 
 
 def learning_rate(progress: int, curve: LearningRateCurve) -> float:
@@ -140,7 +151,21 @@ def weight_decay(progress: int, curve: WeightDecayCurve) -> float:
     return curve.start + share * (curve.end - curve.start)
 
 
-def _samples(config: Config) -> int:
+def goes_on[Curve: LearningRateCurve | WeightDecayCurve](
+    now: Curve, then: Curve, value: Callable[[int, Curve], float], first: int, end: int
+) -> bool:
+    """Return whether two curves have equal values from the sample `first` up to `end`.
+
+    Between two corners a curve is one formula: equal at so many positions, two are equal at all of them.
+    """
+    last = max(first, end - 1)
+    positions = [first + (last - first) * share // _COMPARED for share in range(_COMPARED + 1)]
+    corners = (int(corner) + by for curve in (now, then) for corner in curve.corners for by in (-1, 0, 1))
+    positions += [corner for corner in corners if first <= corner <= last]
+    return now == then or all(value(position, now) == value(position, then) for position in positions)
+
+
+def run_samples(config: Config) -> int:
     """Return the length of the run in full batches, the unit of both curves."""
     training = config.training
     if training.train_samples is not None:

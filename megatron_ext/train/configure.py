@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.native.checkpoint_folder import load_problem
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.derived import attention_flags as attention_kernels
-from megatron_ext.config.derived.batch_size import training_steps
+from megatron_ext.config.derived.batch_size import samples_at_iteration, training_steps
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
 from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.parse.arguments import Typed
@@ -33,7 +33,14 @@ from megatron_ext.device.graph_support import uncapturing_torch
 from megatron_ext.device.hardware_queues import shows_gpu
 from megatron_ext.errors import ConfigurationError, DataError, listed
 from megatron_ext.foreign.megatron_deepspeed import read
-from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
+from megatron_ext.optim.curves import (
+    LearningRateCurve,
+    WeightDecayCurve,
+    goes_on,
+    learning_rate,
+    run_samples,
+    weight_decay,
+)
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT
 from megatron_ext.parts.stack import layers
 from megatron_ext.rules.validate import problems
@@ -137,7 +144,10 @@ def _configured(
         missing = missing_paths(values) if stage.values and not believing else facts.missing_paths
         of_stage = replace(facts, saved=was, missing_paths=missing)
         config = resolve(values, of_stage)
-        found = [*path_problems(stage.values), *(problems(config, of_stage) or _other_curves(config, of_stage))]
+        found = [
+            *path_problems(stage.values),
+            *(problems(config, of_stage) or _other_curves(config, of_stage, max(begun, stage.first))),
+        ]
         refusals |= dict.fromkeys(stage.named + text for text in typed.as_typed(found))
         made.append((stage, values, of_stage, config))
     if refusals:
@@ -329,8 +339,12 @@ def _missing_checkpoint(values: Mapping[str, Any], search: Search | None) -> str
     return "it holds no checkpoint" if search.error is None else str(search.error).rstrip(".")
 
 
-def _other_curves(config: Config, facts: Facts) -> list[str]:
-    """Return why the run would go on along other curves than it began; empty where it does not, or is meant to."""
+def _other_curves(config: Config, facts: Facts, iteration: int = 0) -> list[str]:
+    """Return why the run would go on along other curves than it began; empty where it does not, or is meant to.
+
+    Args:
+        iteration: after which it goes on. A step that the loss scale skips counts here, and not for the curves.
+    """
     flags, saved = config.checkpoint, facts.saved
     chosen = flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler
     if saved is None or flags.finetune or flags.no_load_optim or chosen:
@@ -338,17 +352,7 @@ def _other_curves(config: Config, facts: Facts) -> list[str]:
     if not {"lr", "global_batch_size"} <= saved.keys() or not {"train_iters", "train_samples"} & saved.keys():
         return []  # not the configuration of a run
     before = resolve(saved, Facts(world_size=config.layout.world_size))
-    now, then = (vars(LearningRateCurve.from_config(of)) for of in (config, before))
-    names = {"peak": "--lr", "lowest": "--min-lr", "decay": "decay in samples", "warmup": "warmup in samples"}
-    different = [
-        f"{names.get(name, name)} {now[name]} instead of {then[name]}" for name in now if now[name] != then[name]
-    ]
-    decay, was = WeightDecayCurve.from_config(config), WeightDecayCurve.from_config(before)
-    if decay != was and not decay.start == decay.end == was.start == was.end:
-        different.append(
-            f"weight decay {decay.start} to {decay.end} in {decay.length} samples instead of {was.start} "
-            f"to {was.end} in {was.length}"
-        )
+    different = _differences_of_curves(config, before, samples_at_iteration(before, iteration))
     different += [
         f"{flag_of(name)} {_listed(now)} instead of {_listed(was)}"
         for name in ("lr_group", "weight_decay_group")
@@ -361,6 +365,42 @@ def _other_curves(config: Config, facts: Facts) -> list[str]:
         f"{', '.join(different)}; add --override-opt-param-scheduler to follow the flags, or "
         f"--use-checkpoint-opt-param-scheduler to follow the checkpoint"
     ]
+
+
+def _differences_of_curves(config: Config, before: Config, position: int) -> list[str]:
+    """Return how the curves that make the values of the steps from `position` on (in samples) other than `before`.
+
+    A curve whose length is the run's says nothing of what comes after the run's last step. That step is always
+    compared: a rate that has decayed does not rise again unnoticed.
+    """
+    ended, end = run_samples(before), run_samples(config)
+    first = min(position, max(ended - before.training.global_batch_size, 0))
+    own = before.optimizer.lr_decay_iters or before.optimizer.lr_decay_samples
+    end_of_rates = end if own else min(end, ended)
+    different = []
+    now, then = LearningRateCurve.from_config(config), LearningRateCurve.from_config(before)
+    if not goes_on(now, then, learning_rate, first, end_of_rates):
+        names = {"peak": "--lr", "lowest": "--min-lr", "decay": "decay in samples", "warmup": "warmup in samples"}
+        pairs = {name: (value, vars(then)[name]) for name, value in vars(now).items()}
+        different += [
+            f"{names.get(name, name)} {new} instead of {old}" for name, (new, old) in pairs.items() if new != old
+        ]
+    own_now, own_then = LearningRateCurve.decoupled(config), LearningRateCurve.decoupled(before)
+    if own_now != own_then and (
+        own_now is None or own_then is None or not goes_on(own_now, own_then, learning_rate, first, end_of_rates)
+    ):
+        different += [
+            f"{flag_of(name)} {getattr(config.optimizer, name)} instead of {getattr(before.optimizer, name)}"
+            for name in ("decoupled_lr", "decoupled_min_lr")
+            if getattr(config.optimizer, name) != getattr(before.optimizer, name)
+        ]
+    decay, was = WeightDecayCurve.from_config(config), WeightDecayCurve.from_config(before)
+    if not goes_on(decay, was, weight_decay, first, min(end, ended)):
+        different.append(
+            f"weight decay {decay.start} to {decay.end} in {decay.length} samples instead of {was.start} "
+            f"to {was.end} in {was.length}"
+        )
+    return different
 
 
 def _listed(groups: Sequence[str] | None) -> str:
