@@ -47,6 +47,17 @@ def only_files(path: str, flags: int) -> int:
 
 
 @contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Give the OSErrors of a block that say nothing of a file its name: those of a write do not know it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a new file that takes the place of `path` in one step when the block ends; a failure leaves `path` as it
     was.

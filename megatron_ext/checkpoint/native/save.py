@@ -7,7 +7,7 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -39,6 +40,7 @@ from megatron_ext.checkpoint.native.retention import remove_expired
 from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, Saveable, as_it_is
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.device.device_protocol import Device
+from megatron_ext.durable import naming
 from megatron_ext.errors import FolderRemovedError, StorageError, TrainingError
 from megatron_ext.sharding.parts import IN_PLACE, Exchange
 
@@ -284,11 +286,26 @@ class Save:
 
 
 def write_shards(request: AsyncRequest, buckets: Any) -> None:
-    """Run the engine's writer, here and now."""
-    if request.async_fn is not None:
-        rank, _, results = request.async_fn_args
-        with written_checksums.without_checksums_of_torch():
-            request.async_fn(rank, buckets, results, **request.async_fn_kwargs)
+    """Write this rank's files with the engine's writer, here and now, one after another.
+
+    The engine's own loop over them replaces the error of a file by its type, and logs the rest.
+
+    Raises:
+        OSError: a file cannot be written; the error names it.
+    """
+    if request.async_fn is None:  # this rank writes nothing
+        return
+    transforms: Any = request.async_fn.args[0]  # pyright: ignore[reportFunctionMemberAccess]
+    written = {}
+    with written_checksums.without_checksums_of_torch():
+        for index, bucket in enumerate(buckets):
+            _, ended = FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, None, None, use_fsync=True)
+            if isinstance(ended, Exception):
+                with naming(bucket[0]):
+                    raise ended
+            written[index] = ended
+    *_, results = request.async_fn_args
+    results.put(written)
 
 
 def _check_space(folder: str | Path, size: int) -> None:
@@ -383,7 +400,11 @@ def _on_first_rank(run: Saveable, folder: str | Path, action: Callable[[], objec
 
 
 def _storage_error(folder: str | Path, reason: str) -> StorageError:
+    earlier: list[int] = []
+    with suppress(OSError):
+        earlier = saved_iterations(folder)
+    whole, resume = ("Earlier checkpoints there are whole. ", "resume with --load") if earlier else ("", "start again")
     return StorageError(
-        f"cannot save a checkpoint to {folder}: {reason}. Earlier checkpoints there are whole. Free space or fix the "
-        "permission, or give another folder with --save, and resume with --load."
+        f"cannot save a checkpoint to {folder}: {reason}. {whole}Free space or fix the permission, or give another "
+        f"folder with --save, and {resume}."
     )
