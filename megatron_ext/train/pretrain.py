@@ -373,20 +373,18 @@ def _load(run: "Run", configured: Configured) -> None:
     """Load the agreed checkpoint, or the Hugging Face model that the flags name in its place; say which."""
     flags, resume = run.config.checkpoint, configured.resume
     run.progress.phase = "loading what it begins with"
+    iteration = 0
     if resume is not None:
         from megatron_ext.checkpoint.local.writer import restore_snapshot
         from megatron_ext.checkpoint.native.load_checkpoint import load_saved
         from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
 
-        if resume.is_snapshot:
-            restore_snapshot(run, resume.iteration)
-        else:
-            load_saved(run, resume)
+        iteration = restore_snapshot(run, resume.iteration) if resume.is_snapshot else load_saved(run, resume)
         if not flags.finetune and not configured.begins_stage:
             check_data_is_that_of_the_checkpoint(run, resume)
     if flags.load is not None and run.rank == 0:
         verb = "finetuning from" if flags.finetune else "resuming at"
-        what = f"{verb} iteration {resume.iteration} of" if resume is not None else "starting afresh: none in"
+        what = f"{verb} iteration {iteration} of" if resume is not None else "starting afresh: none in"
         where = f"the snapshots in {resume.path.parent}" if resume is not None and resume.is_snapshot else flags.load
         say(f"checkpoint: {what} {where}")
     if flags.load_hf is not None and resume is None:

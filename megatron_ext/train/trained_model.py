@@ -90,15 +90,15 @@ def load_trained(argv: Sequence[str] | Configured, *, depths: bool = False) -> "
     core = transformer_config(config, here.kind)
     chunks = build_model(config, core, collection)
     weights: Any = _Weights(config, here, collection, chunks)
+    iteration = None
     if configured.resume is not None:
-        load_saved(weights, configured.resume)
+        iteration = load_saved(weights, configured.resume)
     else:
         assert config.checkpoint.load_hf is not None
         load_huggingface(weights, config.checkpoint.load_hf)
     for chunk in chunks:
         chunk.eval().requires_grad_(False)
     p2p = P2PCommunicator(pp_group=collection.pp, config=core)
-    iteration = None if configured.resume is None else configured.resume.iteration
     return Model(config, here, collection, p2p, chunks, tokenizer_of(config), iteration=iteration)
 
 

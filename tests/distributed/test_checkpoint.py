@@ -1,7 +1,9 @@
 """What lies in a checkpoint folder, and what happens when something in it is missing, torn or in the way."""
 
+import logging.handlers
 import os
 import pickle
+import re
 import resource
 import shlex
 import shutil
@@ -112,7 +114,8 @@ def test_what_cannot_be_loaded_is_named(damage: str, whole: Path, tmp_path: Path
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     flags = [*FLAGS, "--hidden-size", "64"] if damage == "another model" else FLAGS
     checkpoint = tmp_path / "iter_0000001"
-    (checkpoint / "manifest.json").unlink()
+    for name in ("manifest.json", "versions.json"):
+        (checkpoint / name).unlink()
     shard = checkpoint / "__0_0.distcp"
     match damage:
         case "truncated shard":
@@ -221,29 +224,36 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def _full_on_the_last_rank(folder: str) -> str:
-    """Save where no file of the last rank may grow beyond 1 kB: past the check of the free space, in a write."""
+def _full_on_the_last_rank(folder: str) -> tuple[str, list[str]]:
+    """Save where no file of the last rank may grow beyond 1 kB: past the check of the free space, in a write. Return
+    the error, and what the engine logs of it."""
     run = build([*FLAGS, "--use-distributed-optimizer"])
     run.state.iteration = 2
     if run.rank == run.world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    records = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("megatron.core").addHandler(records)
     with pytest.raises(StorageError) as raised:
         save.save_checkpoint(run, folder)
-    return str(raised.value)
+    return str(raised.value), [record.getMessage() for record in records.buffer if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("has_earlier", [False, True])
 def test_a_disk_that_is_full_on_one_rank_fails_the_save_of_all_and_leaves_nothing(
-    ranks: int, whole: Path, tmp_path: Path
+    ranks: int, has_earlier: bool, whole: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    if has_earlier:
+        shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     before = file_hashes(tmp_path)
-    for said in run_ranks(ranks, _full_on_the_last_rank, str(tmp_path)):
-        assert said.startswith(f"cannot save a checkpoint to {tmp_path}: ")
-        assert "Earlier checkpoints there are whole" in said
+    file = tmp_path / f".iter_0000002.partial/__{ranks - 1}_[01].distcp"
+    for said, logged in run_ranks(ranks, _full_on_the_last_rank, str(tmp_path)):
+        assert re.match(rf"cannot save a checkpoint to {tmp_path}: File too large: {file}\. ", said), said
+        assert ("Earlier checkpoints there are whole" in said) == has_earlier
+        assert logged == []
     assert file_hashes(tmp_path) == before
     assert not list(tmp_path.glob(".iter*"))
-    assert run_ranks(1, load, str(tmp_path), FLAGS) == [(1, 1)]
+    assert run_ranks(1, load, str(tmp_path), FLAGS) == [(1, 1) if has_earlier else (None, 0)]
 
 
 def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:

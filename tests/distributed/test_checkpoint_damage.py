@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict, torch_dist
+from megatron_ext.checkpoint.native.extra_files import VERSIONS
 from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, flip, load, save_at
+from tests.support.program import run_program
 from tests.support.several_models import in_turn
 
 
@@ -66,6 +68,7 @@ DAMAGES = [
     "metadata.json flipped",
     "config.yaml flipped",
     "manifest.json flipped",
+    "manifest.json missing",
 ]
 
 
@@ -101,12 +104,33 @@ def test_nothing_whole_is_left(saved: Path, tmp_path: Path) -> None:
         run_ranks(1, load, str(folder), FLAGS)
 
 
-def test_one_without_a_manifest_is_loaded_with_a_warning(saved: Path, tmp_path: Path) -> None:
+def test_one_that_another_program_wrote_without_a_manifest_is_loaded_with_a_warning(
+    saved: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "copy"))
-    (folder / "iter_0000002" / checkpoint_manifest.MANIFEST).unlink()
+    for name in (checkpoint_manifest.MANIFEST, VERSIONS):
+        (folder / "iter_0000002" / name).unlink()
     [(iteration, said)] = run_ranks(1, _load_and_listen, str(folder))
     assert iteration == 2
     assert "has no manifest" in said
+
+
+def test_folders_that_changed_their_names_are_told_from_the_state_in_them(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    for was, now in ((1, 2), (2, 1)):
+        shutil.copytree(saved / f"iter_000000{was}", folder / f"iter_000000{now}")
+    [(iteration, said)] = run_ranks(1, _load_and_listen, str(folder))
+    assert iteration == 1
+    assert f"{folder}/iter_0000002 holds the state of iteration 1: folders were renamed or swapped" in said
+    asked = (
+        rf"DataError: --ckpt-step 1: {folder}/iter_0000001 holds the state of iteration 2.* Rename it to iter_0000002"
+    )
+    with pytest.raises(RankError, match=asked):
+        run_ranks(1, load, str(folder), [*FLAGS, "--ckpt-step", "1"])
+    go_on = [*FLAGS, "--load", str(folder), "--save", str(tmp_path / "save"), "--exit-interval", "2"]
+    [ended] = run_ranks(1, run_program, go_on)
+    assert "checkpoint: resuming at iteration 1 of" in ended.output
+    assert (tmp_path / "save/iter_0000002").exists()
 
 
 def test_200_flipped_bits(saved: Path) -> None:
@@ -184,7 +208,8 @@ def _lay(folder: Path, place: str, canary: Path) -> None:
         return
     run_ranks(1, save_at, str(folder), [1], FLAGS)
     checkpoint = folder / "iter_0000001"
-    (checkpoint / "manifest.json").unlink(missing_ok=True)  # a stranger would write one that agrees
+    for name in ("manifest.json", "versions.json"):  # a stranger would write what agrees
+        (checkpoint / name).unlink(missing_ok=True)
     if place == "common.pt":
         torch.save({"state": _Canary(str(canary))}, checkpoint / "common.pt")
     else:

@@ -147,8 +147,8 @@ class SnapshotWriter:
         return (flags.replication_jump or environment.local_world_size()) % size if flags.replication else 0
 
 
-def restore_snapshot(run: Saveable, iteration: int) -> None:
-    """Put the snapshot, which all ranks have agreed on, into `run`.
+def restore_snapshot(run: Saveable, iteration: int) -> int:
+    """Put the snapshot, which all ranks have agreed on, into `run`; return the iteration of its state.
 
     Raises:
         DataError: it is of another run.
@@ -165,6 +165,7 @@ def restore_snapshot(run: Saveable, iteration: int) -> None:
     except (KeyError, TypeError) as error:
         raise DataError(f"the snapshot {path} lacks {error}; remove the folder to go on from the checkpoint") from error
     set_random_states(run, random)
+    return run.state.iteration
 
 
 def tensors_of(run: Saveable) -> dict[str, torch.Tensor]:

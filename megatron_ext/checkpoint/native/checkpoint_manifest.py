@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.checkpoint.native.extra_files import VERSIONS
 from megatron_ext.errors import DataError
 from megatron_ext.untrusted.text import load_json
 from megatron_ext.untrusted.untrusted_folder import file_inside, is_plain, read_inside
@@ -71,10 +72,13 @@ def read(folder: Path) -> Files | None:
     """Return the manifest of a checkpoint; None where it has none (one that Megatron-LM wrote).
 
     Raises:
-        ValueError: the manifest is damaged, no file of the folder, or names what is none.
+        ValueError: the manifest is damaged, no file of the folder, or names what is none; or it is missing from a
+            checkpoint that this program wrote.
         OSError: the manifest cannot be read.
     """
     if not os.path.lexists(folder / MANIFEST):
+        if os.path.lexists(folder / VERSIONS):
+            raise ValueError(f"{MANIFEST} is missing")
         return None
     try:
         content = read_inside(folder, MANIFEST, _LARGEST)

@@ -12,9 +12,14 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
-from megatron_ext.checkpoint.native import checkpoint_state_dict, masters
+from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict, masters
 from megatron_ext.checkpoint.native.agreed_checkpoint import first_whole
-from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, RELEASE, SavedCheckpoint
+from megatron_ext.checkpoint.native.checkpoint_folder import (
+    CONFIG,
+    RELEASE,
+    SavedCheckpoint,
+    iteration_folder,
+)
 from megatron_ext.checkpoint.native.resume import search_in
 from megatron_ext.checkpoint.native.safe_reading import UNREADABLE, SafeReader, no_code_from_files
 from megatron_ext.checkpoint.native.snapshot import Saveable
@@ -44,31 +49,43 @@ def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
     chosen = first_whole(lambda: search_in(folder, flags.ckpt_step), flags)
     if chosen is None:
         return None
-    load_saved(run, chosen[0])
-    return chosen[0].iteration
+    return load_saved(run, chosen[0])
 
 
-def load_saved(run: Saveable, checkpoint: SavedCheckpoint) -> None:
+def load_saved(run: Saveable, checkpoint: SavedCheckpoint) -> int:
     """Put the tensors and the progress of the checkpoint, which all ranks have agreed on, into `run`. Collective.
 
     In the layout that saved it, the run then goes on exactly as if it had not been interrupted, unless --finetune and
     the like leave parts of it aside.
 
+    Returns:
+        The iteration after which the state was saved, whatever the folder's name says.
     Raises:
         DataError: the checkpoint cannot be read, or is of another model.
         RuntimeError: another rank was lost meanwhile.
     """
     try:
         with no_code_from_files(checkpoint.path), run.sharding.weights_in_place(run.chunks):
-            _read(run, checkpoint)
+            return _read(run, checkpoint)
     except UNREADABLE as error:
         if is_lost_peer(error):
             raise
         reason = _reason(_refusal_of_metadata(checkpoint) if "metadata is None" in str(error) else error)
         raise DataError(
-            f"the checkpoint {checkpoint.path} cannot be read as one of this model: {reason}. Compare its "
-            "config.yaml with the flags given; if they agree, it is damaged: move it away, and the one before is used."
+            f"the checkpoint {checkpoint.path} cannot be read as one of this model: {reason}. {_what_to_do(checkpoint)}"
         ) from error
+
+
+def _what_to_do(checkpoint: SavedCheckpoint) -> str:
+    if checkpoint_manifest.name_of(checkpoint.path) is None:  # or all files were compared with it
+        return (
+            "Compare its config.yaml with the flags given; if they agree, it is damaged: move it away, and the one "
+            "before is used."
+        )
+    return (
+        "All its files are as they were written, and it is not damaged. Compare its config.yaml with the flags given, "
+        "and its versions.json with the versions installed."
+    )
 
 
 def _refusal_of_metadata(checkpoint: SavedCheckpoint) -> BaseException:
@@ -80,9 +97,10 @@ def _refusal_of_metadata(checkpoint: SavedCheckpoint) -> BaseException:
     return DataError("its .metadata could not be read at first; a second time it could")
 
 
-def _read(run: Saveable, checkpoint: SavedCheckpoint) -> None:
+def _read(run: Saveable, checkpoint: SavedCheckpoint) -> int:
     path = checkpoint.path
     common = dist_checkpointing.load_common_state_dict(str(path))
+    iteration = _iteration(run, checkpoint, common)
     _require_own_layers(run, checkpoint, common)
     megatrons = megatron_lm.wrote(common)
     translated = _as_ours(run, path, common) if megatrons else common
@@ -113,6 +131,31 @@ def _read(run: Saveable, checkpoint: SavedCheckpoint) -> None:
     if upcycling is not None:
         upcycling.finish(loaded)
     checkpoint_state_dict.restore(run, to_load, parts, loaded)
+    return iteration
+
+
+def _iteration(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> int:
+    """Return the iteration of the state, which is to be the one in the folder's name.
+
+    Raises:
+        DataError: it is not, and flags depend on the name.
+    """
+    path, said = checkpoint.path, checkpoint.iteration
+    if path.name == RELEASE:
+        return said
+    iteration = common.get("iteration", said)
+    if iteration == said:
+        return said
+    problem = f"{path} holds the state of iteration {iteration}: folders were renamed or swapped"
+    own = iteration_folder("", iteration).name
+    if run.config.checkpoint.ckpt_step is not None:
+        raise DataError(
+            f"--ckpt-step {said}: {problem}. Rename it to {own}, or leave --ckpt-step out and use --load {path}."
+        )
+    if run.config.training.stages is not None:
+        raise DataError(f"--stages {run.config.training.stages}: {problem}, and the stage is not its own. Rename it.")
+    _warn(run, f"{problem}; going on from iteration {iteration}. Rename it to {own}")
+    return iteration
 
 
 def _read_tensors(run: Saveable, path: Path, state_dict: dict[str, Any]) -> dict[str, Any]:
