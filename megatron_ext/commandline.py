@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_ext.durable import only_files
+from megatron_ext.durable import described, replace_text
 from megatron_ext.errors import ConfigurationError, StorageError, TrainingError
 from megatron_ext.terminal import note
 
@@ -104,14 +104,13 @@ def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def write_output(flag: str, path: str | Path, text: str) -> None:
-    """Write the file that a tool's flag names, in UTF-8.
+    """Write the file that a tool's flag names, in UTF-8, in place of an older one in one step.
 
     Raises:
         StorageError: it cannot be written, or a folder or a pipe is in its place.
     """
     try:
-        with open(path, "w", encoding="utf-8", opener=only_files) as file:
-            file.write(text)
+        replace_text(path, text)
     except OSError as error:
         raise StorageError(f"{flag} {path} cannot be written: {error.strerror}; give another path") from error
 
@@ -133,7 +132,7 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
             # What is left in the buffer would fail once more when the interpreter ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
-        note(f"error: {error}")
+        note(f"error: {described(error)}")
         code = 74
     if "torch" not in sys.modules:
         # The end of the interpreter looks through all objects; torch's libraries report theirs unless it does.

@@ -2,11 +2,15 @@
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a write that has no room: on the disk, in a quota, under a limit on the size of files."""
 
 _BLOCK = 1 << 20
 
@@ -47,14 +51,44 @@ def only_files(path: str, flags: int) -> int:
 
 
 @contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Give the OSErrors of a block that say nothing of a file its name: those of a write do not know it."""
+def naming(path: str | Path, needed: int | None = None) -> Iterator[None]:
+    """Give the OSErrors of a block that say nothing of a file its name, which those of a write do not know; where the
+    disk is full, also how much room there is.
+
+    Args:
+        needed: bytes that the file needs, where that is known.
+    """
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
+        if error.filename is not None or error.errno is None:  # none of the system's, or one that says it
+            raise
+        error.filename = str(path)
+        if error.errno == errno.ENOSPC:
+            folder = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.is_dir())
+            room = f"{shutil.disk_usage(folder).free:,}"
+            room = f"{room} bytes are free" if needed is None else f"{needed:,} bytes are needed, {room} are free"
+            error.strerror = f"{os.strerror(errno.ENOSPC)} ({room})"
         raise
+
+
+def check_space(path: Path, needed: int) -> None:
+    """Check that the disk has room for a file, or for a folder's files: better than to find out in the middle of it.
+
+    Raises:
+        OSError: it does not.
+    """
+    folder = path if path.is_dir() else path.parent
+    with naming(path, needed):
+        if needed > shutil.disk_usage(folder).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def described(error: OSError) -> str:
+    """Return what a user is told of the error; of a full disk also what to do."""
+    if error.errno not in FULL or error.filename is None:
+        return str(error)
+    return f"{error.filename} cannot be written: {error.strerror}; free space, or give another place"
 
 
 @contextmanager
@@ -69,13 +103,30 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.tmp") if temporary is None else temporary
     temporary.unlink(missing_ok=True)  # left by a killed process; it may be a link
     try:
-        with temporary.open("xb") as file:
-            yield file
-            sync_file(file)
-        os.replace(temporary, path)
+        with naming(path):
+            with temporary.open("xb") as file:
+                yield file
+                sync_file(file)
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def replace_text(path: str | Path, text: str) -> None:
+    """Write a text file, in UTF-8, in place of an older one in one step. A link stays, and the file that it leads to is
+    replaced; a device, such as /dev/null, is written to.
+
+    Raises:
+        OSError: it cannot be written, or a folder or a pipe is in its place; the older file is as it was.
+    """
+    real = Path(path).resolve()
+    if real.exists() and not real.is_file():
+        with naming(path), open(real, "w", encoding="utf-8", opener=only_files) as device:
+            device.write(text)
+        return
+    with naming(path), replacing(real) as file:
+        file.write(text.encode())
 
 
 def keep(path: Path, ranges: Iterable[tuple[int, int]]) -> None:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+from megatron_ext.durable import FULL
+
 _EACH_TERMINAL, _EACH_FILE = 1.0, 30.0
 """Seconds between two signs of progress, in a terminal and elsewhere."""
 
@@ -113,8 +115,6 @@ def _written_out(character: str) -> str:
 _CLOSED = (errno.EPIPE, errno.EIO)
 """A pipe or a terminal that nobody reads any more."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 def survive_lost_output() -> None:
     """Let the process go on when its output can go nowhere.
@@ -156,7 +156,7 @@ class _Lasting:
 
     def _give_up(self, error: OSError) -> None:
         """Take note of why a write has failed; raise what is no reason to go on in silence."""
-        if error.errno in _FULL:
+        if error.errno in FULL:
             return
         if error.errno not in _CLOSED:
             raise error

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from megatron_ext.durable import naming
+
 BLOCK = 1 << 20
 """Bytes of a block, which fits a core's own cache."""
 
@@ -103,7 +105,8 @@ class FileRange(FilePart):
         read_exactly(self.files[self.path], self.offset + start, target, self.path)
 
     def scatter(self, start: int, source: memoryview) -> None:
-        write_all(self.files[self.path], self.offset + start, source)
+        with naming(self.path):
+            write_all(self.files[self.path], self.offset + start, source)
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,8 @@ def gather(path: Path, parts: Iterable[FilePart]) -> tuple[int, int]:
         for part, start, first, length in block.pieces:
             part.gather(start, buffer[first : first + length])
         checksum = zlib.crc32(buffer)
-        write_all(descriptor, block.start, buffer)
+        with naming(path):
+            write_all(descriptor, block.start, buffer)
         return checksum
 
     try:

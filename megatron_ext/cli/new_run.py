@@ -20,6 +20,7 @@ import yaml
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.data.prepare.inputs import find_files
+from megatron_ext.durable import replace_text
 from megatron_ext.telemetry.loss_curve import read_history, summary
 from megatron_ext.terminal import say, warn
 from megatron_ext.untrusted.text import load_json, read_file
@@ -87,8 +88,8 @@ class _Making:
         self._documents = load_json(read_file(run / "text_manifest.json", 1 << 20))["documents"]
         self._part(2, "a few steps of each are measured")
         values, seconds = self._sized(tokens)
-        (run / "run.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-        (run / "prompts.txt").write_text("The\n", encoding="utf-8")
+        replace_text(run / "run.yaml", yaml.safe_dump(values, sort_keys=False))
+        replace_text(run / "prompts.txt", "The\n")
         self._part(3, f"{values['train_iters']:,} steps, about {seconds / 60:.1f} minutes")
         saved = run / "checkpoints"
         self._tool("pretrain", "--config", run / "run.yaml", *self._device, "--save", saved)

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_ext.data.mask import HEADER as MASK_HEADER
 from megatron_ext.data.mask import header as mask_header
 from megatron_ext.data.mask import mask_path
-from megatron_ext.durable import only_files, sync, sync_file
+from megatron_ext.durable import naming, only_files, sync, sync_file
 from megatron_ext.errors import ConfigurationError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -139,9 +139,11 @@ class IndexedWriter:
         assert (flags is None) == (self._mask is None)
         if self._mask is not None and flags is not None:
             assert len(flags) * self._dtype.itemsize == token_bytes
-            self._mask.write(flags.data)
-        self._bin.write(tokens)
-        self._lengths.write(lengths.tobytes())
+            with naming(self._mask_path):
+                self._mask.write(flags.data)
+        with naming(self._bin_path):
+            self._bin.write(tokens)
+            self._lengths.write(lengths.tobytes())
         self.written = Written(
             self.written.token_bytes + token_bytes,
             self.written.documents + len(lengths),
@@ -150,14 +152,15 @@ class IndexedWriter:
 
     def commit(self) -> Written:
         """Put everything so far on the disk, so that a later writer can start from here."""
-        for file in self._files():
-            sync_file(file)
+        with naming(self._bin_path):
+            for file in self._files():
+                sync_file(file)
         return self.written
 
     def finish(self) -> None:
         """Write the index, put everything on the disk, and give both files their names."""
         self.commit()
-        with open(_partial(self._idx_path), "wb", opener=only_files) as idx:
+        with naming(self._idx_path), open(_partial(self._idx_path), "wb", opener=only_files) as idx:
             self._write_index(idx)
             sync_file(idx)
         self._idx_path.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.durable import only_files
+from megatron_ext.durable import replace_text
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline
 from megatron_ext.untrusted.traces import TracedStep, read_trace
@@ -79,8 +79,7 @@ def write(folder: Path, record: RankRecord) -> Path:
     path = folder / f"rank{record.position.rank}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", encoding="utf-8", opener=only_files) as file:
-            file.write(json.dumps({"traceEvents": events(record), "schedule": asdict(record.position)}) + "\n")
+        replace_text(path, json.dumps({"traceEvents": events(record), "schedule": asdict(record.position)}) + "\n")
     except OSError as error:
         raise StorageError(f"cannot write the trace {path}: {error.strerror}. Leave out --record-schedule.") from error
     return path

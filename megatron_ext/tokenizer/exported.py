@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from megatron_ext.durable import replace_text
 from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer, from_sentencepiece, merges
 from megatron_ext.tokenizer.library import LibraryTokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer, NullTokenizer
@@ -35,7 +36,7 @@ def write_tokenizer(tokenizer: Protocol, folder: Path) -> list[str]:
     if isinstance(tokenizer, NullTokenizer):
         return []
     content, settings = _converted(tokenizer)
-    (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+    replace_text(folder / "tokenizer.json", content)
     if not (folder / "tokenizer_config.json").exists():
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -43,7 +44,7 @@ def write_tokenizer(tokenizer: Protocol, folder: Path) -> list[str]:
             "clean_up_tokenization_spaces": False,
             "model_max_length": 10**30,
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        replace_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
     return ["tokenizer.json", "tokenizer_config.json"]
 
 

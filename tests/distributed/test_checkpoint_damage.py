@@ -126,7 +126,7 @@ def test_folders_that_changed_their_names_are_told_from_the_state_in_them(saved:
         rf"DataError: --ckpt-step 1: {folder}/iter_0000001 holds the state of iteration 2.* Rename it to iter_0000002"
     )
     with pytest.raises(RankError, match=asked):
-        run_ranks(1, load, str(folder), [*FLAGS, "--ckpt-step", "1"])
+        run_ranks(1, load, str(folder), [*FLAGS, "--load", str(folder), "--ckpt-step", "1"])
     go_on = [*FLAGS, "--load", str(folder), "--save", str(tmp_path / "save"), "--exit-interval", "2"]
     [ended] = run_ranks(1, run_program, go_on)
     assert "checkpoint: resuming at iteration 1 of" in ended.output

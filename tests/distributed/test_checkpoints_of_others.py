@@ -105,6 +105,27 @@ def test_weights_and_moments_are_theirs(name: str, more: list[str], written: Pat
     assert (common["optimizer_step"], common["train_state"]["consumed_samples"]) == (3, 12)
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("fp32", [*UNTIED, "--bf16", "--use-distributed-optimizer"]),
+        ("bf16-tp2-dp2-reshardable", [word for word in BF16 if word != "--bf16"]),
+    ],
+)
+def test_another_precision_goes_on_with_their_fp32_weights(
+    name: str, more: list[str], written: Path, tmp_path: Path
+) -> None:
+    run_ranks(2, _go_on, _flags(written, name, *more), 0, str(tmp_path))
+    ours, theirs = Tensors(tmp_path / "iter_0000003"), Tensors(written / name / "iter_0000003")
+    masters = "optimizer.state.param."
+    weights = [key for key in ours.names() if not key.startswith("optimizer.")]
+    assert len(weights) > 5
+    for key in weights:
+        found, expected = (f"{masters}{key}", key) if "--bf16" in more else (key, f"{masters}{key}")
+        assert torch.equal(ours.read(found), theirs.read(_theirs(expected))), key
+        assert torch.equal(ours.read(key), ours.read(found).to(ours.dtype(key))), key
+
+
 @pytest.mark.parametrize(("more", "steps"), [([], 1), (["--no-load-optim"], 0), (["--finetune"], 0)])
 def test_flat_optimizer_state_needs_a_word(more: list[str], steps: int, written: Path, tmp_path: Path) -> None:
     flags = _flags(written, "fp32-dp2", *more)

@@ -1,6 +1,8 @@
 """A run that goes on in another precision than its checkpoint was saved in goes on with the fp32 weights: to the bit,
 under every sharding scheme, with and without the optimizer's state."""
 
+import contextlib
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import build, train
 from tests.support.resaving import FLAGS, Saved, saved_by, tensors_of
 from tests.support.selection import marked
@@ -123,3 +125,19 @@ def test_training_goes_on_with_the_fp32_weights(
         # Three ranks have other batches, and tensor-parallel ranks round sums in 16 bits otherwise.
         if how is _FULL and ranks == 2:
             assert loss == pytest.approx(losses_of_one_process[was, now], rel=1e-6)
+
+
+def _load_and_listen(flags: list[str], folder: str) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        load_checkpoint(build(flags), folder)
+    return said.getvalue()
+
+
+def test_16_bit_weights_without_masters_are_said(tmp_path: Path) -> None:
+    saved_by((1, ""), _flags("bf16", "--no-save-optim"), None, tmp_path, steps=0)
+    told = f"{tmp_path}/iter_0000002 holds its weights in bfloat16 alone, without fp32 masters that can be read"
+    for precision in DTYPES:
+        [said] = run_ranks(1, _load_and_listen, _flags(precision, _WEIGHTS), str(tmp_path))
+        assert (told in said) == (precision != "bf16")
+    with pytest.raises(RankError, match="saved without optimizer state; add --no-load-optim"):
+        run_ranks(1, _load_and_listen, _flags("fp32", _FULL), str(tmp_path))

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext import errors
-from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes, write_output
+from megatron_ext.errors import ConfigurationError, StorageError
 from megatron_ext.plan.timeline import Pass
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep
 from tests.support.corpora import write_documents
+from tests.support.full_disk import files_up_to
 from tests.support.samples import step
 
 CODES = {
@@ -110,6 +111,17 @@ def test_output_that_is_refused_only_when_all_is_written_is_noticed(
     os.close(write)
     assert caught.value.code == code
     assert capsys.readouterr().err == ("" if code == 141 else "error: [Errno 28] No space left on device\n")
+
+
+def test_a_page_without_room_leaves_the_older_one(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    write_output("--html", page, "older")
+    with (
+        files_up_to(10),
+        pytest.raises(StorageError, match=rf"^--html {page} cannot be written: File too large; give another path$"),
+    ):
+        write_output("--html", page, "longer than before")
+    assert page.read_text() == "older"
 
 
 def test_the_examples_are_the_first_paragraph_that_is_indented() -> None:

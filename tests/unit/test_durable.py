@@ -16,8 +16,9 @@ from megatron_ext.data.integrity import check_indexed_files
 from megatron_ext.data.mask import COUNTS, Mask
 from megatron_ext.data.prepare.journal import Journal
 from megatron_ext.data.prepare.merge import merge_indexed_files
-from megatron_ext.durable import replacing, sync, sync_file
+from megatron_ext.durable import check_space, described, naming, replace_text, replacing, sync, sync_file
 from tests.support.crashes import Disk
+from tests.support.full_disk import files_up_to
 
 
 def fail_in_the_middle(path: Path, kind: type[BaseException]) -> None:
@@ -279,3 +280,41 @@ def test_a_journal_speaks_of_what_is_on_the_disk(tmp_path: Path, watched_disk: C
         told.add(written.documents)
     assert told == {1, 2, 3}
     assert json.loads((folder / "text.partial.json").read_text())["written"][0]["documents"] == 3
+
+
+def test_a_text_without_room_leaves_the_old_one_and_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    with files_up_to(10), pytest.raises(OSError) as caught:  # noqa: PT011 (its fields are what is compared)
+        replace_text(path, "new and longer")
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+    said = f"{path} cannot be written: File too large; free space, or give another place"
+    assert described(caught.value) == said
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["page.html"])
+    with pytest.raises(OSError, match="No space left") as caught:
+        replace_text("/dev/full", "a text")
+    assert described(caught.value).startswith("/dev/full cannot be written: No space left on device (")
+
+
+def test_a_text_goes_where_a_link_leads_and_into_a_device(tmp_path: Path) -> None:
+    path, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(path)
+    for text in ("first", "second"):
+        replace_text(link, text)
+        assert (path.read_text(), link.readlink()) == (text, path)
+    replace_text(os.devnull, "nowhere")
+    assert Path(os.devnull).is_char_device()
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(OSError, match=rf"{name}"):
+            replace_text(name, "a text")
+
+
+def test_space_is_checked_before(tmp_path: Path) -> None:
+    check_space(tmp_path / "file", 1)
+    room = rf"\({1 << 60:,} bytes are needed, [\d,]+ are free\)"
+    with pytest.raises(OSError, match=f"No space left on device {room}") as caught:
+        check_space(tmp_path / "file", 1 << 60)
+    assert caught.value.filename == str(tmp_path / "file")
+    with pytest.raises(OSError, match="/other") as caught, naming(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device", "/other")

@@ -34,7 +34,7 @@ from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
 from megatron_ext.config.schema import Config
-from megatron_ext.durable import sync
+from megatron_ext.durable import replace_text, sync
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.families import Family, ParameterMapping, RowRange, state_dict_mapping
 from megatron_ext.families.hf_config import hf_config
@@ -292,7 +292,7 @@ def _write_companions(folder: Path, source: SavedModel, family: Family, code: st
     content = hf_config(source.written[1], family, DTYPES[code])
     content |= {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "config.json", content)
-    (folder / "README.md").write_text(_model_card(source, family, code), encoding="utf-8")
+    replace_text(folder / "README.md", _model_card(source, family, code))
 
 
 def _copy(source: SavedModel, folder: Path, names: Sequence[str]) -> list[str]:
@@ -336,7 +336,7 @@ def _tokenizer_of_training(config: Config) -> Tokenizer | None:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def _model_card(source: SavedModel, family: Family, weights: str) -> str:

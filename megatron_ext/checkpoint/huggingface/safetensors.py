@@ -8,11 +8,9 @@ The safetensors package writes a file from tensors that are all in memory. Here 
 only the part that is copied is ever read or written. A header is checked before anything is believed.
 """
 
-import errno
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.dtypes import ARRAYS, SAFETENSORS_WIDTHS, converted
+from megatron_ext.durable import check_space
 from megatron_ext.errors import DataError
 from megatron_ext.untrusted.text import load_json
 
@@ -142,10 +141,8 @@ def create(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        free = shutil.disk_usage(path.parent).free
-        if position > free:
-            # Allocating all of it would tell as well, but where the disk is memory, it writes everything twice.
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({position:,} bytes of {free:,})", str(path))
+        # Allocating all of it would tell as well, but where the disk is memory, it writes everything twice.
+        check_space(path, position)
         file.truncate(8 + len(text) + position)
     start = 8 + len(text)
     return {

@@ -170,8 +170,8 @@ def _say_what_is_lost(run: Saveable, path: Path, changed: list[str], saved: Mapp
     if rounded and not masters.are_saved(saved):
         _warn(
             run,
-            f"{path} holds its weights in {listed(rounded)} alone, without the fp32 masters that were rounded: this "
-            f"run, in {run.config.training.params_dtype}, begins with the rounded ones",
+            f"{path} holds its weights in {listed(rounded)} alone, without fp32 masters that can be read: this run, in "
+            f"{run.config.training.params_dtype}, begins with the rounded weights",
         )
 
 

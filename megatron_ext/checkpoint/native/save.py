@@ -40,7 +40,7 @@ from megatron_ext.checkpoint.native.retention import remove_expired
 from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, Saveable, as_it_is
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.device.device_protocol import Device
-from megatron_ext.durable import naming
+from megatron_ext.durable import check_space, naming
 from megatron_ext.errors import FolderRemovedError, StorageError, TrainingError
 from megatron_ext.sharding.parts import IN_PLACE, Exchange
 
@@ -191,7 +191,7 @@ class Save:
             raise OSError(errno.EBUSY, str(error).rstrip("."), str(self.folder)) from error
         make_partial(self.folder, self.iteration)
         if self._kept.size is not None:
-            _check_space(self.folder, self._kept.size)
+            check_space(Path(self.folder), self._kept.size)
 
     def _prepare(self, snapshot: checkpoint_state_dict.RunSnapshot, background: bool) -> None:
         """Make the engine's plan for a first save, or take it up for one that the training waits for. Collective."""
@@ -199,7 +199,7 @@ class Save:
         is_first = self._kept.size is None
         if is_first:
             size = _sum_over_ranks(checkpoint_state_dict.size(state_dict), self.run.device)
-            _on_first_rank(self.run, self.folder, lambda: _check_space(self.folder, size))
+            _on_first_rank(self.run, self.folder, lambda: check_space(Path(self.folder), size))
             self._kept.size = size
         self._request = self._planned(state_dict, validate=is_first)
 
@@ -233,7 +233,8 @@ class Save:
             write_shards(self._request, _on_host(self._request))
             self._files = written.files()
             if self.run.rank == 0:
-                self._write_companions()
+                with naming(self._partial):
+                    self._write_companions()
         except OSError as error:
             self._files = _text(error)
         except Exception as error:
@@ -251,7 +252,8 @@ class Save:
     def _publish(self, shards: checkpoint_manifest.Files) -> None:
         """Write the manifest; then the checkpoint gets its name."""
         others = [path for path in checkpoint_manifest.all_files(self._partial) if path.suffix != ".distcp"]
-        checkpoint_manifest.write(self._partial, shards | checkpoint_manifest.describe(self._partial, others))
+        with naming(self._partial):
+            checkpoint_manifest.write(self._partial, shards | checkpoint_manifest.describe(self._partial, others))
         publish(self.folder, self.iteration)
 
     @contextmanager
@@ -306,14 +308,6 @@ def write_shards(request: AsyncRequest, buckets: Any) -> None:
             written[index] = ended
     *_, results = request.async_fn_args
     results.put(written)
-
-
-def _check_space(folder: str | Path, size: int) -> None:
-    """Check the disk's space before the write: that is better than to find out in the middle of it."""
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        reason = f"{os.strerror(errno.ENOSPC)} ({size:,} bytes are needed, {free:,} are free)"
-        raise OSError(errno.ENOSPC, reason, str(folder))
 
 
 def _request(

@@ -23,6 +23,7 @@ from megatron_ext.checkpoint.native.torch_archive import archive, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.schema import Config
+from megatron_ext.durable import check_space, naming
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parts.catalogue import states
 from megatron_ext.parts.parameter import Parameter
@@ -96,13 +97,14 @@ def write_checkpoint(
     partial = make_partial(destination, common["iteration"])
     try:
         metadata, written = _write_shard(partial / "__0_0.distcp", _objects(config, common), weights)
-        (partial / ".metadata").write_bytes(metadata)
-        (partial / "metadata.json").write_text(
-            json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
-        )
-        (partial / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-        add_files(partial)
-        write_versions(partial)
+        with naming(partial):
+            (partial / ".metadata").write_bytes(metadata)
+            (partial / "metadata.json").write_text(
+                json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+            )
+            (partial / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+            add_files(partial)
+            write_versions(partial)
         others = [path for path in checkpoint_manifest.all_files(partial) if path.name not in written]
         checkpoint_manifest.write(partial, written | checkpoint_manifest.describe(partial, others))
         return publish(destination, common["iteration"])
@@ -161,6 +163,7 @@ def _write_shard(
         chunk = Chunk(item.offsets, item.sizes, path.name, position, length)
         chunks.setdefault((item.key, item.tensor_size, item.dtype), []).append(chunk)
         position += length
+    check_space(path, position)
     try:
         size, checksum = gather(path, parts)
     except EOFError as error:

@@ -13,7 +13,7 @@ from megatron_ext.data.indexed import HEADER, MAGIC, VERSION
 from megatron_ext.data.integrity import IndexArrays, check_indexed_files, open_index, token_count
 from megatron_ext.data.mask import Mask, copy_flags, mask_path
 from megatron_ext.data.prepare.journal import write_manifest
-from megatron_ext.durable import only_files, sync, sync_file
+from megatron_ext.durable import check_space, naming, only_files, sync, sync_file
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.tokenizer_record import describe_tokenizer, same_tokenizer
 
@@ -77,19 +77,20 @@ def merge_indexed_files(prefixes: Sequence[str], output: str, *, accept_other_to
     bin_partial, idx_partial = Path(f"{output}.bin.partial"), Path(f"{output}.idx.partial")
     mask_partial = Path(f"{output}.mask.partial")
     try:
-        with open(bin_partial, "wb", opener=only_files) as out:
+        check_space(bin_partial, sum(os.path.getsize(f"{prefix}.bin") for prefix in prefixes))
+        with naming(bin_partial), open(bin_partial, "wb", opener=only_files) as out:
             for prefix in prefixes:
                 with open(f"{prefix}.bin", "rb") as source:
                     shutil.copyfileobj(source, out, 1 << 22)
             token_bytes = out.tell()
             sync_file(out)
-        with open(idx_partial, "wb", opener=only_files) as out:
+        with naming(idx_partial), open(idx_partial, "wb", opener=only_files) as out:
             out.write(HEADER.pack(MAGIC, VERSION, parts[0].code, sequences, documents + 1))
             for block in _index_blocks(parts):
                 out.write(block.data)
             sync_file(out)
         if packed_to is not None:
-            with open(mask_partial, "wb", opener=only_files) as out:
+            with naming(mask_partial), open(mask_partial, "wb", opener=only_files) as out:
                 copy_flags(prefixes, packed_to, out)
                 sync_file(out)
         Path(f"{output}.idx").unlink(missing_ok=True)

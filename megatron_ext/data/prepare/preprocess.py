@@ -10,6 +10,7 @@ seconds the parent notes how far it is; a run that was killed goes on from there
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,8 @@ from megatron_ext.data.prepare.encode import BlockEncoder, EncodedBlock, MakeBlo
 from megatron_ext.data.prepare.encode_conversations import ConversationEncoder
 from megatron_ext.data.prepare.inputs import InputFile, find_files
 from megatron_ext.data.prepare.journal import Journal, Progress, write_manifest
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.durable import FULL
+from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.tokenizer.chat import chat_template, missing_tokens
 from megatron_ext.tokenizer.encode_many import fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.flags import tokenizer_values
@@ -229,8 +231,9 @@ class _Run:
 
     def _add(self, encoded: EncodedBlock) -> None:
         journal = self._journal
-        for writer, (tokens, lengths) in zip(self._writers, encoded.columns, strict=True):
-            writer.add_tokens(tokens.data, lengths, encoded.flags)
+        with self._saying_what_is_needed(encoded):
+            for writer, (tokens, lengths) in zip(self._writers, encoded.columns, strict=True):
+                writer.add_tokens(tokens.data, lengths, encoded.flags)
         if self._job.on_error == "log":
             for problem in encoded.problems:
                 self._note(f"left out: {problem}")
@@ -247,6 +250,24 @@ class _Run:
         if self._is_fast and encoded.sample is not None:
             _spread(journal.samples, journal.blocks, encoded.sample)
         journal.blocks += 1
+
+    @contextmanager
+    def _saying_what_is_needed(self, encoded: EncodedBlock) -> Iterator[None]:
+        """Raise a StorageError where a full disk has no room for a block: with an estimate of all tokens' bytes."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            progress, block = self._journal.progress, sum(tokens.nbytes for tokens, _ in encoded.columns)
+            written = sum(writer.written.token_bytes for writer in self._writers) + block
+            total = progress.bytes_total or encoded.bytes_read
+            about = written * max(total, encoded.bytes_read) // max(encoded.bytes_read, 1)
+            kept = "; it then goes on where it stopped" if self._journal_path.exists() else ""
+            raise StorageError(
+                f"{error.filename} cannot be written: {error.strerror}. The tokens need about {about:,} bytes in all. "
+                f"Free space, or give another --output-prefix, and start again{kept}."
+            ) from error
 
     def _choose_encoder(self, first: Block) -> BatchEncoder:
         """Return the fast encoder, if there is one and it gives the reference's ids on probes and on the first

@@ -3,6 +3,7 @@ an export is in its place whole or not at all."""
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.families import state_dict_mapping
 from megatron_ext.families.hf_config import read_hf_config
 from tests.support.crashes import Disk
+from tests.support.full_disk import files_up_to
 
 _LLAMA = {
     "hidden_size": 24,
@@ -193,3 +195,17 @@ def test_a_check_reads_at_least_one_sample(number: int) -> None:
     line = ["to-hf", "--load", "ckpt", "--save", "model", "--check-samples", str(number)]
     with pytest.raises(ConfigurationError, match=f"--check-samples {number} must be positive; leave it out for 64"):
         convert_checkpoint.main(line)
+
+
+def test_an_import_without_room_names_the_file_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path / "hf", "llama")
+    save = tmp_path / "save"
+    with files_up_to(1000), pytest.raises(OSError, match="File too large") as caught:
+        import_huggingface(tmp_path / "hf", save)
+    assert caught.value.filename == str(save / ".iter_0000000.partial/__0_0.distcp")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"No space left on device \([\d,]+ bytes are needed, 1,000 are free\)"):
+        import_huggingface(tmp_path / "hf", save)
+    assert os.listdir(save) == []

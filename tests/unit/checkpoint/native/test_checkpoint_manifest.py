@@ -60,12 +60,12 @@ def test_every_byte_of_a_manifest_counts(tmp_path: Path) -> None:
             checkpoint_manifest.read(tmp_path)
     path.unlink()
     assert checkpoint_manifest.name_of(tmp_path) is None
-    assert checkpoint_manifest.read(tmp_path) is None
-    assert resume._flags_are_intact(tmp_path), "Megatron-LM writes none"
-    (tmp_path / "versions.json").write_text("{}")
     assert not resume._flags_are_intact(tmp_path)
     with pytest.raises(ValueError, match=r"manifest\.json is missing"):
         checkpoint_manifest.read(tmp_path)
+    (tmp_path / "versions.json").unlink()
+    assert checkpoint_manifest.read(tmp_path) is None
+    assert resume._flags_are_intact(tmp_path), "Megatron-LM writes none"
 
 
 WHOLE: list[str] = []

@@ -48,7 +48,7 @@ def test_older_checkpoints_stay_where_the_newest_has_no_manifest(
     (newest / MANIFEST).rename(tmp_path / "manifest")
     remove_expired(run, tmp_path, 3)
     assert saved_iterations(tmp_path) == [1, 2, 3]
-    said = f"{newest} is not whole (no manifest): earlier checkpoints are kept. Check the disk"
+    said = f"{newest} is not whole (manifest.json is missing): earlier checkpoints are kept. Check the disk"
     assert said in capsys.readouterr().err
     (tmp_path / "manifest").rename(newest / MANIFEST)
     genuine = retention.remove

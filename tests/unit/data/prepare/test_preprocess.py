@@ -1,6 +1,8 @@
 import hashlib
 import json
+import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +16,11 @@ from megatron_ext.data.prepare import encode, preprocess
 from megatron_ext.data.prepare.documents import Block, ReadPosition
 from megatron_ext.data.prepare.encode import BlockEncoder
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.tokenizer.encode_many import fast_encoder, plain_encoder, probe_texts
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer
+from tests.support.full_disk import files_up_to
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "preprocess"
 TOOL = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
@@ -327,3 +330,16 @@ def test_a_sample_is_a_text_and_the_ids_that_were_written(length: int):
     assert {one[0] for one in seen} == {"0", "1", "2"}
     assert {one[1] for one in seen} == {"t", "b"}
     assert _encoder("skip")(_block([b"1"])).sample is None
+
+
+def test_a_full_disk_is_said_with_the_file_and_what_is_needed(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": "abcdefgh" * 50}) + "\n" for _ in range(500)))
+    file = tmp_path / "out_text_document.bin"
+    with files_up_to(100_000), pytest.raises(StorageError) as caught:
+        encode_bytes(tmp_path, corpus)
+    said = rf"^{file} cannot be written: File too large\. The tokens need about ([\d,]+) bytes in all\. Free space, or "
+    match = re.match(said, str(caught.value))
+    assert match, caught.value
+    assert int(match[1].replace(",", "")) == pytest.approx(2 * 8 * 50 * 500, rel=0.1)
+    assert os.listdir(tmp_path) == ["corpus.jsonl"]
