@@ -53,6 +53,9 @@ class GPT(GPTModel):
         if self.mtp_process and not self.pre_process and self.share_embeddings_and_output_weights:
             # The logits are a product with the embedding that the depths read; megatron-core makes another matrix.
             self.output_layer.weight = None
+            # Products may add the output layer's share to its main gradient themselves; autograd has the embeddings'.
+            # megatron-core marks a weight that has both on a single stage alone.
+            vars(self.shared_embedding_or_output_weight())["zero_out_wgrad"] = True
 
     def _end_with_norm(self) -> None:
         """Put the final norm into the last chunk. megatron-core has it after the last layer where there are depths of

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS
+from megatron_ext.config.schema import Config
+from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS, parameters
+from megatron_ext.parts.parameter import Parameter
 
 _EXPERTS = "mlp.experts."
 _EXPERT_RANGE = re.compile(r"\.experts\.(\d+):(\d+)\.")
@@ -92,6 +94,15 @@ def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
     experts = range(int(found.group(1)), int(found.group(2)))
     for expert, matrix in zip(experts, tensor, strict=True):
         yield f"{name[: found.start()]}.experts.{expert}.{name[found.end() :]}", matrix
+
+
+def catalogued(model_chunks: Sequence[torch.nn.Module], config: Config) -> dict[int, Parameter]:
+    """Return the catalogue's parameter of each one of this rank, by its id(); of a stack of experts, the first's."""
+    known = {parameter.name: parameter for parameter in parameters(config)}
+    return {
+        id(weight): known[next(by_expert(name, torch.empty(weight.shape, device="meta")))[0]]
+        for name, weight in global_named_parameters(model_chunks)
+    }
 
 
 def is_of_an_expert(name: str) -> bool:

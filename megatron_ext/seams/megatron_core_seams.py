@@ -119,7 +119,8 @@ MODEL = (
     Seam(
         "parameter.zero_out_wgrad",
         "read: the hook adds what autograd has although the main gradient has its part, which must then be zero; set "
-        "to False while the hook runs after a first gradient, which was written",
+        "to False while the hook runs after a first gradient, which was written; set to True where the last of several "
+        "stages reads tied embeddings twice",
         called_by=(f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",),
     ),
     Seam(

@@ -14,7 +14,7 @@ the buffer when the last backward pass is done; products write there at once (de
 The bits are those of sums with zeros; only products that write themselves could leave a -0.0, of a sum that underflows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, cast
@@ -34,10 +34,11 @@ from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.device.weight_gradients import expect_first, products_write, takes_first, write_
 from megatron_ext.errors import TrainingError
+from megatron_ext.model.loss import OutputLayer
+from megatron_ext.model.names import catalogued
 from megatron_ext.optim.settings import optimizer_config
 from megatron_ext.sharding.engine import (
     build_optimizer,
-    catalogued,
     ddp_config,
     for_chunks,
     initialized,
@@ -190,7 +191,7 @@ class DataParallel(Sharding):
         if settings.overlap_param_gather:
             core.param_sync_func = for_chunks([chunk.start_param_sync for chunk in wrapped])
             for chunk in wrapped:
-                _unhook_modules_without_weights(chunk)
+                _hook_modules_that_read(chunk)
         return wrapped
 
     def _whole_matrices(
@@ -245,7 +246,7 @@ class DataParallel(Sharding):
         finally:
             for chunk in chunks:
                 chunk.enable_forward_pre_hook()
-                _unhook_modules_without_weights(chunk)
+                _hook_modules_that_read(chunk)
 
     @contextmanager
     def averaged(self, optimizer: ChainedOptimizer, chunks: Sequence[Any]) -> Iterator[None]:
@@ -268,7 +269,7 @@ class DataParallel(Sharding):
         finally:
             for chunk in chunks if overlaps else ():
                 chunk.enable_forward_pre_hook()
-                _unhook_modules_without_weights(chunk)
+                _hook_modules_that_read(chunk)
 
     def reduced_gradients(self, chunk: Any) -> Reduced:
         """Fetch the other ranks' parts: with the distributed optimizer each rank's buffer is reduced only in its own
@@ -309,11 +310,22 @@ def _buffers(chunk: Any) -> list[Any]:
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
-def _unhook_modules_without_weights(chunk: Any) -> None:
-    """Take off the hooks that would wait for no weight: megatron-core hooks every module, and half of them have none.
+def _hook_modules_that_read(chunk: Any) -> None:
+    """Have every module wait for the weights that it reads. megatron-core has each wait for what it holds itself: half
+    of them hold nothing, and the output layer of tied embeddings is given their weight.
 
     The handles stay, for megatron-core removes them all.
     """
-    for module, handle in chunk.remove_forward_pre_hook_handles.items():
-        if next(module.parameters(recurse=False), None) is None:
+    handles = chunk.remove_forward_pre_hook_handles
+    for module, handle in handles.items():
+        if isinstance(module, OutputLayer) and module.weight is None:
             handle.remove()
+            hook: Any = partial(_wait_for_given, chunk.param_to_bucket_group)
+            handles[module] = module.register_forward_pre_hook(hook, with_kwargs=True)
+        elif next(module.parameters(recurse=False), None) is None:
+            handle.remove()
+
+
+def _wait_for_given(groups: Mapping[Any, Any], module: Any, _inputs: object, given: Mapping[str, Any]) -> None:
+    for weight in (*module.parameters(recurse=False), given["weight"]):
+        groups[weight].finish_param_sync()

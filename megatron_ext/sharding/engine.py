@@ -17,12 +17,12 @@ from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.model.initialize import initialize
-from megatron_ext.model.names import by_expert, global_named_parameters
+from megatron_ext.model.names import catalogued, global_named_parameters
 from megatron_ext.optim.gradient_norm import replace_loops
 from megatron_ext.optim.torch_optimizer import as_registered
 from megatron_ext.parallel.matrices import Matrix
 from megatron_ext.parallel.rows import row_shard
-from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS, parameters
+from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.update_factors import factors
 from megatron_ext.sharding.parts import OptimizerPart
@@ -87,15 +87,6 @@ def build_optimizer(
         if part.optimizer is not None:
             part.optimizer = as_registered(part.optimizer, config.optimizer)
     return built
-
-
-def catalogued(chunks: Sequence[torch.nn.Module], config: Config) -> dict[int, Parameter]:
-    """Return the catalogue's parameter of each one of this rank, by its id(); of a stack of experts, the first's."""
-    known = {parameter.name: parameter for parameter in parameters(config)}
-    return {
-        id(weight): known[next(by_expert(name, torch.empty(weight.shape, device="meta")))[0]]
-        for name, weight in global_named_parameters(chunks)
-    }
 
 
 def _mark_matrices(chunks: Sequence[torch.nn.Module], config: Config, groups: ProcessGroupCollection) -> None:

@@ -14,6 +14,7 @@ from megatron_ext.data.microbatch import Batch
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.model.names import biases_of_experts
 from megatron_ext.optim.loss_scale import loss_scale_of
+from megatron_ext.parts.catalogue import parameters
 from megatron_ext.parts.experts.router import take_auxiliary_losses
 from megatron_ext.parts.stack import stack
 from megatron_ext.resilience.numeric import is_spoiled
@@ -74,6 +75,7 @@ class StepResult:
 
     loss_scale: float
     num_zeros: float | None
+    """How many entries of the gradients are exactly zero, without the vocabulary's padding."""
     auxiliary_losses: AuxiliaryLosses | None = None
     """Auxiliary losses of mixtures of experts and of indexers."""
 
@@ -148,7 +150,7 @@ def train_step(
     clip = run.config.optimizer.clip_grad
     if clip > 0.0:
         run.sharding.clip(run.optimizer, clip, grad_norm)
-    num_zeros = run.optimizer.count_zeros() if run.config.logging.log_num_zeros_in_grad else None
+    num_zeros = _zeros_in_gradients(run) if run.config.logging.log_num_zeros_in_grad else None
     if run.qk_clip is not None:
         run.qk_clip.before_update(largest)
     run.optimizer.step_with_ready_grads()
@@ -183,6 +185,14 @@ def compute_gradients(run: Run, samples: range) -> Gradients:
         total[0] = math.nan
     shared.add_loss(total)
     return Gradients(samples, losses, shared, evidence, moved)
+
+
+def _zeros_in_gradients(run: Run) -> float:
+    """Return how many entries of the whole model's gradients are exactly zero. Collective.
+
+    The vocabulary's padding, which every layout has another amount of, does not count: it has no other gradients."""
+    padded = [(one, one.true_rows) for one in parameters(run.config) if one.true_rows is not None]
+    return run.optimizer.count_zeros() - sum(one.size // one.shape[0] * (one.shape[0] - rows) for one, rows in padded)
 
 
 def _loss_scale(run: Run) -> float:

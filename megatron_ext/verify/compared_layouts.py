@@ -13,6 +13,7 @@ OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 CP2 = "--context-parallel-size 2 --cp-comm-type"
 CP4 = "--context-parallel-size 4 --cp-comm-type"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
+FUSED = "--gradient-accumulation-fusion"
 RECOMPUTED = "--recompute-granularity full --recompute-num-layers"
 
 # Mixtures of experts. Which experts a token gets is no continuous function: two logits closer than the rounding may

@@ -75,6 +75,29 @@ OF_EXPERTS = (
     f"{EXPERTS} --use-distributed-optimizer --context-parallel-size 2 --expert-model-parallel-size 2",
 )
 OF_SAMPLES = f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss"
+BIASED = f"{EXPERTS} --disable-bias-linear=false --moe-aux-loss-coeff 0"
+OF_BIASED = tuple(
+    f"{BIASED} {layout}"
+    for layout in (
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+        "--moe-token-dispatcher-type alltoall",
+        "--expert-model-parallel-size 2",
+        "--expert-model-parallel-size 2 --use-distributed-optimizer",
+        "--expert-model-parallel-size 2 --use-megatron-fsdp",
+    )
+)
+PADDED = "--make-vocab-size-divisible-by 128 --lm-head-bias"
+OF_PADDED = tuple(
+    f"{PADDED} {layout}"
+    for layout in (
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--use-distributed-optimizer",
+        "--use-torch-fsdp2",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+    )
+)
 UNBALANCED = "--num-experts 4 --moe-ffn-hidden-size 24"
 TIED_ENDS = (
     f"{TIED} --pipeline-model-parallel-size 2",
@@ -98,23 +121,28 @@ OF_INDEXERS = tuple(
 )
 ALONE = (
     *(EXPERTS, OF_SAMPLES, TIED, f"{TIED} --bf16", f"{TIED} --fp16 --initial-loss-scale 65536", UNBALANCED),
-    *(INDEXED, f"{INDEXED} --recompute-granularity selective"),
+    *(INDEXED, f"{INDEXED} --recompute-granularity selective", BIASED, PADDED),
 )
 DIVIDED = {
     **dict.fromkeys(OF_EXPERTS, EXPERTS),
     f"{OF_SAMPLES} --context-parallel-size 2": OF_SAMPLES,
     **dict.fromkeys(TIED_ENDS, TIED),
     **dict.fromkeys(OF_INDEXERS, INDEXED),
+    **dict.fromkeys(OF_BIASED, BIASED),
+    **dict.fromkeys(OF_PADDED, PADDED),
 }
 """Layouts of two ranks, and what is the same alone."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Norms of all weights and of the first gradients, and what the routers and indexers of a step add to the loss."""
+    """Norms of all weights and of the first gradients, the zeros among these, the norm of the weights that two updates
+    leave (biases are 0 before), and what the routers and indexers of a step add to the loss."""
 
     weights: float
     gradients: float
+    zeros: float
+    updated: float
     balance: float | None
     z: float | None
     z_of_next_step: float | None
@@ -129,19 +157,23 @@ def _measured(layout: str) -> Measured:
     squares = [weight.double().square().sum() for weight in weights]
     norm, trainer = parameters_norm(run), Trainer(run, [])
     first, second = trainer.step(), trainer.step()
+    updated = parameters_norm(run)
     run.loaders.close()
     auxiliary, next_step = (result.auxiliary_losses or AuxiliaryLosses(None, None) for result in (first, second))
     assert first.grad_norm is not None
+    assert first.num_zeros is not None
     exact = float(torch.stack(squares).sum().sqrt())
     balance = auxiliary.load_balancing or auxiliary.of_samples
-    return Measured(norm, first.grad_norm, balance, auxiliary.z, next_step.z, auxiliary.indexer, exact)
+    norms = (norm, first.grad_norm, first.num_zeros, updated)
+    return Measured(*norms, balance, auxiliary.z, next_step.z, auxiliary.indexer, exact)
 
 
 def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout(alone: Found, divided: list[Found]) -> None:
     """Weights that ranks hold together count once, be they divided, whole, tied, or experts; losses are means. A loss
     scale, and 16 bits, change gradients by their roundings alone."""
     known = {layout: alone["measured", layout] for layout in ALONE}
-    experts, of_samples, tied, in_bf16, in_fp16, unbalanced, indexed, recomputed = known.values()
+    experts, of_samples, tied, in_bf16, in_fp16, unbalanced, indexed, recomputed, _, padded = known.values()
+    assert padded.zeros < 61 * 32, "padding is none of them"
     for one in known.values():
         assert one.weights == pytest.approx(one.exact, rel=1e-6), "in fp64, of 16-bit weights too"
     assert (experts.balance or 0.0) > 1.0
@@ -159,6 +191,7 @@ def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout(alone: Found, di
             numbers = [value or 0.0 for value in dataclasses.astuple(expected)]  # None of a dense model
             assert [value or 0.0 for value in same] == pytest.approx(numbers, rel=1e-5), layout
             assert found.weights == pytest.approx(expected.weights, rel=1e-6), layout
+            assert found.zeros == expected.zeros, layout
 
 
 def _losses_with_dropout(evaluations: str) -> tuple[list[str], list[str]]:

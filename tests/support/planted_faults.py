@@ -96,6 +96,20 @@ def skip_tied_embedding_reduction() -> None:
     module._allreduce_word_embedding_grads = lambda *_args, **_kwargs: None  # pyright: ignore
 
 
+def read_tied_weights_before_their_gather() -> None:
+    """The output layer does not wait for a weight that it is given."""
+    from megatron_ext.sharding import ddp
+
+    ddp._wait_for_given = lambda *_of_module: None
+
+
+def read_convolutions_before_their_gather() -> None:
+    """Weights that another module computes with are read without a call of the module that holds them."""
+    from megatron_ext.parts.gated_delta.compute import Weight
+
+    setattr(Weight, "__call__", lambda self: None)  # noqa: B010
+
+
 def average_per_microbatch() -> None:
     """Mean of means: every microbatch counts alike, however many of its tokens do."""
     from megatron_ext.train import step

@@ -44,11 +44,15 @@ _L2_EPSILON = 1e-6
 
 
 class Weight(torch.nn.Module):
-    """Holds a weight and a bias, if there are these, which other modules compute with."""
+    """Holds a weight and a bias, if there are these, which other modules compute with. They call it before they read
+    these: a scheme that gathers weights has those of a module ready for its forward pass."""
 
     def __init__(self, weight: torch.nn.Parameter | None = None, bias: torch.nn.Parameter | None = None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
+
+    def forward(self) -> None:
+        """Do nothing; hooks run."""
 
 
 class GatedDeltaNet(MegatronModule):
@@ -166,6 +170,8 @@ class GatedDeltaNet(MegatronModule):
     @torch.compiler.disable
     def _core(self, sequences: Sequences | None, mixed_SBM: torch.Tensor) -> torch.Tensor:
         """Return what the heads read, normalized and gated, [S, B, G x R x V]."""
+        self.conv1d()
+        self.out_norm()
         described, group = self.described, self.cp_group
         inference = sequences if isinstance(sequences, WholeSequences) else None
         if inference is not None:

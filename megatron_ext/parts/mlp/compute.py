@@ -72,6 +72,10 @@ class _Numbers(torch.nn.Module):
         )
         return make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets, **groups)
 
+    def forward(self) -> torch.Tensor:
+        """Return them all, [N]: a scheme that gathers weights has those of a module ready for its forward pass."""
+        return torch.cat(list(self.parameters()))
+
 
 class XieluFeedForward(FeedForward):
     """An MLP whose activation has two numbers that each layer learns."""
@@ -85,8 +89,7 @@ class XieluFeedForward(FeedForward):
             getattr(self.xielu, name).sequence_parallel = False
 
     def _activated(self, expanded: torch.Tensor) -> torch.Tensor:
-        alphas_2 = torch.cat([getattr(self.xielu, name) for name in XIELU_BEGINNINGS])
-        alphas_2 = copy_to_tensor_model_parallel_region(alphas_2, group=self.tp_group)
+        alphas_2 = copy_to_tensor_model_parallel_region(self.xielu(), group=self.tp_group)
         return computed_again(xielu, expanded, alphas_2)
 
 

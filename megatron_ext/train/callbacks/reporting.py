@@ -21,10 +21,10 @@ import torch
 
 from megatron_ext.config.derived.batch_size import training_steps
 from megatron_ext.data.samples import use_of_sources
-from megatron_ext.model.names import global_named_parameters, is_of_an_expert
+from megatron_ext.model.names import catalogued, global_named_parameters, is_of_an_expert
 from megatron_ext.optim.curves import weight_decay
+from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import local_part
-from megatron_ext.parts.catalogue import parameters
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.telemetry.communication_clock import CommunicationClock
@@ -42,15 +42,15 @@ from megatron_ext.train.trainer import Callback, Trainer
 def parameters_norm(run: Run) -> float:
     """Return the L2 norm of all parameters, each counted once: replicas and tied copies do not count again.
     Collective."""
-    replicated = {parameter.name for parameter in parameters(run.config) if parameter.tp_dim is None}
     totals = torch.zeros(2, dtype=torch.float64, device=run.device.torch_device)
     with run.gathered_parameters(), torch.no_grad():
-        for name, parameter in global_named_parameters(run.chunks):
-            is_tied_copy = getattr(parameter, "shared", False)
-            if not is_tied_copy and (run.groups.tp.rank() == 0 or name not in replicated):
-                totals[int(is_of_an_expert(name))] += (
-                    _computed_with(run, parameter).float().square().sum(dtype=torch.float64)
-                )
+        known = catalogued(run.chunks, run.config)
+        for name, weight in global_named_parameters(run.chunks):
+            of_expert = is_of_an_expert(name)
+            is_divided = known[id(weight)].tp_dim is not None
+            is_tied_copy = getattr(weight, "shared", False)
+            if not is_tied_copy and (is_divided or tensor_group(run.groups, expert=of_expert).rank() == 0):
+                totals[int(of_expert)] += _computed_with(run, weight).float().square().sum(dtype=torch.float64)
     holders = run.sharding.holders_of_one_copy(run.optimizer, run.groups)
     for total, group in zip(totals, holders, strict=True):
         torch.distributed.all_reduce(total, group=group)
