@@ -309,7 +309,7 @@ TABLE: Table = {
     **FSDP,
 }
 
-DEFAULTS = {"lr_scheduler": ("base_model", "cosine"), "weight_decay": ("base_model", 0)}
+DEFAULTS = {"lr_scheduler": ("learning_rate", "cosine"), "weight_decay": ("learning_rate", 0)}
 """Keys, each with another next to which leaving it out means a value that is not our default."""
 
 IMPLIED = {"base_model": "the folder must be there: download the model into it first"}

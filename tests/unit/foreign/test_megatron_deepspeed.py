@@ -68,6 +68,10 @@ def _problems(line: str, **options: Any) -> list[str]:
             f"{_LENGTH} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --fp16",
         ),
         (
+            f"{_LENGTH} --zero-stage 3 --fp16 --cpu-optimizer",
+            f"{_LENGTH} --use-distributed-optimizer --optimizer-cpu-offload --fp16",
+        ),
+        (
             f"{_LENGTH} --rank 1 --world-size 2 --local-rank 1 --dist-url tcp://node:29500 --dry-run",
             f"{_LENGTH} --world-size 2 --dry-run",
         ),

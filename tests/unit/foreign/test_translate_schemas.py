@@ -68,12 +68,17 @@ def test_every_key_of_the_schema_is_known(source: str) -> None:
             "axolotl",
             {"optimizer": "muon", "learning_rate": 0.01, "adam_beta2": 0.9},
             "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-coefficient-type simple "
-            "--muon-extra-scale-factor 0.2 --adam-beta1 0.95 --adam-beta2 0.9 --lr 0.01",
+            "--muon-extra-scale-factor 0.2 --adam-beta1 0.95 --adam-beta2 0.9 --lr 0.01 "
+            "--lr-decay-style cosine --weight-decay 0",
         ),
-        ("axolotl", {"lr_scheduler": "cosine", "learning_rate": 0.3, "cosine_min_lr_ratio": 0.1}, (
-            "--lr-decay-style cosine --lr 0.3 --min-lr 0.03"
+        ("axolotl", {"learning_rate": 0.3, "cosine_min_lr_ratio": 0.1}, (
+            "--lr-decay-style cosine --lr 0.3 --min-lr 0.03 --weight-decay 0"
         )),
-        ("axolotl", {"learning_rate": 0.3, "embedding_lr_scale": 0.5}, "--lr 0.3 --decoupled-lr 0.15"),
+        (
+            "axolotl",
+            {"lr_scheduler": "linear", "learning_rate": 0.3, "cosine_min_lr_ratio": 0.1, "embedding_lr_scale": 0.5},
+            "--lr 0.3 --lr-decay-style linear --decoupled-lr 0.15 --weight-decay 0",
+        ),
         (
             "deepspeed",
             {
