@@ -6,8 +6,8 @@
     python tools/import_config.py --from axolotl config.yaml --data-path data/train_alpaca_document
 
 Prints the commands that make the data, the flags, the layout (world size, effective batch), and what became of every
-key: its flag, no flag needed, no counterpart and why, or unknown. Exit codes: 0 done, 64 the file or its sizes cannot
-work, 65 the data of --data-path is damaged.
+key: its flag, no flag needed, or no counterpart and why. Exit codes: 0 done; 64 the file or its sizes cannot work, or a
+key that the training depends on is not translated; 65 the data of --data-path is damaged.
 """
 
 from functools import partial
@@ -31,7 +31,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("file", help="the configuration file, JSON or YAML")
     options = parser.parse_args(argv)
     count = None if options.data_path is None else partial(samples_of_epoch, options.data_path)
-    say(report(translate(options.source, read(options.file), options.world_size, count)))
+    translation = translate(options.source, read(options.file), options.world_size, count)
+    say(report(translation))
+    if problems := translation.problems():
+        raise ConfigurationError(problems)
     return 0
 
 

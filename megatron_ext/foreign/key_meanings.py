@@ -3,6 +3,7 @@ these."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Any
 
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
@@ -26,7 +27,16 @@ class Default:
 
 @dataclass(frozen=True)
 class NoCounterpart:
-    """Says that nothing here does this. The reason says what to do instead, if anything."""
+    """Says that nothing here does this, and why the training does not depend on it: speed, memory that the program
+    spares in its own way, or what is shown."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Says that nothing here does this, although the training depends on it: the import ends with exit code 64. The
+    reason says what to do instead, if anything."""
 
     reason: str
 
@@ -43,6 +53,7 @@ class Launch:
     """Something that torchrun is told, not the program; `{}` stands for the value."""
 
     template: str
+    convert: Callable[[Any], Any] = field(default=lambda value: value)
 
 
 @dataclass(frozen=True)
@@ -54,29 +65,99 @@ class Cases:
 
 
 @dataclass(frozen=True)
+class Depends:
+    """Says that the meaning depends on the value of another key of the file, written as in `Cases`; a key that the file
+    does not have is null."""
+
+    key: str
+    by_value: Mapping[str, "Meaning"]
+    otherwise: "Meaning"
+
+
+@dataclass(frozen=True)
+class Each:
+    """Says that every value of a list has this meaning."""
+
+    meaning: "Meaning"
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Flags whose value follows from the value and that of another key: the first of `others` that the file has."""
+
+    template: str
+    others: tuple[str, ...]
+    combine: Callable[[float, float], float] = mul
+
+
+@dataclass(frozen=True)
 class OfOptimizer:
-    """An argument of the optimizer that the same file chooses, by the name that torch has for it (`betas`)."""
+    """An argument of the optimizer that the same file chooses, by the name that torch has for it (`betas`), or one of
+    the numbers that the argument is made of."""
 
     argument: str
+    index: int | None = None
 
 
-Meaning = Flags | Default | NoCounterpart | Fact | Launch | Cases | OfOptimizer
+Meaning = Flags | Default | NoCounterpart | Refused | Fact | Launch | Cases | Depends | Each | Combined | OfOptimizer
 
 Table = Mapping[str, Meaning]
-"""Meanings by key; nested keys are joined by dots, and `*` stands for the index in a list."""
+"""Meanings by key. Nested keys are joined by dots, `*` stands for the index in a list, and a key that has no entry of
+its own has the first that matches it as a file name's pattern does (`trl.*`, `lora_*`)."""
 
 OFF = Default("off, as without a flag")
 
 
+NEITHER = Refused("neither true nor false")
+
+
 def switch(flags: str) -> Cases:
     """Return flags where the value is true, nothing where it is false."""
-    return Cases({"true": Flags(flags), "false": OFF, "null": OFF}, NoCounterpart("neither true nor false"))
+    return Cases({"true": Flags(flags), "false": OFF, "null": OFF}, NEITHER)
 
 
 def only_off(reason: str) -> Cases:
-    """Return nothing to write where the value is false, empty or "none"; else no counterpart."""
+    """Return nothing to write where the value is false, empty or "none"; else a refusal."""
     off: dict[str, Meaning] = dict.fromkeys(("false", "null", "none", "no", "0", ""), OFF)
-    return Cases(off, NoCounterpart(reason))
+    return Cases(off, Refused(reason))
+
+
+def above_one(meaning: Meaning) -> Cases:
+    """Return nothing to write where the size is 1, which divides nothing."""
+    return Cases({"1": OFF}, meaning)
+
+
+def each_of(keys: str, meaning: Meaning, prefix: str = "") -> dict[str, Meaning]:
+    """Return one meaning for several keys, whose names are given as words."""
+    return {f"{prefix}{key}": meaning for key in keys.split()}
+
+
+def whole_number(value: Any) -> int:
+    """Return an integer that a file gives as a number or as its text.
+
+    Raises:
+        ValueError: it is no integer.
+    """
+    if not isinstance(value, bool | int | float | str) or isinstance(value, bool):
+        raise ValueError
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    return int(value)
+
+
+def count_from(least: int) -> Callable[[Any], int]:
+    """Return a function that takes an integer of at least this from a file.
+
+    It raises ValueError for anything else.
+    """
+
+    def counted(value: Any) -> int:
+        number = whole_number(value)
+        if number < least:
+            raise ValueError
+        return number
+
+    return counted
 
 
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers {}"
@@ -91,8 +172,10 @@ ZERO_STAGE = Cases(
         "2": SHARD_GRAD,
         "3": FULL_SHARD,
     },
-    NoCounterpart("ZeRO has the stages 0 to 3"),
+    Refused("ZeRO has the stages 0 to 3"),
 )
+
+WEIGHTS_WHOLE = Default("ZeRO divides weights in stage 3 alone, and can offload them then")
 
 MIXED_PRECISION = Cases(
     {
@@ -102,7 +185,7 @@ MIXED_PRECISION = Cases(
         "no": Default("fp32, as without a flag"),
         "false": Default("fp32, as without a flag"),
     },
-    NoCounterpart("unknown precision; use --bf16 or --fp16"),
+    Refused("not a precision that this tool knows; write bf16, fp16 or no"),
 )
 
 
@@ -115,24 +198,27 @@ def optimizers(program: str) -> Cases:
         for name in traits.elsewhere[program].names
     }
     ours = (f"{traits.name} ({traits.remark})" if traits.remark else traits.name for traits in OPTIMIZERS.values())
-    return Cases(known, NoCounterpart(f"use --optimizer {listed(ours)}"))
+    return Cases(known, Refused(f"choose one of --optimizer {listed(ours)}"))
 
 
 CHECKPOINTS = Default(
     "checkpoints are sharded and load into any layout; `tools/convert_checkpoint.py to-hf` writes the whole model"
 )
+RESUMED = Cases({"false": OFF, "true": Refused("the folder to go on from is named by --load")}, Flags("--load {}"))
+SAME_NUMBERS = NoCounterpart("how ranks of a sequence exchange keys and values is --cp-comm-type: the same numbers")
 EPOCHS = NoCounterpart(
     "the length of a run is --train-iters or --train-samples: with --data-path PREFIX of the preprocessed data this "
     "tool says how many steps that is"
 )
 
 
-_HYBRID = NoCounterpart(
-    "say how many replicas of the shards there are: --use-torch-fsdp2 --num-distributed-optimizer-instances N"
+_HYBRID = Refused(
+    "how many replicas of the shards there are does not stand in the file: write FULL_SHARD, and add "
+    "--num-distributed-optimizer-instances N"
 )
 _NO_SHARD = Default("plain data parallelism, as without a flag")
 
-FSDP_VERSION = Cases({"2": Flags("--use-torch-fsdp2"), "1": FULL_SHARD}, NoCounterpart("FSDP has the versions 1 and 2"))
+FSDP_VERSION = Cases({"2": Flags("--use-torch-fsdp2"), "1": FULL_SHARD}, Refused("FSDP has the versions 1 and 2"))
 
 # torch.distributed.fsdp.ShardingStrategy numbers them from 1.
 _STRATEGIES = {
@@ -147,7 +233,7 @@ _FSDP_KEYS = {
     "version": FSDP_VERSION,
     "sharding_strategy": Cases(
         _STRATEGIES | {str(number): meaning for number, meaning in enumerate(_STRATEGIES.values(), start=1)},
-        NoCounterpart("unknown strategy"),
+        Refused("not a strategy of torch's FSDP"),
     ),
     "reshard_after_forward": Cases(
         {
@@ -159,7 +245,7 @@ _FSDP_KEYS = {
             "no_shard": _NO_SHARD,
             "hybrid_shard": _HYBRID,
         },
-        NoCounterpart("neither true nor false"),
+        NEITHER,
     ),
     "auto_wrap_policy": Cases(
         {"transformer_based_wrap": Default("every transformer layer is a unit of sharding")},
@@ -177,7 +263,7 @@ _FSDP_KEYS = {
     "offload_params": switch("--use-torch-fsdp2 --torch-fsdp2-cpu-offload"),
     "cpu_offload_pin_memory": Cases(
         {"true": Default("host memory is pinned on a GPU machine"), "false": Flags("--no-pin-cpu-params")},
-        NoCounterpart("neither true nor false"),
+        NEITHER,
     ),
     "state_dict_type": CHECKPOINTS,
     "final_state_dict_type": CHECKPOINTS,
@@ -185,6 +271,9 @@ _FSDP_KEYS = {
     "cpu_ram_efficient_loading": Default("every rank reads its own slices alone"),
     "use_orig_params": Default("parameters keep their names and shapes"),
     "activation_checkpointing": switch(FULL_RECOMPUTE.format(1)),
+    "activation_checkpointing_offload": NoCounterpart("recomputed layers keep their one input on their own device"),
+    "ignored_modules": only_off("every module is sharded"),
+    "mixed_precision_policy": Cases({"bf16": OFF, "fp32": OFF}, Refused("--bf16 or --fp16 is the precision of all")),
 }
 
 FSDP = {f"fsdp_config.{prefix}{name}": meaning for name, meaning in _FSDP_KEYS.items() for prefix in ("", "fsdp_")}

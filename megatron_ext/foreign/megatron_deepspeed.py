@@ -202,20 +202,20 @@ def _give(script: Script, content: dict[str, Any]) -> None:
     """Give the flags that keys of DeepSpeed's file mean, and say what becomes of the others."""
     from megatron_ext.foreign.translate import translate
 
+    # What the script says and the file does not, but which the meaning of the file's keys depends on.
+    content["fp16.enabled"] = "--fp16" in script
+    if "--cpu-optimizer" in script or "--cpu-torch-adam" in script:
+        content["zero_optimization.cpu_offload"] = True
     found = translate("deepspeed", content)
     for key in found.keys:
-        if key.became == "unknown" or (key.became == "none" and key.name == "zero_optimization.stage"):
-            text = f"{key.name} {key.value!r} of {_CONFIG} is unknown: {key.reason}; leave it out"
+        if key.became == "refused":
+            text = f"{key.name} {key.value!r} of {_CONFIG} is not translated: {key.reason}; leave it out"
             (script.warnings if "--allow-unknown-flags" in script else script.problems).append(text)
         elif key.became == "none":
             script.warnings.append(f"{key.name} {key.value} of {_CONFIG} changes nothing here: {key.reason}")
     for flag, value in found.command.items():
         if flag not in script:
             script.give((flag, *shlex.split(value)))
-    if "--fp16" in script and script.take("--use-torch-fsdp2") is not None:  # which has no loss scale
-        gradients = script.take("--torch-fsdp2-no-reshard-after-forward") is not None
-        strategy = "optim_grads" if gradients else "optim_grads_params"
-        script.give(("--use-megatron-fsdp",), ("--data-parallel-sharding-strategy", strategy))
 
 
 _WORDS: dict[str, dict[str, Sequence[str]]] = {

@@ -3,6 +3,7 @@
     result = translate("axolotl", read("config.yaml"))
     result.command        # {"--lr": "2e-05", "--bf16": "", ...}
     result.keys           # what became of every key; none is dropped
+    result.problems()     # the keys that the training depends on and that have no flag
 
 A flag that this version refuses is not printed: the parser's own reason takes its place.
 """
@@ -13,6 +14,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
@@ -20,9 +22,24 @@ from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
 from megatron_ext.config.derived.sharding import FLAGS
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import flag_of, options_by_name
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, listed
 from megatron_ext.foreign import accelerate, axolotl, deepspeed
-from megatron_ext.foreign.key_meanings import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart, OfOptimizer
+from megatron_ext.foreign.key_meanings import (
+    Cases,
+    Combined,
+    Default,
+    Depends,
+    Each,
+    Fact,
+    Flags,
+    Launch,
+    Meaning,
+    NoCounterpart,
+    OfOptimizer,
+    Refused,
+    Table,
+    whole_number,
+)
 from megatron_ext.foreign.parallel_sizes import Layout, solve
 from megatron_ext.untrusted.text import load_json, read_file
 from megatron_ext.untrusted.yaml_text import MOST_YAML, load_yaml
@@ -40,6 +57,8 @@ class Key:
     """One of KINDS."""
     flags: str = ""
     reason: str = ""
+    fix: str = "change it in the file, or leave it out there and see to it yourself"
+    """What to do where it is refused."""
 
 
 KINDS = {
@@ -48,8 +67,8 @@ KINDS = {
     "launch": "given to torchrun",
     "data": "given to tools/preprocess_data.py",
     "default": "needs no flag",
-    "none": "no counterpart",
-    "unknown": "unknown",
+    "none": "no counterpart, and none needed",
+    "refused": "not translated, although the training depends on it",
 }
 
 
@@ -61,6 +80,7 @@ _CONTAINED = {
 }
 """What a flag does already next to another, and why."""
 
+_UNSCALED = "FSDP2, which bf16 would have here, has no loss scaling, and fp16 needs it"
 _SHARDING = {flag_of(flag) for flag in FLAGS}
 
 
@@ -78,6 +98,27 @@ class Translation:
     def words(self) -> list[str]:
         """Return the flags as a command line."""
         return [word for flag, value in self.command.items() for word in (flag, *shlex.split(value))]
+
+    def problems(self) -> list[str]:
+        """Return a sentence for every key that is not translated, although the training depends on it."""
+        refused = [key for key in self.keys if key.became == "refused"]
+        named = [f"{key.name}: {key.value}" if key.value != "" else key.name for key in refused]
+        return [f"{name} is not translated: {key.reason}; {key.fix}" for name, key in zip(named, refused, strict=True)]
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file while its keys are translated, one after another."""
+
+    module: ModuleType
+    values: Mapping[str, Any]
+    """Its values by dotted key, with the defaults of the other program that are not ours."""
+    facts: dict[str, int]
+    optimizer: OptimizerTraits
+
+    def text(self, key: str) -> str:
+        """Return a value as `Cases` names it."""
+        return _text(self.values.get(key)).lower()
 
 
 def read(path: str) -> dict[str, Any]:
@@ -115,11 +156,25 @@ def translate(
 
     Raises:
         ConfigurationError: the file's sizes contradict each other.
+
+    A key that the training depends on and that is not translated is no error here: `Translation.problems` names it.
     """
     module = SOURCES[source]
-    facts: dict[str, int] = {}
-    optimizer = _optimizer(content, module)
-    keys = [_translate_key(name, value, module, facts, optimizer) for name, value in leaves(content)]
+    given = dict(leaves(content))
+    left_out = {
+        key: value
+        for key, (beside, value) in module.DEFAULTS.items()
+        if given.get(beside) is not None and given.get(key) is None
+    }
+    file = _File(module, given | left_out, facts := {}, _optimizer(given, module))
+    keys = [_translate_key(name, value, file) for name, value in given.items()]
+    by_default = (_translate_key(name, value, file) for name, value in left_out.items())
+    keys += [
+        replace(key, reason="; ".join(filter(None, ("which leaving it out means there", key.reason))))
+        for key in by_default
+        if key.became in ("flags", "refused")
+    ]
+    keys = _with_loss_scale(keys, facts.get("pipeline", 1))
     present = {key.name for key in keys if key.became == "flags"}
     keys = [_shadow(key, module.SHADOWED, present) for key in keys]
     layout = solve(facts, world_size, module.DEFAULT_ACCUMULATION)
@@ -136,7 +191,7 @@ def translate(
     keys = [_of_epochs(key, command, layout, samples_of_epoch) for key in keys]
     sizes = {flag: value for flag, value in layout.flags().items() if _refusal(f"{flag} {value}") is None}
     missing = [f"{flag} {value}" for flag, value in layout.flags().items() if flag not in sizes]
-    keys += [Key(flags, "", "none", reason=_refusal(flags) or "") for flags in missing]
+    keys += [Key(flags, "", "refused", reason=_refusal(flags) or "") for flags in missing]
     for (flag, other), reason in _CONTAINED.items():
         if other in command and command.pop(flag, None) is not None:
             keys = [_contained(key, flag, reason) for key in keys]
@@ -170,57 +225,112 @@ def split_flags(text: str) -> dict[str, str]:
     return by_flag
 
 
-def _optimizer(content: Mapping[str, Any], module: ModuleType) -> OptimizerTraits:
+def _optimizer(values: Mapping[str, Any], module: ModuleType) -> OptimizerTraits:
     """Return the optimizer that the file chooses, or else the one that is used without a flag."""
     default = OPTIMIZERS[options_by_name()["optimizer"].default]
-    for name, value in leaves(content):
-        flags = split_flags(_translate_key(name, value, module, {}, default).flags)
+    file = _File(module, values, {}, default)
+    for name, value in values.items():
+        flags = split_flags(_translate_key(name, value, file).flags)
         if "--optimizer" in flags:
             return OPTIMIZERS[flags["--optimizer"]]
     return default
 
 
-def _translate_key(name: str, value: Any, module: ModuleType, facts: dict[str, int], optimizer: OptimizerTraits) -> Key:
-    meaning = module.TABLE.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+def _meaning(name: str, table: Table) -> Meaning | None:
+    name = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    return table.get(name) or next((table[pattern] for pattern in table if fnmatchcase(name, pattern)), None)
+
+
+def _translate_key(name: str, value: Any, file: _File) -> Key:
+    meaning = _meaning(name, file.module.TABLE)
+    named = meaning.by_value if isinstance(meaning, Cases) else {}
+    if (value is None and "null" not in named) or value in ({}, []):
+        return Key(name, value, "default", reason="nothing is set")
     if meaning is None:
-        return Key(name, value, "unknown", reason="not a key that this tool knows")
-    if value == "auto" and not (isinstance(meaning, Cases) and "auto" in meaning.by_value):
+        return Key(name, value, "refused", reason="not a key that this tool knows")
+    if (switch := _switched_off(name, file)) is not None:
+        return Key(name, value, "default", reason=f"{switch} is not true")
+    if value == "auto" and "auto" not in named and not isinstance(meaning, Default):
         return Key(name, value, "none", reason="filled in by another program; give the flag itself")
-    if isinstance(meaning, OfOptimizer):
-        meaning = _argument(meaning, optimizer)
-    key = _apply(name, value, meaning, facts)
-    if key.became == "flags" and name in module.IMPLIED:
-        key = replace(key, reason=module.IMPLIED[name])
-    return key
+    key = _apply(name, value, meaning, file)
+    if key.became == "flags" and name in file.module.IMPLIED:
+        key = replace(key, reason=file.module.IMPLIED[name])
+    if (chosen := split_flags(key.flags).get("--optimizer")) is not None:
+        key = replace(key, reason=OPTIMIZERS[chosen].remark)
+    # To leave out a key that has its value by default would change nothing.
+    return replace(key, fix="write another value into the file") if name in file.module.DEFAULTS else key
 
 
-def _apply(name: str, value: Any, meaning: Meaning, facts: dict[str, int]) -> Key:
-    while isinstance(meaning, Cases):
-        meaning = meaning.by_value.get(_text(value).lower(), meaning.otherwise)
+def _switched_off(name: str, file: _File) -> str | None:
+    """Return the key `enabled` of a section around the key that turns the section off; None where all are on."""
+    parts = name.split(".")
+    switches = (f"{'.'.join(parts[:depth])}.enabled" for depth in range(1, len(parts)))
+    off = ("false", "null")
+    return next((one for one in switches if one in file.module.TABLE and one != name and file.text(one) in off), None)
+
+
+def _apply(name: str, value: Any, meaning: Meaning, file: _File) -> Key:
+    while isinstance(meaning, Cases | Depends | OfOptimizer):
+        if isinstance(meaning, OfOptimizer):
+            meaning = _argument(meaning, file.optimizer)
+        else:
+            text = _text(value).lower() if isinstance(meaning, Cases) else file.text(meaning.key)
+            meaning = meaning.by_value.get(text, meaning.otherwise)
     match meaning:
         case Default(reason):
             return Key(name, value, "default", reason=reason)
         case NoCounterpart(reason):
             return Key(name, value, "none", reason=reason)
-        case Launch(template):
-            return Key(name, value, "launch", reason=template.format(_text(value)))
+        case Refused(reason):
+            return Key(name, value, "refused", reason=reason)
         case Fact(fact):
-            return _note_fact(name, value, fact, facts)
-        case Flags(template, convert):
-            try:
-                values = [_text(convert(item)) for item in (value if isinstance(value, list) else [value])]
-                return Key(name, value, "flags", template.format(*_fill(template, values)))
-            except (ValueError, TypeError, IndexError):
-                return Key(name, value, "unknown", reason=f"{value!r} is no value that can be read")
-    raise AssertionError(f"{name}: {meaning!r}")
+            return _note_fact(name, value, fact, file.facts)
+        case Each(one):
+            return _of_all(name, value, [_apply(name, each, one, file) for each in _listed(value)])
+        case Combined(template, others, combine):
+            other = next((file.values[key] for key in others if file.values.get(key) not in (None, "auto")), None)
+            if other is None:
+                return Key(name, value, "refused", reason=f"it counts with {listed(others)}, which is not in the file")
+            return _filled(name, value, Flags(template, lambda own: f"{combine(float(own), float(other)):.12g}"))
+        case _:
+            return _filled(name, value, meaning)
+
+
+def _filled(name: str, value: Any, meaning: Flags | Launch) -> Key:
+    """Return the flags of a template, with the value in them."""
+    try:
+        values = [_text(meaning.convert(item)) for item in _listed(value)]
+        text = meaning.template.format(*_fill(meaning.template, values))
+    except (ArithmeticError, ValueError, TypeError, IndexError):
+        return Key(name, value, "refused", reason=f"{value!r} is no value that can be read")
+    return Key(name, value, "launch", reason=text) if isinstance(meaning, Launch) else Key(name, value, "flags", text)
+
+
+def _of_all(name: str, value: Any, keys: list[Key]) -> Key:
+    """Return what became of a list, each value of which became one of the keys: the last of KINDS among them."""
+    became = max((key.became for key in keys), key=list(KINDS).index)
+    flags = " ".join(filter(None, (key.flags for key in keys)))
+    if became != "refused" and flags:
+        return Key(name, value, "flags", flags)
+    reasons = dict.fromkeys(key.reason for key in keys if key.became == became)
+    return Key(name, value, became, reason="; ".join(reasons))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _argument(meaning: OfOptimizer, optimizer: OptimizerTraits) -> Meaning:
-    fields = optimizer.arguments.get(meaning.argument)
+    """Return the flags of an argument of the optimizer, or else of the one that updates other parameters in its
+    place."""
+    found = (traits.arguments[meaning.argument] for traits in optimizer.each if meaning.argument in traits.arguments)
+    fields = next(found, None)
     if fields is None:
         return Default(f"--optimizer {optimizer.name} does not read it")
     if isinstance(fields, str):
         return Flags(f"{flag_of(fields)} {{}}")
+    if meaning.index is not None:
+        return Flags(f"{flag_of(fields[meaning.index])} {{}}")
     return Flags(" ".join(f"{flag_of(name)} {{{index}}}" for index, name in enumerate(fields)))
 
 
@@ -231,11 +341,9 @@ def _fill(template: str, values: list[str]) -> list[str]:
 
 def _note_fact(name: str, value: Any, fact: str, facts: dict[str, int]) -> Key:
     try:
-        size = int(value)
-        if isinstance(value, float) and size != value:
-            raise ValueError
-    except (ValueError, TypeError):
-        return Key(name, value, "unknown", reason=f"{value!r} is not an integer")
+        size = whole_number(value)
+    except ValueError:
+        return Key(name, value, "refused", reason=f"{value!r} is not an integer")
     if facts.setdefault(fact, size) != size:
         raise ConfigurationError(f"{name} {size} contradicts another key, which says {facts[fact]}; keep one of them")
     return Key(name, value, "layout", reason=fact.replace("_", " "))
@@ -248,6 +356,30 @@ def _shadow(key: Key, shadowed: Mapping[str, str], present: set[str]) -> Key:
     return Key(key.name, key.value, "none", reason=f"{winner} takes its place in that program too")
 
 
+def _with_loss_scale(keys: list[Key], stages: int) -> list[Key]:
+    """Return the keys with another scheme in the place of FSDP2 where the file asks for fp16, whose loss FSDP2 cannot
+    scale: that of Megatron-FSDP which divides the same, or the distributed optimizer where the optimizer is in host
+    memory, or the model in pipeline stages."""
+    given = {flag for key in keys for flag in split_flags(key.flags)}
+    if not {"--fp16", "--use-torch-fsdp2"} <= given:
+        return keys
+    strategy = "optim_grads" if "--torch-fsdp2-no-reshard-after-forward" in given else "optim_grads_params"
+    scheme = f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}"
+    instead = {
+        "--use-torch-fsdp2": scheme,
+        "--torch-fsdp2-no-reshard-after-forward": "",
+        "--torch-fsdp2-cpu-offload": "--optimizer-cpu-offload",
+    }
+    if stages > 1 or given & {"--optimizer-cpu-offload", "--torch-fsdp2-cpu-offload"}:
+        instead["--use-torch-fsdp2"] = "--use-distributed-optimizer"
+    return [_instead(key, instead) if instead.keys() & split_flags(key.flags).keys() else key for key in keys]
+
+
+def _instead(key: Key, instead: Mapping[str, str]) -> Key:
+    flags = " ".join(filter(None, (instead.get(word, word) for word in shlex.split(key.flags))))
+    return replace(key, became="flags" if flags else "default", flags=flags, reason=_UNSCALED)
+
+
 def _contained(key: Key, flag: str, reason: str) -> Key:
     return Key(key.name, key.value, "default", reason=reason) if key.flags.split()[:1] == [flag] else key
 
@@ -255,14 +387,22 @@ def _contained(key: Key, flag: str, reason: str) -> Key:
 def _of_data(key: Key, data: axolotl.PreparedData) -> Key:
     if key.name not in data.reasons:
         return key
-    return Key(key.name, key.value, "none" if key.name in data.unread else "data", reason=data.reasons[key.name])
+    return replace(key, became=data.became.get(key.name, "data"), flags="", reason=data.reasons[key.name])
 
 
 def _of_epochs(
     key: Key, command: dict[str, str], layout: Layout, samples_of_epoch: Callable[[int, str], int] | None
 ) -> Key:
     """Return passes over the data as steps, where all that it takes is known, and add the flag to `command`."""
-    if key.name != "num_epochs" or samples_of_epoch is None:
+    if key.name != "num_epochs" or key.became != "none":
+        return key
+    try:
+        epochs = float(key.value)
+    except (ArithmeticError, TypeError, ValueError):
+        epochs = math.nan
+    if not 0 < epochs < math.inf:
+        return replace(key, became="refused", reason=f"{key.value!r} is not a number of epochs")
+    if samples_of_epoch is None:
         return key
     if "--train-iters" in command:
         return replace(key, reason="max_steps takes its place in that program too")
@@ -271,7 +411,7 @@ def _of_epochs(
         missing = "--world-size" if batch is None else "sequence_len"
         return replace(key, reason=f"the steps of an epoch follow from the batch and the length: give {missing}")
     samples = samples_of_epoch(int(length), command.get("--split") or str(options_by_name()["split"].default))
-    steps = max(1, math.ceil(float(key.value) * samples / batch))
+    steps = max(1, math.ceil(epochs * samples / batch))
     command["--train-iters"] = str(steps)
     said = f"{key.value} x {samples} samples of {length} tokens / {batch}"
     return replace(key, became="flags", flags=f"--train-iters {steps}", reason=said)
@@ -285,9 +425,9 @@ def _unsharded(key: Key) -> Key:
 
 
 def _refused(key: Key) -> Key:
-    """Return the key as it is, or without counterpart where our own parser refuses the flag."""
+    """Return the key as it is, or refused where our own parser refuses the flag."""
     refusal = _refusal(key.flags)
-    return key if refusal is None else Key(key.name, key.value, "none", reason=refusal)
+    return key if refusal is None else Key(key.name, key.value, "refused", reason=refusal)
 
 
 def _refusal(flags: str) -> str | None:

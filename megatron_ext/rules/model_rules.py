@@ -335,9 +335,10 @@ def positions_by_layer_have_layers(config: Config, facts: Facts) -> Iterator[str
         if value is not None and model.window_size is None:
             yield f"{flag} {value} is of layers with a window; add --window-size 4095,0, or leave it out"
     if model.attention_temperature_scale is not None and model.no_rope_freq is None:
+        rotating = "" if model.position_embedding_type == "rope" else " --position-embedding-type rope"
         yield (
             f"--attention-temperature-scale {model.attention_temperature_scale:g} is of layers that rotate nothing, "
-            "but there are none; add --no-rope-freq 4, or leave it out"
+            f"but there are none; add --no-rope-freq 4{rotating}, or leave it out"
         )
 
 

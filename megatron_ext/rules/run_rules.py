@@ -76,7 +76,7 @@ def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
     elif data.data_path and own_splits:
         yield (
             f"--data-path, which --split divides, and {flag_of(own_splits[0])} exclude each other; use --data-path "
-            f"alone, or --train-data-path with --valid-data-path"
+            "alone, or --train-data-path with --valid-data-path instead of --data-path"
         )
     elif own_splits and not data.train_data_path:
         yield f"{flag_of(own_splits[0])} without training data; add --train-data-path"
@@ -147,10 +147,11 @@ def tokenizer_is_given(config: Config, facts: Facts) -> Iterator[str]:
     if facts.tokenizer_error is not None:
         yield facts.tokenizer_error
     elif data.tokenizer_type is None:
+        has_files = any(getattr(data, name) for name in (*DATA_PATH_NAMES, *LIST_NAMES))
         if not (data.mock_data and data.vocab_size is not None):
             yield (
-                "the vocabulary is unknown: give --tokenizer-type (and --tokenizer-model), or --vocab-size together "
-                "with --mock-data"
+                "the vocabulary is unknown: give --tokenizer-type (and --tokenizer-model)"
+                + (", or --vocab-size together with --mock-data" if data.mock_data or not has_files else "")
             )
     elif data.tokenizer_type == "NullTokenizer":
         if data.vocab_size is None:
@@ -257,7 +258,8 @@ def snapshots_have_a_place(config: Config, facts: Facts) -> Iterator[str]:
     if flags.replication and kind is None:
         yield "--replication needs snapshots to copy; add --non-persistent-ckpt-type local, or leave the switch out"
     if flags.replication_jump is not None and not flags.replication:
-        yield f"--replication-jump {flags.replication_jump} needs --replication; add it, or leave the number out"
+        add = "--replication" if kind else "--replication --non-persistent-ckpt-type local"
+        yield f"--replication-jump {flags.replication_jump} needs --replication; add {add}, or leave it out"
 
 
 def elastic_runs_go_on(config: Config, facts: Facts) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_ext.config.derived.optimizers import run_by, traits_of
 from megatron_ext.config.derived.sharding import FLAGS, given_schemes
@@ -18,7 +19,10 @@ def flags_belong_to_their_scheme(config: Config, facts: Facts) -> Iterator[str]:
         for option in (options_by_name()[name] for name in scheme.own):
             if (value := layout[option.name]) != option.default:
                 given = option.flag if option.is_switch else f"{option.flag} {value}"
-                yield f"{given} belongs to {flag_of(str(scheme.flag))}; add that, or leave it out"
+                flag = flag_of(str(scheme.flag))
+                added = replace(config, layout=replace(config.layout, **{str(scheme.flag): True}))
+                fix = "leave it out" if any(scheme.cannot(added)) else "add that, or leave it out"
+                yield f"{given} belongs to {flag}; {fix}"
 
 
 def schemes_go_with_the_rest(config: Config, facts: Facts) -> Iterator[str]:
@@ -43,8 +47,9 @@ def megatron_fsdp_shards_the_state(config: Config, facts: Facts) -> Iterator[str
     """Refuse Megatron-FSDP with an optimizer whose state it cannot shard."""
     able, traits = run_by("use_megatron_fsdp"), traits_of(config.optimizer)
     if config.layout.use_megatron_fsdp and "use_megatron_fsdp" not in traits.schemes:
-        # FSDP2 has one division of all weights, and experts another.
-        instead = "--use-torch-fsdp2" if config.model.num_experts is None else "--use-distributed-optimizer"
+        # FSDP2 has one division of all weights, and experts another; it scales no loss, either.
+        is_able = config.model.num_experts is None and not config.training.fp16
+        instead = "--use-torch-fsdp2" if is_able else "--use-distributed-optimizer"
         yield (
             f"--use-megatron-fsdp with --optimizer {traits.name}: megatron-core's sharded optimizer knows "
             f"{' and '.join(other.title for other in able)} alone; use --optimizer "

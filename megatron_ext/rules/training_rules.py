@@ -29,6 +29,8 @@ def one_length(config: Config, facts: Facts) -> Iterator[str]:
 def global_batch_divides(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the global batch divides into microbatches of the data-parallel ranks."""
     batch, samples_at_once = config.training.global_batch_size, _samples_at_once(config)
+    if config.training.step_batch_size_schedule is not None:
+        return  # which says it of every batch on the way
     if samples_at_once and positive(batch) and batch % samples_at_once:
         yield (
             f"--global-batch-size {batch} is not divisible by {_at_once_text(config)}; "
@@ -214,7 +216,10 @@ def recomputation_is_complete(config: Config, facts: Facts) -> Iterator[str]:
         training.recompute_num_layers,
     )
     if training.recompute_activations and kind == "full":
-        yield "--recompute-activations means selective, but --recompute-granularity is full; keep one of them"
+        yield (
+            "--recompute-activations means selective, but --recompute-granularity is full; leave "
+            "--recompute-activations out"
+        )
     if kind == "full":
         if method is None or layers is None:
             yield (
@@ -289,9 +294,10 @@ def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]
         and not optimizer.optimizer_cpu_offload
         and optimizer.no_pin_cpu_params
     ):
+        offload = "--torch-fsdp2-cpu-offload" if config.layout.use_torch_fsdp2 else "--optimizer-cpu-offload"
         yield (
-            "--no-pin-cpu-params belongs to --optimizer-cpu-offload or --torch-fsdp2-cpu-offload; add one of them, or "
-            "leave it out"
+            "--no-pin-cpu-params belongs to --optimizer-cpu-offload or --torch-fsdp2-cpu-offload; add "
+            f"{offload}, or leave it out"
         )
     offloads = optimizer.optimizer_cpu_offload or config.layout.torch_fsdp2_cpu_offload
     if offloads and has_short_averages(optimizer):

@@ -414,9 +414,11 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         typed: what the user typed.
         search: what is in its --load folder; default nothing is said of it.
     """
-    vocab_size, tokenizer_error = _vocabulary(typed.values)
-    eval_tasks_problems, missing_task_files = _eval_tasks_problems(typed.values)
     huggingface, huggingface_problems = _huggingface(typed.values)
+    # NullTokenizer has as many ids as are asked for: those of the model, if it has a size.
+    sizes = {"vocab_size": huggingface["vocab_size"]} if "vocab_size" in huggingface else {}
+    vocab_size, tokenizer_error = _vocabulary({**sizes, **typed.values})
+    eval_tasks_problems, missing_task_files = _eval_tasks_problems(typed.values)
     dry_run_decides = typed.dry_run and typed.values.get("world_size") is not None
     return Facts(
         global_batch_is_given=typed.values.get("global_batch_size") is not None,

@@ -3,10 +3,12 @@
 `tests/golden/foreign_keys.txt` keeps them, so that no meaning changes by accident.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any
 
-from megatron_ext.foreign.key_meanings import Cases, Meaning
+from megatron_ext.foreign.key_meanings import OFF, Cases, Combined, Depends, Each, Meaning
 from megatron_ext.foreign.translate import SOURCES, Translation, translate
 
 _OTHER = {"learning_rate": 0.25, "betas": [0.5, 0.75]}
@@ -30,18 +32,60 @@ def by_name(translation: Translation) -> dict[str, str]:
     return {key.name: key.became for key in translation.keys}
 
 
+def example(
+    module: ModuleType, key: str, value: Any, beside: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[str, dict[str, Any]]:
+    """Return the name of a key of the table in a file, and a file that has it with all that has it read."""
+    name = re.sub(r"(?<!\.)\*|\*(?!\.)", "x", key)  # a star that is no index
+    parts = name.split(".")
+    switches = (f"{'.'.join(parts[:depth])}.enabled" for depth in range(1, len(parts)))
+    content: dict[str, Any] = {}
+    for other in switches:
+        if other in module.TABLE:
+            _put(content, other.split("."), True)
+    for other, one in {**beside, name: value}.items():
+        _put(content, other.split("."), one)
+    return name.replace("*", "0"), content
+
+
+def _put(content: dict[str, Any], names: list[str], value: Any) -> None:
+    [first, *rest] = names
+    if not rest:
+        content[first] = value
+    elif rest[0] == "*":
+        content[first] = [nested(".".join(rest[1:]), value)]
+    else:
+        _put(content.setdefault(first, {}), rest, value)
+
+
 def _lines() -> Iterator[str]:
     for source, module in SOURCES.items():
         for key, meaning in module.TABLE.items():
-            name = key.replace("*", "0")
-            for value in [*_named(meaning), _OTHER.get(key.rsplit(".", 1)[-1], 7)]:
-                result = translate(source, nested(key, value))
-                [found] = [one for one in result.keys if one.name == name]
+            for beside, value in _named(meaning, _OTHER.get(key.rsplit(".", 1)[-1], 7)):
+                name, content = example(module, key, value, beside)
+                [found] = [one for one in translate(source, content).keys if one.name == name]
                 said = " | ".join(filter(None, (found.flags, found.reason)))
-                yield f"{source} {key}: {value} -> {found.became}: {said}"
+                given = "".join(f" with {other}: {one}" for other, one in beside.items())
+                yield f"{source} {key}: {value}{given} -> {found.became}: {said}"
 
 
-def _named(meaning: Meaning) -> Iterator[str]:
-    while isinstance(meaning, Cases):
-        yield from meaning.by_value
-        meaning = meaning.otherwise
+def _named(meaning: Meaning, other: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yield the values that mean something of their own, each with what other keys say, and one that does not."""
+    match meaning:
+        case Cases(by_value, otherwise):
+            off = [value for value, one in by_value.items() if one is OFF]
+            for value, one in by_value.items():
+                if value in off[1:]:
+                    continue
+                yield from (({**beside}, value) for beside, _ in _named(one, other))
+            yield from _named(otherwise, other)
+        case Depends(key, by_value, otherwise):
+            for there, one in by_value.items():
+                yield from (({key: there, **beside}, value) for beside, value in _named(one, other))
+            yield from _named(otherwise, other)
+        case Each(one):
+            yield from ((beside, [value]) for beside, value in _named(one, other))
+        case Combined(_, others, _):
+            yield {others[0]: 0.5}, other
+        case _:
+            yield {}, other

@@ -224,7 +224,7 @@ _SGD = OptimizerTraits(
     schemes=frozenset({"use_torch_fsdp2"}),  # DistributedOptimizer, also under Megatron-FSDP, refuses the engine's SGD
     built_as="sgd",
     follows_gradients=True,
-    elsewhere={"deepspeed": Elsewhere(("sgd",)), "axolotl": Elsewhere(("sgd",))},
+    elsewhere=dict.fromkeys(("deepspeed", "axolotl"), Elsewhere(("sgd",), flags="--sgd-momentum 0")),
 )
 _LION = OptimizerTraits(
     name="lion",
@@ -235,8 +235,11 @@ _LION = OptimizerTraits(
     schemes=_ALL_SCHEMES,
     can_be_masked=True,
     built_as="adam",  # the engine's own Lion is in another package, and its distributed optimizer refuses SGD
-    elsewhere={"deepspeed": Elsewhere(("lion",), flags="--lion-beta1 0.9 --lion-beta2 0.99")},
+    elsewhere={"deepspeed": Elsewhere(("lion",), flags="--lion-beta1 0.9 --lion-beta2 0.999")},
 )
+_FIRST_MUON = "--muon-momentum 0.95 --muon-nesterov --muon-coefficient-type simple"
+"""Flags for the defaults of Muon's first implementation, which other programs keep."""
+
 _MUON = OptimizerTraits(
     name="muon",
     title="Muon",
@@ -255,6 +258,15 @@ _MUON = OptimizerTraits(
     needs_whole_matrices=True,
     puts_matrices_together=True,
     remark="matrices of layers by Muon; embeddings, output layer, norms, biases and routers by AdamW",
+    elsewhere={
+        "deepspeed": Elsewhere(
+            ("muon",),
+            flags=f"{_FIRST_MUON} --muon-scale-mode shape_scaling --adam-beta2 0.95 --adam-eps 1e-10",
+        ),
+        "axolotl": Elsewhere(
+            ("muon",), flags=f"{_FIRST_MUON} --muon-extra-scale-factor 0.2 --adam-beta1 0.95 --adam-beta2 0.95"
+        ),
+    },
 )
 _ADAPTIVE_MUON = replace(
     _MUON,
@@ -264,6 +276,7 @@ _ADAPTIVE_MUON = replace(
     arguments={**_MUON.arguments, **{name: f"adaptive_muon_{name}" for name in ("moment2_method", "beta2", "eps")}},
     states=(*_MUON.states, State("moment2_buffer")),
     remark="Muon whose updates are divided by the root of their second moment",
+    elsewhere={},
 )
 _ADAFACTOR = replace(
     _MUON,
@@ -274,6 +287,7 @@ _ADAFACTOR = replace(
     states=(State("row_var", along=-1), State("col_var", along=-2)),
     counts_updates=True,
     remark="matrices of layers by Adafactor, which keeps means of rows and columns; the rest by AdamW",
+    elsewhere={},
 )
 
 _ADEMAMIX = OptimizerTraits(

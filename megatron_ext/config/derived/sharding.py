@@ -64,6 +64,18 @@ class Scheme:
         return ranks if self.weights else 1, ranks if self.gradients else 1, ranks if self.optimizer else 1
 
 
+def _own_flags(layout: Any) -> str:
+    """Return FSDP2's flags that are given."""
+    given = (name for name in ("use_torch_fsdp2", *FSDP2.own) if getattr(layout, name))
+    return " ".join(f"--{name.replace('_', '-')}" for name in given)
+
+
+def _distributed_optimizer(config: Any) -> str:
+    """Return the advice to take it in the place of FSDP2, with the optimizer where FSDP2 was to keep it."""
+    offload = " --optimizer-cpu-offload" if config.layout.torch_fsdp2_cpu_offload else ""
+    return f"--use-distributed-optimizer{offload} instead of {_own_flags(config.layout)}"
+
+
 def _fsdp2_cannot(config: Any) -> Iterator[str]:
     layout, experts = config.layout, config.model.num_experts
     if layout.torch_fsdp2_cpu_offload and config.optimizer.optimizer_cpu_offload:
@@ -87,13 +99,14 @@ def _fsdp2_cannot(config: Any) -> Iterator[str]:
     if experts is not None:
         yield (
             f"--use-torch-fsdp2 with --num-experts {experts}: experts are divided over other ranks than the rest, and "
-            "FSDP2 has one division; use --use-distributed-optimizer instead of --use-torch-fsdp2"
+            f"FSDP2 has one division; use {_distributed_optimizer(config)}"
         )
     if config.training.fp16:
-        yield (
-            "--use-torch-fsdp2 has no loss scaling, which --fp16 needs; use --bf16 instead of --fp16, or "
-            "--use-megatron-fsdp instead of --use-torch-fsdp2"
-        )
+        # Megatron-FSDP knows no experts next to stages, and keeps its masters on the device.
+        on_device = not (layout.torch_fsdp2_cpu_offload or config.optimizer.optimizer_cpu_offload)
+        is_able = on_device and stages == 1 and experts is None
+        instead = f"--use-megatron-fsdp instead of {_own_flags(layout)}" if is_able else _distributed_optimizer(config)
+        yield ("--use-torch-fsdp2 has no loss scaling, which --fp16 needs; use --bf16 instead of --fp16, or " + instead)
 
 
 def _megatron_fsdp_cannot(config: Any) -> Iterator[str]:
@@ -111,7 +124,9 @@ def _megatron_fsdp_cannot(config: Any) -> Iterator[str]:
         )
     if config.optimizer.optimizer_cpu_offload:
         # FSDP2 has one division of all weights, and experts another.
-        instead = "--use-torch-fsdp2" if experts is None else "--use-distributed-optimizer"
+        # It scales no loss, either.
+        is_able = experts is None and not config.training.fp16
+        instead = "--use-torch-fsdp2" if is_able else "--use-distributed-optimizer"
         yield (
             "--use-megatron-fsdp with --optimizer-cpu-offload: the fp32 masters lie in one buffer, of which no part "
             f"can leave the device by itself; use {instead} instead of --use-megatron-fsdp"

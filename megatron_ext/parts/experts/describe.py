@@ -168,7 +168,10 @@ class Experts(Part):
         """Yield what a mixture of experts does not go with."""
         layout = config.layout
         if self.mlp.activation == "xielu":
-            yield "--num-experts with --xielu, whose numbers would be those of each expert; use --squared-relu"
+            yield (
+                "--num-experts with --xielu, whose numbers would be those of each expert; use --squared-relu instead "
+                "of --xielu"
+            )
         if self.mlp.bias and self.shared is not None:
             added = config.model.disable_bias_linear
             yield (

@@ -68,6 +68,10 @@ def _problems(line: str, **options: Any) -> list[str]:
             f"{_LENGTH} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --fp16",
         ),
         (
+            f"{_LENGTH} --zero-stage 3 --fp16 --cpu-optimizer",
+            f"{_LENGTH} --use-distributed-optimizer --optimizer-cpu-offload --fp16",
+        ),
+        (
             f"{_LENGTH} --rank 1 --world-size 2 --local-rank 1 --dist-url tcp://node:29500 --dry-run",
             f"{_LENGTH} --world-size 2 --dry-run",
         ),
@@ -234,9 +238,9 @@ def test_sizes_that_the_script_leaves_out_are_the_files() -> None:
             "--world-size 2 --dry-run",
             "x --micro-batch-size 2 x 2 data-parallel ranks; use --global-batch-size 8",
         ),
-        ({"zero_optimization": {"stage": 4}}, "", "zero_optimization.stage 4 of --deepspeed_config is unknown"),
-        ({"zero_optimisation": {"stage": 1}}, "", "zero_optimisation.stage 1 of --deepspeed_config is unknown"),
-        ({"fp16": {"loss_scaling": 1}}, "", "fp16.loss_scaling 1 of --deepspeed_config is unknown"),
+        ({"zero_optimization": {"stage": 4}}, "", "zero_optimization.stage 4 of --deepspeed_config is not translated"),
+        ({"zero_optimisation": {"stage": 1}}, "", "zero_optimisation.stage 1 of --deepspeed_config is not translated"),
+        ({"fp16": {"loss_scaling": 1}}, "", "fp16.loss_scaling 1 of --deepspeed_config is not translated"),
         ({"curriculum_learning": {"enabled": True}}, "", "lengths that grow are --stages FILE here"),
         (
             {"curriculum_learning": {"enabled": True, **_CURRICULUM}},
@@ -316,7 +320,7 @@ def test_tokens_need_the_sizes_that_they_are_counted_by() -> None:
         ),
         ({"optimizer": {"type": "Adam"}}, "", "optimizer of --deepspeed_config changes nothing, there too"),
         ({"scheduler": {"type": "WarmupLR"}}, "", "scheduler of --deepspeed_config changes nothing, there too"),
-        ({"train_bach_size": 4}, "--allow-unknown-flags", "train_bach_size 4 of --deepspeed_config is unknown"),
+        ({"train_bach_size": 4}, "--allow-unknown-flags", "train_bach_size 4 of --deepspeed_config is not translated"),
         (
             {"zero_optimization": {"stage": 1, "reduce_bucket_size": 5}},
             "",

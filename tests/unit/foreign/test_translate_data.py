@@ -40,7 +40,8 @@ def test_the_data_of_an_axolotl_file() -> None:
     assert result.command["--data-path"] == "data/train_alpaca_document"
     assert result.command["--assistant-only-loss"] == ""
     assert result.command["--split"] == "90,10,0"
-    assert by_name(result)["datasets.0.type"] == by_name(result)["val_set_size"] == "data"
+    assert by_name(result)["datasets.0.type"] == "data"
+    assert by_name(result)["val_set_size"] == "flags"
     assert by_name(result)["num_epochs"] == "none"
     assert report(result).startswith("before\n    python tools/preprocess_data.py")
 
@@ -62,8 +63,8 @@ def test_several_datasets_and_their_settings() -> None:
     )
     assert "--assistant-only-loss" not in result.command
     became = by_name(result)
-    assert became["datasets.3.type"] == "none"
-    assert became["datasets.2.shards"] == "none"
+    assert became["datasets.3.type"] == "refused"
+    assert became["datasets.2.shards"] == "refused"
     assert became["train_on_inputs"] == "data"
 
 
@@ -103,7 +104,7 @@ def test_epochs_become_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (1, None),
         (500, None),
         (-0.1, None),
-        ("0.1", None),
+        ("0.1", "90,10,0"),
         (None, None),
     ],
 )
@@ -111,7 +112,8 @@ def test_a_share_that_is_held_out_becomes_a_split(share: Any, split: str | None)
     """A number of samples from 1 on is no share."""
     result = translate("axolotl", {**ALPACA, "val_set_size": share}, 1)
     assert result.command.get("--split") == split
-    assert by_name(result)["val_set_size"] == ("none" if split is None else "data")
+    became = "flags" if split is not None else "default" if share is None else "refused"
+    assert by_name(result)["val_set_size"] == became
 
 
 COMMAND = "python tools/preprocess_data.py --input x.jsonl --output-prefix data/train --data-format "
@@ -193,9 +195,9 @@ def test_of_many_datasets_one_that_cannot_be_read_is_left_out_alone() -> None:
         f"data/train-{number}_alpaca_document" for number in range(12) if number != 1
     ]
     became = by_name(result)
-    assert [name for name in became if became[name] == "none"] == ["datasets.1.path", "datasets.1.type"]
-    [only] = translate("axolotl", {"datasets": datasets[1:2]}).keys[-1:]
-    assert only.became == "none"
+    assert [name for name in became if became[name] in ("none", "refused")] == ["datasets.1.path", "datasets.1.type"]
+    [problem] = translate("axolotl", {"datasets": datasets[1:2]}).problems()
+    assert problem.startswith("datasets.0.type: nonsense is not translated: the formats are ")
 
 
 @pytest.mark.parametrize(
@@ -206,12 +208,12 @@ def test_steps_of_epochs_are_rounded_up(samples: int, batch: int, epochs: float,
     """And are one at least."""
     asked: list[tuple[int, str]] = []
     content = {
-        "sequence_len": 64, "num_epochs": epochs, "micro_batch_size": batch, "datasets": [], "val_set_size": 0.1
+        "sequence_len": 64, "num_epochs": epochs, "micro_batch_size": batch, "datasets": []
     }  # fmt: skip
     result = translate("axolotl", content, 1, lambda *given: asked.append(given) or samples)
     assert result.command["--train-iters"] == str(steps)
     assert asked == [(64, "969,30,1")], "without data of its own the default"
-    content["datasets"] = ALPACA["datasets"]
+    content["val_set_size"] = 0.1
     translate("axolotl", content, 1, lambda *given: asked.append(given) or samples)
     assert asked[1:] == [(64, "90,10,0")]
 

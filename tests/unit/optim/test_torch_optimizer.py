@@ -236,7 +236,7 @@ def test_deepspeeds_arguments_become_the_flags_of_the_optimizer(traits: Optimize
     params = {"betas": [0.6, 0.7], "eps": 1e-5, "momentum": 0.5, "weight_decay": 0.1}
     [name, *_] = traits.elsewhere["deepspeed"].names
     values = {"betas": ["0.6", "0.7"], "eps": ["1e-05"], "momentum": ["0.5"]}
-    expected = {"--optimizer": traits.name, "--weight-decay": "0.1"}
+    expected = {"--optimizer": traits.name, "--weight-decay": "0.1", "--clip-grad": "0"}
     for argument, names in traits.arguments.items():
         names = (names,) if isinstance(names, str) else names
         expected |= {f"--{n.replace('_', '-')}": v for n, v in zip(names, values[argument], strict=True)}

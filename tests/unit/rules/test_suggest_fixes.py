@@ -2,14 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from megatron_ext.config.compat.megatron_options import MegatronOption, earlier_options, megatron_options
 from megatron_ext.config.parse.arguments import read
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.rules.validate import RULES, problems
+from megatron_ext.train.configure import configure
 from tests.support.fixes import CommandLine, command_line, fixes, words
+from tests.support.guide_launches import make_hf_folder
 from tests.support.near_bounds import NEAR
 from tests.support.near_flags import FACTS, MORE
 from tests.support.wrong_flags import BASE, EXAMPLES, WRONG
@@ -83,6 +87,19 @@ def _wrong_fixes(line: CommandLine, facts: Facts) -> Iterator[str]:
                 yield f"{problem}: {text!r} leaves it as it is"
             elif not _is_put_right(fixed, facts, ROUNDS, set()) and not _waits_for_the_user(fixed, facts):
                 yield f"{problem}: {text!r} leads to {_problems(fixed, facts)}"
+    yield from circles(line, facts)
+
+
+def circles(line: CommandLine, facts: Facts) -> Iterator[str]:
+    """Yield each fix after which the fix of another problem brings the first problem back."""
+    first = _problems(line, facts)
+    for problem in first:
+        for text, fixed in fixes(problem, line):
+            found = _problems(fixed, facts)
+            for new in found if problem not in found else ():
+                for next_text, next_line in fixes(new, fixed) if new not in first else ():
+                    if problem in _problems(next_line, facts):
+                        yield f"{problem}: {text!r} leads to {new}, and {next_text!r} back again"
 
 
 def _waits_for_the_user(line: CommandLine, facts: Facts) -> bool:
@@ -132,6 +149,17 @@ def test_what_is_missing_is_named_with_values_that_work() -> None:
     assert [_problems(fixed, Facts()) for _, fixed in fixes(problem, line)] == [[]]
 
 
+def test_flags_that_a_folder_contradicts_can_be_left_out(tmp_path: Path) -> None:
+    """As the problem says: they are taken from the folder, the vocabulary of NullTokenizer, too."""
+    make_hf_folder(tmp_path / "Llama-8B")
+    base = "--seq-length 64 --micro-batch-size 1 --lr 1e-3 --train-iters 3 --mock-data --device cpu --dry-run"
+    line = command_line(f"{base} --load-hf {tmp_path}/Llama-8B --tokenizer-type NullTokenizer --vocab-size 511")
+    with pytest.raises(ConfigurationError, match=r"--vocab-size is 511 and there 128256\. Leave these flags out"):
+        configure(words(line))
+    del line["--vocab-size"]
+    assert configure(words(line)).config.data.vocab_size == 128256
+
+
 REFUSED = [option for option in (*megatron_options().values(), *earlier_options().values()) if not option.accepted]
 
 
@@ -146,6 +174,7 @@ def test_the_fix_of_a_refused_flag_works(model: str) -> None:
                 printed += 1
                 if not _is_put_right(fixed, Facts(), ROUNDS, set()):
                     wrong.append(f"{problem}: {text!r} leads to {_problems(fixed, Facts())}")
+        wrong += circles(line, Facts())
     assert wrong == []
     assert printed > 200  # fewer with everything that is built
 
