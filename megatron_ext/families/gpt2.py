@@ -55,6 +55,5 @@ GPT2 = Family(
     aliases=dict(zip(_KEYS, PLAIN_KEYS, strict=False)),
     dependent_flags=heads_fill_width,
     layers="transformer.h.{}.",
-    headless_prefix="transformer.",
     transposed=frozenset({QKV, "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}),
 )

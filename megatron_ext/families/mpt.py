@@ -51,5 +51,4 @@ MPT = Family(
     aliases={"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"},
     dependent_flags=square_flags,
     layers="transformer.blocks.{}.",
-    headless_prefix="transformer.",
 )

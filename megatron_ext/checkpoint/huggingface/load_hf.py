@@ -21,7 +21,7 @@ def load_huggingface(run: Saveable, path: str | Path) -> str | None:
     """Put the weights into the run's model and its optimizer's master copies, rounded to the model's dtype.
 
     Returns:
-        What is left out of a folder that holds more than a model of text.
+        A sentence that counts and names the tensors that are left out, if there are any.
     Raises:
         ConfigurationError: the folder cannot be read as a model of ours.
         DataError: the folder's tensors are not those that its `config.json` describes.
