@@ -68,12 +68,13 @@ class HFFolder:
                 name if name.startswith(others) else f"{prefix}{name}": one for name, one in self.entries.items()
             }
         self.entries = vectors_as_rows(self.entries, self.family)
-        self.left_out: str | None = None
-        """Sentence that counts and names the tensors that `check` has found to be left out, if there are any."""
+        self.remarks = [*_unread_index(self.path)]
+        """Sentences on what is not read of the folder; `check` adds one that counts and names the tensors that are left
+        out, if there are any."""
 
     def check(self, config: Config) -> None:
         """Check that the files hold the model that `config` (made from `values`) describes, and nothing else that
-        counts; from now on `entries` are the tensors that it reads, and `left_out` says which others there are.
+        counts; from now on `entries` are the tensors that it reads, and `remarks` say which others there are.
 
         Raises:
             DataError: a tensor is missing, has another shape or dtype than it should have, or no place in the model;
@@ -94,7 +95,7 @@ class HFFolder:
             )
         if left_out:
             kinds = (f"{len(names)} {reason} ({listed(names, 5)})" for reason, names in left_out.items())
-            self.left_out = f"{self.path}: tensors that are left out: {'; '.join(kinds)}"
+            self.remarks.append(f"{self.path}: tensors that are left out: {'; '.join(kinds)}")
             others = {name for names in left_out.values() for name in names}
             self.entries = {name: entry for name, entry in self.entries.items() if name not in others}
 
@@ -177,6 +178,9 @@ _TABLE = "embedding.word_embeddings"
 
 
 def _entries(folder: Path) -> dict[str, Entry]:
+    """Return the tensors of the single file where it is there, as transformers does, else those of the index."""
+    if (folder / SINGLE).exists():
+        return read_header(safe_file(folder, SINGLE))
     if (folder / INDEX).exists():
         names = _index(safe_file(folder, INDEX))
         entries = {}
@@ -188,12 +192,22 @@ def _entries(folder: Path) -> dict[str, Entry]:
         if lost:
             raise DataError(f"{folder / INDEX} places {', '.join(lost[:5])} in a file that does not hold it")
         return entries
-    if (folder / SINGLE).exists():
-        return read_header(safe_file(folder, SINGLE))
     raise ConfigurationError(
         f"{folder} holds neither {SINGLE} nor {INDEX}; weights in another format (.bin) are pickles and are not read: "
         "convert them with transformers' save_pretrained"
     )
+
+
+def _unread_index(folder: Path) -> Iterator[str]:
+    """Yield that an index next to the single file names other files, which a model that was saved twice leaves."""
+    if not ((folder / SINGLE).exists() and (folder / INDEX).exists()):
+        return
+    try:
+        files = {*_index(safe_file(folder, INDEX)).values()} - {SINGLE}
+    except DataError:
+        return  # which nothing is read from
+    if files:
+        yield f"{folder}: {SINGLE} is read, as by transformers, and not {listed(sorted(files), 3)}, which {INDEX} names"
 
 
 def _index(path: Path) -> dict[str, str]:

@@ -96,9 +96,7 @@ def test_a_flag_that_contradicts_the_folder_holds_and_is_said(tmp_path: Path) ->
 
 def test_a_dropout_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     for value in (1.0, -0.1, "x", True):
-        with pytest.raises(
-            ConfigurationError, match="and not a number of at least 0 and below 1"
-        ):
+        with pytest.raises(ConfigurationError, match="and not a number of at least 0 and below 1"):
             _read(tmp_path, {**_content("llama"), "attention_dropout": value})
 
 

@@ -68,7 +68,7 @@ def test_a_tensor_without_a_place_is_refused_by_name(family: str, tmp_path: Path
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_left_out_is_counted_and_named_and_says_nothing_of_the_dtype(family: str, tmp_path: Path) -> None:
     shapes, layer = _described(tmp_path, _of_family(family)), FAMILIES[family].layers.format(1)
-    assert _read(tmp_path, shapes, {}).left_out is None
+    assert _read(tmp_path, shapes, {}).remarks == []
     frequencies, ahead = f"{layer}self_attn.rotary_emb.inv_freq", {"mtp.fc.weight": (4, 8), "mtp.norm.weight": (4,)}
     found = _read(tmp_path, shapes, {frequencies: (4,), **ahead, "vision_tower.x.weight": (2, 2)})
     for words in (
@@ -76,7 +76,7 @@ def test_what_is_left_out_is_counted_and_named_and_says_nothing_of_the_dtype(fam
         "2 depths of multi-token prediction that are not trained (mtp.fc.weight, mtp.norm.weight)",
         "1 not of the text model (vision_tower.x.weight)",
     ):
-        assert words in (found.left_out or "")
+        assert words in " ".join(found.remarks)
     assert found.entries.keys() == shapes.keys()
     assert found.dtype() == "F16"
 
@@ -88,7 +88,7 @@ def test_a_layer_of_multi_token_prediction_is_told_from_one_of_the_model(tmp_pat
     trunk = _described(tmp_path, {**content, "num_nextn_predict_layers": 0})
     depth = {name: one for name, one in shapes.items() if name not in trunk}
     found = _read(tmp_path, trunk, depth)
-    assert f"{len(depth)} depths of multi-token prediction that are not trained" in (found.left_out or "")
+    assert f"{len(depth)} depths of multi-token prediction that are not trained" in " ".join(found.remarks)
     without = {name: one for name, one in depth.items() if "eh_proj" not in name}
     with pytest.raises(DataError, match=f"it has no place for {len(without)} of them"):
         _read(tmp_path, trunk, without)
@@ -98,7 +98,7 @@ def test_masks_are_left_out(tmp_path: Path) -> None:
     """Old files of GPT-2 and of GPT-NeoX hold them."""
     for family, name in (("gpt2", "attn.bias"), ("gpt_neox", "attention.masked_bias")):
         shapes, mask = _described(tmp_path, _of_family(family)), FAMILIES[family].layers.format(0) + name
-        assert f"1 causal masks ({mask})" in (_read(tmp_path, shapes, {mask: (1, 1, 8, 8)}).left_out or "")
+        assert f"1 causal masks ({mask})" in " ".join(_read(tmp_path, shapes, {mask: (1, 1, 8, 8)}).remarks)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,7 +124,7 @@ def test_a_model_without_its_head_can_have_its_embeddings_as_one(tmp_path: Path)
     with pytest.raises(DataError, match=r'be the embeddings, by "tie_word_embeddings": true in a copy'):
         _read(tmp_path, bare, {})
     _described(tmp_path, {**content, "tie_word_embeddings": True})
-    assert _read(tmp_path, bare, {}).left_out is None
+    assert _read(tmp_path, bare, {}).remarks == []
 
 
 def test_frequencies_in_fp32_make_no_checkpoint_of_fp32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
