@@ -119,8 +119,8 @@ def _model(options: argparse.Namespace) -> dict[str, Any]:
     """Return the model of --hf-config; nothing without it."""
     if options.hf_config is None:
         return {}
-    # The file's models are trained without dropout; with ours by default attention would be a slower kernel's.
-    return {"hidden_dropout": 0.0, "attention_dropout": 0.0, **read_hf_config(options.hf_config)[1]}
+    # As --help says: with dropout, which pretraining has not, attention would be a slower kernel's.
+    return {**read_hf_config(options.hf_config)[1], "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
 def _calibrated(options: argparse.Namespace, asked: Question) -> Machine:

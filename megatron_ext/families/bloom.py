@@ -42,6 +42,5 @@ BLOOM = Family(
     aliases={"hidden_size": "n_embed", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"},
     dependent_flags=square_flags,
     layers="transformer.h.{}.",
-    headless_prefix="transformer.",
     qkv_by_groups=True,
 )

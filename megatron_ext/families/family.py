@@ -99,10 +99,6 @@ class Family:
     may_be_dense: bool = False
     """Whether a model of a family that has names of experts may have none."""
 
-    headless_prefix: str = ""
-    """Prefix that files written from the model without its head leave out of every name; empty: there are no such
-    files."""
-
     constants: Mapping[str, float] = field(default_factory=dict)
     """Names of numbers in every layer's files, without its prefix, that are no parameters and have one value."""
 

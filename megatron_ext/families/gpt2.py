@@ -52,9 +52,9 @@ GPT2 = Family(
     {},
     _read,
     _write,
+    dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1),
     aliases=dict(zip(_KEYS, PLAIN_KEYS, strict=False)),
     dependent_flags=heads_fill_width,
     layers="transformer.h.{}.",
-    headless_prefix="transformer.",
     transposed=frozenset({QKV, "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}),
 )

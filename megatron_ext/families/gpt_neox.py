@@ -47,6 +47,5 @@ GPT_NEOX = Family(
     aliases=_ROTARY,
     dependent_flags=_dependent_flags,
     layers="gpt_neox.layers.{}.",
-    headless_prefix="gpt_neox.",
     qkv_by_groups=True,
 )

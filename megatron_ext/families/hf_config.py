@@ -7,6 +7,7 @@ none.
 """
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.families import FAMILIES, Family
 from megatron_ext.families.reading import WITHOUT_BEARING, Reading
+from megatron_ext.families.training_numbers import TRAINING_FLAGS, one_number_for_two, training_values
 from megatron_ext.parts.stack import layers
 from megatron_ext.untrusted.text import load_json, read_file
 
@@ -31,7 +33,49 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
         ConfigurationError: there is no readable `config.json`, or our model cannot be what it describes; with every
             problem.
     """
-    path = Path(folder) / "config.json"
+    family, reading, prefix, problems = _opened(path := Path(folder) / "config.json")
+    if (quantized := reading.get("quantization_config")) is not None:
+        is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+        how = f"; {_FROM_MXFP4}" if is_mxfp4 else "; use the unquantized model"
+        reading.problems.append(f"quantization_config: quantized weights are not supported{how}")
+    reading.refuse_unless("is_encoder_decoder", False, False, "only false is supported")
+    values = family.read(reading)
+    values = {**_training(reading, values), **values}
+    reading.refuse_the_rest(
+        f"a key that is not known for {family.model_type}; if the model is the same without it, leave it out of a copy "
+        "of config.json",
+        but=frozenset(key for keys in WITHOUT_BEARING.values() for key in keys),
+    )
+    problems += [f"{prefix}{problem}" for problem in dict.fromkeys(reading.problems)]
+    problems = problems or list(_out_of_bounds(values))
+    if problems:
+        raise ConfigurationError([f"{path}: {problem}" for problem in problems])
+    return family, {**family.fixed, **values}
+
+
+def of_the_training(folder: str | Path, values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is said next to the training numbers of a folder that can be read: flags that contradict them.
+
+    Args:
+        values: what `read_hf_config` says of the folder.
+        given: values of flags that the user gave.
+    """
+    for name in TRAINING_FLAGS:
+        if name in given and name in values and given[name] != values[name]:
+            yield f"{flag_of(name)} {_shown(given[name])}, where {folder} has {_shown(values[name])}: the flag holds"
+    if "hidden_dropout" not in given:
+        yield from (f"{folder}: {words}" for words in one_number_for_two(_opened(Path(folder) / "config.json")[1]))
+
+
+def _training(reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers about training of a file; without experts none of their losses."""
+    found = training_values(reading)
+    return {name: one for name, one in found.items() if not name.startswith("moe_") or values.get("num_experts")}
+
+
+def _opened(path: Path) -> tuple[Family, Reading, str, list[str]]:
+    """Return the family that a `config.json` names, its keys, the words before what is wrong with them, and what is
+    wrong around them."""
     try:
         content = load_json(read_file(path, _LARGEST))
     except OSError as error:
@@ -48,26 +92,22 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
             family, prefix, (content, problems) = inner, "text_config: ", _inside(content, tied)
     if family is None:
         raise ConfigurationError(
-            f"{path}: model_type {json.dumps(content.get('model_type'))} is not supported; "
-            f"use one of {', '.join(FAMILIES)}"
+            f"{path}: model_type {json.dumps(content.get('model_type'))} is not supported{_nearest(kind)}; use one of "
+            f"{', '.join(_types())}. docs/huggingface.md says what each of them is, and how a family is added"
         )
-    reading = Reading(content, family.defaults, family.aliases)
-    if (quantized := reading.get("quantization_config")) is not None:
-        is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
-        how = f"; {_FROM_MXFP4}" if is_mxfp4 else "; use the unquantized model"
-        reading.problems.append(f"quantization_config: quantized weights are not supported{how}")
-    reading.refuse_unless("is_encoder_decoder", False, False, "only false is supported")
-    values = family.read(reading)
-    reading.refuse_the_rest(
-        f"a key that is not known for {family.model_type}; if the model is the same without it, leave it out of a copy "
-        "of config.json",
-        but=frozenset(key for keys in WITHOUT_BEARING.values() for key in keys),
-    )
-    problems += [f"{prefix}{problem}" for problem in dict.fromkeys(reading.problems)]
-    problems = problems or list(_out_of_bounds(values))
-    if problems:
-        raise ConfigurationError([f"{path}: {problem}" for problem in problems])
-    return family, {**family.fixed, **values}
+    return family, Reading(content, family.defaults, family.aliases), prefix, problems
+
+
+def _types() -> list[str]:
+    """Return every `model_type` that is read."""
+    families = FAMILIES.values()
+    others = (name for one in families for name in (*one.other_names, *(one.inside or ())[:1]))
+    return sorted({*FAMILIES, *others})
+
+
+def _nearest(kind: str) -> str:
+    close = difflib.get_close_matches(kind, _types(), 1)
+    return f" (the nearest is {close[0]})" if close else ""
 
 
 _FROM_MXFP4 = (
@@ -124,7 +164,7 @@ def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
     return [
         f"{flag_of(name)} is {_shown(given[name])} and there {_shown(value)}"
         for name, value in values.items()
-        if name in given and given[name] != value
+        if name in given and name not in TRAINING_FLAGS and given[name] != value
     ]
 
 
@@ -155,4 +195,6 @@ def hf_config(config: Config, family: Family, dtype: str) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(_shown, value))
     return json.dumps(value) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -27,7 +27,10 @@ def _read(reading: Reading) -> dict[str, Any]:
     attention = Reading(written if isinstance(written, dict) else {"no object": written}, {})
     refuse_others(attention, {"attn_type": "multihead_attention", "qk_ln": False, "prefix_lm": False})
     refuse_others(attention, {"alibi": True, "alibi_bias_max": 8, "attn_uses_sequence_id": False})
-    values = {name: attention.number_or_none(key) for name, key in _NUMBERS.items()}
+    values: dict[str, Any] = {name: attention.number_or_none(key) for name, key in _NUMBERS.items()}
+    # transformers drops nothing else, and residual branches at this rate, whatever resid_pdrop and emb_pdrop say.
+    dropout = attention.number_from_0("attn_pdrop", below=1.0)
+    values |= {"attention_dropout": dropout, "hidden_dropout": dropout}
     attention.refuse_the_rest("is not known", but=sum(WITHOUT_BEARING.values(), ("attn_impl", "is_encoder_decoder")))
     refuse_others(reading, {"expansion_ratio": 4, "no_bias": True, "embedding_fraction": 1.0})
     reading.understand("learned_pos_emb", "init_device", "norm_type")  # which transformers does not read
@@ -51,5 +54,4 @@ MPT = Family(
     aliases={"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"},
     dependent_flags=square_flags,
     layers="transformer.blocks.{}.",
-    headless_prefix="transformer.",
 )

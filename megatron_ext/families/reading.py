@@ -82,6 +82,15 @@ class Reading:
         self.problems.append(f"{key} is {json.dumps(value)}, and not a positive number")
         return 1.0
 
+    def number_from_0(self, key: str, *, below: float = sys.float_info.max) -> float:
+        """Return the value of a key that must be a number of at least 0, and below a bound."""
+        value = self.get(key, 0.0)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below:
+            return float(value)
+        bound = "" if below == sys.float_info.max else f" and below {below:g}"
+        self.problems.append(f"{key} is {_short(value)}, and not a number of at least 0{bound}")
+        return 0.0
+
     def number_or_none(self, key: str) -> float | None:
         """Return the same of a key that may be null."""
         return None if self.get(key) is None else self.number(key, 1.0)
@@ -117,7 +126,7 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
         *("initializer_range", "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max"),
         "linear_dt_init_floor",
     ),
-    "are about training, which flags describe: --attention-dropout, --hidden-dropout, --moe-aux-loss-coeff": (
+    "are about training (`training_numbers.py`), and change no logits": (
         "attention_dropout",
         "attn_pdrop",
         "emb_pdrop",

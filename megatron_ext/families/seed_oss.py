@@ -26,5 +26,8 @@ SEED_OSS = Family(
     DECODER_FLAGS,
     _read,
     _write,
-    {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288},
+    {
+        **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288},
+        **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.1),
+    },
 )

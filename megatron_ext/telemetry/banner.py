@@ -40,6 +40,7 @@ def banner(config: Config, begun: Begun) -> str:
         "device": f"{_ranks(config.layout.world_size)} on {begun.device}, {begun.backend}",
         "layout": _layout(config),
         "model": _model(config),
+        "dropout": _dropout(config),
         "data": _data(config),
         "to go": _to_go(config, begun),
         "own": ", ".join(begun.own),
@@ -84,6 +85,12 @@ def _model(config: Config) -> str:
     padding = vocabulary_padding(config)
     number = f"{count(config) - padding:,} parameters" + (f" and {padding:,} of vocabulary padding" if padding else "")
     return f"{number}, {layers} layers of width {config.model.hidden_size:,}, {precision}"
+
+
+def _dropout(config: Config) -> str:
+    model = config.model
+    rates = {"attention": model.attention_dropout, "embeddings and residual branches": model.hidden_dropout}
+    return ", ".join(f"{rate:g} of {name}" for name, rate in rates.items() if rate)
 
 
 def _graphs(config: Config) -> str:

@@ -248,6 +248,11 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
         warnings += [
             f"{flag_of(name)} changes nothing here: {reason}" for name in attention_kernels.asked_for(typed.values)
         ]
+    if facts.huggingface:
+        from megatron_ext.families.hf_config import of_the_training  # with every family
+
+        folder = str(config.checkpoint.load_hf)
+        warnings += (f"--load-hf: {words}" for words in of_the_training(folder, facts.huggingface, typed.values))
     warnings += _without_graphs(typed, config, facts)
     asked, resolved = typed.values.get("transformer_impl", "local"), config.model.transformer_impl
     if asked != resolved:
@@ -489,9 +494,12 @@ def _huggingface(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[st
     from megatron_ext.checkpoint.huggingface.huggingface_folder import read_model  # with every family
 
     try:
-        return read_model(folder)[1], ()
+        model = read_model(folder)[1]
     except ConfigurationError as error:
         return {}, tuple(f"--load-hf {problem}" for problem in error.problems)
+    if values.get("moe_router_load_balancing_type"):  # other losses, for which the folder has no coefficients
+        model = {name: value for name, value in model.items() if name != "moe_aux_loss_coeff"}
+    return model, ()
 
 
 def _vocabulary(values: Mapping[str, Any]) -> tuple[int | None, str | None]:

@@ -390,10 +390,10 @@ def _load(run: "Run", configured: Configured) -> None:
     if flags.load_hf is not None and resume is None:
         from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
 
-        left_out = load_huggingface(run, flags.load_hf)
-        if run.rank == 0 and left_out is not None:
-            say(f"checkpoint: {left_out}")
+        remarks = load_huggingface(run, flags.load_hf)
         if run.rank == 0:
+            for remark in remarks:
+                say(f"checkpoint: {remark}")
             say(f"checkpoint: beginning with the weights of {flags.load_hf}")
 
 

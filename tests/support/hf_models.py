@@ -149,6 +149,7 @@ def flags(sources: Sequence[str], tp: int = 1, pp: int = 1) -> list[str]:
         *("--attention-dropout", "0", "--hidden-dropout", "0", "--make-vocab-size-divisible-by", "16"),
         *("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)),
         *(["--sequence-parallel"] if tp == 2 else []),  # which experts need
+        *("--moe-aux-loss-coeff", "0"),  # as transformers, whose class adds the loss only to outputs that have logits
         *sources,
     ]
 

@@ -1,7 +1,7 @@
 """Reads a Hugging Face folder as a source of our parameters: `config.json` next to one or several safetensors files.
 
     folder = HFFolder("Llama-3.2-1B")
-    folder.check(config)             # every missing or misshapen tensor at once
+    folder.check(config)             # every missing, misshapen or unknown tensor at once
     folder.entries["lm_head.weight"] # where it lies
 
 Nothing in the folder is executed, and no file outside of it is opened, whatever its index says. This needs no torch.
@@ -9,7 +9,7 @@ Nothing in the folder is executed, and no file outside of it is opened, whatever
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.checkpoint.huggingface.safetensors import Entry, read_header
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError, TrainingError
-from megatron_ext.families import state_dict_mapping
+from megatron_ext.families import ParameterMapping, state_dict_mapping
 from megatron_ext.families.family import EXPERT_BIAS, Family
 from megatron_ext.families.hf_config import read_hf_config
 from megatron_ext.families.state_dict_mapping import copies
+from megatron_ext.families.unread import listed, tied_head, unread
 from megatron_ext.untrusted.text import load_json, read_file
 from megatron_ext.untrusted.untrusted_folder import file_inside
 
@@ -56,50 +57,34 @@ class HFFolder:
         self.path = Path(folder)
         self.family, self.values = read_model(folder)
         self.entries = _entries(self.path)
-        prefix = self.family.headless_prefix
-        if prefix and f"{self.family.names[_TABLE][0].removeprefix(prefix)}.weight" in self.entries:
-            # The oldest files were written from the model without its head, whose names have no prefix.
-            self.entries = {f"{prefix}{name}": entry for name, entry in self.entries.items()}
-        self.left_out: str | None = None
-        """What is said of tensors that belong to other parts of a larger model, if there are any."""
         if self.family.inside is not None:
-            kind, prefix = self.family.inside
-            own = {name.removeprefix(prefix): one for name, one in self.entries.items() if name.startswith(prefix)}
-            if own:
-                others = len(self.entries) - len(own)
-                self.left_out = f"{folder} holds a {kind}: {others} tensors that are not of its text model are left out"
-                self.entries = own
-
+            self.entries = _without_prefix(self.entries, self.family.inside[1], self.path)
+        table, head = (self.family.names[module][0] for module in (_TABLE, "output_layer"))
+        prefix = f"{table.partition('.')[0]}."
+        if f"{table}.weight" not in self.entries and f"{table.removeprefix(prefix)}.weight" in self.entries:
+            # Files that were written from the model without its head, as the oldest ones and those of embedding models.
+            others = (f"{head}.", self.family.ahead.partition(".")[0] or head)
+            self.entries = {
+                name if name.startswith(others) else f"{prefix}{name}": one for name, one in self.entries.items()
+            }
         self.entries = vectors_as_rows(self.entries, self.family)
+        self.remarks = [*_unread_index(self.path)]
+        """Sentences on what is not read of the folder; `check` adds one that counts and names the tensors that are left
+        out, if there are any."""
 
     def check(self, config: Config) -> None:
-        """Check that the files hold the model that `config` (made from `values`) describes.
+        """Check that the files hold the model that `config` (made from `values`) describes, and nothing else that
+        counts; from now on `entries` are the tensors that it reads, and `remarks` say which others there are.
 
         Raises:
-            DataError: a tensor is missing or has another shape or dtype than it should have; all of them are named.
+            DataError: a tensor is missing, has another shape or dtype than it should have, or no place in the model;
+                they are named.
         """
-        problems = []
-        for mapping in state_dict_mapping(config, self.family):
-            for name, shape in mapping.tensor_shapes().items():
-                entry = self.entries.get(name)
-                if entry is None:
-                    problems.append(f"{name} is missing; it should have shape {list(shape)}")
-                elif entry.shape != shape:
-                    problems.append(f"{name} has shape {list(entry.shape)}; by config.json it should be {list(shape)}")
-                elif entry.dtype not in WIDTH:
-                    problems.append(f"{name} has dtype {entry.dtype}; supported are {', '.join(WIDTH)}")
-        for name, value in self.family.constants_of(config).items():
-            entry = self.entries.get(name)
-            if entry is not None and not (
-                math.prod(entry.shape) == 1 and math.isclose(entry.number(), value, rel_tol=0.01)
-            ):
-                problems.append(f"{name} is another number than {value:g}, which all models of this family have")
-        head, table = (f"{self.family.names[module][0]}.weight" for module in ("output_layer", _TABLE))
-        if config.model.untie_embeddings_and_output_weights is False and self._differ(head, table):
-            problems.append(f"{head} differs from the embeddings, but config.json has tie_word_embeddings")
-        for copy, original in copies(config, self.family).items():
-            if self._differ(copy, original):
-                problems.append(f"{copy} differs from {original}, which every depth shares here")
+        mappings = state_dict_mapping(config, self.family)
+        problems = [*self._of_parameters(mappings, config), *self._of_others(config)]
+        left_out, without_place = unread(self.entries, mappings, config, self.family)
+        if without_place:
+            problems.append(f"it has no place for {len(without_place)} of them: {listed(without_place)}")
         if problems and config.model.mtp_num_layers:
             problems.append("with --mtp-num-layers 0 the depths of multi-token prediction are left out")
         if problems:
@@ -108,10 +93,50 @@ class HFFolder:
                 + "; ".join(problems)
                 + ". Take both from the same model."
             )
+        if left_out:
+            kinds = (f"{len(names)} {reason} ({listed(names, 5)})" for reason, names in left_out.items())
+            self.remarks.append(f"{self.path}: tensors that are left out: {'; '.join(kinds)}")
+            others = {name for names in left_out.values() for name in names}
+            self.entries = {name: entry for name, entry in self.entries.items() if name not in others}
+
+    def _of_parameters(self, mappings: Iterable[ParameterMapping], config: Config) -> Iterator[str]:
+        """Yield what is wrong with the tensors that hold our parameters."""
+        for mapping in mappings:
+            for name, shape in mapping.tensor_shapes().items():
+                entry = self.entries.get(name)
+                if entry is None:
+                    yield f"{name} is missing; it should have shape {list(shape)}{self._instead(name, config)}"
+                elif entry.shape != shape:
+                    yield f"{name} has shape {list(entry.shape)}; by config.json it should be {list(shape)}"
+                elif entry.dtype not in WIDTH:
+                    yield f"{name} has dtype {entry.dtype}; supported are {', '.join(WIDTH)}"
+
+    def _instead(self, name: str, config: Config) -> str:
+        """Return how a model without its output layer, such as one of embeddings, can be read after all."""
+        fixed = {**self.family.flags, **self.family.dependent_flags(config.model)}
+        is_tied = not fixed.get("untie_embeddings_and_output_weights", False) and not config.model.lm_head_bias
+        if not is_tied or name != f"{self.family.names['output_layer'][0]}.weight":
+            return ""
+        return ', or be the embeddings, by "tie_word_embeddings": true in a copy of config.json'
+
+    def _of_others(self, config: Config) -> Iterator[str]:
+        """Yield what is wrong with tensors that are constants or repeat others."""
+        for name, value in self.family.constants_of(config).items():
+            entry = self.entries.get(name)
+            if entry is not None and not (
+                math.prod(entry.shape) == 1 and math.isclose(entry.number(), value, rel_tol=0.01)
+            ):
+                yield f"{name} is another number than {value:g}, which all models of this family have"
+        head, table = tied_head(config, self.family), f"{self.family.names[_TABLE][0]}.weight"
+        if head is not None and self._differ(head, table):
+            yield f"{head} differs from the embeddings, but config.json has tie_word_embeddings"
+        for copy, original in copies(config, self.family).items():
+            if self._differ(copy, original):
+                yield f"{copy} differs from {original}, which every depth shares here"
 
     def dtype(self) -> str:
-        """Return the dtype of the weights; where they differ, one that holds all of them. Biases of experts are fp32
-        next to weights of 16 bits."""
+        """Return the dtype of the weights that are read, after `check`; where they differ, one that holds all of them.
+        Biases of experts are fp32 next to weights of 16 bits."""
         apart = tuple(self.family.names.get(EXPERT_BIAS, ()))
         weights = (entry.dtype for name, entry in self.entries.items() if not (apart and name.endswith(apart)))
         dtypes = {dtype for dtype in weights if dtype in WIDTH}
@@ -131,6 +156,15 @@ class HFFolder:
         return any(one.tobytes() != other.tobytes() for one, other in pairs)
 
 
+def _without_prefix(entries: Mapping[str, Entry], prefix: str, folder: Path) -> dict[str, Entry]:
+    """Return the tensors by their names without the prefix, where they have it."""
+    renamed = {name.removeprefix(prefix): entry for name, entry in entries.items()}
+    if len(renamed) < len(entries):
+        twice = sorted(name for name in renamed if name in entries and f"{prefix}{name}" in entries)
+        raise DataError(f"{folder}: {listed(twice)} are there with and without {prefix} before their names; keep one")
+    return renamed
+
+
 def vectors_as_rows(entries: Mapping[str, Entry], family: Family) -> dict[str, Entry]:
     """Return the tensors, with those vectors as a row each that the family has for rows of a matrix of ours."""
     part = family.vectors
@@ -144,6 +178,9 @@ _TABLE = "embedding.word_embeddings"
 
 
 def _entries(folder: Path) -> dict[str, Entry]:
+    """Return the tensors of the single file where it is there, as transformers does, else those of the index."""
+    if (folder / SINGLE).exists():
+        return read_header(safe_file(folder, SINGLE))
     if (folder / INDEX).exists():
         names = _index(safe_file(folder, INDEX))
         entries = {}
@@ -155,12 +192,22 @@ def _entries(folder: Path) -> dict[str, Entry]:
         if lost:
             raise DataError(f"{folder / INDEX} places {', '.join(lost[:5])} in a file that does not hold it")
         return entries
-    if (folder / SINGLE).exists():
-        return read_header(safe_file(folder, SINGLE))
     raise ConfigurationError(
         f"{folder} holds neither {SINGLE} nor {INDEX}; weights in another format (.bin) are pickles and are not read: "
         "convert them with transformers' save_pretrained"
     )
+
+
+def _unread_index(folder: Path) -> Iterator[str]:
+    """Yield that an index next to the single file names other files, which a model that was saved twice leaves."""
+    if not ((folder / SINGLE).exists() and (folder / INDEX).exists()):
+        return
+    try:
+        files = {*_index(safe_file(folder, INDEX)).values()} - {SINGLE}
+    except DataError:
+        return  # which nothing is read from
+    if files:
+        yield f"{folder}: {SINGLE} is read, as by transformers, and not {listed(sorted(files), 3)}, which {INDEX} names"
 
 
 def _index(path: Path) -> dict[str, str]:

@@ -32,11 +32,11 @@ def import_huggingface(source: str | Path, destination: str | Path) -> Path:
         OSError: the destination cannot be written.
     """
     folder = HFFolder(source)
+    folder.check(resolve(folder.values, Facts()))
     precision = {"BF16": "bf16", "F16": "fp16"}.get(folder.dtype())
     config = resolve({**folder.values, **({precision: True} if precision else {})}, Facts())
-    folder.check(config)
-    if folder.left_out is not None:
-        say(folder.left_out)
+    for remark in folder.remarks:
+        say(remark)
     with Files(os.O_RDONLY) as files:
         return write_checkpoint(
             destination,

@@ -17,11 +17,11 @@ from megatron_ext.parallel.rows import row_shard
 from megatron_ext.parts import slices
 
 
-def load_huggingface(run: Saveable, path: str | Path) -> str | None:
+def load_huggingface(run: Saveable, path: str | Path) -> list[str]:
     """Put the weights into the run's model and its optimizer's master copies, rounded to the model's dtype.
 
     Returns:
-        What is left out of a folder that holds more than a model of text.
+        Sentences on what is not read of the folder (`HFFolder.remarks`).
     Raises:
         ConfigurationError: the folder cannot be read as a model of ours.
         DataError: the folder's tensors are not those that its `config.json` describes.
@@ -42,7 +42,7 @@ def load_huggingface(run: Saveable, path: str | Path) -> str | None:
         for name, bias in biases_of_experts(run.chunks):
             read_shard(folder, mappings[name], bias, 0, 1)
     run.sharding.reload_masters(run.optimizer)
-    return folder.left_out
+    return folder.remarks
 
 
 def read_shard(folder: HFFolder, mapping: ParameterMapping, shard: torch.Tensor, tp_rank: int, tp_size: int) -> None:

@@ -287,7 +287,7 @@ def test_what_a_file_says_twice_or_in_another_form_is_not_guessed(
         ("nemotron", {"kv_channels": 12}),
         ("gpt_oss", {"initial_context_length": 4096, "experts_per_token": 3}),
         ("mimo_v2_flash", {"sliding_window_size": 5}),
-        ("starcoder2", {"mlp_type": "default", "residual_dropout": 0.1, "embedding_dropout": 0.1}),
+        ("starcoder2", {"mlp_type": "default"}),
         ("smollm3", {"max_window_layers": 28, "pretraining_tp": 2}),
         ("gpt2", {"n_ctx": 80, "task_specific_params": {"text-generation": {"do_sample": True}}, "n_inner": None}),
         ("gpt2", {"gradient_checkpointing": False, "summary_activation": None, "_num_labels": 1, "output_past": True}),

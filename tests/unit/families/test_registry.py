@@ -15,6 +15,8 @@ from tests.support.small_models import LLAMA, small_config
 
 _LAST = "[1,1,1,0]", "[0,0,0,1]"
 READ: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "num_layers": 3,
     "hidden_size": 48,
     "ffn_hidden_size": 40,
@@ -231,6 +233,7 @@ def test_every_value_of_gpt_2_is_read(changes: dict[str, Any], expected: dict[st
     found = read_config(tmp_path, {**GPT2_WRITTEN, **changes})
     assert found == {
         **usual_values(),
+        **{"attention_dropout": 0.1, "hidden_dropout": 0.1},
         **{"num_layers": 3, "hidden_size": 48, "ffn_hidden_size": 50, "num_attention_heads": 6, "kv_channels": 8},
         **{"num_query_groups": 6, "openai_gelu": False, "norm_epsilon": 3e-5, "vocab_size": 77},
         **{"untie_embeddings_and_output_weights": True, "max_position_embeddings": 99},

@@ -29,6 +29,17 @@ def test_the_banner() -> None:
     ]
 
 
+def test_every_dropout_that_is_not_0_is_named() -> None:
+    both = {"attention_dropout": 0.1, "hidden_dropout": 0.2}
+    for rates, words in (
+        (both, "0.1 of attention, 0.2 of embeddings and residual branches"),
+        ({**both, "attention_dropout": 0.0}, "0.2 of embeddings and residual branches"),
+    ):
+        config = small_config({**LLAMA, **rates}, {"world_size": 1}, {"train_iters": 10})
+        begun = Begun("a device", "gloo", iteration=4, consumed_samples=16)
+        assert f"dropout {words}" in banner(config, begun).splitlines()
+
+
 PP = "pipeline_model_parallel_size"
 
 

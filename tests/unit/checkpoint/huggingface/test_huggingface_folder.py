@@ -52,8 +52,8 @@ def test_a_tied_head_may_be_there_twice_and_not_differ(tmp_path: Path) -> None:
 
 
 def test_the_index_says_which_file_holds_a_tensor(tmp_path: Path) -> None:
-    """Two files have one of the same name; a single file next to the index is not read."""
-    for file, names in (("a.safetensors", "xy"), ("b.safetensors", "yz"), ("model.safetensors", "w")):
+    """Two files have one of the same name."""
+    for file, names in (("a.safetensors", "xy"), ("b.safetensors", "yz")):
         create(tmp_path / file, dict.fromkeys(names, (1,)), "F32")
     index = tmp_path / "model.safetensors.index.json"
     for y in ("a", "b"):
@@ -67,3 +67,28 @@ def test_the_index_says_which_file_holds_a_tensor(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": wrong}))
         with pytest.raises(DataError, match="is not the index of a sharded model"):
             hf_folder._entries(tmp_path)
+
+
+def test_the_single_file_is_read_next_to_an_index(tmp_path: Path) -> None:
+    """As transformers does, which leaves the old index behind when a model is saved again; a word says so."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    first, second = (AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, **sizes)) for _ in range(2))
+    first.save_pretrained(tmp_path, max_shard_size="4KB")
+    shards = sorted(path.name for path in tmp_path.glob("model-*"))
+    assert len(shards) > 1
+    assert HFFolder(tmp_path).remarks == []
+    second.save_pretrained(tmp_path)
+    assert (tmp_path / hf_folder.INDEX).exists(), "transformers no longer leaves it"
+    for gone in (False, True):
+        if gone:
+            (tmp_path / shards[0]).unlink(missing_ok=True)
+        read = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+        found = HFFolder(tmp_path)
+        for name, entry in found.entries.items():
+            assert np.array_equal(np.array(entry.whole()).reshape(read[name].shape), read[name].numpy()), name
+        [remark] = found.remarks
+        assert f"model.safetensors is read, as by transformers, and not {shards[0]}" in remark
+    (tmp_path / hf_folder.INDEX).write_text("{")
+    assert HFFolder(tmp_path).remarks == []

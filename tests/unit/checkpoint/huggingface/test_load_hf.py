@@ -24,7 +24,7 @@ def test_masters_of_a_loaded_model_are_the_rounded_weights(
         tensor.copy_(torch.arange(4.0)[:, None] * (1.0 + 2**-12))
 
     mapping = SimpleNamespace(parameter=SimpleNamespace(name="weight", expert=None))
-    folder = SimpleNamespace(check=lambda config: None, family=None, left_out=None)
+    folder = SimpleNamespace(check=lambda config: None, family=None, remarks=[])
     monkeypatch.setattr(load_hf, "HFFolder", lambda path: folder)
     monkeypatch.setattr(load_hf, "state_dict_mapping", lambda config, family: [mapping])
     monkeypatch.setattr(load_hf, "global_named_parameters", lambda chunks: [("weight", weight)])
@@ -47,7 +47,7 @@ def test_experts_are_read_by_who_shares_their_matrices(
     """Of two tensor-parallel ranks each has whole experts."""
     seen: list[tuple[int, int]] = []
     mapping = SimpleNamespace(parameter=SimpleNamespace(name="weight", expert=expert))
-    folder = SimpleNamespace(check=lambda config: None, family=None, left_out=None)
+    folder = SimpleNamespace(check=lambda config: None, family=None, remarks=[])
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     monkeypatch.setattr(load_hf, "HFFolder", lambda path: folder)
     monkeypatch.setattr(load_hf, "state_dict_mapping", lambda config, family: [mapping])
