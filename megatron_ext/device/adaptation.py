@@ -23,6 +23,8 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroupGloo
 
+from megatron_ext.device.wide_sums import embedding_with_wide_sums, layer_norm_with_wide_sums
+
 
 def create_on_one_device(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return a function that makes groups as `original` does, torch's own, all of them on the first one's devices.
@@ -228,6 +230,16 @@ if hasattr(c10d, "_create_gloo_process_group"):  # older torch has no function f
         ),
     )
 
+# Nothing fails without these: gradients are too small where a token is frequent in a microbatch.
+_FOR_SUMS = (
+    Replacement(
+        "torch.nn.functional.embedding",
+        embedding_with_wide_sums,
+        "called for word embeddings, tensor_parallel/layers.py:356",
+    ),
+    Replacement("torch.nn.functional.layer_norm", layer_norm_with_wide_sums, "a GPU adds in fp32, as ours must"),
+)
+
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement("torch.cuda.current_device", _returns(0), "asked for on every allocation, tensor_parallel/mappings.py"),
     Replacement("torch.cuda.synchronize", _returns(None), "after batched sends, p2p_communication.py:419"),
@@ -277,7 +289,7 @@ def adapt(without: Iterable[str] = ()) -> None:
     # These import lazily, and look at torch's functions while they do: they must see the originals.
     importlib.import_module("torch._dynamo")
     left_out = set(without)
-    for row in (*REPLACEMENTS, *_FOR_GLOO):
+    for row in (*REPLACEMENTS, *_FOR_GLOO, *_FOR_SUMS):
         if row.name not in left_out:
             owner_path, attribute = row.name.rsplit(".", 1)
             owner = _resolve(owner_path)

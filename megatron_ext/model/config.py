@@ -33,7 +33,7 @@ _OF_ONE_NAME = (
     *("qk_l2_norm", "add_qkv_bias", "activation_func_clamp_value", "glu_linear_offset"),
     *("rotary_interleaved", "softmax_scale", "softmax_type", "hidden_dropout", "attention_dropout"),
     *("init_method_std", "transformer_impl", "tensor_model_parallel_size", "sequence_parallel"),
-    *("context_parallel_size", "pipeline_model_parallel_size", "bf16", "fp16", "deterministic_mode"),
+    *("context_parallel_size", "pipeline_model_parallel_size", "bf16", "fp16"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "gradient_accumulation_fusion", "qk_clip"),
     *("qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"),
 )
@@ -72,6 +72,8 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
     activation = _ACTIVATIONS[first.activation]
     translated = TransformerConfig(
         **_of_one_name(config, _OF_ONE_NAME),
+        # By this it indexes word embeddings; a CPU looks them up with the same bits in every run.
+        deterministic_mode=on_cuda and training.deterministic_mode,
         mtp_num_layers=model.mtp_num_layers or None,
         num_query_groups=model.num_key_value_heads,
         layernorm_epsilon=model.norm_epsilon,

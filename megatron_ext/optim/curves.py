@@ -1,8 +1,8 @@
 """Computes learning rate and weight decay as pure functions of progress, without torch.
 
 Progress is counted in samples, as in Megatron: every step that updated the weights adds its global batch, a step
-that the loss scaler skipped adds nothing. Flags that count iterations are turned into samples with the full
---global-batch-size; so during a batch ramp-up, where steps are smaller, an iteration covers less of the curve.
+that the loss scaler skipped adds nothing. Flags that count iterations mean the samples that these iterations consume,
+also while the batch grows: a run of --train-iters ends where its curves end. (Megatron refuses a growing batch there.)
 
     curve = LearningRateCurve.from_config(config)
     learning_rate(consumed_by_updates, curve)
@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_ext.config.derived.batch_size import samples_at_iteration
 from megatron_ext.config.schema import Config
 
 _COMPARED = 1000
@@ -52,10 +53,9 @@ class LearningRateCurve:
         """Return the curve that the flags ask for; --train-samples makes every length one in samples."""
         optimizer, training = config.optimizer, config.training
         if training.train_samples is None:
-            batch = training.global_batch_size
-            decay = _or(optimizer.lr_decay_iters, training.train_iters) * batch
-            warmup = optimizer.lr_warmup_iters * batch
-            wsd_decay = None if optimizer.lr_wsd_decay_iters is None else optimizer.lr_wsd_decay_iters * batch
+            end, last = _or(optimizer.lr_decay_iters, training.train_iters), optimizer.lr_wsd_decay_iters
+            decay, warmup = _samples_of(config, end), _samples_of(config, optimizer.lr_warmup_iters)
+            wsd_decay = None if last is None else decay - _samples_of(config, end - last)
         else:
             decay = _or(optimizer.lr_decay_samples, training.train_samples)
             warmup = optimizer.lr_warmup_samples
@@ -166,12 +166,19 @@ def goes_on[Curve: LearningRateCurve | WeightDecayCurve](
 
 
 def run_samples(config: Config) -> int:
-    """Return the length of the run in full batches, the unit of both curves."""
+    """Return the length of the run in samples, the unit of both curves."""
     training = config.training
     if training.train_samples is not None:
         return training.train_samples
     assert training.train_iters is not None, "the configuration's rules require one of the two"
-    return training.train_iters * training.global_batch_size
+    return _samples_of(config, training.train_iters)
+
+
+def _samples_of(config: Config, iterations: int) -> int:
+    """Return the samples that the first `iterations` of the run consume, or would in full batches."""
+    if config.optimizer.curves_in_full_batches:
+        return iterations * config.training.global_batch_size
+    return samples_at_iteration(config, iterations)
 
 
 def _or(length: int | None, run_length: int | None) -> int:

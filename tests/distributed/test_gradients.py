@@ -6,9 +6,13 @@ reduction, learned positions.
 """
 
 import functools
+import re
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -17,7 +21,12 @@ from megatron_ext.config.schema import Config
 from megatron_ext.model.loss import token_loss
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parts.catalogue import parameters
+from megatron_ext.train.configure import configure
+from megatron_ext.verify.compared_models import MODELS as COMPARED
+from megatron_ext.verify.compared_models import RECIPE
 from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.verify.recorded_training import record
+from tests.support.corpora import write_documents
 from tests.support.several_models import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
@@ -108,3 +117,60 @@ def test_gradients_equal_those_of_one_process(model: str, tp: int, sequence_para
         allowed = max(1e-5 * expected[name].norm(), 1e-7 * whole_norm)
         error = (gradient - expected[name]).norm()
         assert error < allowed, f"{name}: {error:.1e}, allowed {allowed:.1e}"
+
+
+# Every kind of parameter is in one of them, and all experts and keys are chosen: rounding changes no choice.
+EVERY_KIND = {
+    "learned positions, biases": "",
+    "ALiBi": "",
+    "OLMo-2": "",
+    "Phi": "",
+    "xIELU": "",
+    "a token ahead by chosen keys": "--dsa-indexer-topk 512",
+    "one token ahead": "",
+    "experts with biases": "--moe-router-topk 8",
+    "experts in a latent width": "--moe-router-topk 8",
+    "routing by groups": "--moe-router-topk 16 --moe-router-group-topk 4",
+    "a token ahead by latents and experts": "--moe-router-topk 8",
+    "Kimi Linear": "--moe-router-topk 8",
+    "Falcon-H1, packed": "",
+    "Mamba-2 hybrid": "",
+    "delta rules with LayerNorm": "",
+}
+LEARNED = "learned positions, biases"
+IN_16_BITS = [
+    *((1, model, f"--bf16 {flags}") for model, flags in EVERY_KIND.items()),
+    (1, LEARNED, "--bf16 --deterministic-mode"),
+    (2, LEARNED, "--bf16 --tensor-model-parallel-size 2 --sequence-parallel"),
+    (2, LEARNED, "--bf16 --tensor-model-parallel-size 2 --deterministic-mode"),
+]
+FREQUENT_TOKENS = [*RECIPE.split(), *shlex.split("--tokenizer-type ByteTokenizer --eval-iters 0 --num-workers 0")]
+FREQUENT_TOKENS += shlex.split("--seq-length 512 --max-position-embeddings 512 --micro-batch-size 4")
+FREQUENT_TOKENS += shlex.split("--global-batch-size 4 --split 100,0,0")
+
+
+@pytest.mark.parametrize(("ranks", "model", "flags"), IN_16_BITS)
+def test_gradients_in_16_bits_count_every_token_of_a_repetitive_text(
+    ranks: int, model: str, flags: str, tmp_path: Path
+) -> None:
+    """Of a text of two letters each occurs 1,024 times in the microbatch. A sum of equal numbers ends in bf16 at 256 of
+    them; rounding alone moves a gradient by some percent at most."""
+    data = write_documents(tmp_path / "text", [list(b"ab" * 2000)])
+    words = [*FREQUENT_TOKENS, *shlex.split(COMPARED[model]), "--data-path", data, *shlex.split(flags)]
+    in_fp32 = [word for word in words if word != "--bf16"]
+    known, found = (record(one, ranks, steps=1).gradients for one in (in_fp32, words))
+    whole_norm = np.linalg.norm([np.linalg.norm(gradient) for gradient in known.values()])
+    assert known.keys() == found.keys()
+    for name, gradient in known.items():
+        error = np.linalg.norm(found[name] - gradient) / max(np.linalg.norm(gradient), 1e-3 * whole_norm)
+        assert error < 0.1, name
+
+
+def _kinds_of_parameters(model: str) -> set[str]:
+    flags = [*FREQUENT_TOKENS, *shlex.split(COMPARED[model]), "--mock-data", "--device", "cpu"]
+    return {re.sub(r"\d+\.", "", parameter.name) for parameter in parameters(configure(flags).config)}
+
+
+def test_every_kind_of_parameter_has_its_gradient_in_16_bits_compared() -> None:
+    everywhere, compared = (set().union(*map(_kinds_of_parameters, models)) for models in (COMPARED, EVERY_KIND))
+    assert everywhere == compared

@@ -24,7 +24,8 @@ def shapes_and_function() -> tuple[str, ...]:
 def read_saved(path: Path) -> dict[str, Any] | None:
     """Return the values of a checkpoint's config.yaml; None where it cannot be read, which loading will find out.
 
-    Names that are unknown here, such as those of another version, are left out.
+    Names that are unknown here, such as those of another version, are left out. A run with a growing batch that does
+    not say how it took the iterations of its curves took them for full batches.
 
     Raises:
         ConfigurationError: the file is larger or deeper than any configuration.
@@ -37,11 +38,13 @@ def read_saved(path: Path) -> dict[str, Any] | None:
     try:
         content = read_yaml(str(path), "the checkpoint's")
         known = {name: options_by_name()[name] for name in content if name in options_by_name()}
-        return {name: _read(option, content[name]) for name, option in known.items()}
+        saved = {name: _read(option, content[name]) for name, option in known.items()}
     except ExcessiveFile:
         raise
     except (ConfigurationError, ValueError):
         return None
+    grows = saved.get("rampup_batch_size") or saved.get("step_batch_size_schedule")
+    return {"curves_in_full_batches": True, **saved} if grows and saved.get("train_iters") else saved
 
 
 def _read(option: Option, value: Any) -> Any:

@@ -103,6 +103,12 @@ class OptimizerConfig:
     )
     lr_wsd_decay_iters: int | None = option(None, "Steps of the last phase of WSD.", resume="curve")
     lr_wsd_decay_samples: int | None = option(None, "The same in samples.", resume="curve")
+    curves_in_full_batches: bool = option(
+        False,
+        "Take the iterations of the curves of learning rate and weight decay for full global batches while the batch "
+        "still grows, as runs did whose checkpoints do not say; they then end before the curves do.",
+        resume="curve",
+    )
     lr_power_scale: float = option(
         4.6,
         "Of power: the rate is this times --global-batch-size times a power of the tokens before the step, and at most "

@@ -104,7 +104,7 @@ def test_one_rank_alone_sends_nothing(asynchronous: bool) -> None:
 
 
 def test_every_row_says_why() -> None:
-    rows = (*adaptation.REPLACEMENTS, *adaptation._FOR_GLOO)
+    rows = (*adaptation.REPLACEMENTS, *adaptation._FOR_GLOO, *adaptation._FOR_SUMS)
     assert len({row.name for row in rows}) == len(rows)
     assert all(row.why for row in rows)
 

@@ -2,12 +2,15 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_ext.config.derived.batch_size import samples_at_iteration
+from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learning_rate, weight_decay
 
@@ -110,14 +113,42 @@ def test_borders_are_the_engines_where_rounding_tells_their_sides_apart(style: s
     assert_equals_the_engine(config, 20 * BATCH)
 
 
-def test_lengths_in_iterations_are_multiplied_by_the_full_global_batch():
-    training = {"rampup_batch_size": (4, 4, 64)}
-    config = config_with(
-        training, lr_warmup_iters=2, lr_decay_iters=10, lr_decay_style="WSD", lr_wsd_decay_iters=3, weight_decay=0.1
-    )
-    rate = LearningRateCurve.from_config(config)
-    assert (rate.warmup, rate.decay, rate.wsd_decay) == (2 * BATCH, 10 * BATCH, 3 * BATCH)
-    assert WeightDecayCurve.from_config(config) == WeightDecayCurve(0.1, 0.1, 20 * BATCH, "constant")
+GROWING = [
+    {"rampup_batch_size": (8, 8, 80)},
+    {"rampup_batch_size": (4, 4, 64)},
+    {"step_batch_size_schedule": "0:8 2048:12 4096:16"},
+    {},
+]
+
+
+@pytest.mark.parametrize("training", GROWING)
+@pytest.mark.parametrize("style", STYLES)
+def test_iterations_of_a_growing_batch_are_the_steps_of_the_run(training: dict, style: str):
+    """The warmup ends with its last step, WSD's last phase has its steps, and the run ends where the curves do."""
+    increase = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.5}
+    last_phase = {"lr_wsd_decay_iters": 4} if style == "WSD" else {}
+    config = config_with(training, lr_decay_style=style, lr_warmup_iters=2, **last_phase, **increase)
+    config = dataclasses.replace(config, model=ModelConfig(seq_length=64))
+    rate, decay = LearningRateCurve.from_config(config), WeightDecayCurve.from_config(config)
+    after = [samples_at_iteration(config, step) for step in range(21)]
+    assert learning_rate(after[1], rate) == pytest.approx(1.5e-4)
+    assert learning_rate(after[2], rate) == 3e-4
+    if style in ("linear", "cosine", "WSD"):
+        assert learning_rate(after[20], rate) == pytest.approx(1e-5)
+    if style == "WSD":
+        assert learning_rate(after[16], rate) == 3e-4 > learning_rate(after[17], rate)
+    assert weight_decay(after[19], decay) < weight_decay(after[20], decay) == 0.5
+
+
+def test_checkpoints_that_do_not_say_it_took_iterations_for_full_batches(tmp_path: Path):
+    """Resumed by their own configuration, such a run keeps its curve."""
+    (tmp_path / "config.yaml").write_text("train_iters: 20\nglobal_batch_size: 16\nrampup_batch_size: [8, 8, 80]\n")
+    saved = read_saved(tmp_path / "config.yaml")
+    assert saved is not None
+    kept = config_with({"rampup_batch_size": (8, 8, 80)}, curves_in_full_batches=saved["curves_in_full_batches"])
+    assert LearningRateCurve.from_config(kept).decay == WeightDecayCurve.from_config(kept).length == 20 * BATCH
+    (tmp_path / "config.yaml").write_text("train_iters: 20\nglobal_batch_size: 16\n")
+    assert "curves_in_full_batches" not in (read_saved(tmp_path / "config.yaml") or {})
 
 
 def test_a_run_given_in_samples_reads_the_sample_flags():
