@@ -150,9 +150,10 @@ class _ProgressLine:
         begun = self._begun or Progress()
         documents = (progress.documents - begun.documents) / elapsed
         megabytes = (progress.text_bytes - begun.text_bytes) / 1e6 / elapsed
+        plain = f", {progress.by_reference} texts by the plain tokenizer" if progress.by_reference else ""
         note(
             f"{verb} {progress.documents} documents, {progress.text_bytes / 1e6:.1f} MB, {progress.tokens} tokens"
-            f"{f', {progress.skipped} left out' if progress.skipped else ''} "
+            f"{plain}{f', {progress.skipped} left out' if progress.skipped else ''} "
             f"({documents:.0f} documents/s, {megabytes:.2f} MB/s{_time_left(begun, progress, elapsed)})"
         )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.chat_templates import SPECIAL_TOKENS, TEMPLATES
-from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer, content_of
+from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.untrusted.text import TextError, load_json, read_file
 
@@ -131,10 +131,9 @@ def _special_texts(tokenizer: Tokenizer) -> dict[str, str]:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         end = getattr(tokenizer, "end_of_document", END_OF_TEXT)
         return {"bos_token": "", "eos_token": end}
-    special = {name: content_of(value) for name, value in tokenizer.settings.items() if name.split("_")[-1] == "token"}
-    return {"bos_token": "", "eos_token": tokenizer.end_of_document} | {
-        name: text for name, text in special.items() if isinstance(text, str)
-    }
+    named = tokenizer.named_tokens
+    in_order = {name: named[name] for name in tokenizer.settings if name in named}  # which digests depend on
+    return {"bos_token": "", "eos_token": tokenizer.end_of_document} | in_order | named
 
 
 def _own_source(tokenizer: Tokenizer) -> str:

@@ -1,28 +1,29 @@
 """Many texts are encoded at once: through the tokenizer itself, or through a faster program that gives the same ids.
 
 The fast one is gigatoken (SIMD byte-pair encoding) where it covers the tokenizer. It is another program than the
-reference, so nothing here trusts it: `first_difference` compares the two, on probes and on texts of the input. The one
-difference that is known and that no sample would show is kept out below.
+reference, so nothing here trusts it: `first_difference` compares the two, on probes and on texts of the input. Two
+kinds of text on which they are known to differ are so rare that no sample has to show them, and go through the
+reference: if such a text can be cut between words, only some hundred characters around the place do.
 
-Characters that are younger than Python's Unicode tables, and an encoder that keeps them from the fast tokenizer.
-
-The fast tokenizer and the reference have tables of different Unicode versions. They can differ on a character that only
-one of them knows, and no sample would show it. So a text with a character that this Python's version does not assign
-goes through the reference: if it can be cut between words, only some hundred characters around that character do.
+- Characters that this Python's Unicode version does not assign: the two programs have tables of different versions.
+- Special pieces (`special_texts`) that stand in the text. SentencePiece never finds a control piece there, gigatoken
+  does; and gigatoken takes a token marked `single_word` in the middle of a word.
 """
 
 import base64
 import functools
 import itertools
 import random
+import re
 import tempfile
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer, special_pieces
 from megatron_ext.tokenizer.library import LibraryTokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer, NullTokenizer
 from megatron_ext.tokenizer.tiktoken import TikTokenizer
@@ -39,7 +40,7 @@ from megatron_ext.tokenizer.tokenizer_protocol import (
 _ASCII = bytes(range(128))
 _NOT_LOOKED_UP, _ASSIGNED, _UNASSIGNED = range(3)
 _LAST_CHARACTER = 0x323AF  # behind this one lie planes without letters; all of them count as unassigned
-_PIECE = 512  # characters that go through the reference for one that is not assigned
+_PIECE = 512  # characters that go through the reference for one place where the two programs differ
 
 
 @functools.cache
@@ -79,22 +80,77 @@ def joined(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(ids) if len(ids) else np.zeros(0, np.int64), lengths
 
 
+class SpecialPieces:
+    """Finds out whether a text holds a special piece.
+
+    Args:
+        pieces: texts of the special pieces.
+        normalized: gives the text that the tokenizer looks at, where some pieces are found in that alone.
+    """
+
+    def __init__(self, pieces: Collection[str], normalized: Callable[[Text], Text] | None = None):
+        pattern = _any_of({piece for piece in pieces if piece})
+        self._in_string, self._in_bytes = re.compile(pattern), re.compile(pattern.encode())
+        self._normalized = normalized
+
+    def are_in(self, text: Text) -> bool:
+        """Return whether the text, as it is or normalized, holds a special piece."""
+        return self._found(text) or (self._normalized is not None and self._found(self._normalized(text)))
+
+    def _found(self, text: Text) -> bool:
+        return (self._in_string.search(text) if isinstance(text, str) else self._in_bytes.search(text)) is not None
+
+
+def _any_of(texts: set[str]) -> str:
+    """Return a regular expression that finds whether any of the texts is there, as a tree of their beginnings.
+
+    (A plain list of 1,000 alternatives takes 1,000 comparisons at every "<" of a page.)
+    """
+    if not texts:
+        return "(?!)"
+    if "" in texts:
+        return ""  # the longer ones hold this one
+    branches = []
+    for _, group in itertools.groupby(sorted(texts), key=lambda text: text[0]):
+        same = list(group)
+        apart = (n for n, (one, other) in enumerate(zip(same[0], same[-1], strict=False)) if one != other)
+        begin = same[0][: next(apart, None)]
+        branches.append(re.escape(begin) + _any_of({text[len(begin) :] for text in same}))
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+
+
+def special_pieces_of(tokenizer: Tokenizer) -> SpecialPieces:
+    """Return the special pieces of a tokenizer. Raises ConfigurationError where they cannot be read."""
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        pieces, are_found = special_pieces(tokenizer.model)
+        return SpecialPieces(pieces, tokenizer.normalized if are_found else None)
+    pieces = special_texts(tokenizer)
+    if isinstance(tokenizer, LibraryTokenizer) and tokenizer.finds_in_normalized():
+        return SpecialPieces([*pieces, *map(tokenizer.normalized, pieces)], tokenizer.normalized)
+    return SpecialPieces(pieces)
+
+
 class Guarded:
-    """The fast encoder, with the reference in its place for characters that are younger than Python's Unicode tables.
+    """The fast encoder, with the reference in its place for young characters and for special pieces.
 
     Args:
         encoder: the fast encoder.
         reference: the encoder that it has to agree with.
         can_be_cut: whether the ids of a text are those of its pieces if it is cut between two words.
+        special: the special pieces of the tokenizer.
     """
 
-    def __init__(self, encoder: BatchEncoder, reference: BatchEncoder, can_be_cut: bool):
+    def __init__(self, encoder: BatchEncoder, reference: BatchEncoder, can_be_cut: bool, special: SpecialPieces):
         self._encoder = encoder
         self._reference = reference
         self._can_be_cut = can_be_cut
+        self._special = special
+        self.by_reference = 0
+        """Number of texts of the last call that the reference encoded, at least in part."""
 
     def __call__(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
-        guarded = {n for n, text in enumerate(texts) if has_unassigned(text)}
+        guarded = {n for n, text in enumerate(texts) if self._is_guarded(text)}
+        self.by_reference = len(guarded)
         if not guarded:
             return self._encoder(texts)
         ids, lengths = self._encoder(["" if n in guarded else text for n, text in enumerate(texts)])
@@ -103,12 +159,15 @@ class Guarded:
             pieces[n] = self._encode_guarded(texts[n]).astype(np.uint32, copy=False)
         return joined(pieces)
 
+    def _is_guarded(self, text: Text) -> bool:
+        return has_unassigned(text) or self._special.are_in(text)
+
     def _encode_guarded(self, text: Text) -> np.ndarray:
         if not self._can_be_cut:
             return self._reference([text])[0]
         parts = []
         for long_piece in between_words(text):  # so that a long text is not a million short ones at a time
-            for is_guarded, run in itertools.groupby(between_words(long_piece, _PIECE), has_unassigned):
+            for is_guarded, run in itertools.groupby(between_words(long_piece, _PIECE), self._is_guarded):
                 encoder = self._reference if is_guarded else self._encoder
                 parts.append(encoder(["".join(run)])[0].astype(np.uint32, copy=False))  # int64 would be all of them
         return np.concatenate(parts)
@@ -160,14 +219,14 @@ def fast_encoder(tokenizer: Tokenizer) -> BatchEncoder:
     if isinstance(tokenizer, ByteTokenizer):
         return _encode_bytes
     try:
-        encoder = _gigatoken(tokenizer)
+        encoder, special = _gigatoken(tokenizer), special_pieces_of(tokenizer)
     except ImportError as error:
         raise ValueError("the package gigatoken is not installed") from error
-    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+    except (ConfigurationError, ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"gigatoken does not cover it: {error}") from error
     if encoder is None:
         raise ValueError(f"there is none for {tokenizer.identity()['type']}")
-    return Guarded(encoder, plain_encoder(tokenizer), _can_be_cut(tokenizer))
+    return Guarded(encoder, plain_encoder(tokenizer), _can_be_cut(tokenizer), special)
 
 
 def _gigatoken(tokenizer: Tokenizer) -> BatchEncoder | None:
@@ -286,7 +345,7 @@ def probe_texts(tokenizer: Tokenizer, count: int = 250, seed: int = 0) -> list[s
     They are the same ones for the same tokenizer, count and seed.
     """
     chooser = random.Random(seed)
-    special = special_texts(tokenizer)
+    special = special_texts(tokenizer)[:30]
     texts = ["", " ", "\n", "a" * 3000, " " * 300, "\r\n\t\0\x7f", "can't WE'LL I'm'd", "1234567890" * 9, "é" * 99]
     texts += [form.format(token) for token in special for form in ("{0}", "a {0} b", "x{0}{0}y", "\n{0}\n", " {0}.")]
     while len(texts) < count:
@@ -300,10 +359,13 @@ def probe_texts(tokenizer: Tokenizer, count: int = 250, seed: int = 0) -> list[s
 
 
 def special_texts(tokenizer: Tokenizer) -> list[str]:
-    """Return the tokens that are recognized in the text as a whole: at most 30 of them."""
+    """Return the tokens that are recognized in the text as a whole, and those that have a meaning of their own and
+    are not."""
     if isinstance(tokenizer, LibraryTokenizer):
-        return tokenizer.added_tokens()[:30]
-    return list(tokenizer.special_tokens)[:30] if isinstance(tokenizer, TikTokenizer) else []
+        return tokenizer.added_tokens()
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return special_pieces(tokenizer.model)[0]
+    return list(tokenizer.special_tokens) if isinstance(tokenizer, TikTokenizer) else []
 
 
 # Ranges of code points, first and last; surrogates are no text and left out.

@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.library import read_file
+from megatron_ext.tokenizer.tokenizer_protocol import Text
 
 _SPACE = "▁"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # ModelProto.SentencePiece.Type
@@ -73,7 +74,7 @@ def _parse(model: bytes) -> Any:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
         raise ConfigurationError(
-            "writing a SentencePieceTokenizer as tokenizer.json needs the package protobuf: pip install protobuf"
+            "reading the entries of a SentencePiece model needs the package protobuf: pip install protobuf"
         ) from error
     messages: Any = sentencepiece_model_pb2  # its classes are made when it is imported
     return messages.ModelProto.FromString(model)
@@ -116,6 +117,17 @@ def _decoders(spec: Any) -> Iterator[decoders.Decoder]:
 def user_defined_symbols(model: bytes) -> list[str]:
     """Return the pieces of a .model file that are found in a text as a whole."""
     return [piece.piece for piece in _parse(model).pieces if piece.type == _USER_DEFINED]
+
+
+def special_pieces(model: bytes) -> tuple[list[str], bool]:
+    """Return the entries of a .model file that are no ordinary pieces (control, unknown, user-defined, unused, bytes),
+    and whether some of them are found in a text.
+
+    Raises:
+        ConfigurationError: the package protobuf is missing.
+    """
+    special = [piece for piece in _parse(model).pieces if piece.type != _NORMAL]
+    return [piece.piece for piece in special], any(piece.type in _FOUND for piece in special)
 
 
 def _splits(proto: Any, symbols: list[str]) -> Iterator[pre_tokenizers.PreTokenizer]:
@@ -218,6 +230,10 @@ class SentencePieceTokenizer:
             return self._processor.encode_as_numpy(text)
         except (AttributeError, RuntimeError):  # an older sentencepiece, or a lone surrogate
             return np.asarray(self.encode(text), np.int64)
+
+    def normalized(self, text: Text) -> bytes:
+        """Return the text in which pieces are found, in UTF-8: normalized, and with "▁" for a space."""
+        return self._processor.normalize(text if isinstance(text, bytes) else text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`."""

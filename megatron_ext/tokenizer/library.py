@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.tokenizer.tokenizer_protocol import Text, as_string
 from megatron_ext.untrusted.text import ExcessiveError
 from megatron_ext.untrusted.text import read_file as bounded_file
 
@@ -63,6 +64,15 @@ class LibraryTokenizer:
     def added_tokens(self) -> list[str]:
         """Return the tokens that are found in a text before it is split, in the order of their ids."""
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
+
+    def finds_in_normalized(self) -> bool:
+        """Return whether a token is found in the normalized text, and not in the text itself."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return self._tokenizer.normalizer is not None and any(token.normalized for token in added)
+
+    def normalized(self, text: Text) -> str:
+        """Return the text as the tokenizer's normalizer changes it."""
+        return self._tokenizer.normalizer.normalize_str(as_string(text))
 
     @functools.cached_property
     def _splits_between_words(self) -> bool:

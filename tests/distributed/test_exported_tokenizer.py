@@ -192,6 +192,27 @@ def test_transformers_gives_the_ids_of_training(
         assert all((kept / name).read_bytes() == (exported / name).read_bytes() for name in names)
 
 
+def test_an_imported_folder_that_goes_out_again_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers makes another pipeline of what names one of its own classes: that is said, not exported."""
+    folder, save, exported = tmp_path / "hf", tmp_path / "saved", tmp_path / "again"
+    write_model(folder, "Llama 3.2")
+    train_bytelevel_bpe(LINES, 400, folder)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"additional_special_tokens": ["<tool>"]}))
+    assert convert(["from-hf", "--load", str(folder), "--save", str(save)]) == 0
+    assert convert(["to-hf", "--load", str(save), "--save", str(exported), "--no-verify"]) == 0
+    assert "tokenizer: the ids of training on 1" in capsys.readouterr().out
+    model = json.loads((tokenizer := save / "iter_0000000" / "tokenizer" / "tokenizer.json").read_text())
+    model["pre_tokenizer"] = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}
+    tokenizer.write_text(json.dumps(model))
+    settings = tokenizer.with_name("tokenizer_config.json")
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
+    shutil.rmtree(exported)
+    with pytest.raises(DataError, match="read by transformers, gives other ids than HuggingFaceTokenizer"):
+        convert(["to-hf", "--load", str(save), "--save", str(exported), "--no-verify"])
+    assert not exported.exists()
+
+
 def test_a_difference_ends_the_export(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Its charsmap (nmt_nfkc) goes by grapheme clusters in the library `tokenizers`.
     flags = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(GOLDEN / "spm_unigram.model")}

@@ -42,7 +42,7 @@ from megatron_ext.families.state_dict_mapping import copies
 from megatron_ext.markup import code, table
 from megatron_ext.parts.catalogue import count
 from megatron_ext.terminal import tracked, warn
-from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
+from megatron_ext.tokenizer.from_flags import build_tokenizer, tokenizer_from_flags
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.untrusted.text import load_json, read_file
 
@@ -120,8 +120,9 @@ def export_huggingface(
 
             names = sorted({*names, *write_tokenizer(tokenizer, unfinished)})
         _write_companions(unfinished, source, family, code, tokenizer)
-        if names and tokenizer is not None and check_tokenizer is not None:
-            check_tokenizer(unfinished, source.config, tokenizer)
+        compared = tokenizer or _kept_tokenizer(source)
+        if names and compared is not None and check_tokenizer is not None:
+            check_tokenizer(unfinished, source.config, compared)
         with Files(os.O_WRONLY) as files:
             _write_weights(source, mappings, entries, files)
             for copy, original in repeated.items():
@@ -285,12 +286,20 @@ def _write_companions(folder: Path, source: SavedModel, family: Family, code: st
     """Write everything but the weights and the tokenizer."""
     path = folder / _GENERATION
     generation = _generation(path) if path.exists() else {}
-    if generation.get("eos_token_id") is None:  # without it no server would end a text
-        end = tokenizer.eod if tokenizer is not None else None
-        generation = {"bos_token_id": None, **generation, "eos_token_id": end}
+    named, end = generation.get("eos_token_id"), None if tokenizer is None else tokenizer.eod
+    others = named if isinstance(named, list) else [] if named is None else [named]
+    main = named if end is None or end in others else end
+    if main != named or named is None:  # without it no server would end a text
+        generation = {"bos_token_id": None, **generation, "eos_token_id": [end, *others] if others else end}
         _write_json(path, generation)
+    if main != named and others:
+        warn(
+            f"documents ended with id {end} in training, and {_GENERATION} next to the tokenizer names "
+            f"{', '.join(map(str, others))}: config.json says {end}, {_GENERATION} all of them; take out of the latter "
+            "what must not end a text"
+        )
     content = hf_config(source.written[1], family, DTYPES[code])
-    content |= {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
+    content |= {"bos_token_id": generation.get("bos_token_id"), "eos_token_id": main}
     _write_json(folder / "config.json", content)
     replace_text(folder / "README.md", _model_card(source, family, code))
 
@@ -331,6 +340,16 @@ def _tokenizer_of_training(config: Config) -> Tokenizer | None:
         return None
     try:
         return tokenizer_from_flags(config.data)
+    except ConfigurationError:
+        return None
+
+
+def _kept_tokenizer(source: SavedModel) -> Tokenizer | None:
+    """Return the tokenizer of the folder that was imported, where no run has named another; None if it has none."""
+    if source.config.data.tokenizer_type is not None:
+        return None
+    try:
+        return build_tokenizer("HuggingFaceTokenizer", str(source.path / TOKENIZER))
     except ConfigurationError:
         return None
 

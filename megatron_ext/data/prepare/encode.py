@@ -19,6 +19,7 @@ import numpy as np
 from megatron_ext.data.indexed import token_dtype
 from megatron_ext.data.prepare.documents import Block, ReadPosition
 from megatron_ext.errors import DataError
+from megatron_ext.tokenizer.encode_many import Guarded
 from megatron_ext.tokenizer.tokenizer_protocol import BatchEncoder, Text, Tokenizer, beginning
 
 OnError = Literal["fail", "skip", "log"]
@@ -45,6 +46,8 @@ class EncodedBlock:
     problems: list[str]  # one for each document that is left out
     columns: list[tuple[np.ndarray, np.ndarray]]
     sample: Sample | None
+    by_reference: int = 0
+    """Number of texts that the fast encoder left to the reference."""
     flags: np.ndarray | None = None
     """Of instruction data, whose documents are one column: flags of its tokens, as `megatron_ext.data.mask` says."""
 
@@ -77,11 +80,11 @@ class BlockEncoder:
     def __call__(self, block: Block) -> EncodedBlock:
         positions, rows, problems = self._parse(block)
         try:
-            columns = self._encode_rows(rows)
+            columns, by_reference = self._encode_rows(rows)
         except _REFUSALS:
             named = zip(positions, rows, strict=True)
             rows = [texts for position, texts in named if self._accepts(block.file, position, texts, problems)]
-            columns = self._encode_rows(rows)
+            columns, by_reference = self._encode_rows(rows)
         problems.sort(key=lambda problem: problem[0])
         if problems and self._on_error == "fail":
             raise problems[0][1]
@@ -93,6 +96,7 @@ class BlockEncoder:
             problems=[str(error) for _, error in problems],
             columns=[self._finish(ids, lengths) for ids, lengths in columns],
             sample=self._sample(block, rows, columns),
+            by_reference=by_reference,
         )
 
     def _parse(self, block: Block) -> tuple[list[int], list[list[Text]], list[tuple[int, DataError]]]:
@@ -108,8 +112,13 @@ class BlockEncoder:
                 problems.append((record.position, error))
         return positions, rows, problems
 
-    def _encode_rows(self, rows: list[list[Text]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [self._encode([row[column] for row in rows]) for column in range(len(self._keys))]
+    def _encode_rows(self, rows: list[list[Text]]) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+        """Return the ids under each key, and the number of texts that the reference encoded for the fast encoder."""
+        columns, by_reference = [], 0
+        for column in range(len(self._keys)):
+            columns.append(self._encode([row[column] for row in rows]))
+            by_reference += self._encoder.by_reference if isinstance(self._encoder, Guarded) else 0
+        return columns, by_reference
 
     def _encode(self, texts: list[Text]) -> tuple[np.ndarray, np.ndarray]:
         ids, lengths = self._encoder(texts)

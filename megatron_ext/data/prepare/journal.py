@@ -28,6 +28,7 @@ class Progress:
     tokens: int = 0
     bytes_read: int = 0
     bytes_total: int | None = None  # None if the standard input is among the inputs
+    by_reference: int = 0  # texts that the fast tokenizer left to the reference
 
 
 @dataclass

@@ -245,6 +245,7 @@ class _Run:
             tokens=done.tokens + sum(int(lengths.sum()) for _, lengths in encoded.columns),
             bytes_read=encoded.bytes_read,
             bytes_total=done.bytes_total,
+            by_reference=done.by_reference + encoded.by_reference,
         )
         journal.position = encoded.end
         if self._is_fast and encoded.sample is not None:

@@ -247,7 +247,7 @@ def test_tokens_of_the_config_are_appended_by_number(tmp_path: Path) -> None:
     assert [added[number].lstrip for number in (1200, 1201, 1202)] == [False, False, True]
     assert not any(added[number].special or added[number].normalized for number in (1200, 1201, 1202))
     unsaid = {"1200": {"content": "<x>"}}
-    assert _changed(tmp_path, added_tokens_decoder=unsaid)._tokenizer.get_added_tokens_decoder()[1200].special
+    assert not _changed(tmp_path, added_tokens_decoder=unsaid)._tokenizer.get_added_tokens_decoder()[1200].special
 
 
 def _template(content: dict[str, Any]) -> None:

@@ -145,7 +145,8 @@ def test_what_an_export_has_next_to_the_weights(
     names = [*files] if with_tokenizer else []
     always = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert sorted(os.listdir(tmp_path / "model")) == sorted([*always, *names])
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["eos_token_id"] == 3
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["eos_token_id"] == 256
+    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == [256, 3]
     assert (exported.tokenizer, exported.files) == (names, 1)
     assert checked == ([sorted([*always, *names])] if names else [])
     with pytest.raises(ConfigurationError, match="exists and is not an empty folder; give a new one"):
@@ -366,31 +367,38 @@ def test_a_model_card_has_the_models_own_numbers(saved: Path) -> None:
 
 @pytest.mark.parametrize("with_tokenizer", [False, True])
 @pytest.mark.parametrize(
-    ("generation", "expected"),
+    ("generation", "trained"),  # what both files then say of ends
     [
-        (None, {}),
-        ({"eos_token_id": None}, {}),
-        ({"eos_token_id": 0}, {"eos_token_id": 0}),  # zero is an id
-        ({"eos_token_id": [7, 8], "top_k": 5}, {"eos_token_id": [7, 8], "top_k": 5}),
-        ({"bos_token_id": 3, "eos_token_id": None}, {"bos_token_id": 3}),
+        ({}, (256, 256)),
+        ({"eos_token_id": None}, (256, 256)),
+        ({"bos_token_id": 3, "eos_token_id": None}, (256, 256)),
+        ({"eos_token_id": 0}, ([256, 0], 256)),  # zero is an id
+        ({"eos_token_id": [7, 8], "top_k": 5}, ([256, 7, 8], 256)),
+        ({"eos_token_id": [7, 256]}, ([7, 256], [7, 256])),
     ],
-)  # fmt: skip
+)
 def test_what_ends_a_text_is_in_both_files_of_an_export(
-    with_tokenizer: bool, generation: Any, expected: dict[str, Any], saved: Path, tmp_path: Path
+    with_tokenizer: bool,
+    generation: dict[str, Any],
+    trained: tuple[Any, Any],
+    saved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An id that the tokenizer's folder names stays, and so does everything else of its file."""
+    """The token that ended documents in training; ids that the tokenizer's folder names stay behind it, as its rest."""
     path = tmp_path / "generation_config.json"
-    if generation is not None:
+    if generation:
         path.write_text(json.dumps(generation))
-    source = SavedModel(saved)
+    source, named = SavedModel(saved), generation.get("eos_token_id")
     exporter._write_companions(
         tmp_path, source, family_of(source.config), "BF16", ByteTokenizer() if with_tokenizer else None
     )
-    written = expected
-    if "eos_token_id" not in expected:
-        written = {"bos_token_id": None, "eos_token_id": ByteTokenizer().eod if with_tokenizer else None, **expected}
-    assert json.loads(path.read_text()) == written
+    ends = trained if with_tokenizer else (named, named)
+    expected = generation if named is not None and ends[0] == named else {"bos_token_id": None, **generation}
+    assert json.loads(path.read_text()) == {**expected, "eos_token_id": ends[0]}
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"]) == (written.get("bos_token_id"), written["eos_token_id"])
+    assert (config["bos_token_id"], config["eos_token_id"]) == (generation.get("bos_token_id"), ends[1])
+    differs = with_tokenizer and named in (0, [7, 8])
+    assert ("documents ended with id 256 in training, and" in capsys.readouterr().err) == differs
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     assert "| weights | BF16 |" in (tmp_path / "README.md").read_text()
