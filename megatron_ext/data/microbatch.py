@@ -6,12 +6,19 @@ they are divided), N = depths of multi-token prediction.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ext.config.derived.rank_order import context_chunks
-from megatron_ext.data.packing import Documents, begins_after_eod, document_starts, documents_of, restarted_positions
+from megatron_ext.data.packing import (
+    Documents,
+    begins_after_eod,
+    document_starts,
+    documents_of,
+    held_positions,
+    restarted_positions,
+)
 
 
 class Ahead(NamedTuple):
@@ -80,8 +87,8 @@ class StageView:
     """Whether positions begin anew with each document; every stage reads them then."""
     separates_documents: bool = False
     """Whether tokens see their own document alone; every stage reads then where the documents are."""
-    documents_are_whole: bool = False
-    """Whether attention sees whole samples although context-parallel ranks share them."""
+    exchanges_heads: bool = False
+    """Whether some layer's attention sees whole samples although context-parallel ranks share them."""
     depths: int = 0
     """Depths of multi-token prediction."""
 
@@ -101,7 +108,8 @@ WHOLE = StageView()
 
 
 def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Batch:
-    """Stack samples, whose fields are tensors or arrays of [S], into what one stage reads, for all positions.
+    """Stack samples, whose fields are tensors or arrays of [S], into what one stage reads, for all positions; only
+    `documents` are those of the rank from the beginning.
 
     A sample may say where its documents begin (`document_begins`, bool); else each begins after an end of document.
     """
@@ -121,8 +129,9 @@ def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Ba
         position_ids = stack("position_ids", torch.int64)
     if view.separates_documents:
         assert tokens is not None
-        divided = (0, 1) if view.documents_are_whole else (view.cp_rank, view.cp_size)
-        documents = documents_of(tokens, view.eod, *divided, begins_BS=begins)
+        documents = documents_of(
+            tokens, view.eod, view.cp_rank, view.cp_size, begins, exchanges_heads=view.exchanges_heads
+        )
     labels = stack("labels", torch.int64) if view.is_last_stage else None
     loss_mask = stack("loss_mask", torch.float32) if view.is_last_stage else None
     ahead = None
@@ -161,12 +170,8 @@ def divide(batch: Batch, view: StageView) -> Batch:
     """Return the two chunks of every sample that the context-parallel rank holds, in the order of their positions."""
     if view.cp_size == 1:
         return batch
-    chunks = torch.tensor(context_chunks(view.cp_rank, view.cp_size))
-
-    def local(values_BS: torch.Tensor) -> torch.Tensor:
-        return values_BS.unflatten(1, (2 * view.cp_size, -1))[:, chunks].flatten(1, 2)
-
-    return replace(replace(batch, documents=None).map(local), documents=batch.documents)
+    held = partial(held_positions, cp_rank=view.cp_rank, cp_size=view.cp_size)
+    return replace(replace(batch, documents=None).map(held), documents=batch.documents)
 
 
 def padding_sample(seq_length: int) -> dict[str, torch.Tensor]:

@@ -3,7 +3,10 @@
 A document ends with its end-of-document token. With --reset-attention-mask a token sees its own document alone, with
 --reset-position-ids positions count from the document's first token (Megatron-LM's meaning of both).
 
-Shape legend: B = samples in a microbatch, S = tokens in a sample.
+A context-parallel rank counts positions in two ways: those that it holds, which are all but attention's, and those of
+whole samples. `Documents` are always of the first, and hold the second as `whole`.
+
+Shape legend: B = samples in a microbatch, S = tokens in a sample, s = those of them that a context-parallel rank holds.
 """
 
 import itertools
@@ -32,8 +35,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a microbatch, as attention over its samples laid end to end takes them."""
+    """The documents of a microbatch at the positions that this rank holds, and as attention over its samples laid end
+    to end takes them: queries of these positions, and keys of whole samples."""
 
+    begins_BS: torch.Tensor
+    """bool [B, s], whether a document begins with each token that this rank holds."""
     segments: tuple[Segment, ...]
     """Attention blocks in the order of the queries, which they cover. Key k of sample b is number b x S + k."""
     query_ends: torch.Tensor
@@ -45,13 +51,16 @@ class Documents:
     """int64, the keys of all segments one after another; None where they are all keys in their order."""
     longest: tuple[int, int]
     """Largest number of queries, and of keys, of a segment."""
+    whole: "Documents | None" = None
+    """The same at all positions of the samples, where context-parallel ranks exchange heads and attend to those."""
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Documents":
         """Return the same with `function` applied to every tensor."""
         index = None if self.key_index is None else function(self.key_index)
         query_ends = function(self.query_ends)
         key_ends = query_ends if self.key_ends is self.query_ends else function(self.key_ends)
-        return Documents(self.segments, query_ends, key_ends, index, self.longest)
+        whole = None if self.whole is None else self.whole.map(function)
+        return Documents(function(self.begins_BS), self.segments, query_ends, key_ends, index, self.longest, whole)
 
 
 def begins_after_eod(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
@@ -78,16 +87,33 @@ def restarted_positions(tokens_BS: torch.Tensor, eod: int, begins_BS: torch.Tens
     return torch.arange(tokens_BS.size(1)) - document_starts(begins)
 
 
+def held_positions(values_BS: torch.Tensor, cp_rank: int, cp_size: int) -> torch.Tensor:
+    """Return the two chunks of every sample that a context-parallel rank holds, in the order of their positions,
+    [B, s, ...]."""
+    if cp_size == 1:
+        return values_BS
+    chunks = torch.tensor(context_chunks(cp_rank, cp_size))
+    return values_BS.unflatten(1, (2 * cp_size, -1))[:, chunks].flatten(1, 2)
+
+
 def documents_of(
-    tokens_BS: torch.Tensor, eod: int, cp_rank: int = 0, cp_size: int = 1, begins_BS: torch.Tensor | None = None
+    tokens_BS: torch.Tensor,
+    eod: int,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    begins_BS: torch.Tensor | None = None,
+    *,
+    exchanges_heads: bool = False,
 ) -> Documents:
-    """Return the documents of whole samples, as the queries of one of `cp_size` context-parallel ranks see them.
+    """Return the documents of whole samples at the positions that one of `cp_size` context-parallel ranks holds, and
+    with `exchanges_heads` at all positions as well.
 
     A rank has two chunks of every sample, and begins a segment wherever a document or a chunk begins. `begins_BS` is as
     in `restarted_positions`.
     """
     segments, first_query = [], 0
-    begins = begins_after_eod(tokens_BS, eod) if begins_BS is None else begins_BS
+    begins = (begins_after_eod(tokens_BS, eod) if begins_BS is None else begins_BS).clone()
+    begins[:, 0] = True
     for sample, row in enumerate(begins):
         borders = [0, *(row[1:].nonzero().flatten() + 1).tolist(), len(row)]
         for first, last, document in _held(borders, cp_rank, cp_size):
@@ -105,7 +131,9 @@ def documents_of(
     if cp_size > 1:
         index = torch.cat([torch.arange(segment.first_key, segment.first_key + segment.keys) for segment in segments])
     longest = max(segment.queries for segment in segments), max(segment.keys for segment in segments)
-    return Documents(tuple(segments), query_ends, key_ends, index, longest)
+    whole = documents_of(tokens_BS, eod, begins_BS=begins) if exchanges_heads and cp_size > 1 else None
+    own_begins = held_positions(begins, cp_rank, cp_size)
+    return Documents(own_begins, tuple(segments), query_ends, key_ends, index, longest, whole)
 
 
 def _held(borders: list[int], cp_rank: int, cp_size: int) -> Iterator[tuple[int, int, int]]:

@@ -189,11 +189,6 @@ def documents_need_all_keys(config: Config, facts: Facts) -> Iterator[str]:
             f"--reset-attention-mask needs all keys of a document at once, which the ring of {flags} never has; "
             f"use --cp-comm-type all_gather"
         )
-    elif len(set(kinds)) > 1:
-        yield (
-            f"--reset-attention-mask finds the documents for one exchange, not for several ({flags}); "
-            f"use --cp-comm-type all_gather"
-        )
 
 
 RULES = (

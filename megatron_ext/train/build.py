@@ -225,8 +225,7 @@ def build_loaders(
                 eod=tokenizer.eod,
                 restarts_positions=data.reset_position_ids,
                 separates_documents=data.reset_attention_mask,
-                # Heads that are exchanged see whole samples.
-                documents_are_whole=config.layout.cp_comm_type[0] == "a2a",
+                exchanges_heads="a2a" in config.layout.cp_comm_type,
                 depths=config.model.mtp_num_layers or 0,
             ),
             num_workers=data.num_workers,

@@ -73,7 +73,8 @@ def _cases() -> list[Case]:
     for name, (world_size, flags) in others.items():
         cases.append(Case(name, _model(name), world_size, tuple(flags.split()), name not in quick, slow_in_bf16=True))
     for name, (world_size, flags) in parts.PIECES.items():
-        cases.append(Case(name, _model(name), world_size, tuple(flags.split()), "PP2" not in name, slow_in_bf16=True))
+        slow = "PP2" not in name and name not in parts.QUICK_PIECES
+        cases.append(Case(name, _model(name), world_size, tuple(flags.split()), slow, slow_in_bf16=True))
     for case in [case for case in cases if case.name in layouts.MUON_CASES]:
         slow, name, model = case.name not in layouts.QUICK_MUON, f"{case.name}, Muon", f"{case.model}, Muon"
         cases.append(replace(case, name=name, model=model, slow=slow, slow_in_bf16=True))

@@ -152,6 +152,7 @@ CONTEXT = {
     "CP2 all_gather, packed": (2, f"{CP2} all_gather"),
     "CP4 all_gather, packed, learned positions": (4, f"{CP4} all_gather"),
     "CP2 a2a, packed": (2, f"{CP2} a2a"),
+    "CP2, another exchange in each layer, packed": (2, f"{CP2} all_gather a2a all_gather a2a"),
     "TP2 SP CP2 PP2 all_gather, packed": (8, f"{TP2_SP} {CP2} all_gather {PP2}"),
 }
 """Samples divided over ranks, or into documents: layout and model, ranks, flags."""
@@ -162,6 +163,7 @@ QUICK = {
     "CP4 p2p, untied",
     "CP2 DP2 all_gather distributed optimizer, untied",
     "CP2 all_gather, packed",
+    "CP2, another exchange in each layer, packed",
     "TP2 SP FSDP2, tied",
     "PP2 FSDP2, tied",
     "ZeRO-2, untied",

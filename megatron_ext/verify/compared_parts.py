@@ -118,6 +118,7 @@ LATENTS = {
     "CP2 p2p, latents and learned positions": (2, f"{CP2} p2p"),
     "TP2 SP, latents, packed": (2, TP2_SP),
     "CP2 all_gather, latents, packed": (2, f"{CP2} all_gather"),
+    "CP2 a2a, latents, packed": (2, f"{CP2} a2a"),
 }
 QUICK_LATENTS = {"TP2, latents", "TP2 SP CP2 PP2 all_gather, latents", "TP4 SP, latents of keys alone"}
 
@@ -146,6 +147,7 @@ DELTA = {
     "TP2 SP ZeRO-3, delta rules": (4, f"{TP2_SP} {MEGATRON_FSDP} optim_grads_params"),
     "CP2 p2p, recompute selective, delta rules": (2, f"{CP2} p2p {SELECTIVE} core_attn mlp layernorm"),
     "CP4 all_gather, delta rules, packed": (4, f"{CP4} all_gather"),
+    "CP2 a2a, delta rules, packed": (2, f"{CP2} a2a"),
     "TP2 SP EP2, Qwen3-Next": (4, f"{TP2_SP} {EP2}"),
     "TP2 SP PP2 VPP2, Kimi delta rules": (4, f"{TP2_SP} {PP2_VPP2}"),
     "TP2 CP2 all_gather, Kimi delta rules": (4, f"{TP2} {CP2} all_gather"),
@@ -153,6 +155,7 @@ DELTA = {
     "TP2 SP ZeRO-3, Kimi delta rules": (4, f"{TP2_SP} {MEGATRON_FSDP} optim_grads_params"),
     "CP2 p2p, recompute selective, Kimi delta rules": (2, f"{CP2} p2p {SELECTIVE} core_attn mlp layernorm"),
     "CP4 all_gather, Kimi delta rules, packed": (4, f"{CP4} all_gather"),
+    "CP2 a2a, Kimi delta rules, packed": (2, f"{CP2} a2a"),
     "TP2 SP EP2, Kimi Linear": (4, f"{TP2_SP} {EP2}"),
     "TP2 SP PP2 VPP2, OLMo hybrid": (4, f"{TP2_SP} {PP2_VPP2}"),
 }
@@ -172,6 +175,7 @@ MAMBA = {
     "TP2 SP ZeRO-3, Mamba-2 hybrid": (4, f"{TP2_SP} {MEGATRON_FSDP} optim_grads_params"),
     "CP2 p2p, recompute selective, Mamba-2 hybrid": (2, f"{CP2} p2p {SELECTIVE} core_attn mlp layernorm"),
     "CP4 all_gather, Mamba-2 hybrid, packed": (4, f"{CP4} all_gather"),
+    "CP2 a2a, Mamba-2 hybrid, packed": (2, f"{CP2} a2a"),
     "TP2 SP EP2, Mamba-2 hybrid with experts": (4, f"{TP2_SP} {EP2}"),
     "TP2 SP PP2 VPP2, Falcon-H1": (4, f"{TP2_SP} {PP2_VPP2}"),
     "TP4, Falcon-H1": (4, TP4),
@@ -181,9 +185,11 @@ MAMBA = {
     "TP2 SP FSDP2, Falcon-H1": (4, f"{TP2_SP} {FSDP2}"),
     "TP2 SP ZeRO-3, Falcon-H1": (4, f"{TP2_SP} {MEGATRON_FSDP} optim_grads_params"),
     "CP4 all_gather, Falcon-H1, packed": (4, f"{CP4} all_gather"),
+    "CP2, another exchange in each layer, Falcon-H1, packed": (2, f"{CP2} a2a a2a all_gather all_gather"),
 }
 QUICK_MAMBA = {
-    *("CP4 all_gather, Mamba-2 hybrid, packed", "TP2 SP PP2 VPP2, Mamba-2 hybrid", "TP2 SP PP2 VPP2, Falcon-H1")
+    *("CP4 all_gather, Mamba-2 hybrid, packed", "TP2 SP PP2 VPP2, Mamba-2 hybrid", "TP2 SP PP2 VPP2, Falcon-H1"),
+    "CP2 a2a, Mamba-2 hybrid, packed",
 }
 
 # Multi-token prediction: the last stage has word embeddings, and labels come from another rank's chunk of a sample.
@@ -203,6 +209,7 @@ AHEAD = {
     "PP2 DP2 distributed optimizer, overlap, products add gradients, one token ahead": (4, f"{PP2} {OVERLAP} {FUSED}"),
     "PP2 zbv, products add gradients, one token ahead": (2, f"{PP2_VPP2} {BY} zbv {FUSED}"),
     "CP2 all_gather, two tokens ahead, packed": (2, f"{CP2} all_gather"),
+    "CP2 a2a, two tokens ahead, packed": (2, f"{CP2} a2a"),
     "TP2 SP FSDP2, one token ahead": (4, f"{TP2_SP} {FSDP2}"),
     "ZeRO-2, one token ahead": (2, f"{MEGATRON_FSDP} optim_grads"),
     "TP2 SP ZeRO-3, two tokens ahead": (4, f"{TP2_SP} {MEGATRON_FSDP} optim_grads_params"),
@@ -334,5 +341,8 @@ PIECES = {
     "CP2 all_gather, clipped latents": (2, f"{CP2} all_gather"),
     "DP2 distributed optimizer, overlap, clipped products by Adam": (2, OVERLAP),
     "CP2 all_gather, clipped products by Adam": (2, f"{CP2} all_gather"),
+    "CP2 a2a, clipped products by Adam": (2, f"{CP2} a2a"),
     "one process, recompute selective, clipped products by Adam": (1, RECOMPUTE["selective, all parts"]),
 }
+QUICK_PIECES = {"CP2 a2a, clipped products by Adam"}
+"""Besides all with two pipeline stages."""

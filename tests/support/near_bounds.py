@@ -115,6 +115,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "--reset-attention-mask --attention-dropout 0 --cp-comm-type p2p",
         f"{_CP2} --reset-attention-mask --cp-comm-type all_gather",
         f"{_CP2} --reset-attention-mask --cp-comm-type a2a",
+        f"{_CP2} --reset-attention-mask --cp-comm-type a2a a2a a2a a2a all_gather all_gather all_gather all_gather",
         f"{_CP2} --reset-attention-mask --cp-comm-type a2a a2a a2a a2a a2a a2a a2a p2p",
     ),
     "FP8": (

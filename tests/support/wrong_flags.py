@@ -553,8 +553,6 @@ _WRONG = """
 --world-size 2 --tensor-model-parallel-size 2 --ffn-hidden-size 511
 --cp-comm-type ring
 --cp-comm-type p2p a2a
---world-size 2 --context-parallel-size 2 --attention-dropout 0 --reset-attention-mask --cp-comm-type a2a a2a a2a a2a
-  all_gather all_gather all_gather all_gather
 --world-size 6 --context-parallel-size 4 --attention-dropout 0
 --world-size 8 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 --seq-length 36
   --cp-comm-type a2a

@@ -44,10 +44,9 @@ class Sequences:
 
     def begins(self, rows: int, length: int) -> torch.Tensor | None:
         """Return whether a document begins with each position, bool [rows, length]; None where only rows do."""
-        ends, keys = self.documents.query_ends, self.documents.key_ends
-        begins = torch.zeros(rows * length, dtype=torch.bool, device=ends.device)
-        begins[ends[:-1].long()] = ends.diff() == keys.diff()  # others go on from another rank's part of a sample
-        return begins.view(rows, length)
+        begins = self.documents.begins_BS
+        assert begins.shape == (rows, length), "documents and hidden states are of the positions that a rank holds"
+        return begins
 
     def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
         """Return the states that a layer, or its attention, goes on with where it computes each position by itself."""

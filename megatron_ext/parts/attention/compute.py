@@ -249,7 +249,8 @@ class SDPAttention(torch.nn.Module):
         value_BGSV: torch.Tensor,
         documents: Documents | None = None,
     ) -> torch.Tensor:
-        """Returns the context, [S, B, H * V]. With `documents`, tokens see their own document alone."""
+        """Returns the context, [S, B, H * V]. With `documents` of this rank's positions, tokens see their own document
+        alone."""
         attend: Any = self._whole if self._is_whole(documents) else partial(self._divided, documents)
         heads = query_BHSD, key_BGSD, value_BGSV
         if self._measures and self.training:
@@ -312,8 +313,11 @@ class SDPAttention(torch.nn.Module):
         query, key, value = query_BHSD, key_BGSD, value_BGSV
         group, window, scale = self.cp_group, self.window, self.softmax_scale or 1.0 / math.sqrt(query.size(-1))
         scores = self.scores
-        if group is not None and self.cp_comm_type == "a2a":
+        if group is not None and self.cp_comm_type == "a2a":  # all positions of some heads
             scores = scores.of_heads(group.rank(), group.size())
+            if documents is not None:
+                documents = documents.whole
+                assert documents is not None, "the loader has both where heads are exchanged"
         how: dict[str, Any] = {"scale": scale, "window": window, "scores": scores}
         attend: Any = self._whole
         if documents is not None:

@@ -91,10 +91,26 @@ def test_every_stage_knows_the_documents_and_restarted_positions() -> None:
 
 
 def test_exchanged_heads_see_whole_documents() -> None:
-    view = StageView(cp_rank=1, cp_size=2, eod=EOD, separates_documents=True, documents_are_whole=True)
+    """And whoever computes at the positions of its rank the documents there, of the same batch."""
+    view = StageView(cp_rank=1, cp_size=2, eod=EOD, separates_documents=True, exchanges_heads=True)
     documents = batch(view).documents
     assert documents is not None
-    assert documents.segments == documents_of(SAMPLES, EOD).segments
+    assert documents.segments == documents_of(SAMPLES, EOD, 1, 2).segments
+    assert documents.whole is not None
+    assert documents.whole.segments == documents_of(SAMPLES, EOD).segments
+    moved = documents.map(lambda tensor: tensor.to("meta"))
+    assert moved.whole is not None
+    tensors = moved.begins_BS, moved.key_ends, moved.whole.begins_BS, moved.whole.key_ends
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_documents_begin_at_the_positions_that_a_rank_holds(size: int) -> None:
+    """A part of a sample that goes on with a document of another rank's part begins none."""
+    begins = masks_and_positions()[1] == 0
+    for rank in range(size):
+        positions = torch.arange(LENGTH).view(2 * size, -1)[list(context_chunks(rank, size))].flatten()
+        assert torch.equal(documents_of(SAMPLES, EOD, rank, size).begins_BS, begins[:, positions])
 
 
 def test_ends_of_keys_are_the_same_object_where_they_are_those_of_queries() -> None:
