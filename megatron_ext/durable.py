@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -66,7 +65,7 @@ def naming(path: str | Path, needed: int | None = None) -> Iterator[None]:
         error.filename = str(path)
         if error.errno == errno.ENOSPC:
             folder = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.is_dir())
-            room = f"{shutil.disk_usage(folder).free:,}"
+            room = f"{_free(folder):,}"
             room = f"{room} bytes are free" if needed is None else f"{needed:,} bytes are needed, {room} are free"
             error.strerror = f"{os.strerror(errno.ENOSPC)} ({room})"
         raise
@@ -80,8 +79,14 @@ def check_space(path: Path, needed: int) -> None:
     """
     folder = path if path.is_dir() else path.parent
     with naming(path, needed):
-        if needed > shutil.disk_usage(folder).free:
+        if needed > _free(folder):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _free(folder: Path) -> int:
+    import shutil  # with it come archives of all kinds, which --help does not wait for
+
+    return shutil.disk_usage(folder).free
 
 
 def described(error: OSError) -> str:

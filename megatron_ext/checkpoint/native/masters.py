@@ -22,7 +22,7 @@ _OF_MASTERS, _OF_MEGATRONS_MASTERS = f"optimizer.state.{MASTER}.", "optimizer.st
 
 
 SavedName = Callable[[str], str]
-"""From our name of a tensor to the checkpoint's."""
+"""Maps our name of a tensor to the checkpoint's."""
 
 
 def changed_precisions(
@@ -80,4 +80,5 @@ def _named(one: _Sharded, saved_name: SavedName) -> tuple[_Sharded, str]:
 
 
 def _is_in_another_dtype(one: _Sharded, entry: Any) -> bool:
+    assert one.data is not None
     return entry is not None and entry.properties.dtype != one.data.dtype

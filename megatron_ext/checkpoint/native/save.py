@@ -301,13 +301,16 @@ def write_shards(request: AsyncRequest, buckets: Any) -> None:
     written = {}
     with written_checksums.without_checksums_of_torch():
         for index, bucket in enumerate(buckets):
-            _, ended = FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, None, None, use_fsync=True)
+            answer: Any = FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, bucket, None, None, use_fsync=True
+            )
+            _, ended = answer
             if isinstance(ended, Exception):
                 with naming(bucket[0]):
                     raise ended
             written[index] = ended
-    *_, results = request.async_fn_args
-    results.put(written)
+    arguments: Any = request.async_fn_args
+    arguments[-1].put(written)
 
 
 def _request(
