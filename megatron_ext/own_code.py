@@ -38,7 +38,8 @@ class OwnPart:
 def text_of_own_error(error: BaseException) -> str | None:
     """Return what to say of an error that a user's own code has raised; None where none of it is in its traceback."""
     part, entry, place = None, None, None
-    walked, is_inside = error.__traceback__, False
+    first, is_inside = error.__traceback__, False
+    walked = first and first.tb_next  # the first frame is of who caught it
     while walked is not None:
         frame = walked.tb_frame
         is_inside = is_inside or frame.f_code.co_filename.startswith(_PACKAGE)

@@ -235,7 +235,7 @@ class OwnSamples:
         """
         where = f"sample {index} of the own dataset {type(self._dataset).__name__}"
         try:
-            sample = self._dataset[index]
+            sample = OwnPart("datasets", self._dataset.__getitem__)(index)
         except TrainingError:
             raise
         except Exception as error:

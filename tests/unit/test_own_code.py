@@ -70,7 +70,7 @@ def test_an_error_in_an_own_dataset_names_its_method(ext: Any) -> None:
     made = own.own_datasets(small_config(), None, Splits(4, 0, 0))  # pyright: ignore[reportArgumentType]
     assert made is not None
     assert made.train is not None
-    with pytest.raises(DataError, match=r"sample 3 .* Data: error in your Data.__getitem__ \(ext.py:11\): KeyError"):
+    with pytest.raises(DataError, match=r"sample 3 .* Data: error in your datasets= \(ext.py:11\): KeyError"):
         made.train[3]
 
 
