@@ -18,9 +18,10 @@ _MOST = 1 << 20
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Rank, size, local rank and local size of Open MPI, of Intel MPI and MPICH, and of a job step of Slurm."""
+"""Rank, size, local rank and local size of Open MPI, of Intel MPI and MPICH, of MVAPICH, and of a job step of Slurm."""
 
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PORT = "29500"  # torchrun's own
@@ -89,8 +90,41 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
             f"${by_mpi} says that this is rank {ranks['RANK']} of {ranks['WORLD_SIZE']}, but $MASTER_ADDR is not set; "
             "export MASTER_ADDR=<name of rank 0's machine>, which mpirun passes on with -x MASTER_ADDR"
         )
+    if not problems and "WORLD_SIZE" not in environment and (asked := _asked_for_several(environment)):
+        problems.append(
+            f"{asked}, but $WORLD_SIZE is not set: this process would train alone; start the ranks with torchrun "
+            "--nproc-per-node N, which sets it, or unset the variable to run one process"
+        )
     if problems:
         raise ConfigurationError(problems)
+
+
+def _asked_for_several(environment: Mapping[str, str]) -> str | None:
+    """Return how a launcher's variables say that this is one of several processes; None where they do not."""
+    for name in ("LOCAL_WORLD_SIZE", *(names[1] for names in _MPI)):
+        if (_integer(environment.get(name, "")) or 1) > 1:
+            return f"${name} is {environment[name]}"
+    for name in ("RANK", "LOCAL_RANK"):
+        if (_integer(environment.get(name, "")) or 0) > 0:
+            return f"${name} is {environment[name]}"
+    # Without its flags for several GPUs, Accelerate starts one process and sets this where it was asked for more.
+    if "MASTER_ADDR" in environment and "ACCELERATE_MIXED_PRECISION" in environment:
+        return f"accelerate launch was asked for several processes ($MASTER_ADDR is {environment['MASTER_ADDR']})"
+    return None
+
+
+def launch_warning(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a warning where mpirun or srun started more processes than a launcher within theirs has ranks: each of
+    theirs is then a run of its own."""
+    ranks = _integer(environment.get("WORLD_SIZE", "")) or 1
+    for _, size, _, _ in _MPI:
+        if (_integer(environment.get(size, "")) or 1) > ranks:
+            return (
+                f"${size} is {environment[size]}, but this run has {ranks} rank{'s' if ranks > 1 else ''} "
+                "($WORLD_SIZE): each process of the outer launcher trains by itself; for one run of all give torchrun "
+                "--nnodes and --rdzv-endpoint, or leave torchrun out"
+            )
+    return None
 
 
 def rank() -> int:

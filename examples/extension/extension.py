@@ -77,6 +77,8 @@ def parallel_layer() -> type:
         Tensor-parallel ranks divide the channels of the narrow one; `layer_parameters` says so.
         """
 
+        reads = "share"  # the positions of its rank: what attention needs of the others is attention's concern
+
         def __init__(self, config: Any, *settings: Any, pg_collection: Any, **others: Any) -> None:
             super().__init__(config, *settings, pg_collection=pg_collection, **others)
             common: dict[str, Any] = {

@@ -2,20 +2,27 @@
 
     python tools/parity.py -- --num-layers 4 ... --tensor-model-parallel-size 2 --sequence-parallel
     python tools/parity.py --steps 10 --world-size 8 -- <the flags of your launch>
+    python tools/parity.py --script mine.py -- <its flags>
 
 It compares the initial weights (bit for bit), the output of every module and the gradient of every parameter in the
 first step, and losses and gradient norms of all steps. Where the runs differ, the first tensor that differs is named:
 in forward order for outputs, in backward order for gradients. Both start from the seed, in fp32, with dropout 0, on
-processes of this machine. --html FILE draws both runs on a page. Exit codes: 0 they agree, 1 they do not, 64 the
-flags cannot work.
+processes of this machine. With --script both runs have the parts of your own that the script gives to `start` or
+`pretrain` (docs/extending.md), and the flags that it gives them. --html FILE draws both runs on a page. Exit codes: 0
+they agree, 1 they do not, 64 the flags cannot work.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_ext import charts, device
 from megatron_ext.commandline import ToolParser, split_at_dashes, write_output
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.own_code import read_script
 from megatron_ext.terminal import say
+from megatron_ext.train.extensions import NONE, Extensions, extensions_of_script
 from megatron_ext.verify.first_difference import Comparison, Proof, comparison, prove
 
 
@@ -29,14 +36,21 @@ def main(argv: list[str]) -> int:
         "--tolerance", type=float, default=1e-5, help="of outputs and gradients, relative to their norm"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda needs one GPU for every rank")
+    parser.add_argument("--script", type=Path, metavar="FILE", help="a script of yours that trains with own parts")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as a page as well")
     parser.usage = "%(prog)s [options] -- <training flags>"
     options = parser.parse_args(own)
     if not training:
         parser.error("no training flags: give them after --")
+    extensions: Extensions | Callable[[], Extensions] = NONE
+    if options.script is not None:
+        device.install("cpu")  # before the script imports the engine
+        extensions = partial(extensions_of_script, options.script.resolve(), training)
+        training, _ = read_script(options.script, training)  # here as well: the ranks hand back what it defines
     both = comparison(training, options.world_size)
     _start_device(options.device, both.world_size)
-    proof = prove(training, options.world_size, steps=options.steps, tolerance=options.tolerance, device=options.device)
+    common: dict[str, Any] = {"steps": options.steps, "tolerance": options.tolerance, "device": options.device}
+    proof = prove(training, options.world_size, extensions=extensions, **common)
     say(report(both, proof))
     if options.html is not None:
         write_output("--html", options.html, page(both, proof))

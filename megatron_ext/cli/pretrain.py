@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_ext import environment
 from megatron_ext.config.parse.arguments import read
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.own_code import hand_over
 from megatron_ext.terminal import say, survive_lost_output, warn
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
         raise
     config = configured.config
     status.save = config.checkpoint.save
-    for warning in configured.typed.warnings if status.rank == 0 else ():
+    launched = [environment.launch_warning()]
+    for warning in (*filter(None, launched), *configured.typed.warnings) if status.rank == 0 else ():
         warn(warning)
     scaled = scaling_text(configured.typed.values, config) if status.rank == 0 else None
     if configured.typed.dry_run:
@@ -142,6 +144,7 @@ def start(argv: Sequence[str], **own: Any) -> NoReturn:
     Args:
         own: arguments of `train.pretrain.pretrain` that bring in a user's code: `start(flags, loss=my_loss)`.
     """
+    hand_over(argv, own)
     survive_lost_output()
     environment.take_ranks_of_mpi()
     if not _ANSWERED.isdisjoint(argv):

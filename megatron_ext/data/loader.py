@@ -104,6 +104,12 @@ class ReadAhead:
         self._threads.close()
 
 
+ANOTHER_TOKENIZER = (
+    "Was the data made with another tokenizer than --tokenizer-type and --tokenizer-model name? Run "
+    "tools/preprocess_data.py with this one"
+)
+
+
 class BatchLoader:
     """Loads the microbatches of one data-parallel rank.
 
@@ -121,6 +127,7 @@ class BatchLoader:
         describe: where a sample comes from, for error texts.
         reads_ahead: read the samples of the next steps ahead, many at a time: for data of a store, which answers late.
         skipped: samples in whose place there is padding that no loss counts; they are not read.
+        remedy: what to do about a token id that is outside of the vocabulary.
     """
 
     def __init__(
@@ -138,6 +145,7 @@ class BatchLoader:
         describe: Callable[[int], str] = lambda index: f"sample {index}",
         reads_ahead: bool = False,
         skipped: SkippedSamples = NOTHING,
+        remedy: str = ANOTHER_TOKENIZER,
     ):
         self.dataset = dataset
         self._ahead = ReadAhead(dataset) if reads_ahead and view.reads_samples else None
@@ -149,7 +157,7 @@ class BatchLoader:
         self._view = view
         self._pin_memory = pin_memory
         self._describe = describe
-        self._skipped = skipped
+        self._skipped, self._remedy = skipped, remedy
         self._threads = DaemonThreads(num_workers, "batch-loader") if num_workers > 0 else None
         self._expected: tuple[int, int, int | None] | None = None
         self._pending: list[Future[Batch]] = []
@@ -240,8 +248,7 @@ class BatchLoader:
             assert index is not None
             raise DataError(
                 f"{self._describe(index)}: token id {int(values[row, column])} at position {column} is outside the "
-                f"vocabulary of {self._vocab_size}. Was the data made with another tokenizer than --tokenizer-type and "
-                "--tokenizer-model name? Run tools/preprocess_data.py with this one"
+                f"vocabulary of {self._vocab_size}. {self._remedy}"
             )
 
     def _read(self, index: int) -> Mapping[str, Any]:

@@ -1,19 +1,152 @@
-"""Holds a user's own layers against the catalogue, and marks their parameters for the engine as it says."""
+"""Holds a user's own layers against the catalogue and against the layout, marks their parameters for the engine, and
+looks at what their parts return.
+
+A class of a user's own says by `reads` what it needs to compute its output at a position:
+
+- "token": its input at this position alone;
+- "share": the positions that its rank holds; what it needs of others it gets by parts of ours that it calls, or by an
+  exchange of its own;
+- "sequence", where it says nothing: the whole sequence, which sequence and context parallelism would divide.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import Config
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, listed
 from megatron_ext.model.names import by_expert, global_named_parameters
+from megatron_ext.own_code import own_class, place_of
 from megatron_ext.parts import own_parameters
 from megatron_ext.parts.catalogue import Parameter, parameters
+
+_READS = ("token", "share", "sequence")
+_BRANCHES = ("self_attention", "mlp")
+"""Parts of a layer that return an output and a bias that is still to be added, or None."""
+
+_OF_HIDDEN_STATES = ("", *_BRANCHES, "input_layernorm", "pre_mlp_layernorm")
+"""Parts of a layer, and the layer itself, whose input and output are hidden states, [S, B, H]."""
+
+
+@dataclass(frozen=True)
+class OwnModule:
+    """A module of a class of the user's own within a layer."""
+
+    layer: int
+    path: str
+    """Its name in the layer; empty for the layer itself."""
+    module: torch.nn.Module
+    own: type
+    """The user's class."""
+    reads: str
+    """The user's declaration: "token", "share" or "sequence"."""
+
+    @property
+    def title(self) -> str:
+        """The class and where it is defined: `ShortConvolution (mine.py:12)`."""
+        return f"{self.own.__name__} ({place_of(self.own)})"
+
+    @property
+    def place(self) -> str:
+        """Where it is in the model: `self_attention of layer 3`."""
+        return f"{self.path} of layer {self.layer}" if self.path else f"layer {self.layer}"
+
+    @property
+    def has_hidden_states(self) -> bool:
+        """Whether it takes and returns hidden states, [S, B, H]."""
+        return self.path in _OF_HIDDEN_STATES
+
+
+def own_modules(chunks: Sequence[torch.nn.Module]) -> list[OwnModule]:
+    """Return the user's own modules of all layers; of one within another, which answers for it, only the outer one,
+    unless that is the layer.
+
+    Raises:
+        ConfigurationError: one declares something unknown as what it reads.
+    """
+    layers = (one for chunk in chunks for one in chunk.modules() if isinstance(one, TransformerLayer))
+    found = []
+    for layer in layers:
+        within = [("", layer)] if own_class(layer) is not None else []
+        within += [pair for name, child in layer.named_children() for pair in _outermost(name, child)]
+        found += [_described(layer.layer_number - 1, path, module) for path, module in within]
+    return found
+
+
+def _outermost(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    if own_class(module) is not None:
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _outermost(f"{path}.{name}", child)
+
+
+def _described(layer: int, path: str, module: torch.nn.Module) -> OwnModule:
+    own = own_class(module)
+    assert own is not None
+    reads = getattr(own, "reads", "sequence")
+    found = OwnModule(layer, path, module, own, reads)
+    if reads not in _READS:
+        raise ConfigurationError(f"{found.title} has reads = {reads!r}; use {listed(map(repr, _READS))}")
+    return found
+
+
+def check_own_modules(chunks: Sequence[torch.nn.Module], config: Config) -> None:
+    """Check that the layout divides no sequence that an own module reads whole; look at what own modules return.
+
+    Raises:
+        ConfigurationError: it divides one; a module, once it is called, returns hidden states of another shape.
+    """
+    layout, found = config.layout, own_modules(chunks)
+    divides = [f"--context-parallel-size {layout.context_parallel_size}"] * (layout.context_parallel_size > 1)
+    divides += ["--sequence-parallel"] * layout.sequence_parallel
+    whole = {one.own: one for one in reversed(found) if one.reads == "sequence"}
+    if divides and whole:
+        flags = " and ".join(divides)
+        raise ConfigurationError(
+            [
+                f"{one.title}, {one.place}, reads whole sequences, of which {flags} gives each rank a part; declare "
+                "reads = 'token' in the class if its output at a position depends on its input there alone, reads = "
+                "'share' if parts of ours, or an exchange of its own, bring it the other positions (docs/extending.md);"
+                f" else leave {flags} out"
+                for one in whole.values()
+            ]
+        )
+    for one in found:
+        if one.has_hidden_states:
+            one.module.register_forward_hook(partial(_check_output, one), with_kwargs=True)
+
+
+def hidden_states_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor:
+    """Return the hidden states among the arguments of a module that takes these, [S, B, H]."""
+    return arguments[0] if arguments else named["hidden_states"]
+
+
+def _check_output(
+    one: OwnModule, module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: object
+) -> None:
+    """Raise ConfigurationError where an own module returns something else than hidden states like its input."""
+    if not module.training:  # what is read alone may go on in inference
+        return
+    pair = output if isinstance(output, tuple) else (output,)
+    wanted, found = hidden_states_of(arguments, named).shape, getattr(pair[0], "shape", type(pair[0]).__name__)
+    is_pair = one.path in ("", *_BRANCHES)
+    if found == wanted and isinstance(output, tuple) == is_pair and len(pair) == 1 + is_pair:
+        return
+    returns = ("(output, bias or None)" if one.path else "(output, None)") if is_pair else "output"
+    sizes = list(found) if isinstance(found, torch.Size) else found
+    many = f"{len(pair)} values, the first of shape" if isinstance(output, tuple) else "a tensor of shape"
+    raise ConfigurationError(
+        f"{one.title}, {one.place}, returned {many} {sizes} for hidden states of shape {list(wanted)}: it must return "
+        f"{returns}, with an output of shape {list(wanted)}"
+    )
 
 
 def mark_own_parameters(chunks: Sequence[torch.nn.Module], config: Config) -> None:

@@ -24,6 +24,7 @@ from typing import NoReturn, Protocol
 import psutil
 
 from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBefore, StoppedBySignal, TrainingError
+from megatron_ext.own_code import text_of_own_error
 from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.progress import Progress
 from megatron_ext.terminal import note
@@ -243,6 +244,8 @@ def _last_line(error: BaseException, status: RunStatus, cause: str | None) -> st
                 f"another rank was lost {where}, without a word why ({seen}). Look for what ended it (the kernel's "
                 f"log, the scheduler's), and start again.{resume}"
             )
+        case _ if (own := text_of_own_error(error)) is not None:
+            text = f"{own} ({where}). The traceback above shows the way there.{resume}"
         case _:
             text = (
                 f"{type(error).__name__}: {text} ({where}). An unexpected error, most likely a fault of the program: "

@@ -24,7 +24,7 @@ from megatron_ext.config.derived.cuda_graphs import makes_graphs
 from megatron_ext.config.derived.pipeline_split import last_stage, splits_backward
 from megatron_ext.config.parse.blend import is_url
 from megatron_ext.config.schema import Config
-from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.loader import ANOTHER_TOKENIZER, BatchLoader
 from megatron_ext.data.microbatch import StageView
 from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe_sample
 from megatron_ext.data.skipped import NOTHING, SkippedSamples, skipped_samples
@@ -33,7 +33,7 @@ from megatron_ext.device.device_protocol import Device
 from megatron_ext.device.kernels import GEMMS, gemm_by_ability, measured_gemm, use_gemm
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
-from megatron_ext.model.own_layers import mark_own_parameters
+from megatron_ext.model.own_layers import check_own_modules, mark_own_parameters
 from megatron_ext.optim.averages import keep_averages
 from megatron_ext.optim.loss_scale import share_loss_scale
 from megatron_ext.optim.qk_clip import LargestScores, QKClip
@@ -46,7 +46,7 @@ from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
-from megatron_ext.train.extensions import NONE, Extensions
+from megatron_ext.train.extensions import NONE, OWN_IDS, Extensions
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run, TrainState
 from megatron_ext.train.table_runtime import TableRuntime
@@ -79,6 +79,7 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     )
     if extensions.layer_spec is not None:
         mark_own_parameters(chunks, config)
+        check_own_modules(chunks, config)
     if config.training.torch_compile:
         compile_layers(chunks)
     wrapped = sharding.shard(chunks, core, groups, device)
@@ -233,6 +234,7 @@ def build_loaders(
             describe=describe,
             reads_ahead=from_store,
             skipped=skipped,
+            remedy=ANOTHER_TOKENIZER if extensions.datasets is None else OWN_IDS,
         )
 
     def held_out(dataset: Samples | None) -> HeldOut | None:

@@ -8,6 +8,7 @@ docs/extending.md has an example of each. Every function is called on every rank
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Source
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import ConfigurationError, DataError, TrainingError
 from megatron_ext.optim.curves import Schedule
+from megatron_ext.own_code import OwnPart, read_script, text_of_own_error
 from megatron_ext.parts.own_parameters import OwnParameters, with_own_parameters
 from megatron_ext.rules.part_rules import matrices_have_a_rule
 from megatron_ext.rules.sharding_rules import matrices_are_whole
@@ -57,7 +59,7 @@ class Extensions:
     learning_rate: Schedule | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError where a part is not of its kind."""
+        """Raise ConfigurationError where a part is not of its kind; let the functions be known in a traceback."""
         for part in fields(self):
             value = getattr(self, part.name)
             if part.name == "callbacks":
@@ -68,6 +70,8 @@ class Extensions:
                 fits, kind = callable(value), "a function"
             if value is not None and not fits:
                 raise ConfigurationError(f"{part.name}= is {type(value).__name__}: give {kind}, or leave it out")
+            if kind == "a function" and value is not None and not isinstance(value, OwnPart):
+                object.__setattr__(self, part.name, OwnPart(part.name, value))
 
     def named(self) -> tuple[str, ...]:
         """Return the names of the parts that are not ours."""
@@ -197,7 +201,19 @@ class Extensions:
 NONE = Extensions()
 
 
+def extensions_of_script(script: Path, arguments: Sequence[str]) -> Extensions:
+    """Return the own parts that a script brings in, which becomes the main program of this process.
+
+    Raises:
+        ConfigurationError: it calls neither `start` nor `pretrain`.
+    """
+    return Extensions(**read_script(script, arguments)[1])
+
+
 _SAMPLE_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+OWN_IDS = "The dataset is your own (datasets=): return ids below that, or raise --vocab-size"
 
 
 class OwnSamples:
@@ -215,10 +231,15 @@ class OwnSamples:
         """Return a sample.
 
         Raises:
-            DataError: it is none, or lacks a field, or a field has another shape.
+            DataError: it cannot be made, or is none, or lacks a field, or a field has another shape.
         """
-        sample = self._dataset[index]
         where = f"sample {index} of the own dataset {type(self._dataset).__name__}"
+        try:
+            sample = OwnPart("datasets", self._dataset.__getitem__)(index)
+        except TrainingError:
+            raise
+        except Exception as error:
+            raise DataError(f"{where}: {text_of_own_error(error) or repr(error)}") from error
         if not isinstance(sample, Mapping):
             raise DataError(
                 f"{where} is {type(sample).__name__}: it must be a dict of {', '.join(_SAMPLE_FIELDS)}, each of "

@@ -20,6 +20,7 @@ from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySignal, TrainingError
 from megatron_ext.gc_freeze import kept_from_the_collector
 from megatron_ext.optim.curves import Schedule
+from megatron_ext.own_code import hand_over
 from megatron_ext.parts.own_parameters import OwnParameters
 from megatron_ext.resilience import elastic, exit_record, launcher
 from megatron_ext.resilience.peer_processes import end_stopped_ranks
@@ -75,10 +76,11 @@ def pretrain(
     Raises:
         TrainingError: something ended the run before its planned end.
     """
+    extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate)
+    hand_over(config, vars(extensions))
     configured = config if isinstance(config, Configured) else configure(config)
     if configured is not config:
         _tell(configured.typed.warnings)
-    extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate)
     with extensions.registered(), _process_given_back(configured.config, status) as (status, ends):
         configured = replace(configured, config=extensions.applied(configured.config))
         _tell(extensions.warnings(configured.typed.values))
@@ -336,12 +338,15 @@ def _train(
     Raises:
         StoppedBySignal: the run was stopped, and is saved.
     """
+    from megatron_ext.train.callbacks.own_parts import OwnParts
     from megatron_ext.train.callbacks.standard import History, standard_callbacks
     from megatron_ext.train.callbacks.stopping import STAGE_OVER, StageEnd
     from megatron_ext.train.trainer import Trainer
 
     signals, history = requests.watched(run.config, status), History()
     callbacks = [*standard_callbacks(run, signals, status), StageEnd(stage_end), history, *extensions.made_callbacks()]
+    if extensions.layer_spec is not None:
+        callbacks.insert(0, OwnParts())
     for callback in callbacks:
         ends.callback(callback.close)
     trainer = Trainer(run, callbacks, extensions.learning_rate)

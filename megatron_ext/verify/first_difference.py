@@ -19,6 +19,7 @@ from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import flag_of, options, options_by_name
 from megatron_ext.config.schema import CheckpointConfig, LoggingConfig
 from megatron_ext.train.configure import configure
+from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.verify.parity import GRADIENT_TOLERANCE
 from megatron_ext.verify.recorded_training import RunRecord, record
 
@@ -208,6 +209,7 @@ def prove(
     tolerance: float = GRADIENT_TOLERANCE,
     device: str = "cpu",
     sabotage: Callable[[], None] | None = None,
+    extensions: Extensions | Callable[[], Extensions] = NONE,
 ) -> Proof:
     """Train both runs and compare them.
 
@@ -218,12 +220,14 @@ def prove(
         tolerance: tolerance of outputs and gradients, relative to their norm; a tenth of it for the first loss.
         device: "cpu" or "cuda".
         sabotage: plants a fault in the layout's ranks alone.
+        extensions: a user's own parts of both runs, as `record` takes them.
     Raises:
         ConfigurationError: the flags cannot work.
     """
     both = comparison(argv, world_size)
-    reference = record(both.reference, 1, steps, outputs=True, device=device)
-    other = record(both.other, both.world_size, steps, sabotage, outputs=True, device=device)
+    common: dict[str, Any] = {"outputs": True, "device": device, "extensions": extensions}
+    reference = record(both.reference, 1, steps, **common)
+    other = record(both.other, both.world_size, steps, sabotage, **common)
     return Proof(reference, other, tolerance)
 
 

@@ -74,9 +74,15 @@ def copied(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
 
 
-def assemble(config: Config, shards: Iterable[Shard]) -> tuple[dict[str, np.ndarray], list[str]]:
+def assemble(
+    config: Config, shards: Iterable[Shard], *, lacks_some: bool = False
+) -> tuple[dict[str, np.ndarray], list[str]]:
     """Put the shards of all ranks together.
 
+    Args:
+        config: the configuration of the run, whose catalogue lists the tensors.
+        shards: those of all ranks.
+        lacks_some: whether the model may do without tensors of the catalogue, in whose layers others stand.
     Returns:
         Whole tensors by name, in the order of a forward pass, without vocabulary padding, so that any two layouts
         have the same shapes; and what is wrong with them: a tensor that several ranks hold and disagree on (the
@@ -90,6 +96,8 @@ def assemble(config: Config, shards: Iterable[Shard]) -> tuple[dict[str, np.ndar
             problems.append(f"{shard.name}: ranks disagree")
     tensors = {}
     for parameter in parameters(config):
+        if lacks_some and parameter.name not in by_name:
+            continue
         parts = by_name.pop(parameter.name)
         whole = _join(parameter, [parts[rank] for rank in sorted(parts)])
         if parameter.tp_dim is None and not all(np.array_equal(whole, part, equal_nan=True) for part in parts.values()):

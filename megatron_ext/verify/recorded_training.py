@@ -51,7 +51,7 @@ def record(
     *,
     outputs: bool = False,
     device: str = "cpu",
-    extensions: Extensions = NONE,
+    extensions: Extensions | Callable[[], Extensions] = NONE,
 ) -> RunRecord:
     """Train `steps` steps with `flags` on `world_size` ranks of this machine.
 
@@ -62,7 +62,8 @@ def record(
         sabotage: called on every rank before the run is built; plants a fault.
         outputs: keep what the modules put out in the first step. It takes the memory of all activations.
         device: "cpu", or "cuda", which needs a GPU for every rank.
-        extensions: a user's own parts of the run, importable by name; its callbacks are called in every step.
+        extensions: a user's own parts of the run, importable by name, or what makes them on each rank; its callbacks
+            are called in every step.
     """
     from megatron_ext.verify.gather import assemble
 
@@ -72,7 +73,7 @@ def record(
     tensors, flaws = {}, []
     for what in ("initial weights", "first gradients", "final weights"):
         shards = (shard for result in results for shard in result.shards[what])
-        tensors[what], problems = assemble(last.config, shards)
+        tensors[what], problems = assemble(last.config, shards, lacks_some=extensions is not NONE)
         flaws += [f"{what}: {flaw}" for flaw in problems]
     return RunRecord(
         losses=last.losses,
@@ -104,11 +105,16 @@ class _RankRecord:
 
 
 def _train(
-    flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool, extensions: Extensions
+    flags: list[str],
+    steps: int,
+    sabotage: Callable[[], None] | None,
+    outputs: bool,
+    extensions: Extensions | Callable[[], Extensions],
 ) -> _RankRecord:
     """Train on one rank of `record`."""
-    with extensions.registered():
-        return _trained(flags, steps, sabotage, outputs, extensions)
+    own = extensions if isinstance(extensions, Extensions) else extensions()
+    with own.registered():
+        return _trained(flags, steps, sabotage, outputs, own)
 
 
 def _trained(

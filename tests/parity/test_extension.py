@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import Parameter, count, count_per_rank, parameters
 from megatron_ext.parts.own_parameters import with_own_parameters
 from megatron_ext.train.configure import configure
-from megatron_ext.train.extensions import NONE, Extensions
+from megatron_ext.train.extensions import NONE, Extensions, extensions_of_script
 from megatron_ext.verify.compared_models import MODELS, RECIPE
 from megatron_ext.verify.gather import assemble
 from megatron_ext.verify.parity import STEPS, compare
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.verify.ranks import RankError, run_ranks
 from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support.launched import finish, start_python
 from tests.support.selection import marked
@@ -260,3 +262,90 @@ def test_an_optimizer_that_a_scheme_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="there is an optimizer 'adam' already"):
         Extensions(optimizer=dataclasses.replace(traits, name="adam")).applied(config)
     assert NONE.applied(config) is config
+
+
+SCRIPT = """
+import dataclasses, functools, sys
+from megatron_ext.cli.pretrain import start
+
+@functools.cache
+def convolution():
+    import torch
+
+    class Convolution(torch.nn.Module):
+        {reads}
+
+        def __init__(self, config, **_):
+            super().__init__()
+            self.taps = torch.nn.Parameter(torch.empty(4, config.hidden_size))
+
+        def forward(self, x, *_):
+            padded = torch.nn.functional.pad(x, (0, 0, 0, 0, {before}, 3 - {before}))
+            mixed = sum((0.5 + self.taps[tap]) * padded[tap : tap + len(x)] for tap in range(4))
+            return mixed[:, :{rows}], None
+
+    return Convolution
+
+def layer_spec(spec, layer):
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    own = ModuleSpec(module=convolution())
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, self_attention=own))
+
+def layer_parameters(config, layer):
+    from megatron_ext.parts.catalogue import Parameter
+    return [Parameter("self_attention.taps", (4, config.model.hidden_size), layer.number, "normal", 0.1)]
+
+if __name__ == "__main__":
+    start([*sys.argv[1:], "--exit-interval", "1"], layer_spec=layer_spec, layer_parameters=layer_parameters)
+"""
+
+
+def _script(folder: Path, reads: str = "", before: int = 3, rows: int = 2) -> Path:
+    path = folder / "mine.py"
+    path.write_text(SCRIPT.format(reads=f"reads = {reads!r}" if reads else "", before=before, rows=rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "said"),
+    [
+        ({}, 0, r"own layers are causal on the first batch: Convolution \(mine\.py:9\)\n"),
+        (
+            {"before": 2},
+            0,
+            r"own layers are NOT causal: Convolution \(mine\.py:9\), self_attention of layer \d: outputs",
+        ),
+        ({"reads": "token"}, 64, r"mine\.py:9\), self_attention of layer \d, declares reads = 'token', but its output"),
+        ({"reads": "all"}, 64, r"Convolution \(mine\.py:9\) has reads = 'all'; use 'token', 'share' or 'sequence'"),
+        (
+            {"rows": 1},
+            64,
+            r"returned 2 values, the first of shape \[16, 1, 64\] for hidden states of shape \[16, 2, 64\]",
+        ),
+    ],
+)
+def test_the_first_batch_shows_what_an_own_part_reads(
+    changed: dict[str, Any], code: int, said: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    program = [str(_script(tmp_path, **changed)), *FLAGS, "--device", "cpu", "--num-workers", "0"]
+    finish(start_python(program, log), log, code=code)
+    assert re.search(said, log.read_text()), log.read_text()
+
+
+@pytest.mark.parametrize("layout", ["TP2 SP", "CP2"])
+def test_an_own_part_that_reads_whole_sequences_is_not_given_a_part_of_them(layout: str, tmp_path: Path) -> None:
+    """It is whoever does not say what it reads; without sequence parallelism it computes the same on two ranks."""
+    ranks, flags = LAYOUTS[layout]
+    script = partial(extensions_of_script, _script(tmp_path), FLAGS)
+    with pytest.raises(RankError, match=r"self_attention of layer 0, reads whole sequences, of which --(seq|context)"):
+        record([*FLAGS, *flags.split()], ranks, 1, extensions=script)
+
+
+def test_the_parity_tool_compares_the_parts_of_a_script(tmp_path: Path) -> None:
+    """And shows what a wrong declaration hides: a convolution that only has a part of each sequence."""
+    for reads, layout, verdict in (("", "--tensor-model-parallel-size 2", 0), ("share", LAYOUTS["CP2"][1], 1)):
+        tool = [str(ROOT / "tools/parity.py"), "--steps", "1", "--script", str(_script(tmp_path, reads)), "--", *FLAGS]
+        log = tmp_path / f"{verdict}.log"
+        finish(start_python([*tool, *layout.split()], log), log, code=verdict)
+        assert ("THEY PART. First, in forward order" in log.read_text()) == bool(verdict)

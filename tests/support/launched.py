@@ -92,13 +92,13 @@ def start_torchrun(words: Sequence[str], log: Path, environment: Mapping[str, st
     return start_python(["-m", "torch.distributed.run", *words], log, environment)
 
 
-def finish(process: Launched, log: Path, seconds: float = 300.0) -> None:
-    """Wait for a run that must succeed."""
+def finish(process: Launched, log: Path, seconds: float = 300.0, *, code: int = 0) -> None:
+    """Wait for a run that must succeed, or end with another exit code."""
     try:
-        code = process.wait(seconds)
+        found = process.wait(seconds)
     finally:
         end_all(process)
-    assert code == 0, f"exit code {code}:\n{log.read_text(errors='replace')[-5000:]}"
+    assert found == code, f"exit code {found}:\n{log.read_text(errors='replace')[-5000:]}"
 
 
 def end_all(process: Launched) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_ext import environment
-from megatron_ext.environment import check_launch, take_ranks_of_mpi
+from megatron_ext.environment import check_launch, launch_warning, take_ranks_of_mpi
 from megatron_ext.errors import ConfigurationError
 
 LAUNCH = {
@@ -62,8 +62,8 @@ def test_what_is_read(changed: dict[str, str | None], found: tuple[int, ...], mo
     ],
 )
 def test_each_variable_has_a_range(name: str, least: int) -> None:
-    for text in (str(least), str(2**20)):
-        check_launch({name: text})
+    check_launch({name: str(least)})
+    check_launch({"WORLD_SIZE": str(2**20), name: str(2**20 - name.endswith("RANK"))})
     for text in (str(least - 1), str(2**20 + 1), "", "x", "1.5", "1" * 21):
         with pytest.raises(ConfigurationError) as caught:
             check_launch({name: text})
@@ -76,7 +76,6 @@ def test_a_rank_is_below_its_own_number_of_ranks(rank: str, size: str) -> None:
     """A local rank is told by the local number: on a machine of two, rank 2 of the four of the launch is none."""
     whole = {"RANK": "0", "WORLD_SIZE": "9", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "5"}
     check_launch(whole | {rank: str(int(whole[size]) - 1)})
-    check_launch({rank: whole[size]})
     for number in (whole[size], str(int(whole[size]) + 1)):
         with pytest.raises(ConfigurationError) as caught:
             check_launch(whole | {rank: number})
@@ -88,6 +87,7 @@ def test_a_rank_is_below_its_own_number_of_ranks(rank: str, size: str) -> None:
 MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 
@@ -133,3 +133,42 @@ def test_deepspeeds_launcher_has_another_name_for_the_ranks_of_a_machine() -> No
         take_ranks_of_mpi(found)
         assert found.get("LOCAL_WORLD_SIZE") == here
         check_launch(found)
+
+
+ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}
+"""Set by `accelerate launch --cpu`; where it is asked for several processes, MASTER_ADDR as well."""
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (ACCELERATE | {"MASTER_ADDR": "127.0.0.1"}, "accelerate launch was asked for several processes"),
+        ({"RANK": "1"}, r"\$RANK is 1"),
+        ({"LOCAL_RANK": "1"}, r"\$LOCAL_RANK is 1"),
+        ({"LOCAL_WORLD_SIZE": "2"}, r"\$LOCAL_WORLD_SIZE is 2"),
+        *(({names[1]: "2"}, rf"\${names[1]} is 2") for names in MPI),
+    ],
+)
+def test_one_of_several_processes_does_not_train_alone(given: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{says}.*, but .WORLD_SIZE is not set.*torchrun"):
+        check_launch(given)
+    check_launch(given | {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0"})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, ACCELERATE, {"MASTER_ADDR": "node0"}, {"RANK": "0"}, {"LOCAL_WORLD_SIZE": "1"}, {"SLURM_STEP_NUM_TASKS": "1"}],
+)
+def test_one_process_trains_alone(given: dict[str, str]) -> None:
+    check_launch(given)
+
+
+@pytest.mark.parametrize("names", MPI)
+def test_each_process_of_an_outer_launcher_may_be_a_run_of_its_own(names: tuple[str, ...]) -> None:
+    """As where srun starts torchrun once on each of two machines, and no rendezvous is named."""
+    outer = {names[0]: "1", names[1]: "2"}
+    warning = launch_warning(outer | {"WORLD_SIZE": "1"})
+    assert warning is not None
+    assert warning.startswith(f"${names[1]} is 2, but this run has 1 rank ($WORLD_SIZE)")
+    assert launch_warning(outer | {"WORLD_SIZE": "16"}) is None
+    assert launch_warning({"WORLD_SIZE": "1"}) is None
