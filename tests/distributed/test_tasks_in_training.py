@@ -34,6 +34,10 @@ MORE_LAYOUTS = {
     "positions divided": "--context-parallel-size 2 --position-embedding-type rope --attention-dropout 0",
     "weights divided by FSDP2": "--use-torch-fsdp2 --untie-embeddings-and-output-weights",
     "weights divided by Megatron-FSDP": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+    "keys that an indexer chooses of a divided sequence": "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 12 "
+    "--qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --experimental-attention-variant dsa "
+    "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 12 --dsa-indexer-topk 6 --position-embedding-type rope "
+    "--attention-dropout 0 --normalization RMSNorm --tensor-model-parallel-size 2 --sequence-parallel",
     "recomputed": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --bf16",
 }
 

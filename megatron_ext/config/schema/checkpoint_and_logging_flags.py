@@ -181,7 +181,7 @@ class LoggingConfig:
     )
     log_throughput: bool = free(False, "Put TFLOP/s per GPU into the log line.")
     log_params_norm: bool = free(False, "Log the L2 norm of all parameters.")
-    log_num_zeros_in_grad: bool = free(False, "Log how many gradient entries are exactly zero.")
+    log_num_zeros_in_grad: bool = free(False, "Log how many gradients are exactly zero, vocabulary padding aside.")
     log_max_attention_logit: bool = free(
         False, "Log the largest product of a query and a key, with the scale of the scores; --qk-clip does, too."
     )

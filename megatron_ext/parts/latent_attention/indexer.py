@@ -49,7 +49,8 @@ class LightningIndexer(torch.nn.Module):
         self, config: TransformerConfig, query_rank: int, described: Indexer, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__()
-        self.described, self.tp_group, self.divided = described, pg_collection.tp, config.sequence_parallel
+        self.described, self.tp_group = described, pg_collection.tp
+        self.sequence_parallel = config.sequence_parallel  # by the name that inference in training switches off
         heads, size, hidden = described.heads, described.head_size, config.hidden_size
         norm: Any = norm_builder(described.norm)
         self.linear_wq_b = WholeLinear(config, query_rank, heads * size)
@@ -80,7 +81,7 @@ class LightningIndexer(torch.nn.Module):
 
     def _of_all_tokens(self, x_sBC: torch.Tensor) -> torch.Tensor:
         """Return the rows of all tensor-parallel ranks, which all compute the same of them."""
-        if not self.divided:
+        if not self.sequence_parallel:
             return x_sBC
         return gather_from_sequence_parallel_region(  # pyright: ignore[reportReturnType]
             x_sBC.contiguous(), tensor_parallel_output_grad=False, group=self.tp_group
