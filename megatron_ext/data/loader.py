@@ -241,7 +241,7 @@ class BatchLoader:
             raise DataError(
                 f"{self._describe(index)}: token id {int(values[row, column])} at position {column} is outside the "
                 f"vocabulary of {self._vocab_size}. Was the data made with another tokenizer than --tokenizer-type and "
-                "--tokenizer-model name? Run tools/preprocess_data.py with this one"
+                "--tokenizer-model name? Run megatron-ext preprocess with this one"
             )
 
     def _read(self, index: int) -> Mapping[str, Any]:

@@ -119,7 +119,7 @@ def optimizers(program: str) -> Cases:
 
 
 CHECKPOINTS = Default(
-    "checkpoints are sharded and load into any layout; `tools/convert_checkpoint.py to-hf` writes the whole model"
+    "checkpoints are sharded and load into any layout; `megatron-ext convert to-hf` writes the whole model"
 )
 EPOCHS = NoCounterpart(
     "the length of a run is --train-iters or --train-samples: with --data-path PREFIX of the preprocessed data this "

@@ -46,7 +46,7 @@ KINDS = {
     "flags": "flags",
     "layout": "sizes of the layout",
     "launch": "given to torchrun",
-    "data": "given to tools/preprocess_data.py",
+    "data": "given to megatron-ext preprocess",
     "default": "needs no flag",
     "none": "no counterpart",
     "unknown": "unknown",

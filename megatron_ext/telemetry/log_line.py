@@ -187,7 +187,7 @@ class Console:
         if self._save is not None:
             lines += [
                 f"files    {self._save}: checkpoints, metrics.jsonl, exit.json",
-                f"next     python tools/show_run.py {self._save} --html run.html",
-                f"         python tasks/generate.py --load {self._save} --prompts 'Once upon a time'",
+                f"next     megatron-ext show {self._save} --html run.html",
+                f"         megatron-ext generate --load {self._save} --prompts 'Once upon a time'",
             ]
         return lines
