@@ -116,9 +116,8 @@ def _configured(flags: list[str], world_size: int, findings: list[Finding]) -> C
     try:
         return configure([*flags, *ranks, "--dry-run"]).config
     except ConfigurationError as wrong:
-        findings += [
-            error(problem, "pretrain_gpt.py would end with exit code 64", "as it says") for problem in wrong.problems
-        ]
+        # What mends a problem is said in it.
+        findings += [error(problem, "pretrain_gpt.py would end with exit code 64", "") for problem in wrong.problems]
         return None
 
 

@@ -168,7 +168,7 @@ def verify(prefix: str, vocab_size: int | None) -> None:
     blocks = known_blocks(prefix)
     problem = first_damage(blocks)
     if problem is not None:
-        raise DataError(f"{problem}. Copy the file again, or run tools/preprocess_data.py again")
+        raise DataError(f"{problem}. Copy the file again, or run megatron-ext preprocess again")
     if vocab_size is not None:
         check_token_ids(prefix, vocab_size)
     checked = "" if vocab_size is None else f", every token is below {vocab_size}"

@@ -184,7 +184,7 @@ def damage(block: Block) -> str | None:
     )
 
 
-REMEDY = "Copy the file again, or run tools/preprocess_data.py again; --verify-data off trains on it as it is."
+REMEDY = "Copy the file again, or run megatron-ext preprocess again; --verify-data off trains on it as it is."
 
 
 def first_damage(blocks: Sequence[Block]) -> str | None:

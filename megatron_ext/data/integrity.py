@@ -39,7 +39,7 @@ def check_indexed_files(prefix: str, *, whole_index_up_to: int | None = None) ->
         if not exists(prefix, suffix):
             raise ConfigurationError(
                 f"data prefix {prefix}: {prefix}{suffix} does not exist; give the path without .bin or .idx, "
-                "as --output-prefix of tools/preprocess_data.py plus _text_document"
+                "as --output-prefix of megatron-ext preprocess plus _text_document"
             )
     idx = local_file(prefix, ".idx")
     idx_size, bin_size = idx.stat().st_size, open_bin(prefix).size
@@ -72,7 +72,7 @@ def _blocks(count: int, sampled: bool) -> Iterator[tuple[int, int]]:
         yield first, first + _SAMPLED_BLOCK
 
 
-_REMEDY = "Copy both files again, or run tools/preprocess_data.py again"
+_REMEDY = "Copy both files again, or run megatron-ext preprocess again"
 
 
 def _read_header(idx: Path, size: int) -> tuple[np.dtype, int, int]:

@@ -27,7 +27,7 @@ MAGIC = b"TOKMASK\x00"
 VERSION = 1
 _BLOCK = 1 << 20
 
-_REMEDY = "Copy .bin, .idx and .mask together again, or run tools/preprocess_data.py again"
+_REMEDY = "Copy .bin, .idx and .mask together again, or run megatron-ext preprocess again"
 
 
 def mask_path(prefix: str | Path) -> Path:
@@ -57,7 +57,7 @@ class Mask:
         if not path.is_file():
             raise ConfigurationError(
                 f"{prefix}.mask does not exist: {prefix}.bin has no mask of what is trained on. Make the data with "
-                "tools/preprocess_data.py --data-format alpaca, sharegpt, messages or completion, or leave out "
+                "megatron-ext preprocess --data-format alpaca, sharegpt, messages or completion, or leave out "
                 "--assistant-only-loss"
             )
         self._path = path

@@ -64,7 +64,7 @@ class Attendance:
         if missing:
             raise ConfigurationError(
                 f"--collectives needs ranks, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; "
-                "for example torchrun --nproc-per-node 2 tools/doctor.py --collectives"
+                "for example torchrun --nproc-per-node 2 -m megatron_ext doctor --collectives"
             )
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         try:
@@ -328,7 +328,7 @@ def _failure(attendance: Attendance, stage: str, what: str, error: BaseException
     said = f" ({' '.join(str(error).split())[:300]})" if error is not None else ""
     return PeerLostError(
         f"{stage}: {what}, within {attendance.seconds:g} s{said}. Look at the output and the kernel's log of those "
-        "ranks, and at the network between the machines: tools/doctor.py without --collectives, on each of them."
+        "ranks, and at the network between the machines: megatron-ext doctor without --collectives, on each of them."
     )
 
 

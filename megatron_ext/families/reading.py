@@ -155,7 +155,7 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
         "use_cache",
     ),
     "name tokens, which the tokenizer does": ("bos_token_id", "eod_token_id", "eos_token_id", "pad_token_id"),
-    "are of generation, whose settings tasks/generate.py takes as flags": (
+    "are of generation, whose settings megatron-ext generate takes as flags": (
         "cache_implementation",
         "do_sample",
         "max_length",

@@ -99,7 +99,7 @@ TABLE: Table = {
     "deepspeed_config.gradient_accumulation_steps": Fact("accumulation"),
     "deepspeed_config.gradient_clipping": Flags("--clip-grad {}"),
     "deepspeed_config.zero3_init_flag": Default("no rank ever holds more than its own slices"),
-    "deepspeed_config.zero3_save_16bit_model": Default("`tools/convert_checkpoint.py to-hf` writes the whole model"),
+    "deepspeed_config.zero3_save_16bit_model": Default("`megatron-ext convert to-hf` writes the whole model"),
     "deepspeed_config.deepspeed_multinode_launcher": Default("torchrun starts the ranks"),
     **each_of(
         "*_nvme_path deepspeed_hostfile deepspeed_*_filter deepspeed_moe_layer_cls_names",

@@ -42,7 +42,7 @@ from megatron_ext.foreign.key_meanings import (
     switch,
 )
 
-_TEXT = NoCounterpart("text becomes tokens once, before training: tools/preprocess_data.py, then --data-path")
+_TEXT = NoCounterpart("text becomes tokens once, before training: megatron-ext preprocess, then --data-path")
 _ADAPTER = only_off("all weights are trained; adapters and quantized weights are for fine-tuning tools")
 _TRACKERS = NoCounterpart("what is shown and published changes nothing of the training: --wandb-..., --tensorboard-dir")
 _WHEN = NoCounterpart("when a run is evaluated and saved: --eval-interval and --save-interval count steps")
@@ -397,7 +397,7 @@ def _form(one: Mapping[str, Any], source: str) -> str | None:
 
 
 def _command(one: Mapping[str, Any], form: str, name: str, content: Mapping[str, Any]) -> str:
-    words = ["tools/preprocess_data.py", "--input", *_inputs(one), "--output-prefix", f"{_FOLDER}/{name}"]
+    words = ["megatron-ext", "preprocess", "--input", *_inputs(one), "--output-prefix", f"{_FOLDER}/{name}"]
     words += [] if form == "text" else ["--data-format", form]
     column, default = _COLUMNS.get(form, ("", ""))
     if one.get(column, default) != default:
@@ -414,7 +414,7 @@ def _command(one: Mapping[str, Any], form: str, name: str, content: Mapping[str,
         words.append("--train-on-inputs")
     if content.get("base_model"):
         words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(content["base_model"])]
-    return shlex.join(["python", *words])
+    return shlex.join(words)
 
 
 def _inputs(one: Mapping[str, Any]) -> list[str]:

@@ -134,7 +134,7 @@ TABLE: Table = {
     "zero_optimization.stage3_max_live_parameters": _LIVE,
     "zero_optimization.stage3_max_reuse_distance": _LIVE,
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": Default(
-        "checkpoints are sharded; `tools/convert_checkpoint.py to-hf` writes the whole model"
+        "checkpoints are sharded; `megatron-ext convert to-hf` writes the whole model"
     ),
     "zero_optimization.round_robin_gradients": Default("gradients are sharded evenly, by element"),
     "zero_optimization.zero_hpz_partition_size": NoCounterpart("no second copy of the weights inside a machine"),

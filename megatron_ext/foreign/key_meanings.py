@@ -202,7 +202,7 @@ def optimizers(program: str) -> Cases:
 
 
 CHECKPOINTS = Default(
-    "checkpoints are sharded and load into any layout; `tools/convert_checkpoint.py to-hf` writes the whole model"
+    "checkpoints are sharded and load into any layout; `megatron-ext convert to-hf` writes the whole model"
 )
 RESUMED = Cases({"false": OFF, "true": Refused("the folder to go on from is named by --load")}, Flags("--load {}"))
 SAME_NUMBERS = NoCounterpart("how ranks of a sequence exchange keys and values is --cp-comm-type: the same numbers")

@@ -65,7 +65,7 @@ KINDS = {
     "flags": "flags",
     "layout": "sizes of the layout",
     "launch": "given to torchrun",
-    "data": "given to tools/preprocess_data.py",
+    "data": "given to megatron-ext preprocess",
     "default": "needs no flag",
     "none": "no counterpart, and none needed",
     "refused": "not translated, although the training depends on it",

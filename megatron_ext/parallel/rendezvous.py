@@ -219,7 +219,7 @@ def _join(store: Store, rank: int, world_size: int, deadline: float) -> str:
 
 
 _ADVICE = (
-    "tools/doctor.py --collectives finds ranks that do not answer; a slow start needs a larger "
+    "megatron-ext doctor --collectives finds ranks that do not answer; a slow start needs a larger "
     "--distributed-timeout-minutes."
 )
 

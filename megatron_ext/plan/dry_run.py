@@ -26,6 +26,7 @@ from megatron_ext.parts.catalogue import count, count_per_rank, vocabulary_paddi
 from megatron_ext.parts.experts.describe import Experts
 from megatron_ext.parts.linear.describe import layers_in_fp8
 from megatron_ext.parts.stack import layers
+from megatron_ext.plan.fitting_flags import fitting_flags
 from megatron_ext.plan.flops import (
     active_parameters,
     flops_per_token,
@@ -191,6 +192,9 @@ def _bytes(count: float) -> str:
     return f"{count / 1e3:.2f} kB"
 
 
+CPU_PROCESS_GB = 0.9
+"""Peak resident memory of a CPU process that trains next to nothing (one layer of width 32; torch 2.15)."""
+
 USABLE = 0.92
 """Share of a device's memory that a layout may fill, as by default in tools/plan.py."""
 
@@ -214,6 +218,10 @@ def verdict(
     stage, needed = estimate(config, fused=config.layout.device != "cpu")
     parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in needed.parts.items())
     lines = [f"memory of a rank     {needed.total / 1e9:.2f} GB on stage {stage}, estimated: {parts}"]
+    if config.layout.device == "cpu":
+        lines.append(
+            f"                     and about {CPU_PROCESS_GB} GB of the process itself: Python, torch, megatron-core"
+        )
     memory = device_memory_gb or (TABLE[device_name].memory_gb if device_name is not None else None)
     if memory is None:
         lines.append("                     (--device-memory-gb 80 or --device-name h100 says whether it fits)")
@@ -224,5 +232,10 @@ def verdict(
     answer = "fits" if fits else f"does not fit, {needed.largest} being the largest part"
     lines.append(f"on {what:<18}{answer}: {needed.total / 1e9:.2f} of {usable:.1f} GB ({USABLE:.0%} of {memory:g})")
     if not fits:
-        lines.append("                     tools/plan.py searches for a layout that fits")
+        flags = fitting_flags(config, usable * 1e9)
+        lines.append(
+            "                     megatron-ext plan searches for another layout that fits"
+            if flags is None
+            else f"                     add {flags}, and it fits, by the same estimate"
+        )
     return lines, fits

@@ -224,7 +224,7 @@ def last_words(step: int, cause: str, folder: str | None, *, timeout: float, rec
     where = f"at iteration {step}" if step else "before the first step"
     stacks = f"Stacks of the ranks that live: {folder}. " if folder else ""
     if folder and recorded:
-        stacks += f"What they exchanged: tools/doctor.py --flight-recorder {folder}. "
+        stacks += f"What they exchanged: megatron-ext doctor --flight-recorder {folder}. "
     resume = " --load resumes from the last checkpoint." if step else ""
     return (
         f"hang {where}: {cause} {stacks}If it is not stuck but slow, raise --distributed-timeout-minutes (now "

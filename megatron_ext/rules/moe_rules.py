@@ -124,7 +124,7 @@ def experts_come_from_an_mlp(config: Config, facts: Facts) -> Iterator[str]:
     if flags.load_hf is not None:
         yield (
             f"--moe-use-upcycling with --load-hf {flags.load_hf}: experts come from a checkpoint; convert the folder "
-            "by python tools/convert_checkpoint.py from-hf, and give what that writes as --load"
+            "by megatron-ext convert from-hf, and give what that writes as --load"
         )
     for name, reason in _NOT_OF_AN_MLP.items():
         for flag in asked(model, name):

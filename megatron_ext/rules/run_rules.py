@@ -115,7 +115,7 @@ def named_files_exist(config: Config, facts: Facts) -> Iterator[str]:
         flag, _, path = named.partition(" ")
         hint = "check the path"
         if flag.endswith("data-path"):
-            hint = "give the prefix without .bin or .idx, of files that tools/preprocess_data.py wrote"
+            hint = "give the prefix without .bin or .idx, of files that megatron-ext preprocess wrote"
         elif flag == "--sample-prompts":
             hint = "it takes a file with a prompt on each line: check the path, or write the prompts into one"
         yield f"{flag}: {path} does not exist; {hint}"

@@ -58,6 +58,12 @@ def _step(metrics: StepMetrics) -> str:
     return "   ".join(fields)
 
 
+def _tflops(tflops: float) -> str:
+    """Return Megatron's one digit after the point, or as many as show two that are not zero."""
+    digits = 1 - math.floor(math.log10(tflops)) if 0.0 < tflops < 0.1 else 1
+    return f"{tflops:.{digits}f}"
+
+
 def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) -> str:
     """Return the line of one logged step, without a newline; it begins with a space.
 
@@ -72,7 +78,7 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
         f"elapsed time per iteration (ms): {metrics.elapsed_ms:.1f}",
     ]
     if throughput:
-        fields.append(f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_gpu:.1f}")
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {_tflops(metrics.tflops_per_gpu)}")
     fields += [
         f"learning rate: {metrics.learning_rate:.6E}",
         f"global batch size: {metrics.global_batch_size:5d}",
@@ -181,7 +187,7 @@ class Console:
         if self._save is not None:
             lines += [
                 f"files    {self._save}: checkpoints, metrics.jsonl, exit.json",
-                f"next     python tools/show_run.py {self._save} --html run.html",
-                f"         python tasks/generate.py --load {self._save} --prompts 'Once upon a time'",
+                f"next     megatron-ext show {self._save} --html run.html",
+                f"         megatron-ext generate --load {self._save} --prompts 'Once upon a time'",
             ]
         return lines

@@ -15,6 +15,7 @@ from megatron_ext.checkpoint.native.checkpoint_folder import load_problem
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.derived import attention_flags as attention_kernels
+from megatron_ext.config.derived import newton_schulz
 from megatron_ext.config.derived.batch_size import samples_at_iteration, training_steps
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
 from megatron_ext.config.derived.optimizers import traits_of
@@ -224,6 +225,13 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
             "is another than on one rank; --muon-tp-mode duplicated keeps it"
         )
     by_muon = "muon_scale_mode" in traits_of(optimizer).flags
+    steps, kind = optimizer.muon_num_ns_steps, optimizer.muon_coefficient_type
+    if by_muon and (reason := newton_schulz.mismatch(kind, steps)) is not None:
+        made_for = newton_schulz.made_for(kind)
+        warnings.append(
+            f"--muon-coefficient-type {kind} with --muon-num-ns-steps {steps}: its list is {reason}; "
+            f"--muon-num-ns-steps {made_for} takes all of it"
+        )
     if config.model.use_mup and by_muon and optimizer.muon_scale_mode == "spectral":
         warnings.append(
             "--muon-scale-mode spectral makes Muon's updates larger as matrices get wider, so that the best learning "

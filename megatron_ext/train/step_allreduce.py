@@ -134,8 +134,8 @@ def check_numbers(run: Run, summed: Summed, global_batch: int, evidence: Evidenc
 def _nothing_counts(run: Run, global_batch: int) -> DataError:
     return DataError(
         f"iteration {run.state.iteration + 1} (samples from {run.state.consumed_samples}): not one token of its "
-        f"{global_batch} samples counts in the loss. Look at them (tools/inspect_dataset.py sample), and give a larger "
-        "--global-batch-size or other data"
+        f"{global_batch} samples counts in the loss. Look at them (megatron-ext inspect-dataset sample), and give a "
+        "larger --global-batch-size or other data"
     )
 
 

@@ -93,7 +93,7 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     with pytest.raises(SystemExit) as ended:
         run_tool(main)
     assert ended.value.code == 64
-    assert "torchrun --nproc-per-node 2 tools/doctor.py --collectives" in capsys.readouterr().err
+    assert "torchrun --nproc-per-node 2 -m megatron_ext doctor --collectives" in capsys.readouterr().err
 
 
 def the_program() -> tuple[int, str]:

@@ -379,7 +379,7 @@ pipeline_tag: text-generation
 
 # {family.architecture}, {count(source.written[1]) / 1e6:,.1f}M parameters
 
-Exported from the training checkpoint {code(source.path.name)} by `tools/convert_checkpoint.py to-hf`.
+Exported from the training checkpoint {code(source.path.name)} by `megatron-ext convert to-hf`.
 
 {described}
 

@@ -3,7 +3,7 @@ torch.
 
     search = look(typed.values)                # on every rank, before there are process groups
     search.resume                              # the configuration is made with it
-    resume = agree(search, config.checkpoint)  # in `native.agreement`: whole, and the same on every rank
+    resume = agree(search, config.checkpoint)  # in `native.agreed_checkpoint`: whole, and the same on every rank
 
 A rank cannot read all shards by itself, and before the flags are known it cannot talk to the others. `look` therefore
 checks the few small files that the flags follow from, and takes the first checkpoint where these are intact. `agree`

@@ -337,13 +337,13 @@ REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "--data-path reads .bin and .idx files, which tools/preprocess_data.py writes; leave it out",
+        "--data-path reads .bin and .idx files, which megatron-ext preprocess writes; leave it out",
         """
         --dataset N =MMAP;mmap
         """,
     ),
     (
-        "conversations are tokenized once, before training: tools/preprocess_data.py --data-format messages, then "
+        "conversations are tokenized once, before training: megatron-ext preprocess --data-format messages, then "
         "--assistant-only-loss",
         """
         --train-mode N =pretrain

@@ -1,7 +1,7 @@
 """Says what to do with flags of other programs, which scripts of Accelerate, ModelOpt and forks put next to Megatron's:
 the equivalent, and the tool that translates their configuration files. `foreign/` takes Megatron-DeepSpeed's."""
 
-_ACCELERATE = "python tools/import_config.py --from accelerate FILE prints the flags that its file means"
+_ACCELERATE = "megatron-ext import-config --from accelerate FILE prints the flags that its file means"
 _BLOOMS = "it is BLOOM's Megatron-DeepSpeed's"
 _PAI = "it is Pai-Megatron-Patch's"
 _MINDSPEED = "it is MindSpeed's"
@@ -20,7 +20,7 @@ FLAGS: dict[str, str] = {
     "--moe-loss-weight": f"{_MEGABLOCKS}: use --moe-aux-loss-coeff",
     "--moe-expert-model-parallelism": f"{_MEGABLOCKS}: use --expert-model-parallel-size",
     "--reset-progress": f"{_BLOOMS}: use --finetune",
-    "--eval-only": f"{_BLOOMS}: use --skip-train, or tasks/main.py",
+    "--eval-only": f"{_BLOOMS}: use --skip-train, or megatron-ext tasks",
     "--patch-tokenizer-type": f"{_PAI}: use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
     "--layernorm-type": "it is Megatron-DeepSpeed's on Gaudi: use --normalization",
     "--n-shared-experts": (

@@ -76,8 +76,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     # The model's structure, its first weights and its vocabulary.
     (
-        "depths of multi-token prediction are layers of their own on the last stage, whose drafts tasks/generate.py "
-        "--speculative takes; leave it out",
+        "depths of multi-token prediction are layers of their own on the last stage, whose drafts megatron-ext "
+        "generate --speculative takes; leave it out",
         """
         --mtp-standalone, --mtp-use-repeated-layer, --mtp-detach-heads, --mtp-hybrid-override-pattern N,
         --num-speculative-tokens N =0
@@ -331,7 +331,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "conversations are tokenized once, before training: tools/preprocess_data.py --data-format messages, then "
+        "conversations are tokenized once, before training: megatron-ext preprocess --data-format messages, then "
         "--assistant-only-loss",
         """
         --sft, --sft-tokenizer-prompt-format N =nemotron-h-aligned

@@ -178,5 +178,5 @@ def training_samples(config: Config) -> int:
 LOSS_CHUNKS = {"cpu": 128, "cuda": 4096}
 """Every chunk reads and writes the fp32 gradient of the whole output layer once: on a GPU that must be little compared
 with its products. On a CPU the logits of 128 tokens, for a vocabulary of 50,000, are a block that the allocator keeps
-(`device.kept_memory`): of 256 tokens the system hands out every chunk's memory anew, page by page; of 64 the gradient
-is read and written too often (benchmarks/operations.py --heads)."""
+(`device.cpu.keep_freed_memory`): of 256 tokens the system hands out every chunk's memory anew, page by page; of 64 the
+gradient is read and written too often (benchmarks/operations.py --heads)."""

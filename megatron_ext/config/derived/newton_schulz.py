@@ -44,6 +44,24 @@ def coefficients(kind: str, steps: int) -> list[Coefficients]:
     return list(islice(chain(_CONVERGING[kind], repeat(_CONVERGING[kind][-1])), steps))
 
 
+def made_for(kind: str) -> int:
+    """Return the number of iterations that the list of coefficients is made for."""
+    return len((_CYCLED | _CONVERGING)[kind])
+
+
+def mismatch(kind: str, steps: int) -> str | None:
+    """Return what becomes of a list of coefficients that is made for another number of iterations; None where the list
+    fits. One of `polar_express` is the best for its iteration, however many follow."""
+    whole = made_for(kind)
+    if kind == "polar_express" or (steps % whole == 0 if kind in _CYCLED else steps == whole):
+        return None
+    if steps < whole:
+        used = coefficients(kind, steps)
+        alike = next((f", to the bit {one}" for one in _CYCLED if one != kind and coefficients(one, steps) == used), "")
+        return f"made for {whole} iterations, of which these are the first {steps}{alike}"
+    return f"made for {whole} iterations, and later ones {'begin it anew' if kind in _CYCLED else 'repeat its last'}"
+
+
 def scale(mode: str, rows: int, columns: int) -> float:
     """Return what an update with singular values of 1 is multiplied by: with `spectral` its elements have, as Adam's,
     the same size in every matrix (arXiv:2502.16982, section 2.2), with `unit_rms_norm` its outputs (arXiv:2502.07529),

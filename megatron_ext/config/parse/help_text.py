@@ -2,6 +2,7 @@
 
 import itertools
 import textwrap
+from collections.abc import Sequence
 
 from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
 from megatron_ext.config.compat.other_programs import READ_AS_THERE
@@ -52,9 +53,13 @@ examples:
 
 def about(word: str) -> str:
     """Return the flags that have `word` in their name, group or sentence, and what becomes of others of Megatron-LM and
-    its forks that have it in their name; the nearest names where none has."""
+    its forks that have it in their name; of several words the flags that have each of them, or else those that have the
+    most of them in their names; the nearest names where none has."""
     wanted = word.lstrip("-").replace("_", "-").lower()
+    words = wanted.split()
     matching = [option for option in options() if wanted in _searched(option)]
+    if not matching and words[1:]:
+        matching = [option for option in options() if all(one in _searched(option) for one in words)] or _named(words)
     others = [one for one in (megatron_options() | earlier_options()).values() if wanted in one.flag]
     theirs = {flag: text for flag, text in READ_AS_THERE.items() if wanted in flag.replace("_", "-")}
     if not matching and not others and not theirs:
@@ -77,6 +82,13 @@ def about(word: str) -> str:
         lines += [*([""] if lines and entries else []), *([f"{title}:"] if entries else [])]
         lines += itertools.chain(*entries)
     return "\n".join(lines)
+
+
+def _named(words: Sequence[str]) -> list[Option]:
+    """Return the options that have the most of these words in their names; none where no name has any."""
+    found = {option.name: sum(one in option.flag for one in words) for option in options()}
+    most = max(found.values())
+    return [option for option in options() if most and found[option.name] == most]
 
 
 def _searched(option: Option) -> str:

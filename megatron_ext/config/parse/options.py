@@ -158,8 +158,17 @@ def _read_text(option: Option, text: str) -> Any:
     if option.choices and value not in option.choices:
         reason = dict(option.refused).get(value)
         why = "is not" if reason is None else f"is not supported: {reason}; use"
-        raise ValueError(f"{text!r} {why} one of {', '.join(map(str, option.choices))}")
+        meant = _meant(text, option.choices) if reason is None else ""
+        raise ValueError(f"{text!r} {why} one of {', '.join(map(str, option.choices))}{meant}")
     return value
+
+
+def _meant(text: str, choices: tuple[Any, ...]) -> str:
+    import difflib  # as for what an unknown flag meant: nobody else waits for it
+
+    known = {str(choice).lower(): choice for choice in choices}
+    close = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.6)
+    return f"; did you mean {known[close[0]]}?" if close else ""
 
 
 def check_size(option: Option, value: int) -> None:

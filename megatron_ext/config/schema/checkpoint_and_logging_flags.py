@@ -238,7 +238,7 @@ class ProfilingConfig:
         False,
         "From --profile-step-start to --profile-step-end, record which pass of the pipeline each rank runs when, and "
         "its waits: a trace per rank, schedule/rankN.json in --save, else in --tensorboard-dir, else here, for "
-        "tools/draw_pipeline.py and Perfetto. All ranks wait for each other before such a step.",
+        "megatron-ext draw-pipeline and Perfetto. All ranks wait for each other before such a step.",
     )
     record_memory_history: bool = free(
         False,

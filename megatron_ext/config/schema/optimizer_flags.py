@@ -213,7 +213,8 @@ class OptimizerConfig:
     )
     muon_fp32_matmul_prec: str = free(
         "medium",
-        "Precision of these iterations' products on GPUs, as torch names it: high and medium are TF32.",
+        "Precision of these iterations' products on GPUs, as torch names it: high and medium are TF32; a CPU computes "
+        "in fp32. (Of emerging-optimizers, which Megatron-LM calls, medium is bf16 on both.)",
         choices=("highest", "high", "medium"),
         refused={"low": "torch has no such precision"},
     )

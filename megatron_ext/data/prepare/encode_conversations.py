@@ -53,7 +53,7 @@ class ConversationEncoder:
             raise ConfigurationError(
                 f"--data-format {form.name} needs --tokenizer-type HuggingFaceTokenizer, GPT2BPETokenizer or "
                 f"ByteTokenizer, which tell where their tokens lie in the text; {tokenizer.identity()['type']} does "
-                "not. tools/convert_checkpoint.py to-hf writes any tokenizer as one of Hugging Face"
+                "not. megatron-ext convert to-hf writes any tokenizer as one of Hugging Face"
             )
         self._tokenizer = tokenizer
         self._form = form

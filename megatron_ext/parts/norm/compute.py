@@ -41,7 +41,7 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x + residual, and that sum, by one kernel (`choice.take_rows`)."""
+        """Return the norm of x + residual, and that sum, by one kernel (`kernel_choice.take_rows`)."""
         from megatron_ext.device.triton.norm import norm_of_sum
 
         return norm_of_sum(x, residual, self.weight, None, self.eps)
@@ -67,7 +67,7 @@ class LayerNorm(torch.nn.Module):
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x + residual, and that sum, by one kernel (`choice.take_rows`)."""
+        """Return the norm of x + residual, and that sum, by one kernel (`kernel_choice.take_rows`)."""
         from megatron_ext.device.triton.norm import norm_of_sum
 
         return norm_of_sum(x, residual, self.weight, self.bias, self.eps)

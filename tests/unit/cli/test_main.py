@@ -1,5 +1,6 @@
 """`megatron-ext` and the scripts in tools/ are the same functions, and each shows an example."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -101,3 +102,22 @@ def test_bash_completes_commands_flags_and_choices() -> None:
     assert _completed("megatron-ext", "pl") == ["plan"]
     assert _completed("megatron-ext", "convert", "--max") == ["--max-shard-size"]
     assert _completed("megatron-ext", "convert", "--dtype", "b") == ["bf16"]
+
+
+def _messages(path: Path) -> list[str]:
+    """The strings of a module but for docstrings and the comments on attributes."""
+    tree = ast.parse(path.read_text())
+    comments = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in comments]
+    return [node.value for node in texts if isinstance(node.value, str)]
+
+
+def test_messages_name_commands_that_a_wheel_has() -> None:
+    """A wheel has no tools/ and no tasks/."""
+    for path in sorted((ROOT / "megatron_ext").rglob("*.py")):
+        if path.name in ("reference.py", "commandline.py"):
+            continue  # one writes a page of the repository, the other reads the examples of docstrings
+        for text in _messages(path):
+            assert re.search(r"(tools|tasks)/\w+\.py", text) is None, (path, text)
+            for name in re.findall(r"(?<![\w/`])megatron-ext ([a-z]+(?:-[a-z]+)*) (?=--|\{|to-|from-|again)", text):
+                assert name in COMMANDS, (path, text)

@@ -148,7 +148,7 @@ def test_one_rank_reports(join: Join) -> None:
     assert [type(failure) for failure in failures] == [PeerLostError, NotTheReporter]
     assert str(failures[0]) == (
         "ring: rank 2 did not get so far, within 7 s (of torch). Look at the output and the kernel's log of those "
-        "ranks, and at the network between the machines: tools/doctor.py without --collectives, on each of them."
+        "ranks, and at the network between the machines: megatron-ext doctor without --collectives, on each of them."
     )
 
 

@@ -33,7 +33,7 @@ ALPACA = {
 def test_the_data_of_an_axolotl_file() -> None:
     result = translate("axolotl", ALPACA, 1)
     assert result.preparing == (
-        "python tools/preprocess_data.py --input 'hf://datasets/tatsu-lab/alpaca/**/train*' --output-prefix data/train "
+        "megatron-ext preprocess --input 'hf://datasets/tatsu-lab/alpaca/**/train*' --output-prefix data/train "
         "--data-format alpaca --seq-length 64 --on-error skip --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
         "models/tiny",
     )
@@ -43,7 +43,7 @@ def test_the_data_of_an_axolotl_file() -> None:
     assert by_name(result)["datasets.0.type"] == "data"
     assert by_name(result)["val_set_size"] == "flags"
     assert by_name(result)["num_epochs"] == "none"
-    assert report(result).startswith("before\n    python tools/preprocess_data.py")
+    assert report(result).startswith("before\n    megatron-ext preprocess")
 
 
 def test_several_datasets_and_their_settings() -> None:
@@ -116,7 +116,7 @@ def test_a_share_that_is_held_out_becomes_a_split(share: Any, split: str | None)
     assert by_name(result)["val_set_size"] == became
 
 
-COMMAND = "python tools/preprocess_data.py --input x.jsonl --output-prefix data/train --data-format "
+COMMAND = "megatron-ext preprocess --input x.jsonl --output-prefix data/train --data-format "
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_the_command_that_makes_a_dataset(dataset: dict[str, Any], content: dict
 )
 def test_where_a_dataset_is_read_from(dataset: dict[str, Any], inputs: str) -> None:
     [command] = translate("axolotl", {"datasets": [{"type": "alpaca", **dataset}]}).preparing
-    assert command.split(" --output-prefix ")[0] == f"python tools/preprocess_data.py --input {inputs}"
+    assert command.split(" --output-prefix ")[0] == f"megatron-ext preprocess --input {inputs}"
 
 
 def test_of_many_datasets_one_that_cannot_be_read_is_left_out_alone() -> None:

@@ -188,7 +188,7 @@ FOUND = [
         "",
         Facts(missing_paths=("--train-data-path a", "--sample-prompts b")),
         ["--train-data-path: a does not exist; give the prefix without .bin or .idx, of files that "
-         "tools/preprocess_data.py wrote", "--sample-prompts: b does not exist; it takes a file with a prompt on each "
+         "megatron-ext preprocess wrote", "--sample-prompts: b does not exist; it takes a file with a prompt on each "
          "line: check the path, or write the prompts into one"],
     ),
     ("", Facts(tokenizer_error="no tokenizer", load_problem="no folder"), ["no tokenizer", "no folder"]),

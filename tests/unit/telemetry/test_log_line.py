@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.telemetry import log_line
 from megatron_ext.telemetry.log_line import evaluation_lines, short_line, step_line
 from megatron_ext.telemetry.metrics import SourceLoss, ValidationMetrics
 from megatron_ext.terminal import remaining
@@ -90,3 +91,10 @@ def test_the_last_step_is_done_and_the_one_before_is_not() -> None:
     assert "   1 skipped" in short_line(step(skipped_iterations=1))
     assert "NaN" not in short_line(step(skipped_iterations=1))
     assert short_line(step(nan_iterations=3)).endswith("left   3 NaN")
+
+
+@pytest.mark.parametrize(
+    ("tflops", "text"), [(41.66, "41.7"), (0.1, "0.1"), (0.0123, "0.012"), (4.3e-5, "0.000043"), (0.0, "0.0")]
+)
+def test_a_small_throughput_has_two_digits(tflops: float, text: str) -> None:
+    assert log_line._tflops(tflops) == text

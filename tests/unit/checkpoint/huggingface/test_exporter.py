@@ -353,7 +353,7 @@ def test_a_model_card_has_the_models_own_numbers(saved: Path) -> None:
     source.path = Path("/x/iter_0000012")
     lines = exporter._model_card(source, family_of(source.config), "BF16").splitlines()
     for line in (
-        "Exported from the training checkpoint `iter_0000012` by `tools/convert_checkpoint.py to-hf`.",
+        "Exported from the training checkpoint `iter_0000012` by `megatron-ext convert to-hf`.",
         "| layers, hidden size, MLP width | 4, 64, 96 |",
         "| experts, of them for each token, width | 8, 3, 48 |",
         "| heads, key/value heads, head size | 4, 2, 16 |",

@@ -103,7 +103,7 @@ def test_an_old_spelling_is_taken_silently_as_the_new_one(line: str, values: dic
     [
         ("--hostfile", "start torchrun --nproc-per-node GPUS --nnodes MACHINES"),
         ("--num_gpus", "start torchrun --nproc-per-node GPUS --nnodes MACHINES"),
-        ("--config_file", "tools/import_config.py --from accelerate FILE"),
+        ("--config_file", "megatron-ext import-config --from accelerate FILE"),
     ],
 )
 def test_a_flag_of_another_launcher_is_named_with_what_to_do_instead(flag: str, words: str):

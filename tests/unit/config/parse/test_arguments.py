@@ -63,7 +63,17 @@ def test_the_last_of_a_repeated_flag_counts():
         (
             "--optimizer adam8",
             "--optimizer: 'adam8' is not one of adam, sgd, lion, muon, adaptive_muon, adafactor, ademamix, "
+            "schedule_free; did you mean adam?",
+        ),
+        (
+            "--optimizer other",
+            "--optimizer: 'other' is not one of adam, sgd, lion, muon, adaptive_muon, adafactor, ademamix, "
             "schedule_free",
+        ),
+        (
+            "--lr-decay-style wsd",
+            "--lr-decay-style: 'wsd' is not one of constant, linear, cosine, inverse-square-root, WSD, power; did you "
+            "mean WSD?",
         ),
         (
             "--optimizer soap",

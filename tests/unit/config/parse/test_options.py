@@ -136,7 +136,7 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
             [
                 "unexpected argument '2' after --num-speculative-tokens",
                 "--num-speculative-tokens 1 is not supported: depths of multi-token prediction are layers of their own "
-                "on the last stage, whose drafts tasks/generate.py --speculative takes; leave it out",
+                "on the last stage, whose drafts megatron-ext generate --speculative takes; leave it out",
             ],
             set(),
         ),
