@@ -2,7 +2,7 @@
 
     megatron-ext new my-run --text FOLDER --minutes 30
 
-The folder has .txt or .jsonl files, as `megatron-ext preprocess` reads them. The model is the largest of a few that
+The folder has text files or .jsonl, as `megatron-ext preprocess` reads them. The model is the largest of a few that
 sees enough tokens in the time given, by steps that are measured first. All that is made lies in my-run: `run.yaml` has
 the training's flags, which `megatron-ext pretrain --config my-run/run.yaml --load my-run/checkpoints` goes on with.
 Exit codes: 0 done, 64 the flags cannot work, else that of the part that failed, which has said why.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megatron_ext.commandline import ToolParser
-from megatron_ext.data.prepare.inputs import find_files
+from megatron_ext.data.prepare.inputs import EXTENSIONS, find_files
 from megatron_ext.telemetry.loss_curve import read_history, summary
 from megatron_ext.terminal import say, warn
 from megatron_ext.untrusted.text import load_json, read_file
@@ -53,7 +53,8 @@ def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Make a model of your own text.", __doc__)
     parser.add_argument("run", type=Path, metavar="FOLDER", help="folder that is made, for all that comes of it")
-    parser.add_argument("--text", required=True, type=Path, metavar="FOLDER", help="your .txt or .jsonl files")
+    parser.add_argument("--text", required=True, type=Path, metavar="FOLDER", help="your files: text, or .jsonl")
+    parser.add_argument("--extensions", nargs="+", default=[], metavar="ENDING", help=EXTENSIONS)
     parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="time for all of it; default 30")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     options = parser.parse_args(argv)
@@ -61,14 +62,15 @@ def main(argv: list[str]) -> int:
         parser.error(f"--minutes {options.minutes} must be above 0")
     if options.run.exists():
         parser.error(f"{options.run} exists; name a folder that does not, or remove it")
-    size = sum(file.size() or 0 for file in find_files([str(options.text)]))
+    size = sum(file.size() or 0 for file in find_files([str(options.text)], options.extensions))
     options.run.mkdir(parents=True)
-    return _Making(options.run, options.text, options.minutes * 60, options.device, size).all_of_it()
+    inputs = [options.text, *(["--extensions", *options.extensions] if options.extensions else [])]
+    return _Making(options.run, inputs, options.minutes * 60, options.device, size).all_of_it()
 
 
 class _Making:
-    def __init__(self, run: Path, text: Path, seconds: float, device: str | None, size: int):
-        self._run, self._text, self._seconds = run, text, seconds
+    def __init__(self, run: Path, inputs: list[object], seconds: float, device: str | None, size: int):
+        self._run, self._inputs, self._seconds = run, inputs, seconds
         self._device = [] if device is None else ["--device", device]
         self._vocabulary = min(8192, max(512, 1 << (size // 400).bit_length()))
         self._documents = 0
@@ -79,10 +81,10 @@ class _Making:
         known = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]
         self._part(0, f"{self._vocabulary} entries")
         self._tool(
-            "train-tokenizer", "--input", self._text, "--output-dir", tokenizer, "--vocab-size", self._vocabulary
+            "train-tokenizer", "--input", *self._inputs, "--output-dir", tokenizer, "--vocab-size", self._vocabulary
         )
         self._part(1)
-        self._tool("preprocess", "--input", self._text, "--output-prefix", run / "text", "--append-eod", *known)
+        self._tool("preprocess", "--input", *self._inputs, "--output-prefix", run / "text", "--append-eod", *known)
         tokens = (run / "text_text_document.bin").stat().st_size // 2  # ids below 65,536 are of two bytes
         self._documents = load_json(read_file(run / "text_manifest.json", 1 << 20))["documents"]
         self._part(2, "a few steps of each are measured")

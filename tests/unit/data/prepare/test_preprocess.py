@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -94,7 +95,7 @@ def test_text_files_and_folders(tmp_path: Path):
     (data / "sub").mkdir(parents=True)
     (data / "b.txt").write_bytes(b"x\r\ny\n--\nz")
     (data / "sub" / "a.jsonl").write_text('{"text": "j"}')
-    (data / "ignored.py").write_text("pass")
+    (data / "ignored.py").write_bytes(b"\xff")
     (data / "ignored.parquet.gz").write_text("pass")
     assert texts(encode_bytes(tmp_path, data)) == ["x\r\ny\n--\nz", "j"]
     assert texts(encode_bytes(tmp_path, data, split_on="\n--\n")) == ["x\r\ny", "z", "j"]
@@ -327,3 +328,12 @@ def test_a_sample_is_a_text_and_the_ids_that_were_written(length: int):
     assert {one[0] for one in seen} == {"0", "1", "2"}
     assert {one[1] for one in seen} == {"t", "b"}
     assert _encoder("skip")(_block([b"1"])).sample is None
+
+
+def test_workers_are_no_more_than_the_cores_can_use(tmp_path: Path):
+    (tmp_path / "in.txt").write_text("one text")
+    notes: list[str] = []
+    job = EncodeJob((str(tmp_path / "in.txt"),), str(tmp_path / "out"), "ByteTokenizer", workers=10**9)
+    assert encode_files(job, note=notes.append).documents == 1
+    most = 8 * len(os.sched_getaffinity(0))
+    assert notes[0] == f"--workers 1000000000: {most} are used, 8 for each core here"
