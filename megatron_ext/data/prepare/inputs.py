@@ -300,7 +300,9 @@ def _decompressed(hashing: HashingReader, file: InputFile) -> io.BufferedIOBase:
     if file.compression == ".xz":
         return lzma.LZMAFile(raw)
     if file.compression == ".zst":
-        return zstd_module(file.path).ZstdFile(raw)
+        zstd = zstd_module(file.path)
+        largest = zstd.DecompressionParameter.window_log_max  # by default 128 MB; public dumps have up to 2 GB
+        return zstd.ZstdFile(raw, options={largest: largest.bounds()[1]})
     return raw
 
 

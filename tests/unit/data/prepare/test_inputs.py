@@ -332,6 +332,17 @@ def test_folders_and_patterns_find_files_in_the_order_of_their_paths(tmp_path: P
         found("folder.jsonl")
 
 
+@pytest.mark.parametrize("window", [27, 28, 31])
+def test_a_zstd_file_of_a_large_window(tmp_path: Path, window: int):
+    """As `zstd --long=31` writes it."""
+    zstd = zstd_module("in.jsonl.zst")
+    compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: window})
+    line = b'{"text": "long"}\n'
+    (tmp_path / "in.jsonl.zst").write_bytes(compressor.compress(line * 1000) + compressor.flush())
+    with inputs.open_input(find_files([str(tmp_path / "in.jsonl.zst")])[0]) as (stream, _):
+        assert stream.read() == line * 1000
+
+
 def test_a_folder_is_read_by_content_and_what_is_left_out_is_said(tmp_path: Path):
     """The text of another name is a document; most of the bytes are never left out unasked."""
     for number in range(247):
