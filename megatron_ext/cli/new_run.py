@@ -73,8 +73,8 @@ def main(argv: list[str]) -> int:
     inputs += ["--extensions", *options.extensions] if options.extensions else []
     vocabulary = options.vocab_size or min(8192, max(512, 1 << (size // 400).bit_length()))
     try:
-        making = _Making(options.run, inputs, options.minutes * 60, options.device, vocabulary)
-        return making.all_of_it(options.run / f"text_{options.json_keys}_document")
+        data = options.run / f"text_{options.json_keys}_document"
+        return _Making(options.run, inputs, data, options.minutes * 60, options.device, vocabulary).all_of_it()
     except BaseException:
         if not (options.run / "checkpoints").exists():  # nothing of worth, and it would refuse the next try
             shutil.rmtree(options.run)
@@ -82,15 +82,16 @@ def main(argv: list[str]) -> int:
 
 
 class _Making:
-    def __init__(self, run: Path, inputs: list[object], seconds: float, device: str | None, vocabulary: int):
-        self._run, self._inputs, self._seconds = run, inputs, seconds
+    def __init__(
+        self, run: Path, inputs: list[object], data: Path, seconds: float, device: str | None, vocabulary: int
+    ):
+        self._run, self._inputs, self._data, self._seconds = run, inputs, data, seconds
         self._device = [] if device is None else ["--device", device]
         self._vocabulary = vocabulary
         self._documents = 0
         self._begun = time.monotonic()
 
-    def all_of_it(self, data: Path) -> int:
-        """Make all of it; `data` is the prefix of the tokens' files."""
+    def all_of_it(self) -> int:
         run, tokenizer = self._run, str(self._run / "tokenizer")
         known = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]
         self._part(0, f"{self._vocabulary} entries")
@@ -99,11 +100,10 @@ class _Making:
         )
         self._part(1)
         self._tool("preprocess", "--input", *self._inputs, "--output-prefix", run / "text", "--append-eod", *known)
-        tokens = Path(f"{data}.bin").stat().st_size // 2  # ids below 65,536 are of two bytes
+        tokens = Path(f"{self._data}.bin").stat().st_size // 2  # ids below 65,536 are of two bytes
         self._documents = load_json(read_file(run / "text_manifest.json", 1 << 20))["documents"]
         self._part(2, "a few steps of each are measured")
         values, seconds = self._sized(tokens)
-        values["data_path"] = [str(data)]
         (run / "run.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         (run / "prompts.txt").write_text("The\n", encoding="utf-8")
         self._part(3, f"{values['train_iters']:,} steps, about {seconds / 60:.1f} minutes")
@@ -152,7 +152,7 @@ class _Making:
         each, held_out = max(1, steps // 10), 0 if self._documents < 2 else max(5, -(-100 // self._documents))
         return {
             **_shape(shape),
-            "data_path": [],
+            "data_path": [str(self._data)],
             "split": f"{100 - held_out},{held_out},0",
             "tokenizer_type": "HuggingFaceTokenizer",
             "tokenizer_model": str(self._run / "tokenizer"),
