@@ -2,13 +2,14 @@
 
     megatron-ext new my-run --text FOLDER --minutes 30
 
-The folder has .txt or .jsonl files, as `megatron-ext preprocess` reads them. The model is the largest of a few that
+The folder has text files or .jsonl, as `megatron-ext preprocess` reads them. The model is the largest of a few that
 sees enough tokens in the time given, by steps that are measured first. All that is made lies in my-run: `run.yaml` has
 the training's flags, which `megatron-ext pretrain --config my-run/run.yaml --load my-run/checkpoints` goes on with.
 Exit codes: 0 done, 64 the flags cannot work, else that of the part that failed, which has said why.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,9 +20,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from megatron_ext.commandline import ToolParser
-from megatron_ext.data.prepare.inputs import find_files
+from megatron_ext.data.prepare.inputs import EXTENSIONS, find_files
 from megatron_ext.durable import replace_text
-from megatron_ext.telemetry.loss_curve import read_history, summary
+from megatron_ext.telemetry.loss_curve import read_history
 from megatron_ext.terminal import say, warn
 from megatron_ext.untrusted.text import load_json, read_file
 
@@ -54,24 +55,40 @@ def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Make a model of your own text.", __doc__)
     parser.add_argument("run", type=Path, metavar="FOLDER", help="folder that is made, for all that comes of it")
-    parser.add_argument("--text", required=True, type=Path, metavar="FOLDER", help="your .txt or .jsonl files")
+    parser.add_argument(
+        "--text", "--input", required=True, type=Path, metavar="FOLDER", help="your files: text, or .jsonl"
+    )
+    parser.add_argument("--extensions", nargs="+", default=[], metavar="ENDING", help=EXTENSIONS)
     parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="time for all of it; default 30")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+    parser.add_argument("--json-keys", default="text", metavar="KEY", help="key of .jsonl that holds the text")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="tokenizer's entries; default: by the text's size")
     options = parser.parse_args(argv)
     if options.minutes <= 0:
         parser.error(f"--minutes {options.minutes} must be above 0")
     if options.run.exists():
         parser.error(f"{options.run} exists; name a folder that does not, or remove it")
-    size = sum(file.size() or 0 for file in find_files([str(options.text)]))
+    size = sum(file.size() or 0 for file in find_files([str(options.text)], options.extensions))
     options.run.mkdir(parents=True)
-    return _Making(options.run, options.text, options.minutes * 60, options.device, size).all_of_it()
+    inputs = [options.text, "--json-keys", options.json_keys]
+    inputs += ["--extensions", *options.extensions] if options.extensions else []
+    vocabulary = options.vocab_size or min(8192, max(512, 1 << (size // 400).bit_length()))
+    try:
+        data = options.run / f"text_{options.json_keys}_document"
+        return _Making(options.run, inputs, data, options.minutes * 60, options.device, vocabulary).all_of_it()
+    except BaseException:
+        if not (options.run / "checkpoints").exists():  # nothing of worth, and it would refuse the next try
+            shutil.rmtree(options.run)
+        raise
 
 
 class _Making:
-    def __init__(self, run: Path, text: Path, seconds: float, device: str | None, size: int):
-        self._run, self._text, self._seconds = run, text, seconds
+    def __init__(
+        self, run: Path, inputs: list[object], data: Path, seconds: float, device: str | None, vocabulary: int
+    ):
+        self._run, self._inputs, self._data, self._seconds = run, inputs, data, seconds
         self._device = [] if device is None else ["--device", device]
-        self._vocabulary = min(8192, max(512, 1 << (size // 400).bit_length()))
+        self._vocabulary = vocabulary
         self._documents = 0
         self._begun = time.monotonic()
 
@@ -80,11 +97,11 @@ class _Making:
         known = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]
         self._part(0, f"{self._vocabulary} entries")
         self._tool(
-            "train-tokenizer", "--input", self._text, "--output-dir", tokenizer, "--vocab-size", self._vocabulary
+            "train-tokenizer", "--input", *self._inputs, "--output-dir", tokenizer, "--vocab-size", self._vocabulary
         )
         self._part(1)
-        self._tool("preprocess", "--input", self._text, "--output-prefix", run / "text", "--append-eod", *known)
-        tokens = (run / "text_text_document.bin").stat().st_size // 2  # ids below 65,536 are of two bytes
+        self._tool("preprocess", "--input", *self._inputs, "--output-prefix", run / "text", "--append-eod", *known)
+        tokens = Path(f"{self._data}.bin").stat().st_size // 2  # ids below 65,536 are of two bytes
         self._documents = load_json(read_file(run / "text_manifest.json", 1 << 20))["documents"]
         self._part(2, "a few steps of each are measured")
         values, seconds = self._sized(tokens)
@@ -99,7 +116,6 @@ class _Making:
         self._tool("sample", "--model", run / "hf", "--prompt", "The", "--max-new-tokens", 100)
         self._part(6)
         self._tool("show", saved, "--html", run / "report.html", "--files", *sorted(run.iterdir()))
-        say("\n".join(["", *summary(read_history(saved)), ""]))
         say(f"Done in {self._elapsed():.0f} s. {run}: run.yaml, tokenizer, checkpoints, hf, report.html. Next:")
         say(f"  megatron-ext generate --load {saved} --prompts 'Once upon a time'")
         return 0
@@ -137,7 +153,7 @@ class _Making:
         each, held_out = max(1, steps // 10), 0 if self._documents < 2 else max(5, -(-100 // self._documents))
         return {
             **_shape(shape),
-            "data_path": [str(self._run / "text_text_document")],
+            "data_path": [str(self._data)],
             "split": f"{100 - held_out},{held_out},0",
             "tokenizer_type": "HuggingFaceTokenizer",
             "tokenizer_model": str(self._run / "tokenizer"),
@@ -179,9 +195,10 @@ class _Making:
             raise SystemExit(ran.returncode)
 
     def _part(self, number: int, remark: str = "") -> None:
-        left = max(0.0, self._seconds - self._elapsed())
+        left = self._seconds - self._elapsed()
+        clock = f"at most {left / 60:.1f} minutes left" if left > 0 else f"{-left:.0f} s over --minutes"
         head = f"{number + 1}/{len(_PARTS)} {_PARTS[number]}{f': {remark}' if remark else ''}"
-        say(f"\n== [{self._elapsed():3.0f} s, at most {left / 60:.1f} minutes left] {head}")
+        say(f"\n== [{self._elapsed():3.0f} s, {clock}] {head}")
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._begun

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.data.prepare.conversations import DATA_FORMATS
+from megatron_ext.data.prepare.inputs import EXTENSIONS
 from megatron_ext.data.prepare.journal import Progress
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError
@@ -79,7 +80,7 @@ def _is_given(options: argparse.Namespace, flag: str) -> bool:
 _INPUTS = (
     "files, folders or patterns of .jsonl (also .json), .txt, .parquet and .arrow; the first two also .gz, .zst, .xz "
     "or .bz2; a folder of the library datasets; a URL of these (s3://, gs://, hf://datasets/...); - is JSON lines from "
-    "the standard input"
+    "the standard input; of a folder, every other file that is text as well"
 )
 
 
@@ -88,6 +89,7 @@ def make_parser() -> ToolParser:
     parser = ToolParser("Encode text files into .bin/.idx, one pair for each JSON key.", __doc__)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help=_INPUTS)
+    add("--extensions", nargs="+", default=[], metavar="ENDING", help=EXTENSIONS)
     add("--output-prefix", required=True, help="the files get this name plus _{key}_document.bin and .idx")
     add_tokenizer_flags(parser, required=True)
     add(
@@ -180,6 +182,7 @@ def main(argv: list[str]) -> int:
         inputs=tuple(options.input),
         output_prefix=options.output_prefix,
         **tokenizer_values(options),
+        extensions=tuple(options.extensions),
         json_keys=tuple(options.json_keys) if options.json_keys else None,
         data_format=options.data_format,
         chat_template=options.chat_template,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.data.prepare.documents import read_documents
-from megatron_ext.data.prepare.inputs import find_files
+from megatron_ext.data.prepare.inputs import EXTENSIONS, find_files
 from megatron_ext.terminal import say
 from megatron_ext.tokenizer.tokenizer_protocol import as_string
 from megatron_ext.tokenizer.tokenizer_training import (
@@ -27,6 +27,7 @@ def main(argv: list[str]) -> int:
     parser = ToolParser("Train a tokenizer on text files.", __doc__)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .txt files, or folders of them")
+    add("--extensions", nargs="+", default=[], metavar="ENDING", help=EXTENSIONS)
     add("--output-dir", required=True, help="folder of the tokenizer's files")
     add("--vocab-size", type=int, required=True, help="entries, special tokens included")
     add("--type", choices=TRAINABLE_TYPES, default="hf-bpe", help="kind of tokenizer")
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
     add("--max-bytes", type=int, metavar="N", help="train on about N bytes, a fixed sample of the documents")
     options = parser.parse_args(argv)
     start = time.perf_counter()
-    files = find_files(options.input)
+    files = find_files(options.input, options.extensions, say)
     size = sum(file.size() or 0 for file in files)
     records = read_documents(files, options.json_keys)
     texts = (as_string(text) for record in records for text in record.texts(options.json_keys))

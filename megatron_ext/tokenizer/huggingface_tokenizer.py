@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer.library import LARGEST, LibraryTokenizer
+from megatron_ext.tokenizer.library import LARGEST, LibraryTokenizer, check_numbers
 from megatron_ext.tokenizer.special_tokens import SpecialTokens
 from megatron_ext.untrusted.text import ExcessiveError, load_json, read_file
 
@@ -39,11 +39,12 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         older = dict.fromkeys(_OLDER, b"{}")
         try:
             tokenizer = Tokenizer.from_buffer(model)
-            settings = load_json(config)
+            check_numbers(tokenizer, f"--tokenizer-model {folder}")
+            settings = _object(config)
             if "added_tokens_decoder" not in settings:
                 older |= {name: self._read(name) for name in _OLDER if (Path(folder) / name).exists()}
             known = tokenizer.get_added_tokens_decoder()
-            special = SpecialTokens(settings, known, *(load_json(content) for content in older.values()))
+            special = SpecialTokens(settings, known, *map(_object, older.values()))
             tokenizer.add_tokens(special.missing(known))
         except ConfigurationError:
             raise
@@ -95,3 +96,10 @@ class HuggingFaceTokenizer(LibraryTokenizer):
                 'set "eos_token" in its tokenizer_config.json'
             )
         return token
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    value = load_json(content)
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r:.100} is no JSON object")
+    return value

@@ -19,6 +19,9 @@ LARGEST = 1 << 28
 """Largest size in bytes of a tokenizer's file; one of 250,000 tokens has some 30 million."""
 
 
+_MOST_HOLES = 1 << 18  # next to twice the entries; some vocabularies keep a few thousand ids free
+
+
 class LibraryTokenizer:
     """A tokenizer that is a `tokenizers.Tokenizer`; a subclass loads it and says what ends a document.
 
@@ -123,6 +126,25 @@ def read_file(flag: str, path: str, tokenizer_type: str) -> bytes:
         ) from error
 
 
+def check_numbers(model: Tokenizer, given: str) -> None:
+    """Refuse a vocabulary whose ids are far beyond the number of its entries: the library would list every hole.
+
+    Args:
+        model: the tokenizer as it was read.
+        given: the flag that names its file, and the value.
+
+    Raises:
+        ConfigurationError: the highest id is over the bound.
+    """
+    entries = model.get_vocab(with_added_tokens=True)
+    text = max(entries, key=entries.__getitem__, default="")
+    if entries and entries[text] > (most := 2 * len(entries) + _MOST_HOLES):
+        raise ConfigurationError(
+            f"{given}: {text[:100]!r} has the id {entries[text]}, and the vocabulary {len(entries)} entries; ids over "
+            f"{most} are not read. Number the entries from 0 on"
+        )
+
+
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -146,6 +168,7 @@ class GPT2BPETokenizer(LibraryTokenizer):
                 f"--vocab-file {vocab_file} and --merge-file {merge_file} are not the vocab.json and merges.txt of a "
                 f"GPT-2 tokenizer: {error}; give the two files that were made together"
             ) from error
+        check_numbers(tokenizer, f"--vocab-file {vocab_file}")
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         super().__init__(tokenizer, END_OF_TEXT, [END_OF_TEXT, *special_tokens])

@@ -8,6 +8,7 @@ grow with a file.
 """
 
 import bz2
+import codecs
 import glob
 import gzip
 import hashlib
@@ -16,7 +17,8 @@ import io
 import lzma
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +34,13 @@ Kind = Literal["json", "text", "parquet", "arrow"]
 STANDARD_INPUT = "-"
 _KINDS: dict[str, Kind] = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow"}
 _COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+_LOOKED_AT = 1 << 16  # bytes of a file of another name, which tell whether it is text
+_HIDDEN = "hidden"
+_MOST_KINDS = 10  # named of what is left out
 _ACCEPTED = f"{', '.join(_KINDS)}, or one of the first three with {', '.join(_COMPRESSIONS)}"
+
+EXTENSIONS = "of a folder, read only files whose names end so, for example .py .md; default: all that are text"
+"""Help of --extensions."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +79,21 @@ class InputFile:
         return {"path": self.path, "kind": self.kind, "compression": self.compression}
 
 
-def find_files(inputs: Sequence[str]) -> list[InputFile]:
+def find_files(
+    inputs: Sequence[str], extensions: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
+) -> list[InputFile]:
     """Return the input files in order: folders and patterns are replaced by the files that they hold, sorted by path.
 
+    Of a folder of this machine, a file with another name is text where its content is (UTF-8).
+
+    Args:
+        inputs: values of --input.
+        extensions: values of --extensions: how the names of a folder's files end that are read, and no others.
+        note: called with the number of files of a folder that are left out, and why.
+
     Raises:
-        ConfigurationError: an input does not exist, is of another kind, or a folder holds no such file.
+        ConfigurationError: an input does not exist, is of another kind, a folder holds no such file, or most of its
+            bytes would be left out unasked.
     """
     files: list[InputFile] = []
     for name in inputs:
@@ -89,15 +107,64 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
             if (path / "state.json").is_file():
                 files += _of_datasets(path)
             elif path.is_dir():
-                inside = sorted(file for file in path.rglob("*") if _classify(file) and file.is_file())
-                if not inside:
-                    raise ConfigurationError(f"--input {path} is a folder with no {_ACCEPTED} file in it")
-                files += [file for file in map(_classify, inside) if file]
+                files += _of_folder(path, tuple(extensions), note)
             elif (file := _classify(path)) is not None:
                 files.append(file)
             else:
                 raise ConfigurationError(f"--input {path}: the name of an input must end in one of {_ACCEPTED}")
     return files
+
+
+def _of_folder(folder: Path, extensions: tuple[str, ...], note: Callable[[str], None]) -> list[InputFile]:
+    """Return the files of a folder that are read, and say what is left out."""
+    files: list[InputFile] = []
+    left_out: Counter[str] = Counter()
+    read_bytes = left_out_bytes = 0
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if extensions:
+            reason = "" if path.name.endswith(extensions) else "not of --extensions"
+        else:
+            reason = "" if _classify(path) else _why_not_text(path, folder)
+        if reason == _HIDDEN:
+            left_out[_HIDDEN] += 1
+        elif reason:
+            left_out[f"{path.suffix or path.name} ({reason})"] += 1
+            left_out_bytes += path.stat().st_size
+        else:
+            files.append(_classify(path) or InputFile(str(path), "text", ""))
+            read_bytes += path.stat().st_size
+    if not files:
+        raise ConfigurationError(
+            f"--input {folder} is a folder with no {_ACCEPTED} file in it, and no other text"
+            f"{' whose name ends in ' + ' or '.join(extensions) if extensions else ''}"
+        )
+    if left_out:
+        kinds = [f"{count} {kind}" for kind, count in left_out.most_common(_MOST_KINDS)]
+        more = f" and {len(left_out) - len(kinds)} more kinds" if len(left_out) > len(kinds) else ""
+        said = f"read {len(files)} of {len(files) + left_out.total()} files; left out: {', '.join(kinds)}{more}"
+        if not extensions and left_out_bytes > read_bytes:
+            endings = " ".join(sorted({Path(file.path).suffix or Path(file.path).name for file in files}))
+            raise ConfigurationError(
+                f"--input {folder}: {said}. These are {left_out_bytes} of {left_out_bytes + read_bytes} bytes: turn "
+                f"them into text, or give --extensions {endings} to go on without them"
+            )
+        note(f"--input {folder}: {said}")
+    return files
+
+
+def _why_not_text(path: Path, folder: Path) -> str:
+    """Return why a file whose name says nothing is not read as text; nothing where it is."""
+    if any(part.startswith(".") for part in path.relative_to(folder).parts):
+        return _HIDDEN
+    if path.suffix in _COMPRESSIONS:
+        return "compressed"
+    with path.open("rb") as file:
+        begin = file.read(_LOOKED_AT)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(begin, final=len(begin) < _LOOKED_AT)
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    return "not text" if b"\0" in begin else ""
 
 
 def _readable(paths: Sequence[str]) -> list[str]:
@@ -233,7 +300,9 @@ def _decompressed(hashing: HashingReader, file: InputFile) -> io.BufferedIOBase:
     if file.compression == ".xz":
         return lzma.LZMAFile(raw)
     if file.compression == ".zst":
-        return zstd_module(file.path).ZstdFile(raw)
+        zstd = zstd_module(file.path)
+        largest = zstd.DecompressionParameter.window_log_max  # by default 128 MB; public dumps have up to 2 GB
+        return zstd.ZstdFile(raw, options={largest: largest.bounds()[1]})
     return raw
 
 

@@ -8,6 +8,7 @@ seconds the parent notes how far it is; a run that was killed goes on from there
     -> data/corpus_text_document.bin, data/corpus_text_document.idx, data/corpus_manifest.json
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from megatron_ext.tokenizer.tokenizer_record import tokenizer_record
 
 _FIRST_SAMPLE_CHARACTERS = 1 << 16
 _SECOND_SAMPLE_TEXTS = 64
+_MOST_WORKERS = 8  # for each core; one would do, but a machine's cores may be counted wrongly in a container
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class EncodeJob:
     tokenizer_special_tokens: tuple[str, ...] | None = None
     tiktoken_pattern: str | None = None
     tiktoken_num_special_tokens: int = 1000
+    extensions: tuple[str, ...] = ()
     json_keys: tuple[str, ...] | None = None
     data_format: str = "text"
     chat_template: str | None = None
@@ -101,11 +104,15 @@ def encode_files(
     """
     if job.workers < 1:
         raise ConfigurationError(f"--workers {job.workers} must be 1 or more")
+    cores = len(os.sched_getaffinity(0))
+    if job.workers > _MOST_WORKERS * cores:
+        note(f"--workers {job.workers}: {_MOST_WORKERS * cores} are used, {_MOST_WORKERS} for each core here")
+        job = replace(job, workers=_MOST_WORKERS * cores)
     _check_format(job)
     folder = Path(job.output_prefix).parent
     if not folder.is_dir():
         raise ConfigurationError(f"--output-prefix {job.output_prefix}: the folder {folder} does not exist; make it")
-    files = find_files(job.inputs)
+    files = find_files(job.inputs, job.extensions, note)
     tokenizer = _tokenizer_of(job)
     try:
         return _Run(job, files, tokenizer, note).encode(report)

@@ -43,7 +43,22 @@ def test_a_model_of_a_folder_of_text(
     assert (run / "checkpoints/exit.json").is_file()
     assert "4 layers of width 64" in (run / "report.html").read_text()
     assert "largest difference of logits to transformers" in said
-    assert "\nvalidation loss  " in said
+    assert said.count("\nvalidation loss  ") == 1
+    assert re.search(r"== \[ *\d+ s, \d+ s over --minutes\] 7/7 the page", said)
+
+
+def test_a_try_that_fails_leaves_no_folder(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And each flag that its error names is a flag here."""
+    (text / "a.jsonl").write_text('{"body": "of another key"}\n')
+    with pytest.raises(SystemExit) as ended:
+        new_run.main([str(tmp_path / "mine"), "--text", str(text), "--minutes", "0.01", "--device", "cpu"])
+    assert ended.value.code == 65
+    assert not (tmp_path / "mine").exists()
+    named = set(re.findall(r"--[a-z-]+", capfd.readouterr().err))
+    assert "--json-keys" in named
+    with pytest.raises(SystemExit):
+        new_run.main(["--help"])
+    assert named <= set(re.findall(r"--[a-z-]+", capfd.readouterr().out))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ TIKTOKEN = (
 )
 CHANGES = {
     "--input": (TEXTS, "--input texts.jsonl more.txt"),
+    "--extensions": (f"{TEXTS} --input mixed", "--extensions .md"),
     "--output-prefix": (TEXTS, "--output-prefix other"),
     "--tokenizer-type": (TEXTS, "--tokenizer-type NullTokenizer --vocab-size 100 --input ids.txt"),
     "--tokenizer-model": (TURNS, f"--tokenizer-model {GOLDEN / 'hf_bpe'}"),
@@ -61,6 +62,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("bad.jsonl").write_text('{"text": "good"}\n{\n')
     Path("more.txt").write_text("one<>two")
+    Path("mixed").mkdir()
+    for name in ("a.txt", "b.md"):
+        Path("mixed", name).write_text(name)
     Path("ids.txt").write_text("5 17 99")
     turns = [{"role": role, "content": f"of the {role}"} for role in ("user", "assistant")]
     Path("turns.jsonl").write_text(json.dumps({"text": "user", "turns": turns}) + "\n")

@@ -312,3 +312,25 @@ def test_a_file_that_cannot_be_read_is_named_with_its_flag(tmp_path: Path) -> No
         build_tokenizer("GPT2BPETokenizer", vocab_file=str(tmp_path / "v"), merge_file=str(tmp_path / "m"))
     with pytest.raises(UnicodeEncodeError):
         build_tokenizer("SentencePieceTokenizer", SPM).encode("a\ud800")
+
+
+@pytest.mark.parametrize(("id", "is_read"), [(200_000, True), (3_000_000, False)])
+def test_ids_far_beyond_the_entries_are_refused(tmp_path: Path, id: int, is_read: bool) -> None:
+    """The library writes a line for every hole below the highest id."""
+
+    def far(content: dict[str, Any]) -> None:
+        content["model"]["vocab"]["<far>"] = id
+
+    vocabulary = json.loads((Path(HF) / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary["vocab"] | {"<far>": id}))
+    (tmp_path / "merges.txt").write_text("")
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    if is_read:
+        assert _changed(tmp_path, far).eod == 0
+        assert build_tokenizer("GPT2BPETokenizer", **files).eod == 0
+        return
+    message = f"'<far>' has the id {id}, and the vocabulary 1201 entries; ids over 264546 are not read"
+    with pytest.raises(ConfigurationError, match=rf"--tokenizer-model .*: {message}"):
+        _changed(tmp_path, far)
+    with pytest.raises(ConfigurationError, match=rf"--vocab-file .*: {message}"):
+        build_tokenizer("GPT2BPETokenizer", **files)

@@ -313,6 +313,7 @@ def test_folders_and_patterns_find_files_in_the_order_of_their_paths(tmp_path: P
         ("b/x.jsonl", "json", ""),
         ("d1.jsonl", "json", ""),
         ("d[1].jsonl", "json", ""),
+        ("e.md", "text", ""),
     ]
     assert [name for name, _, _ in found("**/*.jsonl")] == ["b/x.jsonl", "d1.jsonl", "d[1].jsonl"]
     assert found("d[1].jsonl") == [("d[1].jsonl", "json", "")]
@@ -326,9 +327,50 @@ def test_folders_and_patterns_find_files_in_the_order_of_their_paths(tmp_path: P
         with pytest.raises(ConfigurationError, match="the name of an input must end in one of"):
             found(name)
     (tmp_path / "folder.jsonl").mkdir()
-    assert len(found("")) == 5
+    assert len(found("")) == 6
     with pytest.raises(ConfigurationError, match=r"folder\.jsonl is a folder with no \.jsonl, \.json, "):
         found("folder.jsonl")
+
+
+@pytest.mark.parametrize("window", [27, 28, 31])
+def test_a_zstd_file_of_a_large_window(tmp_path: Path, window: int):
+    """As `zstd --long=31` writes it."""
+    zstd = zstd_module("in.jsonl.zst")
+    compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: window})
+    line = b'{"text": "long"}\n'
+    (tmp_path / "in.jsonl.zst").write_bytes(compressor.compress(line * 1000) + compressor.flush())
+    with inputs.open_input(find_files([str(tmp_path / "in.jsonl.zst")])[0]) as (stream, _):
+        assert stream.read() == line * 1000
+
+
+def test_a_folder_is_read_by_content_and_what_is_left_out_is_said(tmp_path: Path):
+    """The text of another name is a document; most of the bytes are never left out unasked."""
+    for number in range(247):
+        (tmp_path / f"{number:03}.py").write_text(f"x = {number}  # é\n" * 20)
+    for name in ("a.txt", "b.md", "Makefile"):
+        (tmp_path / name).write_text("text\n")
+    (tmp_path / "c.png").write_bytes(b"\x89PNG\xff" * 100)
+    (tmp_path / "d.dat").write_bytes(b"\0" * 100)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_text("ref")
+    notes: list[str] = []
+    files = find_files([str(tmp_path)], note=notes.append)
+    assert len(files) == 250
+    assert {file.kind for file in files} == {"text"}
+    left_out = "left out: 1 hidden, 1 .png (not UTF-8), 1 .dat (not text)"
+    assert notes == [f"--input {tmp_path}: read 250 of 253 files; {left_out}"]
+
+    files = find_files([str(tmp_path)], [".txt", ".md"], notes.append)
+    assert [Path(file.path).name for file in files] == ["a.txt", "b.md"]
+    assert "read 2 of 253 files; left out: 247 .py (not of --extensions)," in notes[1]
+    with pytest.raises(ConfigurationError, match="no other text whose name ends in"):
+        find_files([str(tmp_path)], [".c", ".h"])
+
+    (tmp_path / "c.png").write_bytes(b"\x89PNG\xff" * 100_000)
+    with pytest.raises(ConfigurationError, match="--extensions") as error:
+        find_files([str(tmp_path)])
+    asked = str(error.value).partition("--extensions ")[2].partition(" to go on")[0].split()
+    assert len(find_files([str(tmp_path)], asked)) == 250
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)

@@ -97,7 +97,7 @@ def test_text_files_and_folders(tmp_path: Path):
     (data / "sub").mkdir(parents=True)
     (data / "b.txt").write_bytes(b"x\r\ny\n--\nz")
     (data / "sub" / "a.jsonl").write_text('{"text": "j"}')
-    (data / "ignored.py").write_text("pass")
+    (data / "ignored.py").write_bytes(b"\xff")
     (data / "ignored.parquet.gz").write_text("pass")
     assert texts(encode_bytes(tmp_path, data)) == ["x\r\ny\n--\nz", "j"]
     assert texts(encode_bytes(tmp_path, data, split_on="\n--\n")) == ["x\r\ny", "z", "j"]
@@ -343,3 +343,12 @@ def test_a_full_disk_is_said_with_the_file_and_what_is_needed(tmp_path: Path) ->
     assert match, caught.value
     assert int(match[1].replace(",", "")) == pytest.approx(2 * 8 * 50 * 500, rel=0.1)
     assert os.listdir(tmp_path) == ["corpus.jsonl"]
+
+
+def test_workers_are_no_more_than_the_cores_can_use(tmp_path: Path):
+    (tmp_path / "in.txt").write_text("one text")
+    notes: list[str] = []
+    job = EncodeJob((str(tmp_path / "in.txt"),), str(tmp_path / "out"), "ByteTokenizer", workers=10**9)
+    assert encode_files(job, note=notes.append).documents == 1
+    most = 8 * len(os.sched_getaffinity(0))
+    assert notes[0] == f"--workers 1000000000: {most} are used, 8 for each core here"
