@@ -18,7 +18,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     numbers, last = shared.layer_numbers(reading), reading.get("moe_layer_end_index", -1)
     last = len(numbers) - 1 if last == -1 else reading.integer("moe_layer_end_index", least=0)
     mixtures = [(number + 1) % step == 0 and first <= number <= last for number in numbers]
-    if not any(mixtures):
+    if not any(mixtures) and reading.is_readable:
         reading.problems.append("moe_layer_start_index, moe_layer_end_index and moe_layer_interval leave no experts")
     experts, width = reading.integer("moe_num_experts"), reading.integer("moe_intermediate_size")
     values |= shared.expert_values(reading, experts, width, normalized=True)

@@ -26,7 +26,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     number, heads = len(shared.layer_numbers(reading)), reading.integer("mamba_n_heads")
     channels = reading.integer("mamba_d_ssm", reading.integer("mamba_expand", 2) * reading.integer("hidden_size"))
     if reading.get("mamba_d_head") == "auto":
-        reading = reading.changed(mamba_d_head=channels // heads)
+        reading = reading.changed(mamba_d_head=max(channels // heads, 1))
     values = {**shared.decoder_values(reading, epsilon="rms_norm_eps"), **mamba_values(reading, _KEYS)}
     wanted = f"but mamba_n_heads {heads} x mamba_d_head {values['mamba_head_dim']} is not that"
     reading.refuse_unless("mamba_d_ssm", heads * values["mamba_head_dim"], channels, wanted)

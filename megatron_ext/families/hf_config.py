@@ -46,8 +46,8 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
         "of config.json",
         but=frozenset(key for keys in WITHOUT_BEARING.values() for key in keys),
     )
-    problems += [f"{prefix}{problem}" for problem in dict.fromkeys(reading.problems)]
-    problems = problems or list(_out_of_bounds(values))
+    problems += [f"{prefix}{problem}" for problem in reading.found()]
+    problems = problems or list(_out_of_bounds(values, reading))
     if problems:
         raise ConfigurationError([f"{path}: {problem}" for problem in problems])
     return family, {**family.fixed, **values}
@@ -135,15 +135,17 @@ def _inside(content: dict[str, Any], usually_tied: bool) -> tuple[dict[str, Any]
     return text, outer.problems
 
 
-def _out_of_bounds(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with values that a command line would not take either: sizes that nothing can count up to."""
+def _out_of_bounds(values: Mapping[str, Any], reading: Reading) -> Iterator[str]:
+    """Yield what is wrong with values that a command line would not take either: sizes that nothing can count up to.
+    They are named by the keys of the file that have them, and by the flag."""
     for name, value in values.items():
         option = options_by_name()[name]
         try:
             if option.type is int and type(value) is int:
                 check_size(option, value)
         except ValueError as error:
-            yield f"{option.flag}: {error}"
+            keys = [key for key, one in reading.content.items() if type(one) is int and one == value]
+            yield f"{' or '.join(keys)} ({option.flag}): {error}" if keys else f"{option.flag}: {error}"
 
 
 def differences(config: Config, values: Mapping[str, Any]) -> list[str]:

@@ -37,8 +37,7 @@ _RULE = delta_rules.rule_names(
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    linear = reading.get(_LINEAR, {})
-    inner = Reading(linear if isinstance(linear, dict) else {}, {})
+    inner = Reading(reading.section(_LINEAR), {})
     inner.problems = reading.problems
     sizes = [inner.integer(theirs, reading.integer(ours)) for ours, theirs in _SIZES.items()]
     named, without = inner.get(_RULE_LAYERS), inner.get(_ATTENTION_LAYERS)
@@ -56,7 +55,9 @@ def _read(reading: Reading) -> dict[str, Any]:
     refuse_others(reading, {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True})
     reading.refuse_unless("tie_word_embeddings", False, False, "but transformers never ties embeddings here")
     first = typed_mixtures(reading, reading.integer("first_k_dense_replace", 1, least=0))
-    experts = reading.changed(n_routed_experts=reading.integer("num_experts"))
+    count = reading.integer("num_experts")
+    reading.refuse_unless("n_routed_experts", count, count, f"but num_experts is {count}; keep one of them")
+    experts = reading.changed(n_routed_experts=count)
     return {
         **{name: value for name, value in of_attention.items() if name not in ("rotary_base", "rope_type")},
         **delta_rules.rule_values(reading, "kda", usual),

@@ -24,13 +24,14 @@ _KINDS = ("full_attention", "chunked_attention")
 def _read(reading: Reading) -> dict[str, Any]:
     numbers = shared.layer_numbers(reading)
     step = reading.integer("interleave_moe_layer_step", 1)
-    mixtures = reading.get("moe_layers", [*numbers[step - 1 :: step]])
-    if not isinstance(mixtures, list) or not mixtures or not {*map(str, mixtures)} <= {*map(str, numbers)}:
-        reading.problems.append(f"moe_layers is {json.dumps(mixtures)[:80]}; it needs indices of layers, at least one")
-        mixtures = [*numbers]
+    mixtures = reading.integers("moe_layers", len(numbers), numbers[step - 1 :: step])
+    if not mixtures and reading.is_readable:
+        reading.problems.append("moe_layers, or interleave_moe_layer_step, leave no layer with experts")
     kinds = [_KINDS[one] for one in shared.rotating_layers(reading)]
     reading.refuse_unless("layer_types", kinds, kinds, f"but by no_rope_layers it is {json.dumps(kinds)[:80]}")
     heated, scale = reading.get("attn_temperature_tuning", True), reading.number("attn_scale", 0.1)
+    if not isinstance(heated, int):  # in published files a number stands for true
+        reading.problems.append(f"attn_temperature_tuning is {json.dumps(heated)[:80]}, and neither true nor false")
     chunk, width = reading.get("attention_chunk_size"), reading.integer("intermediate_size")
     has = [number in mixtures for number in numbers]
     return {

@@ -114,10 +114,13 @@ def letters(reading: Reading, kinds: dict[str, str], text: str | None = None) ->
         text: key of a text of letters, which may take the place of the list.
     """
     named, written = reading.get("layer_types"), None if text is None else reading.get(text)
+    if isinstance(named, list) and named and {*map(str, named)} <= {*kinds}:
+        listed = "".join(kinds[str(one)] for one in named)
+        if written not in (None, listed):
+            reading.problems.append(f"{text} is {json.dumps(written)[:80]}, but the list of layers is {listed}")
+        return listed
     if isinstance(written, str) and written and {*written} <= {*kinds.values()} and named is None:
         return written
-    if isinstance(named, list) and named and {*map(str, named)} <= {*kinds}:
-        return "".join(kinds[str(one)] for one in named)
     given = json.dumps(named if named is not None or text is None else written)[:80]
     key = next((one for one in ("layers_block_type", text) if one in reading.content), "layer_types")
     reading.problems.append(f"{key} is {given}; supported is a list of {', '.join(kinds)}")

@@ -15,7 +15,7 @@ _BASES = dict(zip(shared.KINDS, (5e6, 1e4), strict=True))
 
 def _rotations(reading: Reading) -> dict[str, Any]:
     """Return `rope_parameters` of both kinds of layers, with what transformers takes for what they do not say."""
-    given: Any = reading.get("rope_parameters") or {kind: {"rope_theta": base} for kind, base in _BASES.items()}
+    given: Any = reading.section("rope_parameters") or {kind: {"rope_theta": base} for kind, base in _BASES.items()}
     if not isinstance(given, dict) or [*map(type, map(given.get, shared.KINDS))] != [dict, dict]:
         reading.problems.append(f"rope_parameters need those of {' and '.join(shared.KINDS)} each")
         return {}
@@ -27,7 +27,13 @@ def _read(reading: Reading) -> dict[str, Any]:
     refuse_others(reading, {"rope_scaling": None, "n_shared_experts": 0})  # which transformers does not read
     before = reading.get("sliding_window_size")  # without a query's own position, in published files
     if before is not None:
-        reading = reading.changed(sliding_window=reading.integer("sliding_window_size") + 1)
+        both = reading.integer("sliding_window_size") + 1
+        if reading.content.get("sliding_window") not in (None, both):
+            reading.problems.append(
+                f"sliding_window is {reading.get('sliding_window')}, but by sliding_window_size, which does not count "
+                f"the position of a query, it is {both}; keep one of them"
+            )
+        reading = reading.changed(sliding_window=both)
     usual = [number > 0 and (number + 1) % 6 != 0 for number in shared.layer_numbers(reading)]
     windows = shared.layer_window_values(reading, shared.typed_windows(reading, usual))
     reading, local = rotary_by_layer(reading.changed(rope_parameters=_rotations(reading)), _BASES[shared.KINDS[1]])

@@ -17,8 +17,16 @@ _ONE_FORM = {
 def _read(reading: Reading) -> dict[str, Any]:
     values = shared.decoder_values(reading, partial=True)
     rotated = reading.get("rotary_dim")
-    if rotated is not None:  # of files before transformers 5, next to which nothing else says it
-        values["rotary_percent"] = reading.integer("rotary_dim") / values["kv_channels"]
+    if rotated is not None and "rotary_percent" in values:  # of files before transformers 5
+        head = values["kv_channels"]
+        share = reading.integer("rotary_dim") / head
+        if values["rotary_percent"] not in (1.0, share) and reading.is_readable:
+            reading.problems.append(
+                f"partial_rotary_factor is {values['rotary_percent']:g}, but rotary_dim is {rotated} of {head}"
+            )
+        if share > 1.0 and reading.is_readable:
+            reading.problems.append(f"rotary_dim is {rotated}, above the {head} channels of a head")
+        values["rotary_percent"] = share
     kinds = reading.get("attn_type_list", [1])
     if not isinstance(kinds, list) or {*map(str, kinds)} != {"1"}:
         reading.problems.append("attn_type_list has other layers than 1: attention over all positions alone is known")

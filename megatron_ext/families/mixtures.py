@@ -1,7 +1,6 @@
 """Holds what families with experts have in common: DeepSeek's mixture (experts chosen from groups, weights that are
 scaled, shared experts of a multiple of an expert's width, first layers without experts), and Qwen's layers."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +82,14 @@ class Mixture:
         count, width = reading.integer("n_routed_experts"), reading.integer("moe_intermediate_size")
         values = {**expert_values(reading, count, width, normalized=self.normalized), **self.flags}
         groups, chosen = reading.integer("n_group", 1), reading.integer("topk_group", 1)
+        if count % groups and reading.is_readable:
+            reading.problems.append(f"n_group {groups} does not divide the {count} experts")
+        least = -(-values["moe_router_topk"] * groups // count)
+        if groups > 1 and not count % groups and not least <= chosen <= groups and reading.is_readable:
+            reading.problems.append(
+                f"topk_group {chosen} of n_group {groups}: they need experts for num_experts_per_tok "
+                f"{values['moe_router_topk']}, {count // groups} in each"
+            )
         scale, shared = reading.number("routed_scaling_factor", 1.0), reading.integer("n_shared_experts", 0, least=0)
         values |= {
             "moe_shared_expert_intermediate_size": shared * width or None,
@@ -193,10 +200,8 @@ def shared_experts(model: ModelConfig) -> int:
 
 def _some_layers(reading: Reading) -> dict[str, Any]:
     """Return which layers have Qwen's experts."""
-    step, dense = reading.integer("decoder_sparse_step", 1), reading.get("mlp_only_layers", [])
-    if not isinstance(dense, list):
-        reading.problems.append(f"mlp_only_layers is {json.dumps(dense)}, and no list of layers")
-        dense = []
+    step = reading.integer("decoder_sparse_step", 1)
+    dense = reading.integers("mlp_only_layers", len(layer_numbers(reading)))
     mixtures = [(number + 1) % step == 0 and number not in dense for number in layer_numbers(reading)]
     if not any(mixtures):
         reading.problems.append(f"decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")

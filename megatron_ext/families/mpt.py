@@ -23,8 +23,7 @@ _NUMBERS = {"qkv_clip": "clip_qkv", "softmax_scale": "softmax_scale"}
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    written = reading.get("attn_config", {})
-    attention = Reading(written if isinstance(written, dict) else {"no object": written}, {})
+    attention = Reading(reading.section("attn_config"), {})
     refuse_others(attention, {"attn_type": "multihead_attention", "qk_ln": False, "prefix_lm": False})
     refuse_others(attention, {"alibi": True, "alibi_bias_max": 8, "attn_uses_sequence_id": False})
     values: dict[str, Any] = {name: attention.number_or_none(key) for name, key in _NUMBERS.items()}

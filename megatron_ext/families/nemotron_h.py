@@ -31,7 +31,8 @@ def _read(reading: Reading) -> dict[str, Any]:
         reading.problems.append(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
     usual = dict.fromkeys(("attention_bias", "mlp_bias", "use_bias"), False) | {"sliding_window": None}
     refuse_others(reading, {**usual, "mlp_hidden_act": "relu2"})
-    reading.understand("num_hidden_layers", _WIDTH, "mamba_ssm_cache_dtype", "moe_shared_expert_overlap")
+    reading.refuse_unless("num_hidden_layers", last, last, f"but the list of layers has {last}")
+    reading.understand(_WIDTH, "mamba_ssm_cache_dtype", "moe_shared_expert_overlap")
     reading.understand("mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_logits_to_keep")
     reading.understand("use_mamba_kernels")
     reading.refuse_unless("tie_word_embeddings", False, False, "but transformers never ties embeddings here")

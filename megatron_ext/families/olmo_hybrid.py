@@ -31,7 +31,8 @@ def _read(reading: Reading) -> dict[str, Any]:
         "position_embedding_type": "rope" if rotates else "none",
         "linear_allow_neg_eigval": reading.boolean("linear_allow_neg_eigval", True),
     }
-    if values["linear_attention_freq"] in (None, shared.pattern([True] * len(numbers))):
+    freq = values["linear_attention_freq"]
+    if freq in (None, shared.pattern([True] * len(numbers))) and reading.is_readable:
         reading.problems.append(f"layer_types must have both {' and '.join(delta_rules.RULE_KINDS)}")
     heads = values["num_attention_heads"]
     keys = reading.integer("linear_num_key_heads", heads)

@@ -7,10 +7,13 @@ something slightly else is worse than none.
 """
 
 import json
+import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+
+from megatron_ext.config.parse.options import MOST
 
 
 class Reading:
@@ -28,11 +31,12 @@ class Reading:
         self.aliases = aliases
         self.problems: list[str] = []
         self._understood: set[str] = set()
+        self._unread: dict[str, str] = {}
 
     def changed(self, **content: Any) -> "Reading":
         """Return the same file with other content, whose problems and understood keys are those of this one."""
         other = Reading({**self.content, **content}, self.defaults, self.aliases)
-        other.problems, other._understood = self.problems, self._understood
+        other.problems, other._understood, other._unread = self.problems, self._understood, self._unread
         return other
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -63,23 +67,43 @@ class Reading:
         """Return the value of a key that must be true or false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
-            self.problems.append(f"{key} is {json.dumps(value)}, and neither true nor false")
+            self._cannot_read(key, f"{key} is {_short(value)}, and neither true nor false")
         return value is True
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """Return the value of a key that must be a positive integer, or one of at least 0."""
         value = self.get(key, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST:
             return value
-        self.problems.append(f"{key} is {json.dumps(value)}, and not {'a positive' if least else 'a natural'} integer")
+        words = f"and not {'a positive' if least else 'a natural'} integer"
+        if type(value) is int and value > MOST:
+            words = f"above {MOST}, the largest integer that is read"
+        given = "missing" if value is None and key not in self.content else _short(value)
+        self._cannot_read(key, f"{key} is {given}, {words}")
         return least
+
+    def integers(self, key: str, most: int, default: Sequence[int] = ()) -> list[int]:
+        """Return the value of a key that must be a list of integers from 0 to below `most`."""
+        value = self.get(key, default)
+        if isinstance(value, list | tuple | range) and all(type(one) is int and 0 <= one < most for one in value):
+            return [*value]
+        self._cannot_read(key, f"{key} is {_short(value)}, and not a list of integers from 0 to {most - 1}")
+        return [*default]
+
+    def section(self, key: str) -> dict[str, Any]:
+        """Return the value of a key that must be an object, an empty one where it is missing."""
+        value = self.get(key)
+        if value is None or isinstance(value, dict):
+            return value or {}
+        self._cannot_read(key, f"{key} is {_short(value)}, and not an object")
+        return {}
 
     def number(self, key: str, default: float) -> float:
         """Return the value of a key that must be a positive, finite number."""
         value = self.get(key, default)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
             return float(value)
-        self.problems.append(f"{key} is {json.dumps(value)}, and not a positive number")
+        self._cannot_read(key, f"{key} is {_short(value)}, and not a positive number")
         return 1.0
 
     def number_from_0(self, key: str, *, below: float = sys.float_info.max) -> float:
@@ -88,22 +112,52 @@ class Reading:
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below:
             return float(value)
         bound = "" if below == sys.float_info.max else f" and below {below:g}"
-        self.problems.append(f"{key} is {_short(value)}, and not a number of at least 0{bound}")
+        self._cannot_read(key, f"{key} is {_short(value)}, and not a number of at least 0{bound}")
         return 0.0
 
     def number_or_none(self, key: str) -> float | None:
         """Return the same of a key that may be null."""
         return None if self.get(key) is None else self.number(key, 1.0)
 
+    def _cannot_read(self, key: str, problem: str) -> None:
+        """Note that a key has no value that can be read."""
+        self._unread[key] = problem
+        self.problems.append(problem)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether every value so far could be read, so that what they say together means something."""
+        return not self._unread
+
+    def found(self) -> list[str]:
+        """Return every problem once, by the names that the file has; without those that follow from a key whose value
+        cannot be read, for which another one was taken."""
+        problems = [
+            problem
+            for problem in dict.fromkeys(self.problems)
+            if not any(_names(key, problem) and problem != own for key, own in self._unread.items())
+        ]
+        for key, other in self.aliases.items():
+            if key not in self.content and other in self.content:
+                problems = [re.sub(rf"\b{key}\b", other, problem) for problem in problems]
+        return problems
+
     def refuse_unless(self, key: str, wanted: Any, default: Any, why: str) -> None:
         """Note a problem, which `why` explains, unless the key has the value `wanted`."""
         value = self.get(key, default)
         if value != wanted:
-            self.problems.append(f"{key} is {json.dumps(value)}, {why}")
+            self.problems.append(f"{key} is {_short(value)}, {why}")
+
+
+def _names(key: str, problem: str) -> bool:
+    return re.search(rf"\b{re.escape(key)}\b", problem) is not None
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except ValueError:  # of more digits than Python writes
+        return "a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:50]}..."
 
 

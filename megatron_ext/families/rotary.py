@@ -25,9 +25,9 @@ def rotary_values(
     (`modeling_rope_utils.convert_rope_params_to_dict`), `rope_scaling` takes the place of all of `rope_parameters`, and
     what neither says is taken from next to them. Where they say different things, that is refused.
     """
-    written, added = (reading.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    written, added = (reading.section(key) for key in ("rope_parameters", "rope_scaling"))
     for key, place in (("rope_parameters", written), ("rope_scaling", added)):
-        if not isinstance(place, dict) or any(isinstance(value, dict) for value in place.values()):
+        if any(isinstance(value, dict) for value in place.values()):
             reading.problems.append(f"{key} differ between layers, which is not supported")
             return {}
     kinds = ("default", *scalings)
@@ -40,10 +40,12 @@ def rotary_values(
         for place in (reading, rotary):
             place.refuse_unless("partial_rotary_factor", 1.0, 1.0, "only 1 is supported")
     kind = rotary.get("rope_type", "default")
-    values: dict[str, Any] = {
-        "rotary_base": rotary.number("rope_theta", 10000.0),
-        **({"rotary_percent": rotary.number("partial_rotary_factor", 1.0)} if partial else {}),
-    }
+    values: dict[str, Any] = {"rotary_base": rotary.number("rope_theta", 10000.0)}
+    if partial:
+        share = rotary.number("partial_rotary_factor", 1.0)
+        if share > 1.0:
+            rotary.problems.append(f"partial_rotary_factor is {share:g}, above 1: a head has no more channels")
+        values["rotary_percent"] = min(share, 1.0)
     if alpha and kind == "dynamic" and rotary.get("alpha") is not None:
         # NTK-aware interpolation by a fixed factor: HunYuanDenseV1RotaryEmbedding.compute_ntk_alpha_rope_parameters.
         try:
@@ -57,7 +59,9 @@ def rotary_values(
             "rope_scaling_factor": rotary.number("factor", 8.0),
             "rope_scaling_low_freq_factor": rotary.number("low_freq_factor", 1.0),
             "rope_scaling_high_freq_factor": rotary.number("high_freq_factor", 4.0),
-            "rope_scaling_original_max_position_embeddings": rotary.integer("original_max_position_embeddings"),
+            "rope_scaling_original_max_position_embeddings": rotary.integer(
+                "original_max_position_embeddings", reading.integer("max_position_embeddings", 2048)
+            ),
         }
     # What is not said here no model of the family has (`Family.fixed`).
     if "llama3" in kinds:
@@ -68,7 +72,7 @@ def rotary_values(
     if kind in kinds and kind in _STRETCHES:
         positions = reading.integer("max_position_embeddings", 2048)
         pairs = int(head * values.get("rotary_percent", 1.0)) // 2
-        values |= {"rope_type": kind, **_STRETCHES[kind](rotary, positions, pairs)}
+        values |= {"rope_type": kind, **_STRETCHES[kind](rotary, positions, pairs if reading.is_readable else None)}
     if kind in kinds:
         rotary.refuse_the_rest(f"which rope_type {kind} does not read; leave it out")
     else:
@@ -80,11 +84,11 @@ def rotary_values(
     return values
 
 
-def _yarn_values(rotary: Reading, positions: int, _pairs: int) -> dict[str, Any]:
+def _yarn_values(rotary: Reading, positions: int, _pairs: int | None) -> dict[str, Any]:
     """Return the flags of YaRN. As in transformers one of the two mscales says nothing without the other
     (`modeling_rope_utils._compute_yarn_parameters`)."""
     original = rotary.integer("original_max_position_embeddings", positions)
-    both = [rotary.number(key, 1.0) for key in ("mscale", "mscale_all_dim") if rotary.get(key)]
+    both = [one for key in ("mscale", "mscale_all_dim") if (one := rotary.number_from_0(key))]
     if rotary.get("mscale_all_dim") and len(both) < 2:
         rotary.problems.append("mscale_all_dim without mscale is not supported; add the mscale that is meant")
     return {
@@ -101,7 +105,7 @@ def _yarn_values(rotary: Reading, positions: int, _pairs: int) -> dict[str, Any]
 _YARN_NUMBERS = {name: name for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
 
 
-def _longrope_values(rotary: Reading, positions: int, pairs: int) -> dict[str, Any]:
+def _longrope_values(rotary: Reading, positions: int, pairs: int | None) -> dict[str, Any]:
     original = rotary.integer("original_max_position_embeddings", positions)
     values: dict[str, Any] = {
         "rotary_scaling_factor": max(rotary.number("factor", positions / original), 1.0),
@@ -112,7 +116,7 @@ def _longrope_values(rotary: Reading, positions: int, pairs: int) -> dict[str, A
         factors: Any = rotary.get(theirs)
         one_by_one = Reading(dict(enumerate(factors)) if isinstance(factors, list) else {}, {})  # pyright: ignore[reportArgumentType]
         values[ours] = tuple(one_by_one.number(index, 0.0) for index in one_by_one.content)
-        if one_by_one.problems or len(values[ours]) != pairs:
+        if one_by_one.problems or pairs not in (None, len(values[ours])):
             rotary.problems.append(f"{theirs} is {json.dumps(factors)[:60]}; it needs {pairs} numbers above 0")
     return values
 
@@ -120,7 +124,7 @@ def _longrope_values(rotary: Reading, positions: int, pairs: int) -> dict[str, A
 _LONGROPE_FACTORS = {"longrope_short_factor": "short_factor", "longrope_long_factor": "long_factor"}
 
 
-def _dynamic_values(rotary: Reading, positions: int, _pairs: int) -> dict[str, Any]:
+def _dynamic_values(rotary: Reading, positions: int, _pairs: int | None) -> dict[str, Any]:
     return {"rotary_scaling_factor": rotary.number("factor", 1.0), "original_max_position_embeddings": positions}
 
 
@@ -239,7 +243,7 @@ def _contradictions(reading: Reading, name: str, outer: Collection[str], taken: 
     """
     places = {"": {key: reading.content.get(key) for key in outer}}
     if name == "rope_scaling":
-        places["rope_parameters: "] = reading.get("rope_parameters") or {}
+        places["rope_parameters: "] = reading.section("rope_parameters")
     for place, content in places.items():
         for key, value in content.items():
             key_taken = "rope_type" if key == "type" else key

@@ -92,7 +92,7 @@ def usually_scaled(scaling: Mapping[str, Any], of_decoder: Keys) -> Keys:
     read, write = of_decoder
 
     def values(reading: Reading) -> dict[str, Any]:
-        said = reading.get("rope_scaling") or reading.get("rope_parameters")
+        said = reading.section("rope_scaling") or reading.section("rope_parameters")
         return read(reading if said else reading.changed(rope_parameters=scaling))
 
     return values, lambda config: {**(content := write(config)), "rope_scaling": content["rope_scaling"] or UNSCALED}
@@ -229,9 +229,9 @@ def expert_values(reading: Reading, experts: int, width: int, *, normalized: boo
         normalized: whether the weights of the experts that compute a token are normalized to the sum 1.
     """
     used = reading.integer("num_experts_per_tok")
-    if used > experts:
+    if used > experts and reading.is_readable:
         reading.problems.append(f"num_experts_per_tok {used} is above the number of experts, {experts}")
-    if normalized and used == 1:
+    if normalized and used == 1 and reading.is_readable:
         reading.problems.append(
             "num_experts_per_tok is 1 and weights are normalized, so that every expert has the weight 1 and the "
             "router cannot be trained"
@@ -431,12 +431,10 @@ def rotating_layers(reading: Reading) -> list[bool]:
     """Return which layers rotate queries and keys, by `no_rope_layers` or by its interval."""
     every = reading.integer("no_rope_layer_interval", 4)
     rotates = all_but_every(reading, every)
-    named = reading.get("no_rope_layers") or None  # 1 in layers that rotate
-    if isinstance(named, list) and len(named) == len(rotates) and {*map(str, named)} <= {"0", "1"}:
-        return [one == 1 for one in named]
-    if named is not None:
+    named = reading.integers("no_rope_layers", 2)  # 1 in layers that rotate
+    if len(named) not in (0, len(rotates)):
         reading.problems.append(f"no_rope_layers is {json.dumps(named)[:80]}; it needs {len(rotates)} times 0 or 1")
-    return rotates
+    return [one == 1 for one in named] if len(named) == len(rotates) else rotates
 
 
 def _fixed_values(reading: Reading) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Agreement:
     largest_difference: float
     largest_logit: float
     tokens: int
+    earliest_of_equals: bool = False
+    """Whether transformers was made to choose, of keys with equal scores of an indexer, the earliest, as ours does."""
 
     @property
     def holds(self) -> bool:
@@ -73,7 +75,8 @@ def compare_logits(source: SavedModel, folder: Path, dtype: str) -> Agreement:
         ours = model(tokens)
     [theirs] = run_ranks(1, their_logits, str(folder), tokens.tolist(), fresh=True)
     difference = (ours - theirs).abs().max().item()
-    return Agreement(difference, theirs.abs().max().item(), tokens.numel())
+    has_indexer = source.config.model.experimental_attention_variant == "dsa"
+    return Agreement(difference, theirs.abs().max().item(), tokens.numel(), has_indexer)
 
 
 def compare_losses(source: SavedModel, folder: Path, dtype: str, prefix: str, samples: int) -> LossAgreement:

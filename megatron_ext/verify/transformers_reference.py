@@ -4,10 +4,13 @@ It runs in a process of its own, and imports nothing of ours: what the device ro
 tables of transformers unfilled, and loading megatron-core takes longer than the comparison.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 _BATCH = 8
 
@@ -39,11 +42,29 @@ def _their_model(folder: str) -> Callable[[torch.Tensor], torch.Tensor]:
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
     ).eval()
 
+    # An indexer's scores can be equal (a ReLU makes zeros): topk takes any of them, so that the logits of a text change
+    # when tokens follow it (transformers 5.23).
+    chooses_keys = getattr(model.config, "index_topk", None) is not None
+
     def logits(tokens: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), EarliestOfEquals() if chooses_keys else contextlib.nullcontext():
             return model(input_ids=tokens).logits
 
     return logits
+
+
+class EarliestOfEquals(TorchFunctionMode):
+    """Takes the earliest of equal elements wherever torch's topk would take any of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what the function does, or for topk the first of a stable order."""
+        kwargs = kwargs or {}
+        if func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **kwargs)
+        values, k, *rest = args if len(args) > 1 else (*args, kwargs["k"])
+        dim = rest[0] if rest else kwargs.get("dim", -1)
+        ordered = values.sort(dim=dim, descending=kwargs.get("largest", True), stable=True)
+        return torch.return_types.topk([part.narrow(dim, 0, k) for part in ordered])
 
 
 def mean_loss(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> float:

@@ -587,3 +587,21 @@ def _load_and_save(arguments: list[str], folder: str) -> None:
     assert config.checkpoint.load_hf is not None
     load_huggingface(run, config.checkpoint.load_hf)
     save_checkpoint(run, folder)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3.2", "GLM-5"])
+def test_a_prefix_of_a_text_keeps_its_logits_next_to_an_indexer(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two heads make many equal scores, of which ours takes the earliest; an export is compared with transformers that
+    does so too, and a word says it."""
+    folder = tmp_path / "theirs"
+    write_model(folder, name, index_n_heads=2, index_topk=16)
+    assert convert(["from-hf", "--load", str(folder), "--save", str(tmp_path / "ours")]) == 0
+    source = SavedModel(tmp_path / "ours")
+    with exported_model.our_model(source, "F32", LENGTH) as model:
+        text = torch.tensor(TOKENS)
+        assert (model(text)[:, :40] - model(text[:, :40])).abs().max() < TOLERANCE
+    saved = ["--load", str(tmp_path / "ours"), "--save", str(tmp_path / "hf"), "--no-tokenizer"]
+    assert convert(["to-hf", *saved]) == 0
+    assert "equal scores of an indexer both took the earliest" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.checkpoint.copying import BLOCK, ComputedBytes, FilePart, FileRange, Files, Zeros
 from megatron_ext.checkpoint.dtypes import ARRAYS, WIDTH, converted
@@ -17,7 +18,9 @@ from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENI
 from megatron_ext.checkpoint.native.single_process import Item, items, write_checkpoint
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.families import ParameterMapping, RowRange, state_dict_mapping
+from megatron_ext.rules.validate import problems
 from megatron_ext.terminal import say, tracked
 
 
@@ -32,6 +35,7 @@ def import_huggingface(source: str | Path, destination: str | Path) -> Path:
         OSError: the destination cannot be written.
     """
     folder = HFFolder(source)
+    _check_as_a_run(folder)
     folder.check(resolve(folder.values, Facts()))
     precision = {"BF16": "bf16", "F16": "fp16"}.get(folder.dtype())
     config = resolve({**folder.values, **({precision: True} if precision else {})}, Facts())
@@ -45,6 +49,20 @@ def import_huggingface(source: str | Path, destination: str | Path) -> Path:
             {"weights_only": True, "iteration": 0},
             lambda partial: copy_tokenizer(folder.path, partial / TOKENIZER),
         )
+
+
+_RUN: dict[str, Any] = {
+    **{"mock_data": True, "device": "cpu", "micro_batch_size": 1, "train_iters": 1, "lr": 1e-3, "seq_length": 1},
+    **{"attention_dropout": 0.0, "hidden_dropout": 0.0},
+}
+"""Flags of a run that need nothing of the model."""
+
+
+def _check_as_a_run(folder: HFFolder) -> None:
+    """Check the model by the rules of a run that begins from it, which would not start otherwise."""
+    facts = Facts(huggingface=folder.values)
+    if found := problems(resolve(_RUN, facts), facts):
+        raise ConfigurationError([f"{folder.path}: {problem}" for problem in found])
 
 
 def copy_tokenizer(source: Path, destination: Path, wanted: Sequence[str] = HUGGINGFACE_FILES) -> list[str]:

@@ -260,7 +260,7 @@ def test_a_key_that_nobody_knows_is_refused(family: str, tmp_path: Path) -> None
             'rope_parameters: rope_type is "llama3", but by rope_scaling, which transformers reads first, it is "def',
         ),
         ({"rope_parameters": {"rope_theta": 5000.0, "factor": 2.0}}, "factor is 2.0, which rope_type default does not"),
-        ({"rope_scaling": [1]}, "rope_scaling differ between layers"),
+        ({"rope_scaling": [1]}, "rope_scaling is [1], and not an object"),
         ({"tie_word_embeddings": "false"}, 'tie_word_embeddings is "false", and neither true nor false'),
         ({"attention_bias": "false"}, 'attention_bias is "false", and neither true nor false'),
         ({"rope_interleaved": True}, "rope_interleaved is true, only false is supported"),
@@ -364,3 +364,75 @@ def test_what_transformers_computes_otherwise_is_refused(
     found = _read(tmp_path, {"model_type": family, **BASES[family], **change})
     assert isinstance(found, list)
     assert problem in " ".join(found)
+
+
+_ABSURD: tuple[Any, ...] = (10**30, 10**310, 1e308, 5e-324, float("inf"), float("nan"), -1, {"a": 1}, ["x"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_value_ends_in_a_traceback_and_none_of_another_kind_is_read_as_absent(family: str, tmp_path: Path) -> None:
+    base, keys = {"model_type": family, **BASES[family]}, {*_keys(_classes()[family])}
+    for key in {*base, *keys, "rope_parameters", "rope_scaling"} - {"model_type"}:
+        for value in _ABSURD:
+            _read(tmp_path, {**base, key: value})
+    of_lists = {"mlp_only_layers", "no_rope_layers", "moe_layers"} & keys
+    of_objects = {"rope_parameters", "rope_scaling"} if "rope_parameters" in keys else set[str]()
+    # Kimi Linear rotates nothing, whatever is said of it.
+    for key in of_lists if family == "kimi_linear" else of_lists | of_objects:
+        for value in (False, 0, "", *([[]] if key in of_objects else [])):
+            found = _read(tmp_path, {**base, key: value})
+            assert isinstance(found, list)
+            assert any(f"{key} is {json.dumps(value)}, " in problem for problem in found), (key, value, found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_that_cannot_be_read_is_named_alone_by_the_name_in_the_file(family: str, tmp_path: Path) -> None:
+    """Nothing is said of what would follow from the number that is taken in its place."""
+    base, aliases = {"model_type": family, **BASES[family]}, FAMILIES[family].aliases
+    without_bearing = {key for keys in WITHOUT_BEARING.values() for key in keys}
+    others = {other: key for key, other in aliases.items()}
+    for key, value in base.items():
+        if type(value) is not int or key in without_bearing:
+            continue
+        for name in {key, others.get(key, key), aliases.get(key, key)}:
+            found = _read(tmp_path, {name if one == key else one: "x" if one == key else base[one] for one in base})
+            if isinstance(found, list):
+                assert all(f'config.json: {name} is "x", ' in problem for problem in found)
+            else:
+                assert (family, key) in {("qwen3_5_moe_text", "intermediate_size"), ("qwen3_moe", "max_window_layers")}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "problem"),
+    [
+        ("kimi_linear", {"n_routed_experts": 5}, "n_routed_experts is 5, but num_local_experts is"),
+        ("nemotron_h", {"hybrid_override_pattern": "MMMM"}, 'hybrid_override_pattern is "MMMM", but the list of'),
+        ("nemotron_h", {"num_hidden_layers": 3}, "num_hidden_layers is 3, but the list of layers has 4"),
+        (
+            "mimo_v2_flash",
+            {"sliding_window_size": 3, "sliding_window": 7},
+            "sliding_window is 7, but by",
+        ),
+        ("qwen3_next", {"mlp_only_layers": ["sliding"]}, 'mlp_only_layers is ["sliding"], and not a list of integers'),
+        ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, above 1"),
+        ("deepseek_v3", {"n_group": 5}, "n_group 5 does not divide the 12 experts"),
+        ("deepseek_v3", {"topk_group": 4}, "topk_group 4 of n_group 3"),
+    ],
+)
+def test_what_a_file_says_twice_or_what_no_run_could_have_is_refused(
+    family: str, change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    found = _read(tmp_path, {"model_type": family, **BASES[family], **change})
+    assert isinstance(found, list)
+    assert any(problem in one for one in found), found
+
+
+def test_llama3_scaling_without_its_original_length_takes_that_of_the_model(tmp_path: Path) -> None:
+    """As transformers does."""
+    content: dict[str, Any] = {"model_type": "llama", **BASES["llama"], "max_position_embeddings": 64}
+    implied = {**content, "rope_scaling": {name: SCALING[name] for name in SCALING if "original" not in name}}
+    said = {**content, "rope_scaling": {**SCALING, "original_max_position_embeddings": 64}}
+    assert _read(tmp_path, implied) == _read(tmp_path, said)
+    logits, weights = _logits(said)
+    assert torch.equal(_logits(implied, weights)[0], logits)
+    assert not torch.equal(_logits({**content, "rope_scaling": SCALING}, weights)[0], logits)

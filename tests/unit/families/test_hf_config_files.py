@@ -262,7 +262,7 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers \[0\] leave no layer with experts"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2 and mlp_only_layers"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers is 1, and no list of layers"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers is 1, and not a list of integers"),
         ({"model_type": "ministral", "layer_types": ["full_attention"] * 2}, "supported is a list of 1 times full_att"),
         ({"model_type": "ministral", "layer_types": ["chunked_attention"]}, r'layer_types is \["chunked_attention"\]'),
         ({"model_type": "qwen2", "max_window_layers": -1}, "max_window_layers is -1, and not a natural integer"),

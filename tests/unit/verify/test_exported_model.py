@@ -103,3 +103,15 @@ def test_the_mean_loss_is_over_all_tokens_but_the_first_ones() -> None:
     expected = torch.log_softmax(weight.double(), -1)[tokens[:, :-1], tokens[:, 1:]].mean()
     assert transformers_reference.mean_loss(model, tokens) == pytest.approx(-expected.item(), rel=1e-6)
     assert asked == [(8, 4), (3, 4)]
+
+
+def test_the_earliest_of_equals_is_taken_by_the_reference() -> None:
+    """Whatever follows them, in every form in which topk is called; elsewhere nothing changes."""
+    scores = torch.tensor([[0.0, 2.0, 0.0, 1.0, 0.0, 2.0, 0.0, 0.0]])
+    with transformers_reference.EarliestOfEquals():
+        for found in (scores.topk(4, dim=-1), torch.topk(scores, k=4, dim=-1, sorted=False), scores.topk(4)):
+            assert found.indices.tolist() == [[1, 5, 3, 0]]
+            assert found[0].tolist() == [[2.0, 2.0, 1.0, 0.0]]
+        assert scores.repeat(1, 40).topk(90, dim=-1).indices[0, 80:].tolist() == [0, 2, 4, 6, 7, 8, 10, 12, 14, 15]
+        assert scores.topk(2, largest=False).indices.tolist() == [[0, 2]]
+        assert scores.sum() == 5.0
