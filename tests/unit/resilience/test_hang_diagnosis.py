@@ -204,8 +204,9 @@ def test_the_last_words_of_a_hang_say_what_to_look_at() -> None:
     found = last_words(7, "why.", "/save/hang-7", timeout=600.0, recorded=True)
     assert found == (
         "hang at iteration 7: why. Stacks of the ranks that live: /save/hang-7. What they exchanged: megatron-ext "
-        "doctor --flight-recorder /save/hang-7. If it is not stuck but slow, raise --distributed-timeout-minutes (now "
-        "10); else look at that rank's output and machine, and start again. --load resumes from the last checkpoint."
+        "doctor --flight-recorder /save/hang-7. If it is not stuck but slow, raise --distributed-timeout-minutes "
+        "(now 10); else look at that rank's output and machine, and start again. --load resumes from the last "
+        "checkpoint."
     )
     assert "--flight-recorder" not in last_words(7, "why.", "/save/hang-7", timeout=600.0, recorded=False)
 
