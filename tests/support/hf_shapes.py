@@ -54,8 +54,8 @@ _INDEXER: dict[str, Any] = {"index_n_heads": 10, "index_head_dim": 14, "index_to
 # Heads whose query and key are nearly at right angles read almost nothing, and their norm divides by that: with the
 # types' own epsilon of 1e-6 logits in fp32 with AVX2 were 3.3e-5 off, and gradients 1.0e-5 of their norm.
 _DELTA: dict[str, Any] = {
-    **{"rms_norm_eps": 1e-3, **_DECODER, "num_hidden_layers": 4, "partial_rotary_factor": 0.5, "linear_key_head_dim": 6},
-    **{"linear_value_head_dim": 10, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    **{**_DECODER, "num_hidden_layers": 4, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-3},
+    **{"linear_key_head_dim": 6, "linear_value_head_dim": 10, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }
 _SHARED_EXPERT: dict[str, Any] = {
     **{"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 40}
