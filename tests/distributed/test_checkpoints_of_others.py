@@ -216,6 +216,14 @@ OF_DEEPSPEED = shlex.split(
 )
 
 
+# How far a bf16 run here may be from the record of one on another processor, relative. The BLOOM's logits reach 8.75,
+# which bf16 rounds by up to 3.1e-2: the mean over 48 tokens moves by some 4e-3. From the imported weights fp32 gives
+# the losses 6.17955 and 5.48231. DeepSpeed's record is 2.7e-3 and 8.1e-3 off these; runs here are up to 2.7e-3 and
+# 6.9e-3 off (AVX2 and AVX-512; microbatches of 1, 2 and 4; TP2). The record's 8.1e-3 and 4e-3 of ours are 2.2e-3 of the
+# second loss. Without the moments that is 5.62, 2.6e-2 off.
+APART = {"deepspeed_0.19.8": 1e-3, "deepspeed_0.19.8_bloom": 2.2e-3}
+
+
 class _Samples:
     def __init__(self, rows: list[list[int]]):
         self.rows = np.array(rows)
@@ -253,4 +261,4 @@ def test_training_goes_on_as_deepspeed_went_on(name: str, layout: str, tmp_path:
     expected = json.loads((tmp_path / "written/expected.json").read_text())
     flags = [*OF_DEEPSPEED, *MODELS[name].split(), *layout.split(), "--load", str(tmp_path / "ours")]
     losses = run_ranks(2 if layout else 1, _go_on_from_deepspeed, flags, expected["samples"])
-    assert losses[0] == pytest.approx(expected["losses"], rel=1e-3)
+    assert losses[0] == pytest.approx(expected["losses"], rel=APART[name])

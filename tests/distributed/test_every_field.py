@@ -7,8 +7,8 @@ field without a line stands in `ELSEWHERE`, with the test that shows what it doe
 
 import contextlib
 import dataclasses
-import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -29,8 +29,10 @@ BASE = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16
     --max-position-embeddings 16 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --attention-dropout 0
     --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-2 --lr-decay-style cosine
-    --eval-interval 0 --log-interval 1 --metrics-file OUT/metrics.jsonl
+    --eval-interval 0 --log-interval 1 --metrics-file OUT/metrics.jsonl --init-method-std 0.2
 """
+"""With Megatron's deviation of 0.02 scores of attention are near 0, and a field that scales or turns them changes
+no more than rounding does."""
 ROPE = "--position-embedding-type rope"
 MOE = "--num-experts 4 --disable-bias-linear --swiglu --moe-aux-loss-coeff 0.01"
 TWO = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -76,7 +78,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "shared experts": (1, f"{MOE} --moe-shared-expert-intermediate-size 32"),
     "sgd": (1, f"{FOUR} --optimizer sgd"),
     "lion": (1, f"{FOUR} --optimizer lion"),
-    "muon": (1, "--optimizer muon --group-query-attention --num-query-groups 2"),
+    "muon": (1, f"{FOUR} --optimizer muon --group-query-attention --num-query-groups 2"),
     "adaptive muon": (1, "--optimizer adaptive_muon"),
     "adafactor": (1, f"{FOUR} --optimizer adafactor --lr 0.1"),
     "unbiased": (1, "--disable-bias-linear"),
@@ -324,10 +326,10 @@ CHANGES: dict[str, tuple[str, str]] = {
     "weight_decay_incr_style": ("decay", "--weight-decay-incr-style cosine"),
     "clip_grad": ("plain", "--clip-grad 0.01"),
     "adam_beta1": ("four steps", "--adam-beta1 0.5"),
-    "adam_beta2": ("plain", "--adam-beta2 0.5"),
+    "adam_beta2": ("four steps", "--adam-beta2 0.5"),
     "adam_eps": ("plain", "--adam-eps 1e-2"),
-    "exp_avg_dtype": ("four steps", "--exp-avg-dtype bf16"),
-    "exp_avg_sq_dtype": ("four steps", "--exp-avg-sq-dtype bf16"),
+    "exp_avg_dtype": ("saves", "--exp-avg-dtype bf16"),
+    "exp_avg_sq_dtype": ("saves", "--exp-avg-sq-dtype bf16"),
     "sgd_momentum": ("sgd", "--sgd-momentum 0.1"),
     "lion_beta1": ("lion", "--lion-beta1 0.5"),
     "lion_beta2": ("lion", "--lion-beta2 0.5"),
@@ -437,6 +439,11 @@ ELSEWHERE: dict[str, str] = {
 """Why a field is changed in no run on ranks of any test."""
 
 
+CLEAR = 1e-4
+"""Relative difference of two numbers that is no rounding. The same run in fp32 with AVX2 and with AVX-512 differs by
+up to 1.5e-5, of what is compared here mostly 3e-7."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a run left, on all ranks, without times, rates and names of folders."""
@@ -446,6 +453,16 @@ class Outcome:
     rows: list[Any]
     files: dict[str, str]
     traffic: list[Any]
+
+    def distance(self, other: "Outcome") -> float:
+        """Return the largest relative difference of two numbers in the same place, or infinity where words differ. A
+        number below 1e-2 is seen as one of that size, such as a loss that should be 0."""
+        texts = [json.dumps(vars(outcome)) for outcome in (self, other)]
+        words, other_words = (_NUMBER.split(text) for text in texts)
+        if words != other_words:
+            return math.inf
+        pairs = zip(*([float(number) for number in _NUMBER.findall(text)] for text in texts), strict=True)
+        return max(abs(a - b) / max(abs(a), abs(b), 1e-2) for a, b in pairs)
 
 
 def run_each(lines: list[str], folder: str) -> list[Any]:
@@ -472,6 +489,9 @@ def run_each(lines: list[str], folder: str) -> list[Any]:
 
 
 _OF_TIME = re.compile(r"\[\d{4}-[^\]]*\]|\(ms\): *[\d.]+|[\d.]+ m?s\b|[\d.]+ TFLOP|GPU\): [\d.]+|\d+ tokens/s|0x\w+")
+# The metrics have these too, with all digits.
+_FRACTION = re.compile(r"-?\d+\.\d+(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _BANNER = ("megatron-ext ", "device ", "layout ", "model ", "data ", "to go ", "kernels ", "warning: no --save")
 
 
@@ -495,7 +515,7 @@ def outcomes(lines: list[str], ranks: int, folder: Path) -> Iterator[Outcome]:
         rows = [json.loads(line) for path in metrics for line in path.read_text().splitlines()]
         yield Outcome(
             codes=[run[0] for run in runs],
-            said=[line for line in said if not line.startswith(_BANNER)],
+            said=[_FRACTION.sub("_", line) for line in said if not line.startswith(_BANNER)],
             rows=[{name: value for name, value in row.items() if not _is_rate(name)} for row in rows],
             files=dict(_files(out)),
             traffic=[run[2] for run in runs],
@@ -507,13 +527,11 @@ def _is_rate(name: str) -> bool:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the files of a run, and of those that do not name a time what is in them."""
+    """Yield the files of a run, and the sizes of those that name no time, which rounding leaves as they are."""
     for path in sorted(folder.rglob("*")):
         name = re.sub(r"\d{9,}|tfevents.*", "_", str(path.relative_to(folder)))
-        if path.suffix == ".distcp":
-            yield name, hashlib.sha256(path.read_bytes()).hexdigest()
-        elif path.is_file():
-            yield name, str(path.stat().st_size) if "tfevents" in path.name else ""
+        if path.is_file():
+            yield name, str(path.stat().st_size) if "tfevents" in path.name or path.suffix == ".distcp" else ""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -530,8 +548,11 @@ def test_a_field_that_is_changed_changes_the_outcome(ranks: int, tmp_path: Path)
         assert outcome.codes == [0] * ranks, (run, outcome.said)
         differ = [name for name in vars(outcome) if getattr(outcome, name) != getattr(again[run], name)]
         assert not differ, [(run, getattr(outcome, name), getattr(again[run], name)) for name in differ]
+    references = {field: [plain[CHANGES[field][0]], by_others.get(field)] for field in changed}
     without = [
-        field for field, outcome in changed.items() if outcome in (plain[CHANGES[field][0]], by_others.get(field))
+        field
+        for field, outcome in changed.items()
+        if any(other and outcome.distance(other) < CLEAR for other in references[field])
     ]
     refused = {field: outcome.said[-3:] for field, outcome in changed.items() if 64 in outcome.codes}
     assert not without, f"changing them changes nothing: {without}"
@@ -549,16 +570,17 @@ def _others_of_lines() -> Iterator[tuple[str, str]]:
 
 def test_a_field_that_needs_another_has_an_effect_without_it_or_is_warned_of(tmp_path: Path) -> None:
     """A flag that changes a run only next to others is, alone, refused, warned of, or seen to do something;
-    `--rope-type rope`, which takes YaRN from latents, and `--full-validation=false` ask for nothing."""
+    `--rope-type rope`, which takes YaRN from latents, and `--full-validation=false` ask for nothing, and another size
+    of microbatches changes no number but by dropout."""
     others = {run for run, (ranks, flags) in RUNS.items() if ranks == 1 and SAVES not in flags}
     runs = others - {"plain", "four steps"}
     of_others = {
         field: line
         for field, (run, line) in CHANGES.items()
-        if run in runs and field not in ("rope_type", "full_validation")
+        if run in runs and field not in ("rope_type", "full_validation", "micro_batch_size")
     }
     _, plain, *alone = outcomes(["", "", *of_others.values()], 1, tmp_path)
-    silent = [field for field, outcome in zip(of_others, alone, strict=True) if outcome == plain]
+    silent = [field for field, outcome in zip(of_others, alone, strict=True) if outcome.distance(plain) < CLEAR]
     assert not silent, f"they change nothing, and nothing says so: {silent}"
 
 

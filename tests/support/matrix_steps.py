@@ -15,7 +15,7 @@ def trained(optimizer: Any, weights: list[torch.Tensor], steps: int = 20) -> lis
     draws = torch.Generator().manual_seed(1)
     for _ in range(steps):
         for weight in weights:
-            weight.grad = torch.randn(weight.shape, generator=draws) + weight.detach()
+            weight.grad = torch.randn(weight.shape, generator=draws).to(weight.dtype) + weight.detach()
         optimizer.step()
     return weights
 

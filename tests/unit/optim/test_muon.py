@@ -32,13 +32,20 @@ from tests.support.wrong_flags import BASE
     ids=lambda settings: settings.get("coefficient_type", "defaults"),
 )
 def test_twenty_steps_are_those_of_megatrons_package(settings: dict[str, Any]) -> None:
+    """Within 1e-6, or what rounding does: the package refuses fp64, and `cans` amplifies rounding where a singular
+    value is 1, as that of one row always is. There the slope of its six polynomials is -28,622 (of the other settings
+    at most 4.6), and 20 steps in fp32 are up to 8e-5 off fp64, with AVX2 and AVX-512 alike, for an update of 2e-3."""
     package = pytest.importorskip("emerging_optimizers.orthogonalized_optimizers")  # it needs Triton
     exact = {"extra_scale_factor": 0.2, "fp32_matmul_prec": "highest"}
     arguments = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, **exact, **settings}
-    ours, theirs = begun(), begun()
+    ours, theirs, in_fp64 = begun(), begun(), [weight.double() for weight in begun()]
     trained(Muon(ours, **arguments), ours)
     trained(package.Muon(theirs, **arguments), theirs)
-    assert max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True)) <= 1e-6
+    trained(Muon(in_fp64, **arguments), in_fp64)
+    for one, other, known in zip(ours, theirs, in_fp64, strict=True):
+        rounding = (one - known).abs().max().item()
+        assert (one - other).abs().max().item() <= max(1e-6, 3 * rounding)
+        assert rounding <= (1e-6 if len(one) > 1 or settings.get("coefficient_type") != "cans" else 2e-4)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
