@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.recording import heading, sentence, tell
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 
 FLAGS = shlex.split("""
     --num-layers 8 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --swiglu --seq-length 32

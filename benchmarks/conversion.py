@@ -45,10 +45,11 @@ def write_model(folder: Path) -> None:
     """Write the model. This is done in a process of its own: a child's peak memory begins with its parent's."""
     import numpy as np
 
-    from megatron_ext.checkpoint.huggingface.safetensors import create
+    from megatron_ext.checkpoint.safetensors import create
     from megatron_ext.config.resolve import Facts, resolve
-    from megatron_ext.families import FAMILIES, state_dict_mapping
-    from megatron_ext.families.hf_config import read_hf_config
+    from megatron_ext.plugins.families.hf_config import read_hf_config
+    from megatron_ext.plugins.families.registry import FAMILIES
+    from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
@@ -90,7 +91,7 @@ def measure(folder: Path, turns: int) -> dict[str, Any]:
     size = (source / "model.safetensors").stat().st_size
     kind = subprocess.run(["stat", "-f", "-c", "%T", source], capture_output=True, text=True, check=True).stdout.strip()
     convert = [sys.executable, "tools/convert_checkpoint.py"]
-    imports = "import megatron_ext.checkpoint.huggingface.importer, megatron_ext.checkpoint.huggingface.exporter"
+    imports = "import megatron_ext.plugins.huggingface.importer, megatron_ext.plugins.huggingface.exporter"
     commands = {
         "cp": ["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/*', str(source), str(copy)],
         "start and imports alone": [sys.executable, "-c", imports],

@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.recording import heading, sentence, tell
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 
 MODEL = (
     "--device cpu --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention "

@@ -69,7 +69,7 @@ def write_text(text: bytes, folder: Path) -> list[str]:
 
 def measured(flags: list[str], steps: int) -> dict[str, Any]:
     """Train once; return its losses."""
-    from megatron_ext.verify.recorded_training import record
+    from megatron_ext.plugins.prove.recorded_training import record
 
     run = record([*flags, "--train-iters", str(steps)], 1, steps)
     return {

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.recording import heading, keep, sentence
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 
 MODELS: dict[str, dict[str, Any]] = {
     "4 layers of 128": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -59,12 +59,12 @@ def prompts() -> list[list[int]]:
 
 def ours(folder: str) -> Callable[[int, bool], list[list[int]]]:
     """Return what generates so many tokens, with a cache or without."""
-    from megatron_ext.train.trained_model import load_trained
+    from megatron_ext.plugins.tasks.trained_model import load_trained
 
     model = load_trained(["--load-hf", folder, "--device", "cpu", "--seq-length", "1024"])
     # Only now may megatron-core be imported.
-    from megatron_ext.inference.generation import generate
-    from megatron_ext.inference.sampling import Sampling
+    from megatron_ext.plugins.tasks.generation import generate
+    from megatron_ext.plugins.tasks.sampling import Sampling
 
     return lambda tokens, cached: [
         one.tokens for one in generate(model, prompts(), Sampling(max_new_tokens=tokens), cached=cached)

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from megatron_ext.verify.ranks import forkserver
+from megatron_ext.forkserver.ranks import forkserver
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PATIENCE = 10.0  # seconds that a rank may take to end

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recording import heading, keep, sentence
-from megatron_ext.charts import COLOURS, Series, line_picture
+from megatron_ext.plugins.pages.charts import COLOURS, Series, line_picture
 
 STEP_TOKENS = 512
 EVERY = 10  # steps, over which a curve's training losses are averaged

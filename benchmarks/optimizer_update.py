@@ -28,13 +28,13 @@ def optimizers(layers: int, width: int) -> dict[str, Any]:
     import torch
 
     from megatron_ext import device
-    from megatron_ext.optim.adafactor import Adafactor
-    from megatron_ext.optim.adaptive_muon import AdaptiveMuon
-    from megatron_ext.optim.ademamix import AdEMAMix
-    from megatron_ext.optim.lion import Lion
     from megatron_ext.optim.muon import Muon
-    from megatron_ext.optim.schedule_free import ScheduleFree
     from megatron_ext.optim.short_adam import ShortAdam
+    from megatron_ext.plugins.optimizers.adafactor import Adafactor
+    from megatron_ext.plugins.optimizers.adaptive_muon import AdaptiveMuon
+    from megatron_ext.plugins.optimizers.ademamix import AdEMAMix
+    from megatron_ext.plugins.optimizers.lion import Lion
+    from megatron_ext.plugins.optimizers.schedule_free import ScheduleFree
 
     device.install("cpu")
     torch.set_num_threads(1)

@@ -40,8 +40,8 @@ from typing import Any, ClassVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.config.schema.layout_flags import SPLIT_SCHEDULES
-from megatron_ext.plan.schedule import most_held, named
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.cost.schedule import most_held, named
+from megatron_ext.forkserver.ranks import run_ranks
 
 TABLES = {"looped-bfs": 2, "interleaved-zero-bubble": 2, "zbv": 2, "dualpipe-v": 2}
 """Chunks of a stage by name of --pipeline-schedule."""

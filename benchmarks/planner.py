@@ -2,7 +2,7 @@
 
     python benchmarks/planner.py             the table
     python benchmarks/planner.py --write     the same, with the cross-validation, into docs/planner.md
-    python benchmarks/planner.py --fit       the constants of plan/hardware.py and plan/hardware.py computed again
+    python benchmarks/planner.py --fit       the constants of cost/hardware.py and cost/hardware.py computed again
 
 The runs (tests/golden/published_runs.jsonl) are facts: source, GPUs, device, flags, and seconds of a step. The fit
 is least squares of log(estimate / published), Gauss-Newton, with a prior for each constant; runs far off weigh less.
@@ -28,13 +28,13 @@ sys.path.insert(0, str(ROOT))
 from megatron_ext.config.parse.arguments import parse  # noqa: E402
 from megatron_ext.config.resolve import Facts, resolve  # noqa: E402
 from megatron_ext.config.schema import Config  # noqa: E402
-from megatron_ext.plan.calibrate import believed  # noqa: E402
-from megatron_ext.plan.estimate import step_time, time_of  # noqa: E402
-from megatron_ext.plan.hardware import PROGRAMS_DIFFER, RUNS_DIFFER, TABLE, Constants, Machine, hardware  # noqa: E402  # noqa: E402
-from megatron_ext.plan.layout_evaluation import evaluate_config  # noqa: E402
-from megatron_ext.plan.search_input import placeholders  # noqa: E402
-from megatron_ext.plan.stage_parameters import Shapes  # noqa: E402
-from megatron_ext.plan.workload import Workload  # noqa: E402
+from megatron_ext.cost.hardware import PROGRAMS_DIFFER, RUNS_DIFFER, TABLE, Constants, Machine, hardware  # noqa: E402  # noqa: E402
+from megatron_ext.cost.stage_parameters import Shapes  # noqa: E402
+from megatron_ext.cost.workload import Workload  # noqa: E402
+from megatron_ext.plugins.planner.calibrate import believed  # noqa: E402
+from megatron_ext.plugins.planner.estimate import step_time, time_of  # noqa: E402
+from megatron_ext.plugins.planner.layout_evaluation import evaluate_config  # noqa: E402
+from megatron_ext.plugins.planner.search_input import placeholders  # noqa: E402
 
 RUNS = ROOT / "tests/golden/published_runs.jsonl"
 HELD_OUT = ROOT / "tests/golden/published_runs_held_out.jsonl"
@@ -140,7 +140,7 @@ def calibrated(
     """Return, for each of some runs, the mean error of the others once it corrects them.
 
     Args:
-        differ: how far programs, and runs of one, differ (plan/calibrate.py).
+        differ: how far programs, and runs of one, differ (plugins/planner/calibrate.py).
         others: what is corrected; by default the same runs.
     """
     return {

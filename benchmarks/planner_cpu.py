@@ -1,7 +1,7 @@
 """Trains small layouts on CPU ranks and predicts those of 8 processes from one of 2 (tools/plan.py --calibrate).
 
     python benchmarks/planner_cpu.py [--json FILE] [--steps N]
-    python benchmarks/planner_cpu.py --calls    the calls of plan/hardware.py: a model too small to compute much
+    python benchmarks/planner_cpu.py --calls    the calls of cost/hardware.py: a model too small to compute much
 
 The 2-process run gives the correction; the others are estimated with it and then compared with what they took. All
 processes share the cores of this machine (--processor-cores). Two figures of each layout are given: the median seconds
@@ -88,7 +88,7 @@ def calls(steps: int, folder: Path) -> dict[str, dict[str, float]]:
 
 def trained(processes: int, layout: str, steps: int, cores: int, output: Path, model: str = _MODEL) -> dict[str, float]:
     """Train a layout; return the median seconds of a step on the clock, and computed over the cores."""
-    from megatron_ext.verify.ranks import run_ranks
+    from megatron_ext.forkserver.ranks import run_ranks
 
     # The step that ends at the last one's beginning is the last that is measured.
     words = [*model.split(), *layout.split(), "--train-iters", str(_WARM_UP + steps + 1)]

@@ -26,13 +26,13 @@ from benchmarks.recording import heading, keep, sentence  # noqa: E402
 from megatron_ext.config.parse.arguments import parse  # noqa: E402
 from megatron_ext.config.resolve import Facts  # noqa: E402
 from megatron_ext.config.schema import Config  # noqa: E402
-from megatron_ext.plan.dry_run import USABLE  # noqa: E402
-from megatron_ext.plan.hardware import Machine, hardware  # noqa: E402
-from megatron_ext.plan.layout_evaluation import Evaluation, evaluate  # noqa: E402
-from megatron_ext.plan.plan_report import name  # noqa: E402
-from megatron_ext.plan.search import Candidate, Question, search  # noqa: E402
-from megatron_ext.plan.search_input import question  # noqa: E402
-from megatron_ext.plan.sensitivity import with_short_gradients  # noqa: E402
+from megatron_ext.cost.dry_run import USABLE  # noqa: E402
+from megatron_ext.cost.hardware import Machine, hardware  # noqa: E402
+from megatron_ext.plugins.planner.layout_evaluation import Evaluation, evaluate  # noqa: E402
+from megatron_ext.plugins.planner.plan_report import name  # noqa: E402
+from megatron_ext.plugins.planner.search import Candidate, Question, search  # noqa: E402
+from megatron_ext.plugins.planner.search_input import question  # noqa: E402
+from megatron_ext.plugins.planner.sensitivity import with_short_gradients  # noqa: E402
 
 PAGE = ROOT / "docs/planner.md"
 _BEGIN, _END = "<!-- benchmarks/planner_searches.py --write -->", "<!-- end of searches -->"

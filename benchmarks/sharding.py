@@ -6,7 +6,7 @@
 
 Runs on CPU processes of this machine: bytes are the same on GPUs. Kept bytes are counted at the tensors' storages after
 a step (benchmarks/memory.py), sent bytes at the intercepted collectives of one step (benchmarks/traffic.py), and the
-formulas are those of plan/state_bytes.py and plan/traffic.py. The rank that is farthest from its formula is shown. Exit
+formulas are those of cost/state_bytes.py and cost/traffic.py. The rank that is farthest from its formula is shown. Exit
 codes: 0 every count is within 2% of its formula or the table says why not, 1 one is not, 64 the flags cannot work.
 """
 
@@ -27,7 +27,7 @@ from megatron_ext import device
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 
 TOLERANCE = 0.02
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -131,9 +131,9 @@ def count_on_this_rank(flags: list[str], sabotage: Any = None) -> Count:
     from benchmarks.memory import bytes_per_rank
     from benchmarks.traffic import Traffic
     from megatron_ext import device
-    from megatron_ext.plan.stage_parameters import Shapes
-    from megatron_ext.plan.state_bytes import state_bytes
-    from megatron_ext.plan.traffic import sent
+    from megatron_ext.cost.stage_parameters import Shapes
+    from megatron_ext.cost.state_bytes import state_bytes
+    from megatron_ext.cost.traffic import sent
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer

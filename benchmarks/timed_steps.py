@@ -23,8 +23,8 @@ def timed_steps(flags: Sequence[str], warmup: int, steps: int, profiler: Any = N
     here = device.install(
         config.layout.device, fuses=not training.disable_jit_fuser, own_kernels=not training.no_triton_kernels
     )
+    from megatron_ext.cost.flops import flops_per_token
     from megatron_ext.parallel import groups
-    from megatron_ext.plan.flops import flops_per_token
     from megatron_ext.train.build import build_run
     from megatron_ext.train.step import StepResult
     from megatron_ext.train.trainer import Callback, Trainer

@@ -7,7 +7,7 @@ the rest goes.
     python benchmarks/train_step.py --contestants                          # and in turns with the peers of cpu_speed.py
 
 Ceilings: the best of several large matrix products, and of copies between two large buffers, measured right before and
-right after the steps; the larger of both counts. Reached: model FLOPs (`plan/flops.py`, attention "causal") of a step
+right after the steps; the larger of both counts. Reached: model FLOPs (`cost/flops.py`, attention "causal") of a step
 over its seconds, over the ceiling of products. The profile divides the time of the operators themselves (on a GPU that
 of the kernels) into products, attention, the optimizer where it is fused, and what else passes over memory; what no
 operator covers is Python, launches and waiting. On a CPU processor seconds stand in for seconds, since a machine may

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.launchers import ForkedRanks
 from benchmarks.recording import heading, keep, sentence
 from megatron_ext.config.resolve import STEPS_BETWEEN_REPLICA_CHECKS
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --micro-batch-size 2 "

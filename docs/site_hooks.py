@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files  # pyright: ignore[reportMissingI
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ext.cli import api  # noqa: E402
+from megatron_ext.plugins.pages.commands import api  # noqa: E402
 from tools.make_docs import PAGES  # noqa: E402
 
 _LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s:]+)\)")

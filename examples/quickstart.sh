@@ -86,7 +86,6 @@ three_d=(
     --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
-recorded=(--record-schedule --profile-step-start $((stop + 1)) --profile-step-end $((stop + 2))) # a step for the page
 case "${ranks:-$gpus}" in
     1) ranks=1 shape="one process" layout=() ;;
     2 | 3)
@@ -95,9 +94,9 @@ case "${ranks:-$gpus}" in
         ;;
     4 | 5 | 6 | 7)
         ranks=4 shape="4 processes, TP 2 x PP 2"
-        layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "${recorded[@]}")
+        layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2)
         ;;
-    *) ranks=8 shape="8 processes, TP 2 x PP 2 x DP 2" layout=("${three_d[@]}" "${recorded[@]}") ;;
+    *) ranks=8 shape="8 processes, TP 2 x PP 2 x DP 2" layout=("${three_d[@]}") ;;
 esac
 train() {
     python -m torch.distributed.run --nproc-per-node "$1" pretrain_gpt.py \

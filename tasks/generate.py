@@ -1,6 +1,6 @@
 """Lets a trained model go on from prompts.
 
-It is `megatron-ext generate` as a script: megatron_ext/cli/generate.py does the work, and --help says how to use it.
+It is `megatron-ext generate` as a script: --help says how to use it.
 """
 
 import sys
@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.cli.generate import main
 from megatron_ext.commandline import run_tool
+from megatron_ext.plugins.tasks.commands.generate import main
 
 if __name__ == "__main__":
     run_tool(main)

@@ -77,8 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if _only_hands_out(config):
         return
     from megatron_ext import device
+    from megatron_ext.forkserver import ranks
     from megatron_ext.gc_freeze import kept_from_the_collector
-    from megatron_ext.verify import ranks
 
     # A rank imports the file of its test and with it pytest: a tenth of a second, for some hundreds of ranks.
     ranks.PRELOADED.append("pytest")

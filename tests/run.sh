@@ -34,7 +34,7 @@ tested=(python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 if (($# == 0)) && python -c 'import sys, torch; sys.exit(torch.backends.cpu.get_cpu_capability() != "AVX512")'; then
     # Numeric is what is compared with a tolerance: found by how that is written, lest a list of files goes stale.
     tolerance='approx\(|assert_close|allclose|TOLERANCE|CLEAR|[<>]=? [^"]*[0-9]e-[0-9]'
-    mapfile -t numeric < <(grep -rlE --include='test_*.py' "$tolerance" tests/distributed tests/unit/{model,optim,parts})
+    mapfile -t numeric < <(grep -rlE --include='test_*.py' "$tolerance" tests/distributed tests/unit/{model,optim,parts} tests/plugins)
     echo "== pytest again, with AVX2 in place of AVX-512: tests/parity and ${#numeric[@]} files that name a tolerance"
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
         "${tested[@]}" tests/parity "${numeric[@]}" || code=$?

@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext import device
 from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.forkserver.ranks import RankError
 from megatron_ext.markup import table
-from megatron_ext.verify.cases import CASES, Case
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.parity import (
+from megatron_ext.plugins.prove.cases import CASES, Case
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
+from megatron_ext.plugins.prove.parity import (
     BF16_FACTOR,
     CURVE_TOLERANCE,
     FIRST_LOSS_TOLERANCE,
@@ -33,7 +34,6 @@ from megatron_ext.verify.parity import (
     bf16_distance,
     compare,
 )
-from megatron_ext.verify.ranks import RankError
 
 _FP32_COLUMNS = (
     "case",
@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
     if unknown:
         parser.error(f"--cases {unknown[0]!r} is not one of: {'; '.join(CASES)}")
     device.install("cpu")
-    from megatron_ext.verify.parity import write_corpus
+    from megatron_ext.plugins.prove.parity import write_corpus
 
     tables: dict[str, list[list[str]]] = {"fp32": [], "bf16": []}
     all_agree = True

@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
 
-from megatron_ext.cli import plan
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.config.derived.batch_size import training_steps
 from megatron_ext.config.derived.sharding import FLAGS
 from megatron_ext.config.schema import Config
+from megatron_ext.cost.state_bytes import state_bytes
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import count, count_per_rank
-from megatron_ext.plan.state_bytes import state_bytes
+from megatron_ext.plugins.planner.commands import plan
 from megatron_ext.train.configure import configure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -283,7 +283,7 @@ def kept_losses() -> dict[str, dict[str, list[float]]]:
 def measured(names: Sequence[str], most_ranks: int) -> dict[str, list[float]]:
     """Return the losses of the steps of each tiny copy, trained on CPU ranks of its own (DTensor would remember the
     groups of an earlier copy)."""
-    from megatron_ext.verify.ranks import run_ranks
+    from megatron_ext.forkserver.ranks import run_ranks
     from tools import recipes as module  # ranks find a function by its module, which is not __main__
 
     losses: dict[str, list[float]] = {}

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megatron_ext.cli.pretrain import start
-from megatron_ext.config.derived.optimizers import OptimizerTraits, State
+from megatron_ext.config.derived.optimizer_traits import OptimizerTraits, State
 from megatron_ext.data.corpus import Splits
 from megatron_ext.parts.catalogue import Parameter
 from megatron_ext.train.extensions import Extensions

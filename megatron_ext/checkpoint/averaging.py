@@ -14,8 +14,8 @@ import torch
 
 from megatron_ext.checkpoint.copying import ComputedBytes
 from megatron_ext.checkpoint.dtypes import WIDTH, code_of
-from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 from megatron_ext.checkpoint.native.extra_files import TOKENIZER
+from megatron_ext.checkpoint.native.saved_config import saved_config
 from megatron_ext.checkpoint.native.single_process import Item, write_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import ConfigurationError
@@ -43,7 +43,7 @@ def average_checkpoints(checkpoints: Sequence[Path], destination: str | Path) ->
                 f"{path} and {last} are not of one model: {different[0]} is {_words(form.get(different[0]))} in one "
                 f"and {_words(forms[-1].get(different[0]))} in the other; average checkpoints of one run"
             )
-    config = SavedModel(last).config
+    config = saved_config(last)
     common = {"weights_only": True, "iteration": 0}
     return write_checkpoint(destination, config, _items(each, forms[-1]), common, partial(_keep_tokenizer, last))
 

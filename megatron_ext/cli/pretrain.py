@@ -18,6 +18,7 @@ from megatron_ext.own_code import hand_over
 from megatron_ext.terminal import say, survive_lost_output, warn
 
 if TYPE_CHECKING:
+    from megatron_ext.config.parse.arguments import Typed
     from megatron_ext.resilience.process_end import RunStatus
     from megatron_ext.train.configure import Configured
 
@@ -35,14 +36,17 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
         own: arguments of `train.pretrain.pretrain` that bring in a user's code.
     """
     environment.check_launch()
-    if not _is_needed(argv):
+    from megatron_ext.config.parse.command_line import read  # with the registry of plugins
+
+    typed = read(argv)
+    if not _is_needed(typed):
         return 0
     from megatron_ext.config.derived.lr_scale import scaling_text
     from megatron_ext.resilience import launcher
-    from megatron_ext.train.configure import configure
+    from megatron_ext.train.configure import configure_typed
 
     try:
-        configured = configure(argv, believing=True)
+        configured = configure_typed(typed, believing=True)
     except ConfigurationError:
         status.save = _save_folder(argv)  # of the record
         raise
@@ -66,7 +70,7 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
 
 def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, Any]) -> int:
     """Print what --dry-run does, of a user's own optimizer and layers too, and return the exit code."""
-    from megatron_ext.plan.dry_run import describe, verdict
+    from megatron_ext.cost.dry_run import describe, verdict
 
     typed, config = configured.typed, configured.config
     if own:
@@ -83,11 +87,8 @@ def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, An
     return 0 if fits else 1
 
 
-def _is_needed(argv: Sequence[str]) -> bool:
+def _is_needed(typed: "Typed") -> bool:
     """Return whether this rank trains; with --elastic, False where it was a spare, and the run is over."""
-    from megatron_ext.foreign import megatron_deepspeed
-
-    typed = megatron_deepspeed.read(argv)
     launched = environment.world_size()
     if not typed.values.get("elastic") or typed.problems or typed.dry_run or "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
@@ -100,7 +101,7 @@ def _is_needed(argv: Sequence[str]) -> bool:
             f"--elastic: no machine could join later, since torchrun shares its store; set {elastic.NO_SHARED_STORE}=1 "
             "in the environment of every torchrun and start it again"
         )
-    used = elastic.ranks_to_use(launched, typed.values, lambda ranks: _works(argv, ranks))
+    used = elastic.ranks_to_use(launched, typed.values, lambda ranks: _works(typed, ranks))
     if used is None:  # for another reason, which configuring names
         return True
     if used == 0:
@@ -111,11 +112,11 @@ def _is_needed(argv: Sequence[str]) -> bool:
     return False
 
 
-def _works(argv: Sequence[str], ranks: int) -> bool:
-    from megatron_ext.train.configure import configure
+def _works(typed: "Typed", ranks: int) -> bool:
+    from megatron_ext.train.configure import configure_typed
 
     try:
-        configure(argv, world_size=ranks)
+        configure_typed(typed, world_size=ranks)
     except ConfigurationError:
         return False
     return True

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.config.derived.optimizers import AVERAGE
+from megatron_ext.config.derived.optimizer_traits import AVERAGE
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.torch_optimizer import begin_state
 

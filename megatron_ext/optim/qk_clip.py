@@ -15,10 +15,8 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
 from megatron_ext.parallel.rows import row_shard
-from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
-from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
-
-Attention = CausalSelfAttention | LatentSelfAttention
+from megatron_ext.parts.attention.compute import SDPAttention
+from megatron_ext.parts.attention.query_key_factors import HasQueryKeyWeights, QueryKeyFactors
 
 
 class LargestScores:
@@ -31,7 +29,7 @@ class LargestScores:
 
     def __init__(self, chunks: Iterable[torch.nn.Module], group: ProcessGroup):
         modules = [module for chunk in chunks for module in chunk.modules()]
-        self.attentions: list[Attention] = [one for one in modules if isinstance(one, Attention)]
+        self.attentions: list[Any] = [one for one in modules if isinstance(one, HasQueryKeyWeights)]
         self._group = group
 
     def take(self) -> list[torch.Tensor]:
@@ -65,10 +63,10 @@ class QKClip:
         parts: the optimizers of the run.
     """
 
-    def __init__(self, config: TransformerConfig, attentions: Sequence[Attention], parts: Iterable[Any]):
+    def __init__(self, config: TransformerConfig, attentions: Sequence[Any], parts: Iterable[Any]):
         self._alpha, self._threshold = config.qk_clip_alpha, config.qk_clip_threshold
         # Between steps a module may have shards in the place of what they are known by.
-        self._attentions = [(attention, list(map(id, _weights(attention)))) for attention in attentions]
+        self._attentions = [(attention, list(map(id, attention.query_key_weights()))) for attention in attentions]
         self._factors: dict[int, torch.Tensor] = {}
         """What the rows of each weight are multiplied by in the next update, by the weight's id()."""
         for part in parts:
@@ -81,25 +79,9 @@ class QKClip:
             key_heads = getattr(attention, "num_query_groups_per_partition", len(largest_H))
             shared_G = largest_H.unflatten(0, (key_heads, -1)).amax(1)
             factor_G = (self._threshold / shared_G.clamp(min=self._threshold)).view(-1, 1)
-            self._factors |= zip(weights, self._rows(attention, factor_G), strict=True)
-
-    def _rows(self, attention: Attention, factor_G1: torch.Tensor) -> list[torch.Tensor]:
-        """Return what the rows of each of `_weights` are multiplied by."""
-        of_query, of_key, same = factor_G1**self._alpha, factor_G1 ** (1 - self._alpha), torch.ones_like(factor_G1)
-
-        def rows(*parts: tuple[torch.Tensor, int]) -> torch.Tensor:
-            return torch.cat([factor.expand(-1, size) for factor, size in parts], dim=1).flatten()
-
-        if isinstance(attention, CausalSelfAttention):
-            queries, *gates, keys, values = attention.described.sections
-            others = ((same, gate) for gate in gates)
-            return [rows((of_query, queries), *others, (of_key, keys), (same, values))]
-        described = attention.described
-        plain = described.head_size - described.position_size
-        return [
-            rows((of_query, plain), (factor_G1, described.position_size)),
-            rows((of_key, plain), (same, described.value_head_size)),
-        ]
+            of_query, of_key = factor_G**self._alpha, factor_G ** (1 - self._alpha)
+            factors = QueryKeyFactors(of_query, of_key, factor_G, torch.ones_like(factor_G))
+            self._factors |= zip(weights, attention.query_key_rows(factors), strict=True)
 
     @torch.no_grad()
     def _scale(self, part: Any) -> None:
@@ -110,11 +92,3 @@ class QKClip:
             own = of_rows if shard is None else of_rows[shard.first : shard.stop]
             whole = own.to(main).view(-1, 1).expand(-1, weight.shape[1:].numel())
             main.mul_(part.own(weight, whole.contiguous()).view_as(main))
-
-
-def _weights(attention: Attention) -> list[torch.nn.Parameter]:
-    """Return the weights that make queries and keys."""
-    if isinstance(attention, CausalSelfAttention):
-        return [attention.linear_qkv.weight]  # pyright: ignore[reportReturnType]
-    of_query: Any = attention.linear_q_proj if attention.described.query_rank is None else attention.linear_q_up_proj
-    return [of_query.weight, attention.linear_kv_up_proj.weight]

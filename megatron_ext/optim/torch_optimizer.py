@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_ext.config.derived.optimizers import OptimizerTraits, traits_of
+from megatron_ext.config.derived.optimizer_traits import OptimizerTraits
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.errors import ConfigurationError, listed
 from megatron_ext.parallel.matrices import matrix_of

@@ -7,7 +7,7 @@ traffic and the planner sum over the parts of the layers (`parts/stack.py`) and 
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from megatron_ext.config.schema import Config, ModelConfig
@@ -179,6 +179,13 @@ class Part:
     modules: ClassVar[tuple[str, ...]] = ()
     """Names of what holds its parameters, in the order of a forward pass."""
 
+    builder: ClassVar[str] = ""
+    """"module:function" that builds the spec of a mixer's module: from the description, the tensor-parallel group and
+    the columns of the table of angles that the layer reads."""
+
+    keeps_a_state: ClassVar[bool] = False
+    """Whether generation keeps a state in the place of keys and values, of which no token can be taken back."""
+
     joined: ClassVar[int] = 0
     """How many of these scatter their output together with another one."""
 
@@ -231,3 +238,17 @@ class Part:
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield why this configuration cannot compute it in any way, each with a setting that works."""
         yield from ()
+
+
+@dataclass(frozen=True)
+class Depth(Part):
+    """What stands around the transformer layer of one depth of multi-token prediction. Its `builder` takes the norm and
+    the spec of that layer."""
+
+    depth: int = field(compare=False)
+    """Index of the depth, from 0."""
+
+    @property
+    def name(self) -> str:
+        """Global name of its module."""
+        return f"mtp.layers.{self.depth}"

@@ -7,8 +7,6 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
@@ -19,23 +17,13 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
-from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.experts.compute import mixture_of_experts
-from megatron_ext.parts.gated_delta.compute import GatedDeltaNet
-from megatron_ext.parts.gated_delta.describe import GatedDelta
-from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
-from megatron_ext.parts.latent_attention.describe import LatentAttention
 from megatron_ext.parts.layer import ResidualLayer
 from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
-from megatron_ext.parts.mamba.compute import Mamba2
-from megatron_ext.parts.mamba.describe import Mamba
 from megatron_ext.parts.mlp.compute import FeedForward, XieluFeedForward
-from megatron_ext.parts.next_token.compute import next_token_spec
-from megatron_ext.parts.norm.compute import norm_builder, query_key_norms
-from megatron_ext.parts.side_by_side.compute import AttentionAndMamba
-from megatron_ext.parts.side_by_side.describe import SideBySide
+from megatron_ext.parts.norm.compute import norm_builder
 from megatron_ext.parts.stack import Layer, Stack, Table, final_norm, rotary_tables
+from megatron_ext.registry import load
 
 OwnSpec = Callable[[ModuleSpec, Layer], ModuleSpec]
 """From the spec of a layer and its description, the spec to build in its place."""
@@ -63,7 +51,11 @@ def block_spec(
         final = norm_builder(final_norm(config.model))
     chosen = [specs[layer] if own is None else _checked(own(specs[layer], layer), layer) for layer in held]
     decoder = [spec for spec, layer in zip(chosen, held, strict=True) if layer.next_token is None]
-    depths = [next_token_spec(final_norm(config.model), layer) for layer in chosen[len(decoder) :]]
+    depths = [
+        load(layer.next_token.builder)(final_norm(config.model), spec)
+        for spec, layer in zip(chosen, held, strict=True)
+        if layer.next_token is not None
+    ]
     block = TransformerBlockSubmodules(layer_specs=decoder, layer_norm=final)
     return block, MultiTokenPredictionBlockSubmodules(depths) if depths else None
 
@@ -100,17 +92,13 @@ def layer_spec(
         },
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if layer.mixer is None else before,
-            self_attention=IdentityOp if layer.mixer is None else _MIXERS[type(layer.mixer)](layer, tp_group, tables),
+            self_attention=_mixer(layer, tp_group, tables),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=IdentityOp if layer.mlp is None or layer.parallel == "one-norm" else before,
             mlp=mixture_of_experts(layer.experts) if layer.experts is not None else _dense_mlp(layer),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
-
-
-_ATTENTIONS = {"grouped_query": CausalSelfAttention}
-"""The class of a layer's attention by kind."""
 
 
 def _columns(layer: Layer, tables: Mapping[Table, slice]) -> slice | None:
@@ -120,58 +108,10 @@ def _columns(layer: Layer, tables: Mapping[Table, slice]) -> slice | None:
     return tables[layer.rotary_table] if len(tables) > 1 else slice(None)
 
 
-def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[Table, slice]) -> ModuleSpec:
-    attention, columns = layer.attention, _columns(layer, tables)
-    query_norm, key_norm = query_key_norms(attention, tp_group)
-    return ModuleSpec(
-        module=AttentionAndMamba if isinstance(attention, SideBySide) else _ATTENTIONS[attention.kind],
-        params={
-            "attn_mask_type": AttnMaskType.causal,
-            "rotary_columns": columns,
-            "described": attention,
-        },
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=_with_outputs(ColumnLinear, attention.qkv_size),  # pyright: ignore[reportArgumentType]
-            core_attention=partial(  # pyright: ignore[reportArgumentType]
-                SDPAttention, window=attention.window, softmax=attention.softmax
-            ),
-            linear_proj=_with_inputs(  # pyright: ignore[reportArgumentType]
-                BiasedRowLinear if attention.output_bias else RowLinear, attention.context_size
-            ),
-            q_layernorm=query_norm,
-            k_layernorm=key_norm,
-        ),
-    )
-
-
-def _with_outputs(build: Callable[..., Any], outputs: int) -> Callable[..., Any]:
-    """Return what builds a linear layer with so many outputs, whatever is asked for."""
-    return lambda inputs, _outputs, **settings: build(inputs, outputs, **settings)
-
-
-def _with_inputs(build: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-    """Return what builds a linear layer with so many inputs, whatever is asked for."""
-    return lambda _inputs, outputs, **settings: build(inputs, outputs, **settings)
-
-
-def _latent_attention(layer: Layer, _tp_group: ProcessGroup, tables: Mapping[Table, slice]) -> ModuleSpec:
-    described = {"attention": layer.attention, "rotary_columns": _columns(layer, tables)}
-    return ModuleSpec(module=LatentSelfAttention, params={"attn_mask_type": AttnMaskType.causal, **described})
-
-
-def _gated_delta(layer: Layer, _tp_group: ProcessGroup, _tables: Mapping[Table, slice]) -> ModuleSpec:
-    params = {"attn_mask_type": AttnMaskType.causal, "described": layer.mixer}  # the first for multi-token prediction
-    return ModuleSpec(module=Mamba2 if isinstance(layer.mixer, Mamba) else GatedDeltaNet, params=params)
-
-
-_MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[Table, slice]], ModuleSpec]] = {
-    Attention: _attention,
-    SideBySide: _attention,
-    LatentAttention: _latent_attention,
-    GatedDelta: _gated_delta,
-    Mamba: _gated_delta,
-}
-"""What builds the mixer of a layer, by the class of its description."""
+def _mixer(layer: Layer, tp_group: ProcessGroup, tables: Mapping[Table, slice]) -> Any:
+    if layer.mixer is None:
+        return IdentityOp
+    return load(layer.mixer.builder)(layer.mixer, tp_group, _columns(layer, tables))
 
 
 def _transformer_engine_spec(layer: Layer) -> ModuleSpec:

@@ -15,19 +15,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from megatron_ext.config.derived.layer_patterns import ATTENTION, BOTH, EXPERTS, GATED_DELTA, MAMBA, MLP, is_dealt
+from megatron_ext.config.derived.layer_patterns import EXPERTS, MLP, is_dealt
 from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.parts.attention.describe import Attention, Rotary, Temperature, attention_of
+from megatron_ext.parts.attention.describe import Attention, Rotary, Temperature
 from megatron_ext.parts.experts.describe import Experts, experts_of
-from megatron_ext.parts.gated_delta.describe import gated_delta_of
-from megatron_ext.parts.latent_attention.describe import latent_attention_of
-from megatron_ext.parts.mamba.describe import mamba_of
+from megatron_ext.parts.kinds import mixer_of
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
-from megatron_ext.parts.next_token.describe import NextToken
 from megatron_ext.parts.norm.describe import Norm
-from megatron_ext.parts.protocol import Part
-from megatron_ext.parts.side_by_side.describe import side_by_side_of
+from megatron_ext.parts.protocol import Depth, Part
 from megatron_ext.parts.ways import Asked, refusals
+from megatron_ext.registry import brought
 
 Table = tuple[Rotary | Temperature, int]
 """What says which table of angles a layer reads: what position does, and to channels of what."""
@@ -68,7 +65,7 @@ class Layer:
     """Whether mixer and MLP read the same residual stream, through one norm or each through its own; None: the MLP
     reads what the mixer has added to."""
 
-    next_token: NextToken | None = None
+    next_token: Depth | None = None
     """What stands around it where it is a depth of multi-token prediction."""
 
     def __hash__(self) -> int:
@@ -248,7 +245,7 @@ def stack(config: Config) -> Stack:
 @functools.lru_cache(maxsize=64)
 def _stack(model: ModelConfig) -> Stack:
     decoder = tuple(_layer(model, number) for number in range(model.num_layers))
-    ahead = (NextToken(depth, final_norm(model)) for depth in range(model.mtp_num_layers or 0))
+    ahead = [one for depths in brought("next_tokens") for one in depths(model, final_norm(model))]
     depths = (replace(decoder[-1], number=len(decoder) + one.depth, next_token=one) for one in ahead)
     return Stack((*decoder, *depths))
 
@@ -256,17 +253,15 @@ def _stack(model: ModelConfig) -> Stack:
 def _layer(model: ModelConfig, number: int) -> Layer:
     """Return layer `number` of the model: where kinds of layers are dealt out."""
     letters = model.hybrid_layer_pattern
+    letter = None
     if letters is not None:
         letter = letters[number] if number < len(letters) else MLP
-        has_mixer, has_mlp = letter not in (MLP, EXPERTS), letter in (MLP, EXPERTS)
-    else:
-        is_other = is_dealt(model.linear_attention_freq, model.num_layers, number)
-        letter = GATED_DELTA if model.experimental_attention_variant not in (None, "dsa") and is_other else ATTENTION
-        has_mixer = has_mlp = True
-    experts = model.num_experts if letters is None or letter == EXPERTS else None
+    has_mixer, has_mlp = letter not in (MLP, EXPERTS), letter in (None, MLP, EXPERTS)
+    experts = model.num_experts if letter in (None, EXPERTS) else None
     if not is_dealt(model.moe_layer_freq, model.num_layers, number, "the first", otherwise=True):
         experts = None
-    mixer = _mixer(model, letter, number) if has_mixer else None
+    norm = final_norm(model)
+    mixer = mixer_of(model, letter, number)(model, norm, number) if has_mixer else None
     places = model.norm_position
     if places == "after-attention":
         places = "after" if isinstance(mixer, Attention) else "before"
@@ -274,22 +269,10 @@ def _layer(model: ModelConfig, number: int) -> Layer:
         number=number,
         mixer=mixer,
         mlp=_mlp(model, experts) if has_mlp else None,
-        norm=final_norm(model),
+        norm=norm,
         norm_places=places,  # pyright: ignore[reportArgumentType]
         parallel=None if (form := model.parallel_residual) == "none" else form,  # pyright: ignore[reportArgumentType]
     )
-
-
-def _mixer(model: ModelConfig, letter: str, number: int) -> Part:
-    """Return what mixes positions in layer `number`, by its letter in --hybrid-layer-pattern."""
-    if letter == MAMBA:
-        return mamba_of(model)
-    if letter == GATED_DELTA:
-        return gated_delta_of(model, final_norm(model))
-    if letter == BOTH:
-        return side_by_side_of(model, final_norm(model), number)
-    attends = latent_attention_of if model.multi_latent_attention else attention_of
-    return attends(model, final_norm(model), number)
 
 
 def _mlp(model: ModelConfig, experts: int | None) -> Part:

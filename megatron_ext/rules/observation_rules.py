@@ -16,24 +16,11 @@ _OF_NSIGHT = {
 def profile_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require that a profile begins before it ends."""
     profiling = config.profiling
-    wanted = profiling.profile or profiling.record_schedule
-    if wanted and not 0 <= profiling.profile_step_start < profiling.profile_step_end:
+    if profiling.profile and not 0 <= profiling.profile_step_start < profiling.profile_step_end:
         start = max(profiling.profile_step_start, 0)
         yield (
             f"--profile-step-start {profiling.profile_step_start} is not below --profile-step-end "
             f"{profiling.profile_step_end}; use --profile-step-start {start} --profile-step-end {start + 2}"
-        )
-
-
-def recorded_steps_are_trained(config: Config, facts: Facts) -> Iterator[str]:
-    """Require that training reaches the steps whose schedule is recorded: nobody waits for a picture of none."""
-    profiling, last = config.profiling, config.training.train_iters
-    first = profiling.profile_step_start
-    if profiling.record_schedule and last is not None and 0 < last < first < profiling.profile_step_end:
-        start = max(last // 2, 1)
-        yield (
-            f"--record-schedule records from --profile-step-start {first} on, but --train-iters {last} ends before; "
-            f"use --profile-step-start {start} --profile-step-end {start + 2}"
         )
 
 
@@ -145,7 +132,6 @@ def tasks_can_be_done(config: Config, facts: Facts) -> Iterator[str]:
 RULES = (
     communication_can_be_timed,
     profile_has_a_range,
-    recorded_steps_are_trained,
     profiled_ranks_exist,
     options_are_of_the_chosen_profiler,
     recorded_memory_is_of_a_gpu,

@@ -177,21 +177,6 @@ def vocabulary_covers_the_tokenizer(config: Config, facts: Facts) -> Iterator[st
         )
 
 
-def model_is_the_one_to_load(config: Config, facts: Facts) -> Iterator[str]:
-    """Require that the model's flags describe the model of --load-hf."""
-    yield from facts.huggingface_problems
-    if not facts.huggingface:
-        return
-    from megatron_ext.families.hf_config import differences  # with every family
-
-    different = differences(config, facts.huggingface)
-    if different:
-        yield (
-            f"--load-hf {config.checkpoint.load_hf}: its config.json describes another model: {'; '.join(different)}. "
-            "Leave these flags out: they are then taken from there"
-        )
-
-
 def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
     """Require --save for the flags that save."""
     checkpoint = config.checkpoint
@@ -419,7 +404,6 @@ RULES = (
     tokenizer_is_given,
     rates_of_rearranged_documents_are_shares,
     vocabulary_covers_the_tokenizer,
-    model_is_the_one_to_load,
     saving_has_a_folder,
     stages_go_on_from_what_is_saved,
     snapshots_have_a_place,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
+from megatron_ext.registry import brought
 from megatron_ext.rules import (
     curve_rules,
     layout_rules,
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     *curve_rules.RULES,
     *operation_rules.RULES,
     *observation_rules.RULES,
+    *brought("rules"),
 )
 
 RULES_OF_RECOMPUTATION: tuple[Rule, ...] = (

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.config.derived.optimizers import AVERAGE
+from megatron_ext.config.derived.optimizer_traits import AVERAGE
 from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.optim import gradient_norm

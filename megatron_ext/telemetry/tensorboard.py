@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.charts import load_colour
 from megatron_ext.durable import keep, only_files
 from megatron_ext.errors import StorageError
+from megatron_ext.telemetry.load_colour import load_colour
 from megatron_ext.telemetry.metrics import (
     LayerLoad,
     Metrics,

@@ -3,9 +3,9 @@
     text -> charsmap -> extra spaces -> dummy prefix -> "▁" for " " -> BPE or unigram over the whole text
 
 SentencePiece scores pieces where `tokenizers` ranks merges, and finds only ordinary pieces in a text, where
-`tokenizers` finds every entry. What follows from that is here. Two differences remain, which
-`megatron_ext.verify.exported_tokenizer` finds where they matter: the library applies a charsmap (nmt_nfkc and the like)
-to whole grapheme clusters, and it adds the scores of a unigram model in 64 bits, SentencePiece in 32.
+`tokenizers` finds every entry. What follows from that is here. Two differences remain, which the check of an export
+finds where they matter: the library applies a charsmap (nmt_nfkc and the like) to whole grapheme clusters, and it adds
+the scores of a unigram model in 64 bits, SentencePiece in 32.
 
 Reads a SentencePiece model file (unigram or BPE).
 """

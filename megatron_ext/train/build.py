@@ -24,6 +24,7 @@ from megatron_ext.config.derived.cuda_graphs import makes_graphs
 from megatron_ext.config.derived.pipeline_split import last_stage, splits_backward
 from megatron_ext.config.parse.blend import is_url
 from megatron_ext.config.schema import Config
+from megatron_ext.cost.schedule import schedule_of
 from megatron_ext.data.loader import ANOTHER_TOKENIZER, BatchLoader
 from megatron_ext.data.microbatch import StageView
 from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe_sample
@@ -40,7 +41,6 @@ from megatron_ext.optim.qk_clip import LargestScores, QKClip
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.parts.attention.choice import allowed_kernels, use
 from megatron_ext.parts.stack import layers
-from megatron_ext.plan.schedule import schedule_of
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers

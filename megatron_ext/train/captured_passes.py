@@ -10,7 +10,7 @@ captured. So
 - microbatches are copied into the same tensors before every step (megatron-core's `StaticBufferLoader`);
 - a step with another number of microbatches drops the graph and begins anew with steps that run without;
 - what hooks see of the gradients is what they saw at the capture, with the numbers of this replay;
-- evaluations and steps of --record-schedule run without the graph;
+- evaluations run without the graph;
 - with dropout, experts, loss scales and whatever else differs from step to step there is no graph
   (`config/derived/cuda_graphs.py` says when, and why).
 

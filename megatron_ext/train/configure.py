@@ -21,7 +21,7 @@ from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warni
 from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.parse.blend import missing_paths
-from megatron_ext.config.parse.eval_tasks import look_at_eval_tasks
+from megatron_ext.config.parse.command_line import read
 from megatron_ext.config.parse.options import flag_of, names_by_resume, options_by_name
 from megatron_ext.config.parse.paths import path_problems
 from megatron_ext.config.parse.saved import adopt, shapes_and_function
@@ -33,7 +33,6 @@ from megatron_ext.data.skipped import skipped_samples
 from megatron_ext.device.graph_support import uncapturing_torch
 from megatron_ext.device.hardware_queues import shows_gpu
 from megatron_ext.errors import ConfigurationError, DataError, listed
-from megatron_ext.foreign.megatron_deepspeed import read
 from megatron_ext.optim.curves import (
     LearningRateCurve,
     WeightDecayCurve,
@@ -44,6 +43,7 @@ from megatron_ext.optim.curves import (
 )
 from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT
 from megatron_ext.parts.stack import layers
+from megatron_ext.registry import brought
 from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.train.dry_run_assumptions import assumed_facts
@@ -83,7 +83,11 @@ def configure(argv: Sequence[str], *, believing: bool = False, world_size: int |
         DataError: the configuration of the checkpoint is no file, or a link out of it.
         StorageError: this process may not look at a path that a flag names.
     """
-    typed = read(argv)
+    return configure_typed(read(argv), believing=believing, world_size=world_size)
+
+
+def configure_typed(typed: Typed, *, believing: bool = False, world_size: int | None = None) -> Configured:
+    """Resolve and validate what was parsed; arguments and errors as `configure`."""
     unusable = path_problems(typed.values)
     if unusable:
         raise ConfigurationError([*typed.problems, *unusable])
@@ -256,11 +260,7 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
         warnings += [
             f"{flag_of(name)} changes nothing here: {reason}" for name in attention_kernels.asked_for(typed.values)
         ]
-    if facts.huggingface:
-        from megatron_ext.families.hf_config import of_the_training  # with every family
-
-        folder = str(config.checkpoint.load_hf)
-        warnings += (f"--load-hf: {words}" for words in of_the_training(folder, facts.huggingface, typed.values))
+    warnings += (text for warnings_of in brought("warnings") for text in warnings_of(typed.values, config, facts))
     warnings += _without_graphs(typed, config, facts)
     asked, resolved = typed.values.get("transformer_impl", "local"), config.model.transformer_impl
     if asked != resolved:
@@ -427,11 +427,11 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         typed: what the user typed.
         search: what is in its --load folder; default nothing is said of it.
     """
-    huggingface, huggingface_problems = _huggingface(typed.values)
+    found = {name: value for facts_of in brought("facts") for name, value in facts_of(typed.values).items()}
     # NullTokenizer has as many ids as are asked for: those of the model, if it has a size.
-    sizes = {"vocab_size": huggingface["vocab_size"]} if "vocab_size" in huggingface else {}
+    model = found.get("huggingface", {})
+    sizes = {"vocab_size": model["vocab_size"]} if "vocab_size" in model else {}
     vocab_size, tokenizer_error = _vocabulary({**sizes, **typed.values})
-    eval_tasks_problems, missing_task_files = _eval_tasks_problems(typed.values)
     dry_run_decides = typed.dry_run and typed.values.get("world_size") is not None
     return Facts(
         global_batch_is_given=typed.values.get("global_batch_size") is not None,
@@ -444,13 +444,10 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         tokenizer_error=tokenizer_error,
         missing_paths=missing_paths(typed.values),
         missing_checkpoint=_missing_checkpoint(typed.values, search),
-        eval_tasks_problems=eval_tasks_problems,
-        missing_task_files=missing_task_files,
         load_problem=load_problem(load, typed.values.get("ckpt_step")) if (load := typed.values.get("load")) else None,
         skip_samples_error=_unreadable_samples(typed.values.get("skip_samples")),
-        huggingface=huggingface,
-        huggingface_problems=huggingface_problems,
-        unread=typed.unread | (_of_the_model(typed) if huggingface_problems else frozenset()),
+        unread=typed.unread | (_of_the_model(typed) if "huggingface_problems" in found else frozenset()),
+        **found,
     )
 
 
@@ -476,38 +473,10 @@ def _unreadable_samples(words: Sequence[str] | None) -> str | None:
     return None
 
 
-def _eval_tasks_problems(values: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what is wrong with the list of tasks, and which files of theirs are missing."""
-    path = values.get("eval_tasks")
-    if path is None or not Path(path).exists():
-        return (), ()
-    try:
-        _, problems, missing = look_at_eval_tasks(path)
-    except ConfigurationError as error:
-        return tuple(error.problems), ()
-    return tuple(problems), tuple(missing)
-
-
 def _missing_compiler() -> str | None:
     """Return the C++ compiler that is not there, looked for as torch's compiler does."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     return compiler if shutil.which(compiler) is None else None
-
-
-def _huggingface(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return the model that --load-hf names, as values of flags, and why it could not be read."""
-    folder = values.get("load_hf")
-    if folder is None:
-        return {}, ()
-    from megatron_ext.checkpoint.huggingface.huggingface_folder import read_model  # with every family
-
-    try:
-        model = read_model(folder)[1]
-    except ConfigurationError as error:
-        return {}, tuple(f"--load-hf {problem}" for problem in error.problems)
-    if values.get("moe_router_load_balancing_type"):  # other losses, for which the folder has no coefficients
-        model = {name: value for name, value in model.items() if name != "moe_aux_loss_coeff"}
-    return model, ()
 
 
 def _vocabulary(values: Mapping[str, Any]) -> tuple[int | None, str | None]:

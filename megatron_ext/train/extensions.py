@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs, without_graphs
-from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
+from megatron_ext.config.derived.optimizer_traits import OptimizerTraits
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config

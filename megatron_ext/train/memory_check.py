@@ -1,6 +1,6 @@
 """Will the run fit into memory, and where it did not: what held how much, and which flag helps.
 
-The bytes are those of the planner's formulas (`plan/memory.py`), which know nothing of libraries, communication buffers
+The bytes are those of the planner's formulas (`cost/memory.py`), which know nothing of libraries, communication buffers
 and what the allocator loses between blocks. A run is refused only if weights, gradients and optimizer alone cannot fit,
 and warned of if everything together comes near to what there is.
 """
@@ -12,10 +12,10 @@ import torch
 
 from megatron_ext import environment
 from megatron_ext.config.schema import Config
+from megatron_ext.cost.memory import described, estimate, gigabytes, helpful_flags, host_bytes, kept_at_least
 from megatron_ext.device.cpu import host_memory, host_swap
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.errors import ConfigurationError, MemoryExhaustedError, TrainingError
-from megatron_ext.plan.memory import described, estimate, gigabytes, helpful_flags, host_bytes, kept_at_least
 from megatron_ext.terminal import warn
 
 _NEAR = 0.9  # of the memory: what is left is for libraries and buffers

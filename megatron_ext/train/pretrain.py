@@ -14,7 +14,7 @@ from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
 from megatron_ext.checkpoint.native.lock import give_up, hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.derived.cuda_graphs import graphs_warning, makes_graphs, without_graphs
-from megatron_ext.config.derived.optimizers import OptimizerTraits
+from megatron_ext.config.derived.optimizer_traits import OptimizerTraits
 from megatron_ext.config.schema import CheckpointConfig, Config, TrainingConfig
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySignal, TrainingError
@@ -22,6 +22,7 @@ from megatron_ext.gc_freeze import kept_from_the_collector
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.own_code import hand_over
 from megatron_ext.parts.own_parameters import OwnParameters
+from megatron_ext.registry import brought
 from megatron_ext.resilience import elastic, exit_record, launcher
 from megatron_ext.resilience.peer_processes import end_stopped_ranks
 from megatron_ext.resilience.process_end import RunStatus
@@ -392,14 +393,8 @@ def _load(run: "Run", configured: Configured) -> None:
         what = f"{verb} iteration {iteration} of" if resume is not None else "starting afresh: none in"
         where = f"the snapshots in {resume.path.parent}" if resume is not None and resume.is_snapshot else flags.load
         say(f"checkpoint: {what} {where}")
-    if flags.load_hf is not None and resume is None:
-        from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
-
-        remarks = load_huggingface(run, flags.load_hf)
-        if run.rank == 0:
-            for remark in remarks:
-                say(f"checkpoint: {remark}")
-            say(f"checkpoint: beginning with the weights of {flags.load_hf}")
+    for fill in brought("initial_weights") if resume is None else ():
+        fill(run)
 
 
 def _record_end(status: RunStatus, iteration: int, stop_reason: str | None) -> None:

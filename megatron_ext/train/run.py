@@ -24,7 +24,6 @@ from megatron_ext.device.device_protocol import Device
 from megatron_ext.optim.qk_clip import LargestScores, QKClip
 from megatron_ext.resilience.progress import Progress
 from megatron_ext.sharding.scheme import Sharding
-from megatron_ext.telemetry.schedule_recorder import ScheduleRecorder
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.gradient_watch import GradientWatch
@@ -146,8 +145,6 @@ class Run:
     a node."""
     progress: Progress = field(default_factory=Progress)
     """Where this rank is; the watch reads it."""
-    recorder: ScheduleRecorder | None = None
-    """Recorder of the passes of this step; None in all steps but those of --record-schedule."""
     largest_scores: LargestScores | None = None
     """The largest products of queries and keys in a step; None where nothing reads them."""
     qk_clip: QKClip | None = None

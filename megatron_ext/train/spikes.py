@@ -84,7 +84,6 @@ def judge(run: Run, first: torch.Tensor, samples: range, before: RandomState) ->
     states: list[RandomState] = [None] * replicas
     torch.distributed.all_gather_object(states, before, group=run.groups.dp)
     results: Results = {}
-    recorder, run.recorder = run.recorder, None
     try:
         _add(results, _of_all(run, first), 0)
         for shift in _shifts(run):
@@ -92,7 +91,6 @@ def judge(run: Run, first: torch.Tensor, samples: range, before: RandomState) ->
             if not _differing(results, run):
                 break
     finally:
-        run.recorder = recorder
         set_random_state(run, after)
     differing = _differing(results, run)
     return Verdict(results, differing, _suspects([results[position] for position in differing]))

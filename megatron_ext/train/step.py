@@ -221,10 +221,10 @@ def run_microbatches(
     step = partial(_forward_step, summed=config.training.linear_cross_entropy, share=share)
     scales = _scales_of_depths(run, microbatches) if depths else None
     schedule, batches = run.schedule, partial(_on_device, scales=scales)
-    if run.captured_passes is not None and not forward_only and run.recorder is None:
+    if run.captured_passes is not None and not forward_only:
         schedule, batches = run.captured_passes, _one_by_one
     reports = schedule(
-        forward_step_func=step if run.recorder is None else run.recorder.watched(step),
+        forward_step_func=step,
         data_iterator=[batches(run, microbatches) for _ in run.chunks],
         model=list(run.chunks),
         num_microbatches=len(microbatches),

@@ -25,10 +25,10 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron_ext.cost.schedule import TableSchedule
 from megatron_ext.device.split_backward import Products, kept_products, splits
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.pipeline_tables import Action, Rows, with_messages
-from megatron_ext.plan.schedule import TableSchedule
 from megatron_ext.terminal import say
 
 _FORWARD, _BACKWARD = "F", "B"
@@ -143,7 +143,6 @@ class _Step:
     def __post_init__(self) -> None:
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
         self.last = self.schedule.stages * self.schedule.chunks - 1
-        self.recorder = getattr(self.forward, "recorder", None)
         self.left = [self.microbatches] * len(self.chunks)
 
     def run(self) -> None:
@@ -189,11 +188,6 @@ class _Step:
                 deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def _i(self, action: Action) -> None:
-        self._inputs(action)
-        if self.recorder is not None:
-            self.recorder.name_half("inputs", self._chunk(action), action.microbatch)
-
-    def _inputs(self, action: Action) -> None:
         stage, _, microbatch = action
         input_, output = self.held.pop((stage, microbatch))
         gradient = None if stage == self.last else self._take(stage, _BACKWARD, microbatch)
@@ -210,8 +204,6 @@ class _Step:
         self._weights(action)
         if timers is not None:
             timers("backward-compute").stop()
-        if self.recorder is not None:
-            self.recorder.name_half("weights", self._chunk(action), action.microbatch)
 
     def _weights(self, action: Action) -> None:
         with torch.no_grad():
@@ -225,10 +217,8 @@ class _Step:
             (start[chunk] if isinstance(start, list) else start)(self.chunks[chunk].parameters())
 
     def _b(self, action: Action) -> None:
-        self._inputs(action)
+        self._i(action)
         self._weights(action)
-        if self.recorder is not None:
-            self.recorder.end_pass()  # later than after the first half
 
     def _send(self, action: Action) -> None:
         peer = action.stage + (1 if action.kind[-1] == _FORWARD else -1)

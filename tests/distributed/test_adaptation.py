@@ -10,7 +10,7 @@ import torch.distributed.distributed_c10d as c10d
 from megatron_ext import device
 from megatron_ext.device import adaptation
 from megatron_ext.device.adaptation import REPLACEMENTS
-from megatron_ext.verify.ranks import RankError, run_ranks
+from megatron_ext.forkserver.ranks import RankError, run_ranks
 from tests.support.several_models import end_layout
 
 BASE = (

@@ -18,8 +18,8 @@ from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.data_manifest import checksums
 from megatron_ext.data.indexed import HEADER, IndexedWriter
 from megatron_ext.errors import DataError
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.tokenizer.simple import NullTokenizer
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import flip
 from tests.support.corpora import write_corpus
 from tests.support.program import Ended, run_program

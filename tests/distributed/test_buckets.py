@@ -12,11 +12,11 @@ import torch
 
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.train.callbacks.evaluation import evaluate
 from megatron_ext.train.step import compute_gradients, held_out_loss
 from megatron_ext.train.trainer import Trainer
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build, train
 from tests.support.program import tiny
 from tests.support.selection import chosen, marked

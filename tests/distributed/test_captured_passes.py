@@ -11,10 +11,10 @@ import torch
 from megatron.core.full_cuda_graph import StaticBufferLoader
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.step import held_out_loss
 from megatron_ext.train.trainer import Callback, Trainer
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.program import tiny
 from tests.support.recorded_graph import recorded_graphs

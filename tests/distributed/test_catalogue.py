@@ -13,11 +13,11 @@ import torch
 
 from megatron_ext.config.derived.rank_order import expert_coordinates
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.parts import stack as config_layers
 from megatron_ext.parts.catalogue import Parameter, count_per_rank, parameters, stages, states, tensor_size
 from megatron_ext.parts.stack import Layer, stack
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.several_models import in_turn
 from tests.support.small_models import (
     DELTA,

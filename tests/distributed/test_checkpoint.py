@@ -23,7 +23,7 @@ from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iter
 from megatron_ext.checkpoint.native.load_checkpoint import _reason
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.errors import StorageError
-from megatron_ext.verify.ranks import RankError, run_ranks
+from megatron_ext.forkserver.ranks import RankError, run_ranks
 from tests.support import checkpoints
 from tests.support.checkpoints import build, file_hashes, flip, load, save_at, train
 from tests.support.program import run_program

@@ -9,9 +9,9 @@ import pytest
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.optim.curves import LearningRateCurve
 from megatron_ext.train.configure import configure
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import MODEL, REST, SCHEDULE, save_at
 
 

@@ -23,7 +23,7 @@ from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state
 from megatron_ext.checkpoint.native.extra_files import VERSIONS
 from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.checkpoint.native.save import save_checkpoint
-from megatron_ext.verify.ranks import RankError, run_ranks
+from megatron_ext.forkserver.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, flip, load, save_at
 from tests.support.program import run_program
 from tests.support.several_models import in_turn

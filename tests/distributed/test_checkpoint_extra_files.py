@@ -13,12 +13,12 @@ from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, keep_tokenizer, kept_tokenizer
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
-from megatron_ext.cli.convert_checkpoint import main as convert
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import DataError
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
 from megatron_ext.tokenizer.tokenizer_training import train_bytelevel_bpe
 from megatron_ext.train.configure import configure
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import MODEL, REST, SCHEDULE, build, flip, save_at, train
 
 SETTINGS = [*REST, *SCHEDULE, "--train-iters", "10"]

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.checkpoint.deepspeed.importer import import_deepspeed
-from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args, saved_model
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.data.corpus import Splits
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.forkserver.ranks import RankError, run_ranks
+from megatron_ext.plugins.migrate.deepspeed_checkpoint.importer import import_deepspeed
+from megatron_ext.plugins.migrate.megatron_lm_checkpoint.saved_flags import read_args, saved_model
 from megatron_ext.train.configure import configure
 from megatron_ext.train.trainer import Trainer
-from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import build, train
 from tests.support.corpora import write_corpus
 

@@ -12,9 +12,9 @@ import torch
 
 from megatron_ext.config.derived.rank_order import context_chunks
 from megatron_ext.data.packing import documents_of
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parts.attention.cached import Sequences
-from megatron_ext.parts.latent_attention import indexer
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.plugins.latent_attention import indexer
 from tests.support.several_models import in_turn
 from tests.support.small_models import INDEXED, build_small_model, small_config
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ext.plugins.prove.cases import Case
+from megatron_ext.plugins.prove.parity import Experiment, compare, write_corpus
 from megatron_ext.train.build import compile_layers
-from megatron_ext.verify.cases import Case
-from megatron_ext.verify.parity import Experiment, compare, write_corpus
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ import pytest
 from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
 from megatron_ext.checkpoint.native.torch_archive import archive, tensor_pickle
 from megatron_ext.errors import DataError
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.checkpoints import FLAGS, save_at
 from tests.support.program import Ended, run_program
 

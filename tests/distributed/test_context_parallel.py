@@ -11,9 +11,9 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_ext.data.microbatch import Batch, StageView, divide
 from megatron_ext.data.packing import documents_of
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parts.attention import context_parallel
 from megatron_ext.parts.attention.segments import attend_documents, attend_segments
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.resaving import FLAGS, resave, tensors_of
 
 CP2 = ["--context-parallel-size", "2", "--attention-dropout", "0", "--cp-comm-type"]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.cli.coordinate_check import main
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.prove.commands.coordinate_check import main
 
 MODEL = (
     "--num-layers 1 --seq-length 16 --mock-data --vocab-size 61 --micro-batch-size 2 --global-batch-size 2 "

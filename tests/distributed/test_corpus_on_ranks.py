@@ -14,9 +14,9 @@ import torch
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 from megatron_ext.data import corpus, shuffled_order
 from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.prove.parity import write_corpus
 from megatron_ext.tokenizer.simple import NullTokenizer
-from megatron_ext.verify.parity import write_corpus
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.corpora import write_documents
 from tests.support.program import run_program
 

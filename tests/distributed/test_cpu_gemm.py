@@ -8,8 +8,8 @@ import yaml
 
 from megatron_ext.device import kernels
 from megatron_ext.device.kernels import gemm_by_ability
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parallel import groups
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.program import run_program, tiny
 
 FLAGS = tiny("--lr-decay-style constant")

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from megatron_ext.cli.inspect_dataset import main as inspect_dataset
 from megatron_ext.data.data_manifest import made_with
-from megatron_ext.data.prepare.merge import merge_indexed_files
-from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.prepare.commands.inspect_dataset import main as inspect_dataset
+from megatron_ext.plugins.prepare.merge import merge_indexed_files
+from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.train.configure import configure
 from megatron_ext.train.datasets import datasets_of_run, tokenizer_of_run
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.program import Ended, run_program
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"

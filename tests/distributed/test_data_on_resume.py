@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.cli.inspect_dataset import main as inspect_dataset
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.prepare.commands.inspect_dataset import main as inspect_dataset
 from megatron_ext.untrusted.metrics_rows import read_rows
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.corpora import write_windows
 from tests.support.program import Ended, run_program
 

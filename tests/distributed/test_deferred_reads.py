@@ -14,10 +14,10 @@ import pytest
 
 from megatron_ext.device.cpu import CpuDevice
 from megatron_ext.errors import StoppedBySignal
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.trainer import Callback, Trainer
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.launched import reproducible_rows
 from tests.support.program import Ended, run_program, tiny

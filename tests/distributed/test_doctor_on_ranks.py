@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.cli.doctor import main
 from megatron_ext.commandline import run_tool
-from megatron_ext.doctor import collectives
-from megatron_ext.doctor.collectives import NotTheReporter
 from megatron_ext.errors import PeerLostError
-from megatron_ext.verify.ranks import RankError, run_ranks
+from megatron_ext.forkserver.ranks import RankError, run_ranks
+from megatron_ext.plugins.doctor import collectives
+from megatron_ext.plugins.doctor.collectives import NotTheReporter
+from megatron_ext.plugins.doctor.commands.doctor import main
 from tests.support.launched import finish, start_torchrun
 
 

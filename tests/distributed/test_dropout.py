@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron_ext.config.schema import Config
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.model.names import global_named_parameters
-from megatron_ext.verify.compared_layouts import RECOMPUTE
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.parity import SEQ_LENGTH, write_corpus
-from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.recorded_training import record
+from megatron_ext.plugins.prove.compared_layouts import RECOMPUTE
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
+from megatron_ext.plugins.prove.parity import SEQ_LENGTH, write_corpus
+from megatron_ext.plugins.prove.recorded_training import record
 from tests.support.dropout_masks import DROPOUT, equal_masks, masks_of_first_step
 from tests.support.selection import marked
 from tests.support.several_models import in_turn

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.killed_training import last_iteration
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.resilience.elastic import NO_SHARED_STORE
 from megatron_ext.untrusted.metrics_rows import read_rows
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import (
     ROOT,
     Launched,

@@ -20,8 +20,8 @@ import pytest
 
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config
-from megatron_ext.verify.parity import write_corpus
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.prove.parity import write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -389,8 +389,6 @@ CHANGES: dict[str, tuple[str, str]] = {
     # profiling
     "profile": ("plain", "--profile --profile-step-start 1 --profile-step-end 2 --use-pytorch-profiler "
                 "--tensorboard-dir OUT/tensorboard"),
-    "record_schedule": ("two stages", "--record-schedule --tensorboard-dir OUT/t --profile-step-start 2 "
-                        "--profile-step-end 4"),
 }  # fmt: skip
 
 ELSEWHERE: dict[str, str] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.program import Ended, run_program
 
 MODEL = """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.resaving import Saved, assert_same_tensors, saved_by
 from tests.support.selection import chosen
 
@@ -28,10 +28,10 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 def _by_the_program(flags: list[str]) -> tuple[dict[str, np.ndarray], float, float]:
     """First gradients by name, load-balancing loss and z-loss of a training step."""
     from megatron_ext import device
+    from megatron_ext.plugins.prove import gather
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
-    from megatron_ext.verify import gather
 
     run = build_run(configure(flags).config, device.install("cpu"))
     gradients: list[Any] = []
@@ -283,7 +283,7 @@ def _messages_of_a_step(flags: list[str]) -> tuple[dict[str, int], dict[str, flo
     """The collectives of a training step on two ranks, without the sums, and those of tokens by the planner."""
     from benchmarks.traffic import Traffic
     from megatron_ext import device
-    from megatron_ext.plan.traffic import sent as planned
+    from megatron_ext.cost.traffic import sent as planned
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer

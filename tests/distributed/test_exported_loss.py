@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.native.save import save_checkpoint
-from megatron_ext.cli.convert_checkpoint import main as convert
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
+from megatron_ext.plugins.huggingface.transformers_reference import their_loss
 from megatron_ext.train.callbacks.evaluation import evaluate
-from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.transformers_reference import their_loss
 from tests.support.checkpoints import build, train
 from tests.support.corpora import write_documents
 from tests.support.hf_models import quiet_transformers

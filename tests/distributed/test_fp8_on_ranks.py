@@ -12,12 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parts.linear import fp8
 from megatron_ext.parts.linear.scaled_products import E5M2, RECIPES
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.parity import BF16_FACTOR, FIRST_LOSS_TOLERANCE, GRADIENT_TOLERANCE, compare, write_corpus
-from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.recorded_training import RunRecord, record
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
+from megatron_ext.plugins.prove.parity import (
+    BF16_FACTOR,
+    FIRST_LOSS_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    compare,
+    write_corpus,
+)
+from megatron_ext.plugins.prove.recorded_training import RunRecord, record
 
 TOKENS, INPUTS, OUTPUTS = 512, 256, 512
 FUSION = "--gradient-accumulation-fusion"

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
+from megatron_ext.plugins.prove.cases import Case
+from megatron_ext.plugins.prove.parity import Experiment, compare, write_corpus
 from megatron_ext.train.extensions import Extensions
-from megatron_ext.verify.cases import Case
-from megatron_ext.verify.parity import Experiment, compare, write_corpus
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.small_models import small_config
 
 LOSS, PRODUCTS = "--linear-cross-entropy", "--gradient-accumulation-fusion"

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_ext.config.derived.rank_order import context_chunks
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.parity import CURVE_TOLERANCE
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
+from megatron_ext.plugins.prove.parity import CURVE_TOLERANCE
 from tests.support.several_models import in_turn
 from tests.support.small_models import DELTA, MAMBA, build_small_model, small_config
 
@@ -30,7 +30,7 @@ def _differences(size: int, case: Case) -> dict[str, float]:
     """The largest difference of output and gradients on this rank, over the largest number."""
     from megatron_ext.data.packing import documents_of
     from megatron_ext.parts.attention.cached import Sequences
-    from megatron_ext.parts.gated_delta import compute
+    from megatron_ext.plugins.gated_delta import compute
 
     documents, kernel, compute.SPAN, variant = case
     sizes = MAMBA if variant == "mamba" else {**DELTA, "experimental_attention_variant": variant}
@@ -91,8 +91,8 @@ def test_parts_of_samples_are_computed_as_whole_ones(size: int) -> None:
 
 
 def _without_states_of_others(case: Case) -> dict[str, float]:
-    from megatron_ext.parts.gated_delta import compute
-    from megatron_ext.parts.mamba import compute as of_mamba
+    from megatron_ext.plugins.gated_delta import compute
+    from megatron_ext.plugins.mamba import compute as of_mamba
 
     compute.states = lambda maps, group: torch.zeros_like(maps[..., : -maps.size(-2)])
     of_mamba.states = lambda maps, *_: torch.zeros_like(maps[..., :-1])
@@ -100,7 +100,7 @@ def _without_states_of_others(case: Case) -> dict[str, float]:
 
 
 def _without_inputs_of_others(case: Case) -> dict[str, float]:
-    from megatron_ext.parts.gated_delta import compute
+    from megatron_ext.plugins.gated_delta import compute
 
     compute._before = lambda last, group: torch.zeros_like(last)
     return _differences(2, case)

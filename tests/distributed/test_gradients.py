@@ -18,14 +18,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
 from megatron_ext.config.schema import Config
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.model.loss import token_loss
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parts.catalogue import parameters
+from megatron_ext.plugins.prove.compared_models import MODELS as COMPARED
+from megatron_ext.plugins.prove.compared_models import RECIPE
+from megatron_ext.plugins.prove.recorded_training import record
 from megatron_ext.train.configure import configure
-from megatron_ext.verify.compared_models import MODELS as COMPARED
-from megatron_ext.verify.compared_models import RECIPE
-from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.recorded_training import record
 from tests.support.corpora import write_documents
 from tests.support.several_models import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from benchmarks.killed_training import last_iteration
-from megatron_ext.doctor.flight_recorder import explain, read_dumps
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.doctor.flight_recorder import explain, read_dumps
 from tests.support.launched import end_all, rank_processes, start, wait_until
 from tests.support.program import run_program, tiny
 from tests.support.watched_ranks import PAUSE, WatchedRank, fork_program

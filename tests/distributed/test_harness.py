@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.evaluation_tasks import write_tasks
 from tests.support.hf_models import quiet_transformers
 from tests.support.trained_models import TEXT, export, train_families, write_corpus
@@ -66,9 +66,9 @@ def _asked(model: Any) -> list[Any]:
 
 
 def _ours(flags: list[str], folder: str) -> Any:
-    from megatron_ext.inference.harness import HarnessModel, evaluate
-    from megatron_ext.inference.leader import Leader, follow
-    from megatron_ext.train.trained_model import load_trained
+    from megatron_ext.plugins.tasks.harness import HarnessModel, evaluate
+    from megatron_ext.plugins.tasks.leader import Leader, follow
+    from megatron_ext.plugins.tasks.trained_model import load_trained
 
     model = load_trained([*flags, "--device", "cpu"])
     if model.rank != 0:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.trainer import Callback, Trainer
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 
 FLAGS = shlex.split("""

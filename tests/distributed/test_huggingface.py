@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ext.checkpoint.huggingface.huggingface_folder import HFFolder
-from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 from megatron_ext.checkpoint.native.tensors import Tensors
-from megatron_ext.cli.convert_checkpoint import main as convert
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.families import state_dict_mapping
-from megatron_ext.verify import exported_model
-from megatron_ext.verify.ranks import RankError, run_ranks
+from megatron_ext.forkserver.ranks import RankError, run_ranks
+from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
+from megatron_ext.plugins.huggingface import exported_model
+from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
+from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
+from megatron_ext.plugins.huggingface.saved_model import SavedModel
 from tests.support.hf_gradients import IN_FP64, our_gradients, put_together, write_gradients
 from tests.support.hf_models import (
     FEWER,
@@ -378,9 +378,9 @@ def test_the_text_model_inside_of_gemma_3(tmp_path: Path, capsys: pytest.Capture
 def _train(arguments: list[str], save: str | None) -> tuple[float, torch.Tensor | None]:
     """Load, take three steps, and save; the last loss and the logits afterwards."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
     from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
+    from megatron_ext.plugins.huggingface.load_hf import load_huggingface
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
@@ -577,8 +577,8 @@ def test_files_without_the_depths_that_their_config_names(models: dict[str, Any]
 
 def _load_and_save(arguments: list[str], folder: str) -> None:
     from megatron_ext import device
-    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
     from megatron_ext.checkpoint.native.save import save_checkpoint
+    from megatron_ext.plugins.huggingface.load_hf import load_huggingface
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
 

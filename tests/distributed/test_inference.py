@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.evaluation_tasks import NEW_TOKENS, narrowed_alike, our_results, their_results, write_tasks
 from tests.support.hf_models import quiet_transformers
 from tests.support.plain_process import in_plain_process
@@ -138,11 +138,11 @@ SAMPLED = "--temperature 0.9 --top-k 40 --top-p 0.97 --min-p 0.001 --repetition-
 
 def _ways_to_ask(folder: str) -> tuple[list[str], list[list[Any]]]:
     """On ranks: what the screen shows, and what is made of prompts from a file and standard input."""
-    from megatron_ext.cli.generate import main
-    from megatron_ext.inference.leader import Leader, follow
-    from megatron_ext.inference.scoring import Scorable, score
     from megatron_ext.parallel import groups
-    from megatron_ext.train import trained_model
+    from megatron_ext.plugins.tasks import trained_model
+    from megatron_ext.plugins.tasks.commands.generate import main
+    from megatron_ext.plugins.tasks.leader import Leader, follow
+    from megatron_ext.plugins.tasks.scoring import Scorable, score
 
     model = trained_model.load_trained(["--load", f"{folder}/Llama", "--device", "cpu", *TP2])
     trained_model.load_trained = lambda _argv, **_: model  # for all calls

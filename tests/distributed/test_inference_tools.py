@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.cli import generate, tasks
-from megatron_ext.inference.scoring import Scorable, score
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parallel import groups
-from megatron_ext.train.trained_model import _saved_flags, load_trained
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.plugins.tasks.commands import generate, tasks
+from megatron_ext.plugins.tasks.scoring import Scorable, score
+from megatron_ext.plugins.tasks.trained_model import _saved_flags, load_trained
 from tests.support.checkpoints import save_at
 
 MODEL = """

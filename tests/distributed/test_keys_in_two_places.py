@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.hf_models import (
     flags,
     logits_of_folder,

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.killed_training import last_iteration
 from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.corpora import write_corpus
 from tests.support.launched import (
     Launched,

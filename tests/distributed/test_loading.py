@@ -12,7 +12,7 @@ from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, checkpoint
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.optimizer_state import step_count
 from megatron_ext.errors import DataError
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support import checkpoints
 from tests.support.checkpoints import build, save_at
 from tests.support.program import Ended, run_program, tiny

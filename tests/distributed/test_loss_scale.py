@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.losses.layouts import write_corpus
 from tests.support.program import Ended, run_program
 from tests.support.several_models import in_turn
@@ -88,10 +88,10 @@ def test_a_dynamic_scale_settles_where_that_of_the_mean_does_whatever_the_replic
 def _gradients(flags: str) -> dict[str, Any]:
     """Return the gradients of the first step by name, without the loss scale."""
     from megatron_ext import device
+    from megatron_ext.plugins.prove import gather
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.step import compute_gradients
-    from megatron_ext.verify import gather
 
     run = build_run(configure(shlex.split(f"{MODEL} {flags} --device cpu")).config, device.install("cpu"))
     compute_gradients(run, range(4))

@@ -15,7 +15,7 @@ import torch
 from megatron_ext.data.formula_order import FormulaSource
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import share_of
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.launched import reproducible_rows
 from tests.support.program import run_program
 from tests.support.several_models import in_turn

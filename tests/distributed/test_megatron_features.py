@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.verify.parity import compare
-from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.recorded_training import RunRecord, record
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.prove.parity import compare
+from megatron_ext.plugins.prove.recorded_training import RunRecord, record
 from tests.support.corpora import write_corpus
 from tests.support.resaving import assert_same_tensors, saved_by
 

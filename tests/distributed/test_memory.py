@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from benchmarks.memory import Bytes, bytes_per_rank
+from megatron_ext.cost.memory import over_time
+from megatron_ext.cost.stage_parameters import Shapes
+from megatron_ext.cost.state_bytes import state_bytes
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parts.catalogue import count
-from megatron_ext.plan.memory import over_time
-from megatron_ext.plan.stage_parameters import Shapes
-from megatron_ext.plan.state_bytes import state_bytes
 from megatron_ext.train.configure import configure
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build, train
 from tests.support.selection import chosen, marked
 from tests.support.several_models import end_layout

@@ -8,11 +8,11 @@ import psutil
 import pytest
 
 from megatron_ext.config.schema import Config
+from megatron_ext.cost.memory import estimate, helpful_flags, kept_at_least
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan.memory import estimate, helpful_flags, kept_at_least
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.train import memory_check
 from megatron_ext.train.configure import configure
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.program import Ended, run_program
 
 _FLAGS = shlex.split("""

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import local_part
+from megatron_ext.plugins.prove import gather
 from megatron_ext.train.callbacks.evaluation import evaluate
 from megatron_ext.train.callbacks.reporting import parameters_norm
 from megatron_ext.train.gradient_watch import _before_other_uses
 from megatron_ext.train.step import AuxiliaryLosses
 from megatron_ext.train.trainer import Callback, Trainer
-from megatron_ext.verify import gather
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.program import tiny
 from tests.support.several_models import in_turn

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.selection import chosen, marked
 from tests.support.several_models import end_layout, in_turn
 

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks.memory import Bytes, bytes_per_rank
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parallel.rows import local_part
 from megatron_ext.train.trainer import Trainer
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.program import tiny
 from tests.support.selection import chosen, marked

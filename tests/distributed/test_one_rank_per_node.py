@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.data.one_rank_per_node import one_rank_of_a_node_first, read_once_per_node
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 
 ERRORS = [
     DataError("damaged"),

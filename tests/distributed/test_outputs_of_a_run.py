@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.program import Ended, run_program, tiny
 
 OWN = """
@@ -78,7 +78,7 @@ def test_the_end_is_recorded(ended: tuple[Path, list[Ended]]) -> None:
 
 
 PROGRAM = """
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 if __name__ == "__main__":
     print(run_ranks(2, abs, -1))
 """
@@ -93,5 +93,5 @@ def test_who_asks_ranks_hears_nothing_of_their_servers_end(tmp_path: Path) -> No
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("[1, 1]\n", "")
-    imports = [sys.executable, "-c", "import megatron_ext.verify.preload; raise SystemExit(3)"]
+    imports = [sys.executable, "-c", "import megatron_ext.forkserver.preload; raise SystemExit(3)"]
     assert subprocess.run(imports, env=environment, stderr=subprocess.DEVNULL, check=False).returncode == 3

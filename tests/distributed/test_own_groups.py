@@ -13,9 +13,9 @@ from benchmarks.rehearsed_rank import groups_made
 from benchmarks.rehearsed_world import played
 from megatron_ext import device
 from megatron_ext.config.schema import LayoutConfig
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.parallel.groups import rank_groups
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.several_models import in_turn
 
 LAYOUTS = {

@@ -13,8 +13,8 @@ import torch
 
 from megatron_ext.checkpoint.native import save
 from megatron_ext.checkpoint.native.safe_reading import SafeReader
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.train.trainer import Trainer
-from megatron_ext.verify.ranks import run_ranks
 from tests.support import resaving
 from tests.support.checkpoints import FLAGS as SAVED_FLAGS
 from tests.support.checkpoints import build, file_hashes

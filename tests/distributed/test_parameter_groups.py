@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_ext.config.derived.optimizers import traits_of
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.optim.settings import set_rates
 from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS, parameters
 from megatron_ext.parts.update_factors import factors
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.program import tiny
 from tests.support.several_models import end_layout

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from megatron_ext.cli.convert_checkpoint import main as convert
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
 from tests.support.hf_models import flags, logits_of_folder, quiet_transformers, write_model
 from tests.support.plain_process import in_plain_process
 

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.pipeline_schedules import ORDERS, measure, run_order
-from megatron_ext.plan.schedule import Schedule
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.cost.schedule import Schedule
+from megatron_ext.forkserver.ranks import run_ranks
 
 MOST_LIVE = {
     "naive": [1, 1],

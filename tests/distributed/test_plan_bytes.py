@@ -6,7 +6,7 @@ numbers per token (masks and sums of the loss, token ids), and have a rotary tab
 
 import pytest
 
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.selection import chosen, marked
 from tests.support.several_models import end_layout
 
@@ -113,10 +113,10 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
 
     here = device.install("cpu")
     from benchmarks.traffic import Traffic
-    from megatron_ext.plan.activations import Activations
-    from megatron_ext.plan.schedule import most_held, schedule_of
-    from megatron_ext.plan.stage_parameters import Shapes
-    from megatron_ext.plan.traffic import sent
+    from megatron_ext.cost.activations import Activations
+    from megatron_ext.cost.schedule import most_held, schedule_of
+    from megatron_ext.cost.stage_parameters import Shapes
+    from megatron_ext.cost.traffic import sent
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer

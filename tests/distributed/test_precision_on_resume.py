@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
-from megatron_ext.verify.ranks import RankError, run_ranks
+from megatron_ext.forkserver.ranks import RankError, run_ranks
 from tests.support.checkpoints import build, train
 from tests.support.resaving import FLAGS, Saved, saved_by, tensors_of
 from tests.support.selection import marked

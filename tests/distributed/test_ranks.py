@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_ext.verify.ranks import RankError, run_ranks
+from megatron_ext.forkserver.ranks import RankError, run_ranks
 
 
 def answer(kinds: list[str]) -> int:

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from benchmarks.rehearsed_rank import rehearse
 from megatron_ext.data.indexed import IndexedWriter
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 
 MODEL = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16

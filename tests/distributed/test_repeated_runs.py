@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_ext.cli.pretrain import main
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.resilience.process_end import RunStatus, run_guarded
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.trainer import Callback
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.small_runs import MODEL
 
 FLAGS = [*MODEL, *["--eval-iters", "0", "--hidden-dropout", "0", "--attention-dropout", "0"]]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.cli.replay_step import main
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.prove.commands.replay_step import main
 from tests.support.program import run_program, tiny
 
 FLAGS = tiny("""

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron_ext.errors import NumericError
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import local_part
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.trainer import Trainer
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.program import tiny
 from tests.support.selection import marked

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.run_state import state_hash
 from tests.support.selection import marked
 from tests.support.several_models import end_layout

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_ext.checkpoint.native import resume
 from megatron_ext.config.parse.saved import read_saved
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.untrusted.metrics_rows import read_rows
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import flip
 from tests.support.corpora import write_windows
 from tests.support.program import Ended, run_program

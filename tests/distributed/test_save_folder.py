@@ -14,10 +14,10 @@ import torch
 from megatron_ext.checkpoint.native import checkpoint_manifest, lock
 from megatron_ext.checkpoint.native.checkpoint_folder import find_latest
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.train.callbacks.checkpointing import Checkpointing
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.untrusted.metrics_rows import read_rows
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS as CHECKPOINTED
 from tests.support.checkpoints import build
 from tests.support.program import Ended, run_program, tiny

@@ -11,11 +11,11 @@ import pytest
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import Save, save_checkpoint
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
-from megatron_ext.cli.convert_checkpoint import main as convert
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
+from megatron_ext.plugins.prove import gather
 from megatron_ext.train.callbacks.reporting import parameters_norm
 from megatron_ext.train.trainer import Trainer
-from megatron_ext.verify import gather
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.hf_models import quiet_transformers
 from tests.support.program import tiny

@@ -20,8 +20,8 @@ from megatron_ext.checkpoint.local.snapshot_folder import file_of, folder_of, it
 from megatron_ext.checkpoint.local.writer import SnapshotWriter
 from megatron_ext.checkpoint.native.resume import Search
 from megatron_ext.config.parse.config_file import to_yaml
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.train.trainer import Trainer
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS as SAVED_FLAGS
 from tests.support.checkpoints import build, flip
 from tests.support.launched import reproducible_rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.launched import ROOT
 from tests.support.several_models import in_turn
 from tests.support.trained_models import TEXT, write_corpus
@@ -36,9 +36,9 @@ def _train(folder: str) -> None:
 
 def _generate(task: tuple[str, str]) -> tuple[list[tuple[list[int], str]], list[tuple[list[int], str]], list[int]]:
     """On ranks: what is generated without and with drafts, and how many of these there were and were right."""
-    from megatron_ext.inference.generation import generate
-    from megatron_ext.inference.sampling import Sampling
-    from megatron_ext.train.trained_model import load_trained
+    from megatron_ext.plugins.tasks.generation import generate
+    from megatron_ext.plugins.tasks.sampling import Sampling
+    from megatron_ext.plugins.tasks.trained_model import load_trained
 
     folder, layout = task
     model = load_trained(["--load", f"{folder}/model", "--device", "cpu", *layout.split()], depths=True)

@@ -17,11 +17,11 @@ from torch.distributed.distributed_c10d import _world
 from benchmarks.killed_training import last_iteration
 from megatron_ext import device
 from megatron_ext.config.schema import LayoutConfig
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parallel import groups
 from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.untrusted.metrics_rows import read_rows
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import end_all, start, wait_until
 from tests.support.program import run_program, tiny
 from tests.support.watched_ranks import fork_program

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.telemetry.loss_curve import read_history
-from megatron_ext.telemetry.run_page import run_page
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.pages.loss_curve import read_history
+from megatron_ext.plugins.pages.run_page import run_page
 from tests.support.evaluation_tasks import write_tasks
 from tests.support.several_models import in_turn
 from tests.support.trained_models import write_corpus

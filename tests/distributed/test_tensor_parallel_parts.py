@@ -11,11 +11,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parts.linear.compute import _GatheredLinear
 from megatron_ext.parts.norm.compute import ProjectionNorm
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.several_models import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config
 

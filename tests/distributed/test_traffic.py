@@ -9,7 +9,7 @@ from benchmarks import sharding
 from benchmarks.sharding import MODEL, TOLERANCE, Count, measure, write_into
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 
 KILO = 1000  # elements
 RANKS = 4

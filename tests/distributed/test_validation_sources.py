@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.untrusted.metrics_rows import read_rows
-from megatron_ext.verify.ranks import run_ranks
 from tests.support.corpora import write_windows
 from tests.support.program import run_program
 

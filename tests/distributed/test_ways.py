@@ -11,11 +11,11 @@ import torch
 
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.stack import layers
 from megatron_ext.parts.ways import RECOMPUTATIONS, WAYS
 from megatron_ext.rules.part_rules import RULES
-from megatron_ext.verify.ranks import run_ranks
 
 LENGTH = 64
 MODEL = (

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_ext.checkpoint.native.tensors import Tensors
-from megatron_ext.cli.convert_checkpoint import main as convert
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
 from tests.support.resaving import FLAGS, assert_same_tensors, saved_by
 from tests.support.several_models import end_layout
 
@@ -42,7 +42,7 @@ def _averages(layouts: dict[str, str]) -> dict[str, list[tuple[str, torch.Tensor
     from megatron_ext import device
 
     here = device.install("cpu")
-    from megatron_ext.config.derived.optimizers import AVERAGE
+    from megatron_ext.config.derived.optimizer_traits import AVERAGE
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer

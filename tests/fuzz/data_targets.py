@@ -16,21 +16,17 @@ from megatron_ext.config.derived.pipeline_table import flaws
 from megatron_ext.data.data_manifest import checksums, first_damage, known_blocks
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids, open_index
-from megatron_ext.data.prepare.documents import read_documents
-from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.errors import DataError
 from megatron_ext.pipeline_tables import Action, _flat
-from megatron_ext.plan.timeline import as_text
-from megatron_ext.plan.timeline_svg import as_page
-from megatron_ext.telemetry import schedule_record
-from megatron_ext.telemetry.loss_curve import loss_chart, read_history
-from megatron_ext.telemetry.run_page import run_page
+from megatron_ext.plugins.pages.loss_curve import loss_chart, read_history
+from megatron_ext.plugins.pages.run_page import run_page
+from megatron_ext.plugins.prepare.documents import read_documents
+from megatron_ext.plugins.prepare.inputs import find_files
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.untrusted.schedule_csv import read_schedule
 from megatron_ext.untrusted.text import TextError
 from tests.fuzz.mutations import Read, changed, flipped
 from tests.support.pages import elements
-from tests.support.samples import recorded_rank
 
 
 def pair(folder: Path) -> Read:
@@ -207,22 +203,6 @@ def metrics(folder: Path) -> Read:
         history = read_history(folder / "m.jsonl")
         assert loss_chart(history)
         assert elements(run_page(history, "run"))
-
-    return read
-
-
-def trace(folder: Path) -> Read:
-    """The traces of a pipeline of two stages: what is taken can be drawn, in the terminal and as a page."""
-    paths = [schedule_record.write(folder, recorded_rank(rank, world_size=2)) for rank in range(2)]
-    texts = [path.read_bytes() for path in paths]
-
-    def read(chance: random.Random) -> None:
-        which = chance.randrange(2)
-        for number, (path, text) in enumerate(zip(paths, texts, strict=True)):
-            path.write_bytes(changed(text, chance) if number == which else text)
-        drawn = schedule_record.timeline(schedule_record.read(folder))
-        assert as_text(drawn)
-        assert elements(as_page(drawn))
 
     return read
 

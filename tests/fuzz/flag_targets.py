@@ -10,9 +10,9 @@ import yaml
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.cost.dry_run import describe
 from megatron_ext.errors import DataError, TrainingError
-from megatron_ext.foreign.translate import read as read_foreign
-from megatron_ext.plan.dry_run import describe
+from megatron_ext.plugins.migrate.translate import read as read_foreign
 from megatron_ext.train.configure import configure
 from megatron_ext.untrusted.text import TextError, load_json
 from megatron_ext.untrusted.yaml_text import load_yaml

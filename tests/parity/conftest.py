@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_ext.verify.cases import Case
-from megatron_ext.verify.compared_models import MODELS
-from megatron_ext.verify.parity import STEPS, Experiment, write_corpus
-from megatron_ext.verify.recorded_training import RunRecord
+from megatron_ext.plugins.prove.cases import Case
+from megatron_ext.plugins.prove.compared_models import MODELS
+from megatron_ext.plugins.prove.parity import STEPS, Experiment, write_corpus
+from megatron_ext.plugins.prove.recorded_training import RunRecord
 
 OF_LAYOUTS = ("tied", "untied", "8 layers, tied", "8 layers, untied", "experts", "routing by groups")
 """Models on which layouts are compared for their own sake: with as many microbatches as docs/parity.md has."""

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from examples.extension.extension import EXTENSIONS, Progressions, layer_parameters, layer_spec
-from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.forkserver.ranks import RankError, run_ranks
 from megatron_ext.parts.catalogue import Parameter, count, count_per_rank, parameters
 from megatron_ext.parts.own_parameters import with_own_parameters
+from megatron_ext.plugins.huggingface.saved_model import SavedModel
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
+from megatron_ext.plugins.prove.gather import assemble
+from megatron_ext.plugins.prove.parity import STEPS, compare
+from megatron_ext.plugins.prove.recorded_training import RunRecord, record
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import NONE, Extensions, extensions_of_script
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.gather import assemble
-from megatron_ext.verify.parity import STEPS, compare
-from megatron_ext.verify.ranks import RankError, run_ranks
-from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support.launched import finish, start_python
 from tests.support.selection import marked
 
@@ -126,7 +126,7 @@ def _own_run(flags: list[str], folder: str, loads: bool, more: Extensions = EXTE
     from megatron_ext import device
     from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.verify import gather
+    from megatron_ext.plugins.prove import gather
 
     with more.registered():
         config = more.applied(configure(flags).config)

@@ -6,8 +6,14 @@ parallelism) give one curve; tensor parallelism sums in another order. docs/deci
 
 import pytest
 
-from megatron_ext.verify.cases import CASES
-from megatron_ext.verify.parity import CURVE_TOLERANCE, FIRST_LOSS_TOLERANCE, GRADIENT_TOLERANCE, Experiment, compare
+from megatron_ext.plugins.prove.cases import CASES
+from megatron_ext.plugins.prove.parity import (
+    CURVE_TOLERANCE,
+    FIRST_LOSS_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    Experiment,
+    compare,
+)
 
 LOSS_TOLERANCES = {"DP2 distributed optimizer, untied": CURVE_TOLERANCE, "TP2 SP, untied": 1e-4}
 """Nats per token, over 20 steps."""

@@ -8,9 +8,9 @@ import dataclasses
 
 import pytest
 
-from megatron_ext.verify.cases import CASES, Case
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.parity import BF16_FACTOR, STEPS, VALIDATION_SAMPLES, Experiment, bf16_distance, compare
+from megatron_ext.plugins.prove.cases import CASES, Case
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
+from megatron_ext.plugins.prove.parity import BF16_FACTOR, STEPS, VALIDATION_SAMPLES, Experiment, bf16_distance, compare
 from tools.parity_table import fp32_row, row_or_failure
 
 RECOMPUTED = [name for name in CASES if name.startswith("one process, recompute")]

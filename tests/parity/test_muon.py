@@ -1,6 +1,7 @@
 """Muon in the program: the curve of Megatron's package, bitwise resumed, and resumed in other layouts.
 
-Its rows of the parity matrix are in `verify/compared_layouts.py`, its planted faults in test_planted_faults.py."""
+Its rows of the parity matrix are in `plugins/prove/compared_layouts.py`, its planted faults in
+test_planted_faults.py."""
 
 import shlex
 from pathlib import Path
@@ -8,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.native.safe_reading import SafeReader
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parts.catalogue import parameters
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
+from megatron_ext.plugins.prove.parity import CURVE_TOLERANCE
+from megatron_ext.plugins.prove.recorded_training import record
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import Extensions
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.parity import CURVE_TOLERANCE
-from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.recorded_training import record
 
 FLAGS = shlex.split(f"{RECIPE} --seq-length 16 --mock-data --vocab-size 250 --eval-interval 100 --eval-iters 1")
 ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"

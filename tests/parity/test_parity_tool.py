@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.cli import parity
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.prove.commands import parity
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
+from megatron_ext.plugins.prove.first_difference import Proof, comparison, prove
+from megatron_ext.plugins.prove.gather import LOSS, _in_order
+from megatron_ext.plugins.prove.parity import GRADIENT_TOLERANCE, write_corpus
+from megatron_ext.plugins.prove.recorded_training import RunRecord, record
 from megatron_ext.train.configure import configure
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.first_difference import Proof, comparison, prove
-from megatron_ext.verify.gather import LOSS, _in_order
-from megatron_ext.verify.parity import GRADIENT_TOLERANCE, write_corpus
-from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support import planted_faults as planted
 from tests.support.pages import texts
 from tests.support.selection import marked

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_ext.verify.cases import CASES
-from megatron_ext.verify.parity import (
+from megatron_ext.plugins.prove.cases import CASES
+from megatron_ext.plugins.prove.parity import (
     CURVE_TOLERANCE,
     FIRST_LOSS_TOLERANCE,
     GRADIENT_TOLERANCE,

@@ -9,18 +9,18 @@ from contextlib import nullcontext
 
 import pytest
 
-from megatron_ext.inference.generation import generate
-from megatron_ext.inference.sampling import Sampling
+from megatron_ext.forkserver.ranks import RankError, run_ranks
+from megatron_ext.plugins.prove.cases import CASES
+from megatron_ext.plugins.prove.compared_layouts import RECOMPUTE
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
+from megatron_ext.plugins.prove.recorded_training import build
+from megatron_ext.plugins.tasks.generation import generate
+from megatron_ext.plugins.tasks.sampling import Sampling
+from megatron_ext.plugins.tasks.tasks_and_samples import model_of
 from megatron_ext.train.callbacks.evaluation import evaluate
-from megatron_ext.train.callbacks.tasks_and_samples import model_of
 from megatron_ext.train.datasets import tokenizer_of_run
 from megatron_ext.train.extensions import NONE
 from megatron_ext.train.trainer import Trainer
-from megatron_ext.verify.cases import CASES
-from megatron_ext.verify.compared_layouts import RECOMPUTE
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.ranks import RankError, run_ranks
-from megatron_ext.verify.recorded_training import build
 from tests.support import planted_faults
 from tests.support.poisoned_gathers import poisoned_gathers
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_ext.verify.cases import Case
-from megatron_ext.verify.parity import Experiment, compare
+from megatron_ext.plugins.prove.cases import Case
+from megatron_ext.plugins.prove.parity import Experiment, compare
 
 V = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule zbv"
 V4 = V.replace("size 2", "size 4")

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.native.safe_reading import SafeReader
-from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
+from megatron_ext.config.derived.optimizer_traits import OptimizerTraits
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
+from megatron_ext.cost.state_bytes import optimizer_bytes, state_bytes
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parts.catalogue import parameters
-from megatron_ext.plan.state_bytes import optimizer_bytes, state_bytes
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
+from megatron_ext.plugins.prove.parity import compare
+from megatron_ext.plugins.prove.recorded_training import RunRecord, record
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import Extensions
-from megatron_ext.verify.compared_models import MODELS, RECIPE
-from megatron_ext.verify.parity import compare
-from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.recorded_training import RunRecord, record
 from tests.support.selection import marked
 from tests.support.two_optimizers import EVEN_STEPS, SGD_AND_ADAM
 

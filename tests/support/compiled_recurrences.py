@@ -15,9 +15,9 @@ from triton.compiler import ASTSource
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from megatron_ext.parts.gated_delta.describe import GatedDelta
-from megatron_ext.parts.gated_delta.rule import rule_of
 from megatron_ext.parts.norm.describe import Norm
+from megatron_ext.plugins.gated_delta.describe import GatedDelta
+from megatron_ext.plugins.gated_delta.rule import rule_of
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32"}
 SHARED = 227 * 1024

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 from megatron_ext.parts.catalogue import parameters
+from megatron_ext.plugins.huggingface.saved_model import SavedModel
 
 SIZES = {"vocab_size": 128, "hidden_size": 24, "num_attention_heads": 4}
 State = dict[str, torch.Tensor]

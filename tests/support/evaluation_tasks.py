@@ -49,11 +49,11 @@ def our_results(tasks: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def _ours(task: dict[str, Any]) -> dict[str, Any]:
-    from megatron_ext.config.parse.eval_tasks import EvalTask
-    from megatron_ext.inference.generation import generate
-    from megatron_ext.inference.sampling import Sampling
-    from megatron_ext.inference.tasks import evaluate_task
-    from megatron_ext.train.trained_model import load_trained
+    from megatron_ext.plugins.tasks.eval_tasks import EvalTask
+    from megatron_ext.plugins.tasks.generation import generate
+    from megatron_ext.plugins.tasks.sampling import Sampling
+    from megatron_ext.plugins.tasks.tasks import evaluate_task
+    from megatron_ext.plugins.tasks.trained_model import load_trained
 
     model = load_trained([*task["flags"], "--device", "cpu", "--micro-batch-size", "5"])
     assert model.iteration == task.get("iteration")
@@ -154,7 +154,7 @@ def narrowed_alike(seeds: int) -> bool:
     import torch
     from transformers.generation import logits_process as theirs
 
-    from megatron_ext.inference.sampling import Sampling, narrowed, penalized
+    from megatron_ext.plugins.tasks.sampling import Sampling, narrowed, penalized
 
     for seed in range(seeds):
         torch.manual_seed(seed)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.families.hf_config import read_hf_config
+from megatron_ext.plugins.families.hf_config import read_hf_config
 
 SCALING = {
     "rope_type": "llama3",

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from megatron_ext.foreign.key_meanings import OFF, Cases, Combined, Depends, Each, Meaning
-from megatron_ext.foreign.translate import SOURCES, Translation, translate
+from megatron_ext.plugins.migrate.key_meanings import OFF, Cases, Combined, Depends, Each, Meaning
+from megatron_ext.plugins.migrate.translate import SOURCES, Translation, translate
 
 _OTHER = {"learning_rate": 0.25, "betas": [0.5, 0.75]}
 """A value that no case names, where it is not a 7."""

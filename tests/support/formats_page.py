@@ -15,7 +15,6 @@ _FILES = (
     ("A checkpoint's folder", "checkpoint/native/checkpoint_folder.py"),
     ("The manifest of a checkpoint", "checkpoint/native/checkpoint_manifest.py"),
     ("A snapshot of one rank", "checkpoint/local/rank_file.py"),
-    ("A recorded pipeline schedule", "telemetry/schedule_record.py"),
     ("How a run ended: `exit.json`", "resilience/exit_record.py"),
 )
 _FIELD = re.compile(r"^    (\w+): ([^#\n]+?)(?: = [^#\n]+)?(?:  # (.*))?$")

@@ -25,7 +25,7 @@ def our_gradients(task: tuple[bool, list[str]]) -> Any:
 
 def put_together(parts: Sequence[Any]) -> dict[str, np.ndarray]:
     """Return gradients by our names of what each rank has."""
-    from megatron_ext.verify.gather import assemble
+    from megatron_ext.plugins.prove.gather import assemble
 
     if isinstance(parts[0], dict):
         [whole] = parts
@@ -36,10 +36,10 @@ def put_together(parts: Sequence[Any]) -> dict[str, np.ndarray]:
 
 
 def _of_a_step(arguments: list[str]) -> tuple[Any, list[Any]]:
+    from megatron_ext.plugins.prove import gather
+    from megatron_ext.plugins.prove.recorded_training import build
     from megatron_ext.train.extensions import Extensions
     from megatron_ext.train.trainer import Callback, Trainer
-    from megatron_ext.verify import gather
-    from megatron_ext.verify.recorded_training import build
 
     shards = []
 
@@ -58,8 +58,8 @@ def _of_a_step(arguments: list[str]) -> tuple[Any, list[Any]]:
 def gradients_in_fp64(arguments: list[str]) -> dict[str, np.ndarray]:
     """On one rank: load as `pretrain` does, and return the gradients of `write_gradients` by our names, in fp64."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
     from megatron_ext.model.names import by_expert, global_named_parameters, unwrapped
+    from megatron_ext.plugins.huggingface.load_hf import load_huggingface
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
 

@@ -98,9 +98,9 @@ _PENALTY = 1.5
 
 def greedy(task: tuple[list[str], int]) -> list[list[int]]:
     """On ranks: load a checkpoint of ours, and go on from `PROMPTS` by so many tokens."""
-    from megatron_ext.inference.generation import generate
-    from megatron_ext.inference.sampling import Sampling
-    from megatron_ext.train.trained_model import load_trained
+    from megatron_ext.plugins.tasks.generation import generate
+    from megatron_ext.plugins.tasks.sampling import Sampling
+    from megatron_ext.plugins.tasks.trained_model import load_trained
 
     arguments, tokens = task
     # No longer than the original context of those whose frequencies depend on it.
@@ -161,8 +161,8 @@ def our_logits(arguments: list[str]) -> torch.Tensor | None:
         This rank's part of the vocabulary, [2, LENGTH, part], on the last stage.
     """
     from megatron_ext import device
-    from megatron_ext.checkpoint.huggingface.load_hf import load_huggingface
     from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+    from megatron_ext.plugins.huggingface.load_hf import load_huggingface
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import ASTTransformer
 
-from megatron_ext.parts.gated_delta.describe import GatedDelta
-from megatron_ext.parts.gated_delta.rule import rule_of
 from megatron_ext.parts.norm.describe import Norm
+from megatron_ext.plugins.gated_delta.describe import GatedDelta
+from megatron_ext.plugins.gated_delta.rule import rule_of
 
 KINDS = {"gated_delta_rule": 1, "kda": 6, "simple_gla": 1}
 """Name of a kernel in fla-core, and decays of a head."""

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import psutil
 
+from megatron_ext.forkserver.ranks import forkserver
 from megatron_ext.telemetry.metrics import MEASURED_FIELDS
 from megatron_ext.untrusted.metrics_rows import read_rows
-from megatron_ext.verify.ranks import forkserver
 from tests.support.warm_python import run_words
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.compat.megatron_options import find
-from megatron_ext.config.compat.other_programs import advice
+from megatron_ext.config.parse.other_flags import advice
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.foreign.megatron_deepspeed import read
+from megatron_ext.plugins.migrate.megatron_deepspeed import read
 from megatron_ext.rules.validate import problems
 from megatron_ext.train.configure import warnings_of_flags
 

@@ -312,10 +312,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         *(f"{_PP4} {_VPP2} --global-batch-size {batch}" for batch in (4, 6, 8)),
     ),
     "profiling": (
-        *(f"--record-schedule --profile-step-start {start} --profile-step-end 101" for start in (99, 100)),
-        *(f"--record-schedule --profile-step-start {start} --profile-step-end 105" for start in (100, 101)),
         "--profile-step-start 5 --profile-step-end 5",
-        "--record-schedule --profile-step-start 4 --profile-step-end 3",
         "--profile --use-pytorch-profiler --profile-step-start=-1 --profile-step-end 3",
         "--profile-ranks 0 1 --world-size 2",
         "--profile-ranks 0 -1 --world-size 2",
@@ -545,7 +542,6 @@ NEAR: dict[str, tuple[str, ...]] = {
         "--lr-decay-style WSD --lr-wsd-decay-samples 1000",
         "--lr-decay-style WSD --lr-wsd-decay-samples 1001",
         "--lr-wsd-decay-samples 5",
-        "--record-schedule --profile-step-start 2000 --profile-step-end 2001",
     ),
 }
 """Flags that are added to the launch of docs/errors.md, by subject."""

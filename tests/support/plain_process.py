@@ -74,7 +74,7 @@ def _begin() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # torch's compiler imports Triton, which looks at this once
     import torch
 
-    from megatron_ext.verify.transformers_reference import use_plain_torch
+    from megatron_ext.plugins.huggingface.transformers_reference import use_plain_torch
 
     use_plain_torch()
     torch.set_num_threads(1)

@@ -12,24 +12,24 @@ from typing import NamedTuple
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
-from megatron_ext.parts.stack import stack
-from megatron_ext.plan.dry_run import describe
-from megatron_ext.plan.estimate import at_least, formula_at_least, pass_times, step_time
-from megatron_ext.plan.flops import (
+from megatron_ext.cost.dry_run import describe
+from megatron_ext.cost.flops import (
     Products,
     active_parameters,
     flops_per_token,
     parameters_without_embeddings,
 )
-from megatron_ext.plan.hardware import Machine, constants_of, hardware
-from megatron_ext.plan.kernel_times import Kernels
-from megatron_ext.plan.layout_evaluation import as_text, evaluate_config
-from megatron_ext.plan.memory import helpful_flags, host_bytes, kept_at_least, over_time
-from megatron_ext.plan.search_input import placeholders
-from megatron_ext.plan.stage_parameters import Shapes
-from megatron_ext.plan.state_bytes import state_bytes
-from megatron_ext.plan.traffic import sent
-from megatron_ext.plan.workload import Workload
+from megatron_ext.cost.hardware import Machine, constants_of, hardware
+from megatron_ext.cost.kernel_times import Kernels
+from megatron_ext.cost.memory import helpful_flags, host_bytes, kept_at_least, over_time
+from megatron_ext.cost.stage_parameters import Shapes
+from megatron_ext.cost.state_bytes import state_bytes
+from megatron_ext.cost.traffic import sent
+from megatron_ext.cost.workload import Workload
+from megatron_ext.parts.stack import stack
+from megatron_ext.plugins.planner.estimate import at_least, formula_at_least, pass_times, step_time
+from megatron_ext.plugins.planner.layout_evaluation import as_text, evaluate_config
+from megatron_ext.plugins.planner.search_input import placeholders
 from megatron_ext.rules.validate import problems
 
 

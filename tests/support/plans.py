@@ -9,11 +9,11 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ext.cli.plan import main
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan.simulated_timeline import equal_stages, preview
-from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, as_text
-from megatron_ext.plan.timeline_svg import as_section
+from megatron_ext.plugins.planner.commands.plan import main
+from megatron_ext.plugins.planner.simulated_timeline import equal_stages, preview
+from megatron_ext.plugins.planner.timeline import Block, Lane, Pass, Timeline, as_text
+from megatron_ext.plugins.planner.timeline_svg import as_section
 from tests.support import planner_numbers
 
 _LLAMA = (

@@ -45,7 +45,7 @@ def forget_sequence_parallel_mark() -> None:
 
 def keep_the_gradient_of_shared_keys_apart() -> None:
     """Each rank has the gradient that its own heads give the channels of the key that all heads share."""
-    from megatron_ext.parts.latent_attention import compute
+    from megatron_ext.plugins.latent_attention import compute
 
     compute.copy_to_tensor_model_parallel_region = lambda shared_key, **_group: shared_key  # pyright: ignore
 
@@ -105,7 +105,7 @@ def read_tied_weights_before_their_gather() -> None:
 
 def read_convolutions_before_their_gather() -> None:
     """Weights that another module computes with are read without a call of the module that holds them."""
-    from megatron_ext.parts.gated_delta.compute import Weight
+    from megatron_ext.plugins.gated_delta.compute import Weight
 
     setattr(Weight, "__call__", lambda self: None)  # noqa: B010
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
-from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.checkpoints import build, train
 
 FLAGS = shlex.split("""

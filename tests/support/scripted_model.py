@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megatron_ext.device.cpu import CpuDevice
-from megatron_ext.inference.inference_model import Model
+from megatron_ext.plugins.tasks.inference_model import Model
 from megatron_ext.tokenizer.simple import ByteTokenizer
 from tests.support.small_models import small_config
 

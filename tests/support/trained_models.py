@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.cli.convert_checkpoint import main as convert
+from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
 
 _LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 _GROUPS = "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits, State
+from megatron_ext.config.derived.optimizer_traits import OptimizerTraits, State
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.optim.torch_optimizer import ByTensor
 
 

@@ -21,7 +21,7 @@ from multiprocessing import connection, reduction
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.verify.ranks import forkserver
+from megatron_ext.forkserver.ranks import forkserver
 
 _CLIENT = Path(__file__).with_name("warm_python_client.py")
 _LARGEST_REQUEST = 1 << 22

@@ -348,9 +348,6 @@ EXAMPLES = {
     "A range of steps that ends before it begins": Example(
         "--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5", "--profile-step-end 7"
     ),
-    "A schedule to record in steps that are not trained": Example(
-        "--record-schedule --train-iters 8", "--profile-step-start 4 --profile-step-end 6"
-    ),
     "A profiled rank that does not exist": Example(
         "--world-size 2 --profile --use-pytorch-profiler --profile-ranks 2", "--profile-ranks 1"
     ),
@@ -676,7 +673,6 @@ _WRONG = """
 --save a --save-interval 10 --save-retain-interval 25
 --stages curriculum.yaml --save a
 --profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5
---record-schedule --profile-step-start 5 --profile-step-end 5
 --profile
 --profile --pytorch-profiler-collect-shapes
 --profile --use-pytorch-profiler --record-shapes

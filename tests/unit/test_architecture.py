@@ -1,4 +1,5 @@
-"""The house keeps its shape: imports go down, torch-free rooms stay torch-free, the engine comes after the device."""
+"""The house keeps its shape: imports go down, the core knows no plugin, torch-free rooms stay torch-free, the engine
+comes after the device."""
 
 import ast
 import functools
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import device
+from megatron_ext.registry import EXTENSION_POINTS, brought, command_modules, plugins
 from tests.support.syntax import nodes_of, source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,10 +24,8 @@ PACKAGE = ROOT / "megatron_ext"
 # Top floor first. A room may import from rooms below it, never from one above.
 FLOORS = [
     "cli",
-    "verify",
-    "doctor",
+    "forkserver",
     "train",
-    "inference",
     "checkpoint",
     "sharding",
     "telemetry",
@@ -38,20 +38,20 @@ FLOORS = [
     "parallel",
     "device",
     "seams",
-    "plan",
+    "cost",
     "rules",
-    "foreign",
-    "families",
     "parts, described",
     "config",
     "untrusted",
 ]
-FREE_OF_TORCH = ("untrusted", "config", "families", "foreign", "rules", "tokenizer", "plan", "seams")
+PLUGINS = "plugins"
+FREE_OF_TORCH = ("untrusted", "config", "rules", "tokenizer", "cost", "seams", "plugins/families", "plugins/planner")
 # Of a part the description lies on a floor of its own, below all that reads it, and is free of torch.
 DESCRIPTIONS = {
     "describe",
     "ways",
     "protocol",
+    "kinds",
     "stack",
     "catalogue",
     "parameter",
@@ -63,8 +63,10 @@ DESCRIPTIONS = {
 
 
 def room_of(path: Path) -> str | None:
-    """The room that a file lies in; None for the files beside the rooms (errors.py and the like)."""
+    """The room that a file lies in, a plugin as plugins/NAME; None for files beside the rooms (errors.py and so on)."""
     parts = path.relative_to(PACKAGE).parts
+    if parts[0] == PLUGINS:
+        return "/".join(parts[:2]) if len(parts) > 2 else None
     return floor_of(parts[0], path.stem) if len(parts) > 1 else None
 
 
@@ -126,7 +128,7 @@ def test_no_files_import_each_other() -> None:
 
 
 def test_every_room_has_a_floor() -> None:
-    rooms = {room_of(path) for path in sources()} - {None}
+    rooms = {room for path in sources() if (room := room_of(path)) is not None and not room.startswith(PLUGINS)}
     assert rooms <= set(FLOORS), (
         "give a new room its floor in this test, and a place and a line of the tree in docs/tour.md"
     )
@@ -134,7 +136,7 @@ def test_every_room_has_a_floor() -> None:
 
 def test_the_tree_of_the_tour_has_every_room_in_order() -> None:
     tree = (ROOT / "docs/tour.md").read_text().partition("\nmegatron_ext/ ")[2].partition("\ntools/ ")[0]
-    assert re.findall(r"^  (\w+(?:, described)?)/? ", tree, re.MULTILINE) == FLOORS
+    assert re.findall(r"^  (\w+(?:, described)?)/? ", tree, re.MULTILINE) == [*FLOORS, PLUGINS]
 
 
 def test_the_tour_names_every_room() -> None:
@@ -143,20 +145,49 @@ def test_the_tour_names_every_room() -> None:
 
 
 def climbs(path: Path) -> Iterator[str]:
-    """What a file imports from a floor above its own; a file beside the rooms lies below them all."""
+    """What a file of the core imports from a floor above its own, or from a plugin; a file beside the rooms lies below
+    them all."""
     own = room_of(path)
     for module, _ in imports(path):
         parts = module.split(".")
-        if parts[0] != "megatron_ext" or len(parts) < 2 or parts[1] not in FLOORS:
+        if parts[0] != "megatron_ext" or len(parts) < 2 or parts[1] not in (*FLOORS, PLUGINS):
             continue
-        if own is None or FLOORS.index(floor_of(*parts[1:])) < FLOORS.index(own):
+        if parts[1] == PLUGINS or own is None or FLOORS.index(floor_of(*parts[1:])) < FLOORS.index(own):
             yield f"{path.relative_to(PACKAGE)} imports {module}, which is a floor above"
+
+
+def core() -> list[Path]:
+    return [path for path in sources() if path.relative_to(PACKAGE).parts[0] != PLUGINS]
 
 
 def test_imports_only_go_down() -> None:
     door = PACKAGE / "__main__.py"  # above all rooms
-    assert [climb for path in sources() if path != door for climb in climbs(path)] == []
+    assert [climb for path in core() if path != door for climb in climbs(path)] == []
     assert list(climbs(door)), "what lies above all rooms imports from them"
+
+
+def test_the_core_names_no_plugin() -> None:
+    """Not as a text either: what a plugin brings is asked of megatron_ext/registry.py."""
+    named = {str(path.relative_to(ROOT)): "megatron_ext.plugins" in source(path) for path in core()}
+    assert [name for name, is_so in named.items() if is_so] == ["megatron_ext/registry.py"]
+    assert plugins().keys() == {path.parent.name for path in (PACKAGE / PLUGINS).glob("*/plugin.py")}
+
+
+def test_plugins_import_the_core_and_the_plugins_that_they_need() -> None:
+    undeclared: set[str] = set()
+    for path in (PACKAGE / PLUGINS).rglob("*/*.py"):
+        own = path.relative_to(PACKAGE).parts[1]
+        others = {module.split(".")[2] for module, _ in imports(path) if module.startswith("megatron_ext.plugins.")}
+        undeclared |= {f"{own} imports {other}" for other in others - {own} - {*plugins()[own].needs}}
+    assert undeclared == set()
+    TopologicalSorter({name: plugin.needs for name, plugin in plugins().items()}).prepare()
+
+
+def test_a_plugin_brings_what_is_there() -> None:
+    for point in EXTENSION_POINTS:
+        assert isinstance(brought(point), tuple)
+    for module, _ in command_modules().values():
+        assert callable(importlib.import_module(module).main), module
 
 
 def test_no_megatron_training() -> None:
@@ -173,8 +204,8 @@ def test_package_inits_import_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "import megatron_ext.train.configure, megatron_ext.plan.dry_run, megatron_ext.resilience.process_end",
-        *(f"import megatron_ext.{room}" for room in FREE_OF_TORCH if (PACKAGE / room).exists()),
+        "import megatron_ext.train.configure, megatron_ext.cost.dry_run, megatron_ext.resilience.process_end",
+        *(f"import megatron_ext.{room.replace('/', '.')}" for room in FREE_OF_TORCH),
     ],
 )
 def test_what_help_and_dry_run_import_is_free_of_torch(command: str) -> None:
@@ -203,8 +234,8 @@ _ONLY_FOR_RUNS = {"psutil", "multiprocessing", "json", "subprocess", "socket", "
 @pytest.mark.parametrize(
     ("flags", "left_out", "rooms"),
     [
-        ("--help", _SLOW_TO_IMPORT | _ONLY_FOR_RUNS, {"cli", "config"}),
-        (_DRY_RUN, _SLOW_TO_IMPORT | {"megatron_ext.families"}, None),
+        ("--help", _SLOW_TO_IMPORT | _ONLY_FOR_RUNS, {"cli", "config", "plugins"}),
+        (_DRY_RUN, _SLOW_TO_IMPORT | {"megatron_ext.plugins.families.registry"}, None),
     ],
 )
 def test_an_answer_waits_for_no_import_that_it_does_not_need(
@@ -268,12 +299,13 @@ READS_FIELDS_OF_LAYERS = {
     "config/schema/model_flags.py": "defaults of one field by another",
     "rules/": "judge what was typed, by the flags that were typed",
     "config/derived/pipeline_split.py": "divides the number of layers over stages",
-    "families/": "translate flags to config.json and compare them with those of a family",
-    "families/hf_config.py": "compares flags with those of config.json",
+    "plugins/families/": "translate flags to config.json and compare them with those of a family",
+    "plugins/gated_delta/describe.py": "describes a mixer",
+    "plugins/latent_attention/describe.py": "describes a mixer",
     "model/config.py": "translates flags to megatron-core's configuration, which is one for all layers",
-    "checkpoint/huggingface/exporter.py": "writes the flags into the model card",
+    "plugins/huggingface/exporter.py": "writes the flags into the model card",
     "checkpoint/native/single_process.py": "sizes of the tensors that stack all layers in a checkpoint",
-    "verify/gather.py": "names the modules of every layer",
+    "plugins/prove/gather.py": "names the modules of every layer",
 }
 
 
@@ -302,7 +334,7 @@ def test_only_the_file_of_a_family_knows_the_family() -> None:
         for node in nodes_of(source(path))
         if isinstance(node, ast.Compare) and "family.model_type" in ast.unparse(node)
     }
-    assert not asks, f"make it a field of Family (families/family.py): {asks}"
+    assert not asks, f"make it a field of Family (plugins/families/family.py): {asks}"
 
 
 # Fields of the configuration that choose how data-parallel ranks divide the model; `sharding/` reads them.
@@ -327,9 +359,10 @@ FIELDS_OF_SHARDING = {
 READS_FIELDS_OF_SHARDING = {
     "sharding/": "the schemes",
     "config/": "declares and resolves them, and counts bytes by them, without torch",
-    "plan/": "chooses them, and counts traffic by them, without torch",
+    "cost/": "counts bytes and traffic by them, without torch",
+    "plugins/planner/": "chooses them, without torch",
     "rules/": "judge what was typed, by the flags that were typed",
-    "foreign/": "translates the flags of others",
+    "plugins/migrate/": "translates the flags of others",
 }
 # What others may import; a scheme's file is its own.
 DOORS_OF_SHARDING = {"choose", "scheme", "parts", "gradients"}

@@ -13,10 +13,7 @@ import pytest
 from megatron_ext import errors
 from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes, write_output
 from megatron_ext.errors import ConfigurationError, StorageError
-from megatron_ext.plan.timeline import Pass
-from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.metrics_file import MetricsFile
-from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep
 from tests.support.corpora import write_documents
 from tests.support.full_disk import files_up_to
 from tests.support.samples import step
@@ -230,8 +227,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("texts.jsonl").write_text('{"text": "a text"}\n')
     Path("pairs").mkdir()
     write_documents(Path("pairs/a"), [[1, 2, 3]])
-    recorded = RecordedStep(1, 0.0, 1.0, (Pass(True, 0, 0, 0.0, 0.5), Pass(False, 0, 0, 0.5, 1.0)), (), ())
-    schedule_record.write(Path(schedule_record.FOLDER), RankRecord(Place(0, 1, 0, 1, 1, 1), (recorded,)))
     return tmp_path
 
 

@@ -14,9 +14,9 @@ from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import check_indexed_files
 from megatron_ext.data.mask import COUNTS, Mask
-from megatron_ext.data.prepare.journal import Journal
-from megatron_ext.data.prepare.merge import merge_indexed_files
 from megatron_ext.durable import check_space, described, naming, replace_text, replacing, sync, sync_file
+from megatron_ext.plugins.prepare.journal import Journal
+from megatron_ext.plugins.prepare.merge import merge_indexed_files
 from tests.support.crashes import Disk
 from tests.support.full_disk import files_up_to
 

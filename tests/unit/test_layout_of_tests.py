@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-UNIT = ROOT / "tests" / "unit"
+UNIT, PLUGINS = ROOT / "tests" / "unit", ROOT / "tests" / "plugins"
 OF_ALL_SOURCES = {
     "docs/test_guides.py",
     "test_architecture.py",
@@ -47,9 +47,11 @@ def has_counterpart(test: Path, root: Path = ROOT) -> bool:
 
 def test_every_test_file_lies_where_its_module_does() -> None:
     found = {path.relative_to(UNIT).as_posix() for path in UNIT.rglob("test_*.py")} - OF_ALL_SOURCES
+    found |= {path.relative_to(UNIT.parent).as_posix() for path in PLUGINS.rglob("test_*.py")}
     lost = sorted(name for name in found if not has_counterpart(Path(name)))
     assert lost == [], (
-        "tests of megatron_ext/train/step.py are in tests/unit/train/test_step.py, or in test_step_<subject>.py there"
+        "tests of megatron_ext/train/step.py are in tests/unit/train/test_step.py, or in test_step_<subject>.py there; "
+        "tests of megatron_ext/plugins/ are in tests/plugins/ in the same way"
     )
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.charts import Series, chart, page
 from megatron_ext.markup import Markup, code, document, element, joined, table
-from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline
-from megatron_ext.plan.timeline_svg import as_page
-from megatron_ext.telemetry.loss_curve import RunHistory
-from megatron_ext.telemetry.run_page import run_page, runs_page
+from megatron_ext.plugins.pages.charts import Series, chart, page
+from megatron_ext.plugins.pages.loss_curve import RunHistory
+from megatron_ext.plugins.pages.run_page import run_page, runs_page
+from megatron_ext.plugins.planner.timeline import Block, Lane, Pass, Timeline
+from megatron_ext.plugins.planner.timeline_svg import as_page
 from tests.support.pages import HOSTILE, elements, texts
 from tests.support.syntax import nodes_of, source
 
@@ -28,7 +28,7 @@ MARKUP = re.compile(rf"</?(?:{_TAGS})[\s/>]|&(?:lt|gt|amp|quot|nbsp|#\d+|#x[0-9a
 _BEGINNING = re.compile(r"</?[a-z]*$", re.IGNORECASE)  # of one whose name or attributes are put in
 NO_MARKUP = {
     "megatron_ext/tokenizer/tokenizer_record.py": "a text that a tokenizer is tried on",
-    "megatron_ext/doctor/network.py": "`export MASTER_ADDR=<a name or ...>`",
+    "megatron_ext/plugins/doctor/network.py": "`export MASTER_ADDR=<a name or ...>`",
 }
 
 

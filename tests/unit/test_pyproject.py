@@ -118,28 +118,3 @@ def test_the_module_and_the_command_are_one_program(installed: Installed) -> Non
     dry = ("pretrain", *MODEL.split(), "--mock-data", "--vocab-size", "64", "--train-iters", "2", "--dry-run")
     assert installed("megatron-ext", *dry).stdout == installed("python", "-m", "megatron_ext", *dry).stdout
     assert installed("megatron-ext", "--version").stdout == "megatron-ext 0.1.0\n"
-
-
-def test_bash_completes_commands_flags_and_choices(installed: Installed) -> None:
-    shell = shutil.which("bash")
-    assert shell is not None
-    script = r"""
-        eval "$(megatron-ext completion bash)"
-        complete_line() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _megatron_ext; echo "${COMPREPLY[*]}"; }
-        complete_line megatron-ext pre
-        complete_line megatron-ext pretrain --num-layers-p
-        complete_line megatron-ext pretrain --optimizer l
-        complete_line megatron-ext convert --max-
-        complete_line megatron-ext convert --dtype b
-        complete_line megatron-ext convert some-f
-    """
-    path = {**os.environ, "PATH": f"{installed.bin}:{os.environ['PATH']}"}
-    lines = run(shell, "-c", script, cwd=installed.home, env=path).stdout.splitlines()
-    assert lines == [
-        "pretrain preprocess prepare-cache",
-        "--num-layers-per-virtual-pipeline-stage",
-        "lion",
-        "--max-shard-size",
-        "bf16",
-        "",
-    ]

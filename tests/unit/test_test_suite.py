@@ -11,7 +11,7 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 STARTS_RANKS = {
     "run_ranks",
-    "record",  # megatron_ext.verify.recorded_training and .proof train on ranks
+    "record",  # megatron_ext.plugins.prove.recorded_training and .proof train on ranks
     "prove",
     "Experiment",
     "torch.distributed.run",
@@ -79,8 +79,8 @@ def test_what_starts_ranks_is_not_under_unit() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from megatron_ext.verify.ranks import RankError, run_ranks",
-        "def f():\n    from megatron_ext.verify.recorded_training import record",
+        "from megatron_ext.forkserver.ranks import RankError, run_ranks",
+        "def f():\n    from megatron_ext.plugins.prove.recorded_training import record",
         "command = [sys.executable, '-m', 'torch.distributed.run', '--standalone']",
         "from tests.support.launched import start",
     ],

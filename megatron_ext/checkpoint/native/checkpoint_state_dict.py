@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron_ext.checkpoint.native import optimizer_state
 from megatron_ext.checkpoint.native.optimizer_state import joined, pieces
 from megatron_ext.checkpoint.native.snapshot import Copy, Saveable
-from megatron_ext.config.derived.optimizers import AVERAGE
+from megatron_ext.config.derived.optimizer_traits import AVERAGE
 from megatron_ext.model.names import unwrapped
 from megatron_ext.model.own_layers import divided
 from megatron_ext.optim.loss_scale import loss_scale_of

@@ -11,7 +11,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
 from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict, masters
 from megatron_ext.checkpoint.native.agreed_checkpoint import first_whole
 from megatron_ext.checkpoint.native.checkpoint_folder import (
@@ -20,6 +19,7 @@ from megatron_ext.checkpoint.native.checkpoint_folder import (
     SavedCheckpoint,
     iteration_folder,
 )
+from megatron_ext.checkpoint.native.other_formats import format_of
 from megatron_ext.checkpoint.native.resume import search_in
 from megatron_ext.checkpoint.native.safe_reading import UNREADABLE, SafeReader, no_code_from_files
 from megatron_ext.checkpoint.native.snapshot import Saveable
@@ -102,15 +102,15 @@ def _read(run: Saveable, checkpoint: SavedCheckpoint) -> int:
     common = dist_checkpointing.load_common_state_dict(str(path))
     iteration = _iteration(run, checkpoint, common)
     _require_own_layers(run, checkpoint, common)
-    megatrons = megatron_lm.wrote(common)
-    translated = _as_ours(run, path, common) if megatrons else common
+    other = format_of(common)
+    translated = common if other is None else other.as_ours(run, path, common)
     parts, saved = _wanted(run, checkpoint, translated), _metadata(path)
     is_dense = run.config.checkpoint.moe_use_upcycling and is_of_a_dense_model(saved)
     if is_dense:
         repeat_routers(run)
     to_load = checkpoint_state_dict.to_load(run, parts)
     upcycling = Upcycling(run, to_load) if is_dense else None
-    saved_name = partial(megatron_lm.saved_name, saved=saved) if megatrons else str
+    saved_name = str if other is None else partial(other.saved_name, saved=saved)
     changed = masters.changed_precisions(run, to_load.state_dict, saved, saved_name)
     if changed and not (parts.optimizer or is_dense):
         parts = replace(parts, masters=True)
@@ -118,13 +118,13 @@ def _read(run: Saveable, checkpoint: SavedCheckpoint) -> int:
     apart = masters.read_from_masters(to_load.state_dict, saved, saved_name) if changed else {}
     _say_what_is_lost(run, path, changed, saved)
     without: dict[str, list[str]] = {}
-    if megatrons:
-        without = megatron_lm.rename(to_load.state_dict, saved)
-        megatron_lm.rename(apart, saved)
+    if other is not None:
+        without = other.rename(to_load.state_dict, saved)
+        other.rename(apart, saved)
     loaded = _read_tensors(run, path, to_load.state_dict)
     if apart:
         loaded.setdefault("optimizer", {}).update(_read_tensors(run, path, apart)["optimizer"])
-    if megatrons:
+    if other is not None:
         loaded |= {name: value for name, value in translated.items() if name != "optimizer"}
         for chunk, names in without.items():
             loaded[chunk] |= dict.fromkeys(names)
@@ -199,24 +199,6 @@ def _reading(run: Saveable) -> Any:
     # The engine's broadcast makes its buffers on a GPU.
     exchange = "broadcast" if run.device.kind == "cuda" else "gather_object"
     return FullyParallelLoadStrategyWrapper(own, run.groups.dp_cp, exchange_algo=exchange)
-
-
-def _as_ours(run: Saveable, path: Path, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the common state of a checkpoint that Megatron-LM wrote, if it is one that can be used."""
-    different = megatron_lm.different_flags(common, run.config)
-    if different:
-        raise DataError(
-            f"the checkpoint {path}, which Megatron-LM wrote, has {', '.join(different)}; give the flags that it was "
-            "trained with."
-        )
-    flags = run.config.checkpoint
-    if not (flags.finetune or flags.no_load_optim or megatron_lm.optimizer_is_readable(common)):
-        raise DataError(
-            f"the checkpoint {path}, which Megatron-LM wrote, has its optimizer state in flat buffers that only its "
-            "own layout can read; save it there with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim to go "
-            "on with a new optimizer."
-        )
-    return megatron_lm.as_ours(common)
 
 
 def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> checkpoint_state_dict.Parts:

@@ -20,7 +20,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 
 from megatron_ext.checkpoint.native.snapshot import Copy
-from megatron_ext.config.derived.optimizers import AVERAGE, traits_of
+from megatron_ext.config.derived.optimizer_traits import AVERAGE
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.torch_optimizer import begin_state, in_shape, is_torchs
 from megatron_ext.parallel.rows import RowShard, row_shard

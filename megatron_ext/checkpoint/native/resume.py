@@ -20,6 +20,7 @@ from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, DATA, Saved
 from megatron_ext.checkpoint.native.extra_files import TOKENIZER
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.errors import DataError
+from megatron_ext.registry import brought
 from megatron_ext.untrusted.untrusted_folder import file_inside
 
 
@@ -98,11 +99,8 @@ def read_resume(checkpoint: SavedCheckpoint, *, use_checkpoint_args: bool, damag
     path = checkpoint.path
     saved = read_saved(file_inside(path, CONFIG)) if _is_listed(path, CONFIG) else None
     if saved is None and use_checkpoint_args:
-        # Pickles and archives, which hardly any run reads.
-        from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args, saved_model
-
-        args = read_args(path)
-        saved = None if args is None else saved_model(args)
+        read = (flags_of(path) for flags_of in brought("saved_flags"))
+        saved = next((values for values in read if values is not None), None)
     return Resume(path, checkpoint.iteration, checkpoint.warning, saved, read_record(path / DATA), tuple(damaged))
 
 

@@ -318,6 +318,13 @@ SLOWER_OR_LARGER: tuple[tuple[str, str], ...] = (
 
 REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
     (
+        "recorded passes of the pipeline went; use --profile --use-pytorch-profiler, whose trace of each rank Perfetto "
+        "shows",
+        """
+        --record-schedule
+        """,
+    ),
+    (
         "of a mixture of experts, this part is not in this version; leave it out, docs/experts.md has the others",
         """
         --first-k-dense-replace N =0;-1, --moe-min-capacity N, --moe-train-capacity-factor N,

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ext.config.compat import megatron_options, old_spellings, other_programs
-from megatron_ext.config.parse import help_text
+from megatron_ext.config.compat import megatron_options, old_spellings
+from megatron_ext.config.parse import help_text, other_flags
 from megatron_ext.config.parse.ineffective_flags import without_effect
 from megatron_ext.config.parse.options import (
     Option,
@@ -260,7 +260,7 @@ def _read_known(reading: _Reading, word: str, inline: str | None, words: list[st
         _refuse_extra(reading, flag, texts[known.most_values :])
         _judge_megatron(reading, known, own)
     else:
-        instead = other_programs.advice(word)
+        instead = other_flags.advice(word)
         problem = _unknown(word, reading.unread) if instead is None else f"{word} is unknown: {instead}"
         reading.unknown.append((word, problem))
 

@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Sequence
 
 from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
-from megatron_ext.config.compat.other_programs import READ_AS_THERE
 from megatron_ext.config.parse.options import Option, options
+from megatron_ext.config.parse.other_flags import translated
 
 _USAGE = """\
 usage: pretrain_gpt.py [--config run.yaml] [flags]
@@ -61,7 +61,7 @@ def about(word: str) -> str:
     if not matching and words[1:]:
         matching = [option for option in options() if all(one in _searched(option) for one in words)] or _named(words)
     others = [one for one in (megatron_options() | earlier_options()).values() if wanted in one.flag]
-    theirs = {flag: text for flag, text in READ_AS_THERE.items() if wanted in flag.replace("_", "-")}
+    theirs = {flag: text for flag, text in translated().items() if wanted in flag.replace("_", "-")}
     if not matching and not others and not theirs:
         import difflib  # as for what an unknown flag meant: nobody else waits for it
 

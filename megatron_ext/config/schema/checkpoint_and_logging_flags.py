@@ -14,7 +14,6 @@ _MLFLOW = ReadWith("mlflow_experiment", "without --mlflow-experiment nothing goe
 _COMET = ReadWith("comet_project", "without --comet-project nothing goes to Comet")
 _TRACKIO = ReadWith("trackio_project", "without --trackio-project nothing goes to Trackio")
 _PROFILES = ReadWith("profile", "without --profile no step is traced")
-_OF_STEPS = ReadWith(("profile", "record_schedule"), "without --profile or --record-schedule no step is recorded")
 _MEMORY = ReadWith("record_memory_history", "without --record-memory-history no memory is recorded")
 
 
@@ -209,10 +208,10 @@ class ProfilingConfig:
         "Mark the steps of the range for `nsys profile --capture-range=cudaProfilerApi`; with --use-pytorch-profiler, "
         "which a CPU needs, write torch's traces instead.",
     )
-    profile_step_start: int = free(10, "First step that is profiled.", read_with=_OF_STEPS)
-    profile_step_end: int = free(12, "First step that no longer is profiled.", read_with=_OF_STEPS)
+    profile_step_start: int = free(10, "First step that is profiled.", read_with=_PROFILES)
+    profile_step_end: int = free(12, "First step that no longer is profiled.", read_with=_PROFILES)
     profile_ranks: tuple[int, ...] | None = free(
-        None, "Ranks that profile, and record memory or the schedule; default all of them.", metavar="RANK ..."
+        None, "Ranks that profile, and record memory; default all of them.", metavar="RANK ..."
     )
     use_pytorch_profiler: bool = free(
         False,
@@ -234,12 +233,6 @@ class ProfilingConfig:
         False, "Put every operator and its tensors' shapes into Nsight's trace.", read_with=_PROFILES
     )
     nvtx_ranges: bool = free(False, "Put megatron-core's own ranges into Nsight's trace.", read_with=_PROFILES)
-    record_schedule: bool = free(
-        False,
-        "From --profile-step-start to --profile-step-end, record which pass of the pipeline each rank runs when, and "
-        "its waits: a trace per rank, schedule/rankN.json in --save, else in --tensorboard-dir, else here, for "
-        "megatron-ext draw-pipeline and Perfetto. All ranks wait for each other before such a step.",
-    )
     record_memory_history: bool = free(
         False,
         "Record every allocation of GPU memory; written at each log line, at the end, and when the run fails, to be "

@@ -24,6 +24,7 @@ from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.cached import Sequences
 from megatron_ext.parts.attention.describe import VANILLA, Softmax
 from megatron_ext.parts.attention.describe import Attention as Described
+from megatron_ext.parts.attention.query_key_factors import QueryKeyFactors
 from megatron_ext.parts.attention.rope import TokenAngles, heated, rotate, split_and_rotate
 from megatron_ext.parts.attention.scores import PLAIN, Scores, causal_slopes
 from megatron_ext.parts.attention.segments import attend_documents, attend_window, largest_scores
@@ -145,6 +146,17 @@ class CausalSelfAttention(SelfAttention):
         """Return both through their norms, where these stand after the rotation."""
         of_query, of_key = (getattr(norm, "of_rotated", None) for norm in (self.q_layernorm, self.k_layernorm))
         return (query, key) if of_query is None or of_key is None else (of_query(query), of_key(key))
+
+    def query_key_weights(self) -> list[torch.nn.Parameter]:
+        """Return the weight that makes queries, keys and values."""
+        return [self.linear_qkv.weight]  # pyright: ignore[reportReturnType]
+
+    def query_key_rows(self, factors: QueryKeyFactors) -> list[torch.Tensor]:
+        """Return what its rows are multiplied by, group by group."""
+        queries, *gates, keys, values = self.described.sections
+        others = ((factors.one, gate) for gate in gates)
+        parts = ((factors.query, queries), *others, (factors.key, keys), (factors.one, values))
+        return [factors.rows(*parts)]
 
     @property
     def _splits_at_once(self) -> bool:

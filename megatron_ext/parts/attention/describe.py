@@ -128,6 +128,7 @@ class Attention(Part):
     """Causal self-attention, whose query heads share key/value heads group by group. Sizes are of the whole model."""
 
     modules = ("linear_qkv", "q_layernorm", "k_layernorm", "core_attention", "linear_proj")
+    builder = "megatron_ext.parts.attention.build:attention_spec"
 
     kind: Literal["grouped_query", "latent"]
     """How queries, keys and values come about; multi-head attention is that of one query head a group."""

@@ -27,11 +27,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_ext.parts.experts.describe import Capacity, Experts
 from megatron_ext.parts.experts.load import RouterLoad
-from megatron_ext.parts.latent_attention.indexer import INDEXER_LOSS
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 _OF_GLOBAL_BATCH, _Z_LOSS = "global_load_balancing_loss", "z_loss"
+INDEXER_LOSS = "indexer_loss"
 AUXILIARY_LOSSES = ("load_balancing_loss", "seq_load_balancing_loss", _OF_GLOBAL_BATCH, _Z_LOSS)
 """megatron-core's names of the auxiliary losses, and Megatron-LM's tags."""
 

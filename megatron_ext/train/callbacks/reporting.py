@@ -20,12 +20,12 @@ from typing import Protocol
 import torch
 
 from megatron_ext.config.derived.batch_size import training_steps
+from megatron_ext.cost.flops import flops_per_token
 from megatron_ext.data.samples import use_of_sources
 from megatron_ext.model.names import catalogued, global_named_parameters, is_of_an_expert
 from megatron_ext.optim.curves import weight_decay
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import local_part
-from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.telemetry.communication_clock import CommunicationClock
 from megatron_ext.telemetry.log_line import Console

@@ -7,8 +7,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.parse.eval_tasks import read_eval_tasks
 from megatron_ext.config.schema import Config
+from megatron_ext.registry import brought
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
 from megatron_ext.telemetry.communication_clock import CommunicationClock
@@ -17,18 +17,17 @@ from megatron_ext.telemetry.metrics import Evaluated, ValidationMetrics
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.profiler import StepProfiler, open_range
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
-from megatron_ext.telemetry.trackers import CometWriter, MlflowWriter, TrackioWriter, WandbWriter
 from megatron_ext.train.callbacks.communication import Communication, Stragglers, Timing
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.expert_load import ExpertLoad
 from megatron_ext.train.callbacks.garbage import GarbageCollection
 from megatron_ext.train.callbacks.large_gradients import LargeGradients, Overflows
-from megatron_ext.train.callbacks.profiling import MemoryHistory, Profiling, Schedule, is_recorded
+from megatron_ext.train.callbacks.profiling import MemoryHistory, Profiling, is_recorded
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, SampleIds, Sink, Status
 from megatron_ext.train.callbacks.spike_check import SpikeCheck
 from megatron_ext.train.callbacks.stopping import Stopping
-from megatron_ext.train.datasets import DataCheck, blocks_of_run, share, tokenizer_of_run
+from megatron_ext.train.datasets import DataCheck, blocks_of_run, share
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -52,7 +51,6 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     experts = None if config.model.num_experts is None else ExpertLoad()
     callbacks: list[Callback] = [
         *([Communication(clock)] if clock is not None else []),
-        *([Schedule(run)] if config.profiling.record_schedule else []),
         Status(status),
         *([experts] if experts is not None else []),
         *([stragglers] if stragglers is not None else []),
@@ -94,7 +92,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     )
     if config.data.verify_data == "background" and not config.data.mock_data:
         callbacks.append(DataCheck(share(blocks_of_run(config)[0])))
-    callbacks += _inference_callbacks(run)
+    callbacks += [callback for callbacks_of in brought("callbacks") for callback in callbacks_of(run)]
     if config.logging.log_sample_ids is not None:
         callbacks.append(SampleIds(config.logging.log_sample_ids, run))
     if config.logging.timing_log_level > 0:
@@ -118,25 +116,6 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     return callbacks
 
 
-def _inference_callbacks(run: Run) -> list[Callback]:
-    """Return what --eval-tasks and --sample-interval ask for."""
-    training = run.config.training
-    if training.eval_tasks is None and training.sample_interval is None:
-        return []
-    from megatron_ext.inference.task_files import read_prompts
-    from megatron_ext.train.callbacks.tasks_and_samples import Samples, Tasks, model_of
-
-    model = model_of(run, tokenizer_of_run(run.config))
-    callbacks: list[Callback] = []
-    if training.eval_tasks is not None:
-        callbacks.append(Tasks(model, read_eval_tasks(training.eval_tasks), training.eval_interval))
-    if training.sample_interval is not None:
-        assert training.sample_prompts is not None, "validated"
-        prompts = read_prompts(training.sample_prompts)
-        callbacks.append(Samples(model, prompts, training.sample_interval, training.sample_tokens))
-    return callbacks
-
-
 def stop_file(config: Config) -> Path | None:
     """Return the file that stops the run when one does `touch` it."""
     return Path(config.checkpoint.save) / STOP_FILE if config.checkpoint.save else None
@@ -151,14 +130,7 @@ def _step_sinks(run: Run) -> list[Sink]:
         writer = TensorBoardWriter(logging.tensorboard_dir, run.state.iteration, run.state.consumed_samples)
         writer.write_arguments(_arguments(run.config))
         sinks.append(writer)
-    if logging.wandb_project is not None:
-        sinks.append(WandbWriter(logging, _arguments(run.config)))
-    if logging.mlflow_experiment is not None:
-        sinks.append(MlflowWriter(logging, _arguments(run.config)))
-    if logging.comet_project is not None:
-        sinks.append(CometWriter(logging, _arguments(run.config)))
-    if logging.trackio_project is not None:
-        sinks.append(TrackioWriter(logging, _arguments(run.config)))
+    sinks += [sink for sinks_of in brought("sinks") for sink in sinks_of(logging, _arguments(run.config))]
     return sinks
 
 

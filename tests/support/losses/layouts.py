@@ -180,7 +180,7 @@ def golden_jobs() -> dict[str, dict[str, Any]]:
 
 def _parity_jobs() -> dict[str, dict[str, Any]]:
     """Return every row of docs/parity.md, to the sixth step and with a resumption, on the data of this comparison."""
-    from megatron_ext.verify import cases
+    from megatron_ext.plugins.prove import cases
 
     found = {}
     for precision in ("fp32", "bf16"):

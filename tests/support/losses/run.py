@@ -30,9 +30,9 @@ VERSION = 1
 others."""
 
 _PRELOAD = (
-    "megatron_ext.verify.preload",
+    "megatron_ext.forkserver.preload",
     "megatron_ext.train.pretrain",
-    "megatron_ext.checkpoint.huggingface.exporter",
+    "megatron_ext.plugins.huggingface.exporter",
 )
 
 _TIMEOUT = 1800.0  # seconds of a stage, which takes a few: the machine may be busy
@@ -83,7 +83,7 @@ def run_job(tree: str, job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _start(tree: str, stage: Mapping[str, Any], log: Path) -> None:
-    from megatron_ext.verify.ranks import run_ranks
+    from megatron_ext.forkserver.ranks import run_ranks
 
     script = os.path.join(tree, stage["script"])
     run_ranks(stage["ranks"], run_script, script, stage["words"], str(log), timeout=_TIMEOUT)

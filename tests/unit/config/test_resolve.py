@@ -9,11 +9,11 @@ import pytest
 from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.blend import missing_paths, read_blend
 from megatron_ext.config.parse.config_file import to_yaml
-from megatron_ext.config.parse.eval_tasks import look_at_eval_tasks, read_eval_tasks
 from megatron_ext.config.parse.saved import adopt, model_names, read_saved
 from megatron_ext.config.resolve import Facts, resolve, runs_on_cpu
 from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.tasks.eval_tasks import look_at_eval_tasks, read_eval_tasks
 
 BASE = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "seq_length": 32, "micro_batch_size": 2}
 

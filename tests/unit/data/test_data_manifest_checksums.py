@@ -25,9 +25,9 @@ from megatron_ext.data.data_manifest import (
     some_blocks,
 )
 from megatron_ext.data.indexed import IndexedWriter
-from megatron_ext.data.prepare.merge import merge_indexed_files
-from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError
+from megatron_ext.plugins.prepare.merge import merge_indexed_files
+from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
 from tests.support.patched_in_one_module import replace_in
 
 

@@ -10,15 +10,15 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from megatron_ext.cli import inspect_dataset
 from megatron_ext.data import data_manifest as data_checksums
 from megatron_ext.data import indexed, integrity, mask
 from megatron_ext.data.indexed import HEADER, IndexedWriter, token_dtype
 from megatron_ext.data.integrity import (
     check_indexed_files,
 )
-from megatron_ext.data.prepare import merge
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.plugins.prepare import merge
+from megatron_ext.plugins.prepare.commands import inspect_dataset
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10]]
 LENGTHS = np.array([len(document) for document in DOCUMENTS])

@@ -15,8 +15,8 @@ from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.microbatch import Batch, StageView, collate, divide, padding_sample
 from megatron_ext.data.packing import documents_of, restarted_positions
 from megatron_ext.model.gpt import GPT
+from megatron_ext.plugins.prove.parity import SEQ_LENGTH, write_corpus
 from megatron_ext.tokenizer.simple import ByteTokenizer
-from megatron_ext.verify.parity import SEQ_LENGTH, write_corpus
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 EOD, LENGTH = 9, 24

@@ -17,11 +17,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron_ext.data import remote
-from megatron_ext.data.prepare import documents
-from megatron_ext.data.prepare.inputs import find_files
-from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.data.remote import RemoteFile, RemoteStream
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
+from megatron_ext.plugins.prepare import documents
+from megatron_ext.plugins.prepare.inputs import find_files
+from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
 
 LINES = [{"text": f"line {n} " + "é" * (n % 70), "other": str(n)} for n in range(2000)]
 TOOL = Path(__file__).parents[3] / "tools" / "preprocess_data.py"

@@ -14,10 +14,10 @@ import pytest
 from fsspec.config import conf
 
 from megatron_ext.data import remote
-from megatron_ext.data.prepare.inputs import find_files
-from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.data.remote import RemoteFile
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.plugins.prepare.inputs import find_files
+from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
 
 pytest.importorskip("huggingface_hub")
 

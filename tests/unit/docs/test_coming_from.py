@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import options_by_flag
-from megatron_ext.foreign.translate import read, translate
+from megatron_ext.plugins.migrate.translate import read, translate
 from tests.support.command_blocks import DOCS, blocks
 from tests.support.guide_launches import dry_run, launches, make_hf_folder
 

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from megatron_ext.verify.cases import CASES
-from megatron_ext.verify.parity import CURVE_TOLERANCE, GRADIENT_TOLERANCE
+from megatron_ext.plugins.prove.cases import CASES
+from megatron_ext.plugins.prove.parity import CURVE_TOLERANCE, GRADIENT_TOLERANCE
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/parity.md").read_text()
 

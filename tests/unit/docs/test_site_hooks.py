@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.cli import api
+from megatron_ext.plugins.pages.commands import api
 from tools.make_docs import PAGES
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from megatron_ext.data.packing import restarted_positions
-from megatron_ext.inference.scoring import _Scored
 from megatron_ext.model import loss
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import GPT
 from megatron_ext.model.loss import Readout, TokenLogits, summed_loss, token_loss
-from megatron_ext.optim.lion import Lion
 from megatron_ext.parts.attention.cached import WholeSequences
 from megatron_ext.parts.experts.router import Router
 from megatron_ext.parts.norm.compute import LayerNorm, RMSNorm, norm_class
+from megatron_ext.plugins.optimizers.lion import Lion
+from megatron_ext.plugins.tasks.scoring import _Scored
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 

@@ -10,11 +10,11 @@ import torch
 from megatron_ext.config.derived.newton_schulz import COEFFICIENT_TYPES, SCALE_MODES, coefficients, scale
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.cost.state_bytes import state_bytes
 from megatron_ext.optim.muon import Muon, newton_schulz
 from megatron_ext.optim.torch_optimizer import torch_optimizer
 from megatron_ext.parallel.matrices import Matrix
 from megatron_ext.parts.catalogue import parameters
-from megatron_ext.plan.state_bytes import state_bytes
 from tests.support.matrix_steps import SHAPES, begun, trained
 from tests.support.wrong_flags import BASE
 

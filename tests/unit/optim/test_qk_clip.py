@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_ext.parts.attention.compute import CausalSelfAttention
-from megatron_ext.parts.latent_attention.compute import LatentSelfAttention
+from megatron_ext.plugins.latent_attention.compute import LatentSelfAttention
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.trainer import Callback
-from megatron_ext.verify.compared_models import MODELS, RECIPE
 
 RUN = (
     "--seq-length 16 --mock-data --vocab-size 250 --eval-interval 100 --eval-iters 1 --lr 0 --lr-warmup-iters 0 "

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits, State, traits_of
+from megatron_ext.config.derived.optimizer_traits import OptimizerTraits, State
+from megatron_ext.config.derived.optimizers import OPTIMIZERS, traits_of
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, OptimizerConfig
-from megatron_ext.doctor.machine import checkpoint_bytes
+from megatron_ext.cost.state_bytes import state_bytes
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.foreign.translate import translate
 from megatron_ext.optim.short_adam import ShortAdam, keep, kept_average
 from megatron_ext.optim.torch_optimizer import as_registered, is_maskable, is_torchs, mask_by, over, torch_optimizer
 from megatron_ext.parts.catalogue import count
-from megatron_ext.plan.state_bytes import state_bytes
+from megatron_ext.plugins.doctor.machine import checkpoint_bytes
+from megatron_ext.plugins.migrate.translate import translate
 from megatron_ext.train.extensions import Extensions
 from tests.support.syntax import nodes_of, source
 from tests.support.wrong_flags import BASE

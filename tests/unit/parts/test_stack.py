@@ -8,15 +8,15 @@ import pytest
 
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.cost.activations import Activations
+from megatron_ext.cost.dry_run import describe
+from megatron_ext.cost.flops import active_parameters, flops_per_token
+from megatron_ext.cost.stage_parameters import Shapes
+from megatron_ext.cost.traffic import sent
 from megatron_ext.parts import stack as described
 from megatron_ext.parts.attention.describe import Attention, Rotary
 from megatron_ext.parts.catalogue import count, count_per_rank, layer_parameters, parameters
 from megatron_ext.parts.stack import Layer, layers, stack
-from megatron_ext.plan.activations import Activations
-from megatron_ext.plan.dry_run import describe
-from megatron_ext.plan.flops import active_parameters, flops_per_token
-from megatron_ext.plan.stage_parameters import Shapes
-from megatron_ext.plan.traffic import sent
 from megatron_ext.rules.part_rules import parts_are_computed_again
 from tests.support.small_models import LLAMA, small_config
 

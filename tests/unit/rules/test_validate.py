@@ -26,11 +26,11 @@ from megatron_ext.config.schema import Config
 from megatron_ext.device import hardware_queues
 from megatron_ext.parts.catalogue import Parameter, parameters
 from megatron_ext.parts.own_parameters import with_own_parameters
+from megatron_ext.plugins.prove.compared_models import MODELS
 from megatron_ext.rules import validate
 from megatron_ext.rules.run_rules import values_are_in_range, values_have_what_they_need
 from megatron_ext.rules.validate import RULES, problems
 from megatron_ext.train.configure import configure, gather_facts
-from megatron_ext.verify.compared_models import MODELS
 from tests.support import near_bounds
 from tests.support.errors_page import answers, errors_page
 from tests.support.golden_text import section

@@ -13,11 +13,11 @@ import pytest
 from megatron_ext import rules
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import resolve
+from megatron_ext.cost.dry_run import describe
+from megatron_ext.cost.flops import active_parameters
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import count, count_per_rank, count_per_stage, parameters, stages, tensor_size
 from megatron_ext.parts.stack import stack
-from megatron_ext.plan.dry_run import describe
-from megatron_ext.plan.flops import active_parameters
 from megatron_ext.rules.suggest import divisors
 from megatron_ext.rules.validate import RULES
 from megatron_ext.train.configure import configure, gather_facts

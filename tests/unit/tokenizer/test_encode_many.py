@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from megatron_ext.data.prepare import preprocess
-from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
+from megatron_ext.plugins.prepare import preprocess
+from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.tokenizer.encode_many import (
     Guarded,
     SpecialPieces,

@@ -14,7 +14,7 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer as Library
 
-from megatron_ext.cli import preprocess_data
+from megatron_ext.plugins.prepare.commands import preprocess_data
 from megatron_ext.tokenizer.encode_many import (
     Guarded,
     SpecialPieces,

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.tokenizer.encode_many import fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.from_flags import build_tokenizer, tokenizer_from_flags
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer as Protocol

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.cli import train_tokenizer
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.prepare.commands import train_tokenizer
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.tokenizer_training import sample_texts, train_bytelevel_bpe, train_sentencepiece
 

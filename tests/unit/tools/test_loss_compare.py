@@ -16,7 +16,7 @@ import torch
 
 from megatron_ext.data.integrity import check_token_ids, open_index
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.verify import cases
+from megatron_ext.plugins.prove import cases
 from tests.support.losses import commits, golden, layouts, run
 from tests.support.losses.commits import commit_hash
 from tests.support.losses.compare import different_files, first_difference

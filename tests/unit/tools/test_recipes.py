@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.families.hf_config import differences, read_hf_config
+from megatron_ext.plugins.families.hf_config import differences, read_hf_config
 from megatron_ext.train.configure import configure
 from tools import recipes
 from tools.recipes import Devices, Recipe, find, reduce

@@ -11,11 +11,11 @@ from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.prove.cases import CASES
+from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
 from megatron_ext.train import configure as module
 from megatron_ext.train.configure import configure, configure_for
 from megatron_ext.train.pretrain import pretrain
-from megatron_ext.verify.cases import CASES
-from megatron_ext.verify.compared_models import MODELS, RECIPE
 from tests.support.small_models import small_config
 from tests.support.small_runs import MODEL
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_ext.config.schema import Config
+from megatron_ext.cost.memory import estimate, host_bytes, kept_at_least
 from megatron_ext.device.device_protocol import DeviceMemory
 from megatron_ext.errors import ConfigurationError, DataError, MemoryExhaustedError, TrainingError
-from megatron_ext.plan.memory import estimate, host_bytes, kept_at_least
 from megatron_ext.train import memory_check
 from megatron_ext.train.memory_check import as_exhausted, check_it_fits, is_exhausted, telling_of_memory
 from tests.support.small_models import small_config

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
+from megatron_ext.config.derived.optimizer_traits import OptimizerTraits
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.data.corpus import Splits
 from megatron_ext.errors import ConfigurationError, DataError, TrainingError
 from megatron_ext.resilience.process_end import RunStatus, run_guarded

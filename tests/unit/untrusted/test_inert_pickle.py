@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.huggingface import saved_model
-from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files, read_metadata
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, plain
 from megatron_ext.checkpoint.native.torch_dist import ALLOWED, Chunk, Tensor
 from megatron_ext.errors import DataError
+from megatron_ext.plugins.huggingface import saved_model
+from megatron_ext.plugins.migrate.megatron_lm_checkpoint.saved_flags import read_args
 from megatron_ext.untrusted.inert_pickle import Global, Made, Stored, read
 
 _PLANTED = "planted_by_a_pickle"

@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 from backports import zstd
 
-from megatron_ext.checkpoint.huggingface.huggingface_folder import _index
-from megatron_ext.checkpoint.huggingface.safetensors import read_header
 from megatron_ext.checkpoint.native import checkpoint_manifest
+from megatron_ext.checkpoint.safetensors import read_header
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.data.data_record import read_record
-from megatron_ext.data.prepare import documents
-from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.families.hf_config import read_hf_config
-from megatron_ext.foreign.translate import read
+from megatron_ext.plugins.families.hf_config import read_hf_config
+from megatron_ext.plugins.huggingface.huggingface_folder import _index
+from megatron_ext.plugins.migrate.translate import read
+from megatron_ext.plugins.prepare import documents
+from megatron_ext.plugins.prepare.inputs import find_files
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.untrusted.text import ExcessiveError, TextError, load_json, read_file
 from megatron_ext.untrusted.untrusted_folder import file_inside
@@ -249,8 +249,8 @@ _READERS = {"json.load", "json.loads", "orjson.loads", "yaml.load", "yaml.safe_l
 _OTHERS = {
     "parallel/rendezvous.py": "what this run's own ranks have put into their store",
     "resilience/rank_reports.py": "the same",
-    "data/prepare/documents.py": "lines of a corpus, of any depth that the parser bears and of bounded size",
-    "data/prepare/long_texts.py": "the same lines",
+    "plugins/prepare/documents.py": "lines of a corpus, of any depth that the parser bears and of bounded size",
+    "plugins/prepare/long_texts.py": "the same lines",
 }
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.megatron_lm.saved_flags import read_args
 from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
 from megatron_ext.checkpoint.native import extra_files as beside
 from megatron_ext.checkpoint.native.checkpoint_folder import (
@@ -29,6 +28,7 @@ from megatron_ext.checkpoint.native.torch_archive import archive, plain, tensor_
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import DataError
+from megatron_ext.plugins.migrate.megatron_lm_checkpoint.saved_flags import read_args
 from megatron_ext.train.configure import configure
 from megatron_ext.untrusted.untrusted_folder import check_folder, file_inside, is_plain, read_inside
 

@@ -140,7 +140,7 @@ def test_a_file_from_parts_and_back(tmp_path: Path) -> None:
 def test_converting_imports_neither_torch_nor_the_engine() -> None:
     """They take longer than the conversion of a gigabyte."""
     check = (
-        "import sys, megatron_ext.checkpoint.huggingface.exporter, megatron_ext.checkpoint.huggingface.importer\n"
+        "import sys, megatron_ext.plugins.huggingface.exporter, megatron_ext.plugins.huggingface.importer\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'megatron.core', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0

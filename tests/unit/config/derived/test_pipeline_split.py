@@ -15,8 +15,8 @@ from megatron_ext.config.derived.rank_order import chunk_layers
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
+from megatron_ext.cost.dry_run import describe
 from megatron_ext.parts.catalogue import count_per_stage
-from megatron_ext.plan.dry_run import describe
 from megatron_ext.rules.validate import problems
 from tests.support.small_models import small_config
 from tests.support.wrong_flags import BASE

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from megatron_ext.config.derived.pipeline_table import KINDS, Walk, flaws, rank_of
+from megatron_ext.cost.schedule import named
 from megatron_ext.pipeline_tables import Action, Rows, rows, with_messages
-from megatron_ext.plan.schedule import named
 
 SPLIT = {"interleaved-zero-bubble", "zbv", "dualpipe-v"}
 TABLES = [

@@ -21,14 +21,14 @@ from megatron_ext.config.derived.sharding import SCHEMES
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, padded_vocabulary, resolve
 from megatron_ext.config.schema import Config, LayoutConfig
-from megatron_ext.parts.catalogue import count, count_per_rank
-from megatron_ext.plan.dry_run import describe
-from megatron_ext.plan.flops import (
+from megatron_ext.cost.dry_run import describe
+from megatron_ext.cost.flops import (
     active_parameters,
     flops_per_token,
     parameters_without_embeddings,
 )
-from megatron_ext.plan.state_bytes import StateBytes, state_bytes
+from megatron_ext.cost.state_bytes import StateBytes, state_bytes
+from megatron_ext.parts.catalogue import count, count_per_rank
 from megatron_ext.rules.validate import problems
 from tests.support.wrong_flags import BASE
 

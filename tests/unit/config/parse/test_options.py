@@ -9,11 +9,11 @@ import pytest
 
 from megatron_ext.config.compat import megatron_options, old_spellings
 from megatron_ext.config.compat.megatron_options import MegatronOption
-from megatron_ext.config.compat.other_programs import advice
 from megatron_ext.config.parse import help_text
 from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.help_text import about, default_text
 from megatron_ext.config.parse.options import options_by_flag, options_by_name, read_texts, read_yaml_value
+from megatron_ext.config.parse.other_flags import advice
 from megatron_ext.config.parse.reference import other_default
 from megatron_ext.errors import listed
 

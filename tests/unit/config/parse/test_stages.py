@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.cli.plan import main as plan
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.planner.commands.plan import main as plan
 from megatron_ext.train.configure import configure
 from tests.support.small_runs import MODEL
 

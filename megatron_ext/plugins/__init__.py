@@ -1,0 +1,1 @@
+"""Everything that a plain pretraining run does not need: each folder is a plugin (`megatron_ext/registry.py`)."""

@@ -1,0 +1,38 @@
+"""EXAONE 4.0: norms after attention and MLP, and of the heads of queries and keys; in a model with windows the layers
+without one rotate nothing."""
+
+from typing import Any
+
+from megatron_ext.config.derived.layer_patterns import read_pattern
+from megatron_ext.config.schema import ModelConfig
+from megatron_ext.plugins.families import shared
+from megatron_ext.plugins.families.family import Family
+from megatron_ext.plugins.families.reading import Reading
+
+
+def _windows(reading: Reading) -> dict[str, Any]:
+    every = reading.integer("sliding_window_pattern") if reading.get("layer_types") is None else 1
+    reading.understand("sliding_window_pattern")
+    has_window = shared.typed_windows(reading, shared.all_but_every(reading, every))
+    fixed = None
+    if reading.get("sliding_window") is not None and not all(has_window):
+        fixed = shared.pattern([not one for one in has_window])
+    return {**shared.layer_window_values(reading, has_window), "no_rope_freq": fixed}
+
+
+def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
+    skips = model.window_attn_skip_freq if model.window_size is not None else None
+    if skips is None:
+        return {"no_rope_freq": None}
+    return {"no_rope_freq": shared.pattern([not has_window for has_window in read_pattern(skips, model.num_layers)])}
+
+
+EXAONE4 = Family(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    shared.NAMES_WITH_NORMS_AFTER,
+    {**shared.DECODER_FLAGS, "norm_position": "after", "qk_layernorm": True, "disable_bias_linear": True},
+    *shared.keys(shared.decoder(), (_windows, shared.typed_window_json)),
+    {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    dependent_flags=_dependent_flags,
+)

@@ -1,0 +1,67 @@
+"""GPT-2: learned positions, LayerNorm, biases everywhere, and matrices that lie transposed."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.plugins.families.family import Family
+from megatron_ext.plugins.families.reading import Reading, refuse_others
+from megatron_ext.plugins.families.shared import (
+    PLAIN_KEYS,
+    QKV,
+    gelu_values,
+    heads_fill_width,
+    plain_json,
+    plain_values,
+)
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "embedding.word_embeddings": ("transformer.wte",),
+    "embedding.position_embeddings": ("transformer.wpe",),
+    "input_layernorm": ("ln_1",),
+    QKV: ("attn.c_attn",),
+    "self_attention.linear_proj": ("attn.c_proj",),
+    "pre_mlp_layernorm": ("ln_2",),
+    "mlp.linear_fc1": ("mlp.c_fc",),
+    "mlp.linear_fc2": ("mlp.c_proj",),
+    "decoder.final_layernorm": ("transformer.ln_f",),
+    "output_layer": ("lm_head",),
+}
+
+
+_KEYS = ("n_embd", "n_head", "n_layer", "n_positions", "layer_norm_epsilon")
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    refuse_others(
+        reading,
+        {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    )
+    values, positions = plain_values(reading, *_KEYS), reading.integer("n_positions")
+    reading.refuse_unless("n_ctx", positions, positions, f"but n_positions is {positions}, and both are the positions")
+    width = {"ffn_hidden_size": reading.integer("n_inner", values["ffn_hidden_size"])}
+    return {**values, **width, **gelu_values(reading, "activation_function", "gelu_new")}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    model = config.model
+    return {
+        **plain_json(model, *_KEYS),
+        "n_inner": model.ffn_hidden_size,
+        "activation_function": "gelu_new" if model.openai_gelu else "gelu",
+        **{"attn_pdrop": model.attention_dropout, **dict.fromkeys(("embd_pdrop", "resid_pdrop"), model.hidden_dropout)},
+    }
+
+
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    _NAMES,
+    {},
+    _read,
+    _write,
+    dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1),
+    aliases=dict(zip(_KEYS, PLAIN_KEYS, strict=False)),
+    dependent_flags=heads_fill_width,
+    layers="transformer.h.{}.",
+    transposed=frozenset({QKV, "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}),
+)

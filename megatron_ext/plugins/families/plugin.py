@@ -1,0 +1,8 @@
+"""Families of Hugging Face models."""
+
+from megatron_ext.registry import Plugin
+
+PLUGIN = Plugin(
+    "families",
+    needs=("gated_delta", "latent_attention", "mamba", "next_token", "side_by_side"),
+)

@@ -1,0 +1,14 @@
+"""Qwen2: Llama with biases of queries, keys and values alone."""
+
+from megatron_ext.plugins.families import shared
+from megatron_ext.plugins.families.family import Family
+
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    shared.DECODER_NAMES,
+    {**shared.DECODER_FLAGS, "add_qkv_bias": True, "disable_bias_linear": True},
+    *shared.keys(shared.decoder(), shared.SWITCHABLE_WINDOWS),
+    {"num_key_value_heads": 32, **shared.SWITCHED_WINDOWS},
+    is_common=True,
+)

@@ -1,0 +1,120 @@
+"""Lists the families of Hugging Face, and finds which of them a configuration is."""
+
+import dataclasses
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
+from megatron_ext.config.parse.options import flag_of
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts.stack import stack
+from megatron_ext.plugins.families.family import Family, usual_values
+from megatron_ext.plugins.families.shared import pattern
+from megatron_ext.registry import brought
+
+
+def _found() -> dict[str, Family]:
+    """Return every family that a file of this folder makes, by model type, in the order of these."""
+    package = __package__ or ""
+    files = [f"{package}.{found.name}" for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    readers = (__name__, f"{package}.hf_config")  # of all families
+    modules = [importlib.import_module(name) for name in files if name not in readers]
+    families = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    families += brought("families")
+    return {family.model_type: family for family in sorted(families, key=lambda one: one.model_type)}
+
+
+# In the order in which a configuration that fits several is given one, after those that are common.
+FAMILIES = _found()
+
+
+def family_of(config: Config) -> Family:
+    """Return the family that the configuration is shape-equal to.
+
+    Raises:
+        ConfigurationError: there is no such family; the message names the flags that stand in the way of the nearest
+            one.
+    """
+    found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
+    has = _has_experts(config)
+    others = {name: family.has_experts != has and not family.may_be_dense for name, family in FAMILIES.items()}
+    nearest = min(found, key=lambda name: (others[name], len(found[name]), not FAMILIES[name].is_common))
+    if found[nearest]:
+        raise ConfigurationError(
+            f"no Hugging Face family has this model's shape; the nearest is {nearest}, which has "
+            f"{', '.join(found[nearest])}. Train with the flags of a family to export to it (docs/huggingface.md)"
+        )
+    return FAMILIES[nearest]
+
+
+def written_as(config: Config) -> tuple[Family, Config]:
+    """Return the family that the model is written as, and the configuration of what that holds of it: without the
+    depths of multi-token prediction, where no family has the model with them.
+
+    Raises:
+        ConfigurationError: no family has the model without them either, as in `family_of`.
+    """
+    try:
+        return family_of(config), config
+    except ConfigurationError:
+        if not config.model.mtp_num_layers:
+            raise
+        trunk = dataclasses.replace(config, model=dataclasses.replace(config.model, mtp_num_layers=None))
+        return family_of(trunk), trunk
+
+
+def obstacles(config: Config, family: Family) -> list[str]:
+    """Return what the family has and the configuration does not have, each as a flag."""
+    model = _normalized(config)
+    wanted = {**family.fixed, **family.dependent_flags(model)}
+    found = [
+        _difference(name, value, getattr(model, name))
+        for name, value in wanted.items()
+        if getattr(model, name) != value
+    ]
+    if model.is_sinkhorn and _has_experts(config):
+        found.append("no --moe-router-load-balancing-type sinkhorn")
+    if family.has_experts and not family.may_be_dense and not _has_experts(config):
+        found.append("--num-experts")
+    return found
+
+
+def _has_experts(config: Config) -> bool:
+    return any(layer.experts is not None for layer, _ in stack(config).kinds)
+
+
+def _normalized(config: Config) -> ModelConfig:
+    """Return the model's values with switches that change nothing next to others put to one form."""
+    model = config.model
+    without = ("rotary_", "use_rope", "no_rope", "rope_type") if model.position_embedding_type != "rope" else ()
+    without += ("moe_",) if model.num_experts is None else ()
+    usual = {name: value for name, value in usual_values().items() if name.startswith(without)}
+    model = dataclasses.replace(model, **usual)
+    window, fixed = model.window_size, model.no_rope_freq
+    has_experts = [layer.experts is not None for layer in stack(config)[: model.num_layers]]
+    biases = model.has_qkv_bias, model.has_output_bias, model.has_mlp_bias
+    everywhere = all(biases) or not model.disable_bias_linear
+    return dataclasses.replace(
+        model,
+        disable_bias_linear=not everywhere,
+        add_output_bias=model.add_output_bias and not everywhere,
+        add_mlp_bias=model.add_mlp_bias and not everywhere,
+        window_size=None if window is None or read_window(window) is None else window,
+        moe_layer_freq=pattern(has_experts) if len({*has_experts}) > 1 and not model.hybrid_layer_pattern else None,
+        no_rope_freq=None if fixed is None else pattern(read_pattern(fixed, model.num_layers, "the last")),
+        add_qkv_bias=model.add_qkv_bias and not everywhere,
+        group_query_attention=model.num_key_value_heads != model.num_attention_heads,
+    )
+
+
+def _difference(name: str, wanted: Any, given: Any) -> str:
+    flag = flag_of(name)
+    if wanted is None:
+        return f"no {flag}"
+    if isinstance(wanted, bool):
+        return flag if wanted else f"no {flag}"
+    wanted, given = (f"{one:g}" if isinstance(one, float) else one for one in (wanted, given))
+    return f"{flag} {wanted} (not {given})"

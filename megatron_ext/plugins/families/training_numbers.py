@@ -1,0 +1,45 @@
+"""Reads what a `config.json` says of the training itself: dropout and the load-balancing loss. These change no logits;
+without flags a run from the folder has them, as transformers' class would.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_ext.plugins.families.reading import Reading
+
+_DROPOUTS = {
+    "attention_dropout": ("attention_dropout", "attn_pdrop"),
+    "hidden_dropout": ("resid_pdrop", "hidden_dropout", "residual_dropout"),
+}
+"""Flag -> names of its key in the families. A class that has none of them drops nothing."""
+
+_OF_EMBEDDINGS = ("embd_pdrop", "emb_pdrop", "embedding_dropout")
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_alpha")
+
+TRAINING_FLAGS = (*_DROPOUTS, "moe_aux_loss_coeff", "moe_router_load_balancing_type")
+"""Flags of a run that a folder has values of, and that flags may contradict."""
+
+
+def training_values(reading: Reading) -> dict[str, Any]:
+    """Return the values of `TRAINING_FLAGS`. Those of the load-balancing loss are there where the file names one."""
+    values: dict[str, Any] = {
+        flag: next((reading.number_from_0(name, below=1.0) for name in names if reading.get(name) is not None), 0.0)
+        for flag, names in _DROPOUTS.items()
+    }
+    said = [reading.number_from_0(name) for name in _COEFFICIENTS if reading.get(name) is not None]
+    if any(said):
+        values["moe_aux_loss_coeff"] = (max(said),)
+        if reading.get("seq_aux") is True:
+            values["moe_router_load_balancing_type"] = ("seq_aux_loss",)
+    return values
+
+
+def one_number_for_two(reading: Reading) -> Iterator[str]:
+    """Yield that embeddings have another dropout in the file than residual branches, where it says so."""
+    for_branches = training_values(reading)["hidden_dropout"]
+    for name in _OF_EMBEDDINGS:
+        if (of_embeddings := reading.get(name)) is not None and of_embeddings != for_branches:
+            yield (
+                f"{name} is {of_embeddings}, and the dropout of residual branches {for_branches:g}, which "
+                "--hidden-dropout takes for both"
+            )

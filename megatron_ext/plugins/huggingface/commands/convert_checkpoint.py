@@ -1,0 +1,140 @@
+"""Convert between our checkpoints and those of others, on one CPU process, a block of a file at a time.
+
+    python tools/convert_checkpoint.py to-hf --load checkpoints --save model-hf --dtype bf16
+    python tools/convert_checkpoint.py from-hf --load Llama-3.2-1B --save checkpoints
+    python tools/convert_checkpoint.py from-deepspeed --load global_step95000 --save checkpoints
+
+to-hf takes the latest checkpoint of a --save folder (or the one that --load names itself), chooses the family that the
+model is shape-equal to, and at the end compares logits with transformers. from-hf writes a checkpoint of iteration 0
+that training begins from with --load; docs/huggingface.md has more. from-deepspeed does the same with what
+Megatron-DeepSpeed and GPT-NeoX save, and of ZeRO's shards keeps Adam's state (docs/checkpoints.md).
+"""
+
+import time
+from pathlib import Path
+
+from megatron_ext.commandline import ToolParser
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.plugins.huggingface.importers import importers
+from megatron_ext.registry import load
+from megatron_ext.terminal import say
+
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
+    parser = ToolParser("Convert between our checkpoints and those of others.", __doc__)
+    parser.add_argument("direction", choices=("to-hf", *importers()), help="what to write")
+    parser.add_argument("--load", required=True, metavar="DIR", help="our checkpoints, or another's folder")
+    parser.add_argument("--save", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights of to-hf; default the checkpoint's")
+    parser.add_argument(
+        "--ema", action="store_true", help="to-hf of the averages that --ema-decay, or the optimizer itself, keeps"
+    )
+    parser.add_argument("--max-shard-size", default="5GB", help="largest file of to-hf, in bytes, KB, MB or GB")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers after to-hf")
+    parser.add_argument("--check-loss", metavar="PREFIX", help="compare losses with transformers on a .bin/.idx pair")
+    parser.add_argument("--check-samples", type=int, default=64, help="stretches of it to read, as long as training's")
+    parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out of what to-hf writes")
+    parser.add_argument(
+        "--skip-tokenizer-check",
+        action="store_true",
+        help="do not compare the ids of to-hf's tokenizer with training's",
+    )
+    options = parser.parse_args(argv)
+    if options.check_samples < 1:
+        raise ConfigurationError(f"--check-samples {options.check_samples} must be positive; leave it out for 64")
+    started = time.perf_counter()
+    if options.direction != "to-hf":
+        path = load(importers()[options.direction].read)(options.load, options.save)
+        say(f"wrote {path} in {time.perf_counter() - started:.1f} s; begin with --load {options.save}")
+        return 0
+    size = _bytes(options.max_shard_size)
+    from megatron_ext.plugins.huggingface.exporter import export_huggingface
+    from megatron_ext.plugins.huggingface.saved_model import SavedModel
+
+    source = SavedModel(options.load, averages=options.ema)
+    dtype = (
+        DTYPES[options.dtype] if options.dtype else SavedModel(source.path).dtype() if options.ema else source.dtype()
+    )
+    exported = export_huggingface(
+        source,
+        options.save,
+        dtype=dtype,
+        max_shard_size=size,
+        with_tokenizer=not options.no_tokenizer,
+        check_tokenizer=None if options.skip_tokenizer_check else _check_tokenizer,
+    )
+    say(
+        f"wrote {exported.path}: {exported.family.architecture}, {exported.size / 1e9:.3f} GB in {exported.files} "
+        f"file(s), {time.perf_counter() - started:.1f} s"
+    )
+    if not exported.tokenizer:
+        say(_why_no_tokenizer(source.config.data.tokenizer_type, options.no_tokenizer))
+    if not options.no_verify:
+        _verify(source, exported.path, dtype)
+    if options.check_loss is not None:
+        _check_loss(source, exported.path, dtype, options.check_loss, options.check_samples)
+    return 0
+
+
+def _why_no_tokenizer(kind: str | None, left_out: bool) -> str:
+    if left_out:
+        return "no tokenizer was written, as --no-tokenizer asks for"
+    if kind == "NullTokenizer":
+        return "no tokenizer was written: NullTokenizer has no text; give the model token ids"
+    return "no tokenizer files were at hand; add them to the folder yourself"
+
+
+def _check_tokenizer(folder: Path, config, tokenizer) -> None:
+    from megatron_ext.plugins.huggingface.exported_tokenizer import check_ids
+
+    same = check_ids(folder, config, tokenizer)
+    say(
+        f"tokenizer: the ids of training on {same.probes} probe texts and {same.documents} documents, read by "
+        f"{' and '.join(same.by)}"
+    )
+    if same.note is not None:
+        say(f"tokenizer: no validation data was compared: {same.note}")
+    if "transformers" not in same.by:
+        say("tokenizer: transformers is not installed, and did not read it")
+
+
+def _verify(source, path: Path, dtype) -> None:
+    from megatron_ext.plugins.huggingface.exported_model import compare_logits
+
+    agreement = compare_logits(source, path, dtype)
+    summary = (
+        f"largest difference of logits to transformers: {agreement.largest_difference:.2e} over {agreement.tokens} "
+        f"tokens (largest logit {agreement.largest_logit:.2f})"
+    )
+    if agreement.earliest_of_equals:
+        summary += "; of keys with equal scores of an indexer both took the earliest, where transformers takes any"
+    if not agreement.holds:
+        raise DataError(f"{summary}: more than rounding. Do not use {path}, and please report this")
+    say(summary)
+
+
+def _check_loss(source, path: Path, dtype, prefix: str, samples: int) -> None:
+    from megatron_ext.plugins.huggingface.exported_model import compare_losses
+
+    agreement = compare_losses(source, path, dtype, prefix, samples)
+    summary = (
+        f"loss over {agreement.tokens:,} tokens of {prefix}: ours {agreement.ours:.7f}, transformers "
+        f"{agreement.theirs:.7f} (relative difference {agreement.relative_difference:.1e})"
+    )
+    if agreement.earliest_of_equals:
+        summary += "; of keys with equal scores of an indexer both took the earliest, where transformers takes any"
+    if not agreement.holds:
+        raise DataError(f"{summary}: more than rounding. Do not use {path}, and please report this")
+    say(summary)
+
+
+def _bytes(text: str) -> int:
+    number = text.rstrip("KMGB")
+    unit = text.removeprefix(number)
+    if not number.isdecimal() or unit not in _UNITS or int(number) == 0:
+        raise ConfigurationError(f"--max-shard-size {text} is not a size; write for example 5GB")
+    return int(number) * _UNITS[unit]

@@ -1,0 +1,232 @@
+"""Reads a Hugging Face folder as a source of our parameters: `config.json` next to one or several safetensors files.
+
+    folder = HFFolder("Llama-3.2-1B")
+    folder.check(config)             # every missing, misshapen or unknown tensor at once
+    folder.entries["lm_head.weight"] # where it lies
+
+Nothing in the folder is executed, and no file outside of it is opened, whatever its index says. This needs no torch.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.dtypes import WIDTH
+from megatron_ext.checkpoint.safetensors import Entry, read_header
+from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError, DataError, TrainingError
+from megatron_ext.plugins.families.family import EXPERT_BIAS, Family
+from megatron_ext.plugins.families.hf_config import read_hf_config
+from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, copies, state_dict_mapping
+from megatron_ext.plugins.families.unread import listed, tied_head, unread
+from megatron_ext.untrusted.text import load_json, read_file
+from megatron_ext.untrusted.untrusted_folder import file_inside
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LARGEST_INDEX = 1 << 26  # bytes; 200,000 tensors have some 20 million
+
+
+def read_model(folder: str | Path) -> tuple[Family, dict[str, Any]]:
+    """Return what `read_hf_config` does, without depths of multi-token prediction where the files hold none.
+
+    transformers writes `num_nextn_predict_layers` 1 into every file of some families, and leaves their weights out.
+    """
+    family, values = read_hf_config(folder)
+    if values.get("mtp_num_layers"):
+        first = family.ahead.format(0) or family.layers.format(values["num_layers"])
+        with contextlib.suppress(TrainingError):  # which loading names
+            if not any(name.startswith(first) for name in _entries(Path(folder))):
+                return family, {**values, "mtp_num_layers": None}
+    return family, values
+
+
+class HFFolder:
+    """The tensors of a Hugging Face model.
+
+    Raises:
+        ConfigurationError: the folder has no usable `config.json`, or no safetensors.
+        DataError: an index or a file is damaged, or leads out of the folder.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder)
+        self.family, self.values = read_model(folder)
+        self.entries = _entries(self.path)
+        if self.family.inside is not None:
+            self.entries = _without_prefix(self.entries, self.family.inside[1], self.path)
+        table, head = (self.family.names[module][0] for module in (_TABLE, "output_layer"))
+        prefix = f"{table.partition('.')[0]}."
+        if f"{table}.weight" not in self.entries and f"{table.removeprefix(prefix)}.weight" in self.entries:
+            # Files that were written from the model without its head, as the oldest ones and those of embedding models.
+            others = (f"{head}.", self.family.ahead.partition(".")[0] or head)
+            self.entries = {
+                name if name.startswith(others) else f"{prefix}{name}": one for name, one in self.entries.items()
+            }
+        self.entries = vectors_as_rows(self.entries, self.family)
+        self.remarks = [*_unread_index(self.path)]
+        """Sentences on what is not read of the folder; `check` adds one that counts and names the tensors that are left
+        out, if there are any."""
+
+    def check(self, config: Config) -> None:
+        """Check that the files hold the model that `config` (made from `values`) describes, and nothing else that
+        counts; from now on `entries` are the tensors that it reads, and `remarks` say which others there are.
+
+        Raises:
+            DataError: a tensor is missing, has another shape or dtype than it should have, or no place in the model;
+                they are named.
+        """
+        mappings = state_dict_mapping(config, self.family)
+        problems = [*self._of_parameters(mappings, config), *self._of_others(config)]
+        left_out, without_place = unread(self.entries, mappings, config, self.family)
+        if without_place:
+            problems.append(f"it has no place for {len(without_place)} of them: {listed(without_place)}")
+        if problems and config.model.mtp_num_layers:
+            problems.append("with --mtp-num-layers 0 the depths of multi-token prediction are left out")
+        if problems:
+            raise DataError(
+                f"{self.path}: config.json does not match the tensors: "
+                + "; ".join(problems)
+                + ". Take both from the same model."
+            )
+        if left_out:
+            kinds = (f"{len(names)} {reason} ({listed(names, 5)})" for reason, names in left_out.items())
+            self.remarks.append(f"{self.path}: tensors that are left out: {'; '.join(kinds)}")
+            others = {name for names in left_out.values() for name in names}
+            self.entries = {name: entry for name, entry in self.entries.items() if name not in others}
+
+    def _of_parameters(self, mappings: Iterable[ParameterMapping], config: Config) -> Iterator[str]:
+        """Yield what is wrong with the tensors that hold our parameters."""
+        for mapping in mappings:
+            for name, shape in mapping.tensor_shapes().items():
+                entry = self.entries.get(name)
+                if entry is None:
+                    yield f"{name} is missing; it should have shape {list(shape)}{self._instead(name, config)}"
+                elif entry.shape != shape:
+                    yield f"{name} has shape {list(entry.shape)}; by config.json it should be {list(shape)}"
+                elif entry.dtype not in WIDTH:
+                    yield f"{name} has dtype {entry.dtype}; supported are {', '.join(WIDTH)}"
+
+    def _instead(self, name: str, config: Config) -> str:
+        """Return how a model without its output layer, such as one of embeddings, can be read after all."""
+        fixed = {**self.family.flags, **self.family.dependent_flags(config.model)}
+        is_tied = not fixed.get("untie_embeddings_and_output_weights", False) and not config.model.lm_head_bias
+        if not is_tied or name != f"{self.family.names['output_layer'][0]}.weight":
+            return ""
+        return ', or be the embeddings, by "tie_word_embeddings": true in a copy of config.json'
+
+    def _of_others(self, config: Config) -> Iterator[str]:
+        """Yield what is wrong with tensors that are constants or repeat others."""
+        for name, value in self.family.constants_of(config).items():
+            entry = self.entries.get(name)
+            if entry is not None and not (
+                math.prod(entry.shape) == 1 and math.isclose(entry.number(), value, rel_tol=0.01)
+            ):
+                yield f"{name} is another number than {value:g}, which all models of this family have"
+        head, table = tied_head(config, self.family), f"{self.family.names[_TABLE][0]}.weight"
+        if head is not None and self._differ(head, table):
+            yield f"{head} differs from the embeddings, but config.json has tie_word_embeddings"
+        for copy, original in copies(config, self.family).items():
+            if self._differ(copy, original):
+                yield f"{copy} differs from {original}, which every depth shares here"
+
+    def dtype(self) -> str:
+        """Return the dtype of the weights that are read, after `check`; where they differ, one that holds all of them.
+        Biases of experts are fp32 next to weights of 16 bits."""
+        apart = tuple(self.family.names.get(EXPERT_BIAS, ()))
+        weights = (entry.dtype for name, entry in self.entries.items() if not (apart and name.endswith(apart)))
+        dtypes = {dtype for dtype in weights if dtype in WIDTH}
+        return "F32" if dtypes == {"F16", "BF16"} else max(dtypes, key=WIDTH.__getitem__, default="F16")
+
+    def _differ(self, one: str, other: str) -> bool:
+        """Return whether two tensors, which are to be one, are there and differ: files may hold a shared matrix twice;
+        two different ones would be another model."""
+        head, table = self.entries.get(one), self.entries.get(other)
+        if head is None or table is None:
+            return False
+        if head.shape != table.shape or head.dtype != table.dtype:
+            return True
+        step = max(1, (1 << 24) // max(1, head.row_bytes))
+        starts = range(0, head.shape[0], step)
+        pairs = ([entry.rows(at, min(step, entry.shape[0] - at)) for entry in (head, table)] for at in starts)
+        return any(one.tobytes() != other.tobytes() for one, other in pairs)
+
+
+def _without_prefix(entries: Mapping[str, Entry], prefix: str, folder: Path) -> dict[str, Entry]:
+    """Return the tensors by their names without the prefix, where they have it."""
+    renamed = {name.removeprefix(prefix): entry for name, entry in entries.items()}
+    if len(renamed) < len(entries):
+        twice = sorted(name for name in renamed if name in entries and f"{prefix}{name}" in entries)
+        raise DataError(f"{folder}: {listed(twice)} are there with and without {prefix} before their names; keep one")
+    return renamed
+
+
+def vectors_as_rows(entries: Mapping[str, Entry], family: Family) -> dict[str, Entry]:
+    """Return the tensors, with those vectors as a row each that the family has for rows of a matrix of ours."""
+    part = family.vectors
+    return {
+        name: replace(entry, shape=(1, *entry.shape)) if part and part in name else entry
+        for name, entry in entries.items()
+    }
+
+
+_TABLE = "embedding.word_embeddings"
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    """Return the tensors of the single file where it is there, as transformers does, else those of the index."""
+    if (folder / SINGLE).exists():
+        return read_header(safe_file(folder, SINGLE))
+    if (folder / INDEX).exists():
+        names = _index(safe_file(folder, INDEX))
+        entries = {}
+        for file in sorted(set(names.values())):
+            entries |= {
+                name: entry for name, entry in read_header(safe_file(folder, file)).items() if names.get(name) == file
+            }
+        lost = sorted(names.keys() - entries.keys())
+        if lost:
+            raise DataError(f"{folder / INDEX} places {', '.join(lost[:5])} in a file that does not hold it")
+        return entries
+    raise ConfigurationError(
+        f"{folder} holds neither {SINGLE} nor {INDEX}; weights in another format (.bin) are pickles and are not read: "
+        "convert them with transformers' save_pretrained"
+    )
+
+
+def _unread_index(folder: Path) -> Iterator[str]:
+    """Yield that an index next to the single file names other files, which a model that was saved twice leaves."""
+    if not ((folder / SINGLE).exists() and (folder / INDEX).exists()):
+        return
+    try:
+        files = {*_index(safe_file(folder, INDEX)).values()} - {SINGLE}
+    except DataError:
+        return  # which nothing is read from
+    if files:
+        yield f"{folder}: {SINGLE} is read, as by transformers, and not {listed(sorted(files), 3)}, which {INDEX} names"
+
+
+def _index(path: Path) -> dict[str, str]:
+    try:
+        names = load_json(read_file(path, _LARGEST_INDEX))["weight_map"]
+        if all(isinstance(file, str) for file in names.values()):
+            return names
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise DataError(f"{path} is not the index of a sharded model: it has no weight_map of names")
+
+
+def safe_file(folder: Path, name: str) -> Path:
+    """Return the path of a file of the folder, which its own content (an index) names.
+
+    The links of a Hugging Face cache, from `snapshots/<revision>/` to `blobs/` next to it, are followed; no others are.
+
+    Raises:
+        DataError: the name or a link leads out of the folder, or there is no such file.
+    """
+    home = folder.resolve()
+    cached = home.parent.name == "snapshots"
+    return file_inside(folder, name, also=[home.parent.parent / "blobs"] if cached else [])

@@ -1,0 +1,130 @@
+"""Describes Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): in the place of keys and values of all positions each head has
+a state of one size, which every position decays, reads, and adds to. Heads of a group share B and C, what is added with
+and read with: as value heads of a gated delta rule share a key head, of which it is all but the correction.
+
+With g groups of a rank, R heads of each, N numbers of a state's channel and P channels of a head, a rank holds what
+`plugins/gated_delta/describe.py` says, with D = N, V = P, and g (2 N + 2 R P + R) channels of the projection.
+Context-parallel ranks send what their parts of a sample make of a state before it, one factor and a sum of a head:
+2 B g R N (P + 1) fp32 numbers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ext.config.derived.layer_patterns import MAMBA
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.kinds import Mixer
+from megatron_ext.parts.norm.describe import Norm
+from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.protocol import Exchange, Place, Share
+from megatron_ext.parts.ways import Asked
+from megatron_ext.plugins.gated_delta.describe import CHUNK, SPAN, GatedDelta
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Mamba(GatedDelta):
+    """A Mamba-2 mixer. Its groups are the key heads, its heads the value heads of a gated delta rule."""
+
+    builder = "megatron_ext.plugins.mamba.compute:mixer_spec"
+
+    norm_place: str = "after-gate"
+    """Whether the norm comes after the gate or before it; none: there is no norm."""
+
+    multipliers: tuple[float, ...] = (1.0,) * 5
+    """Factors of gates, x, B, C, and time steps."""
+
+    widest_key = None
+    map_columns = 1
+    map_flops = 0.5
+    sent_maps = "4 R g N (P+1) + w (K-1) g (2N+RP)"
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Rows of a group in the projection: x, B, C, gates z, and time steps."""
+        heads = self.per_key * self.value_size
+        return heads, self.key_size, self.key_size, heads, self.per_key
+
+    def parameters(self, place: Place) -> Iterator[Parameter]:
+        """Yield the projections, the convolution, the numbers of each head, and the norm, which begin as Megatron's."""
+        channels, heads, stage = self.convolved_size, self.value_heads, place.stage
+        yield place.matrix("out_proj.weight", place.model.hidden_size, self.context_size, adds=True, tp_dim=1)
+        yield place.matrix(
+            "in_proj.weight", self.projected_size, place.model.hidden_size, tp_dim=0, sections=self.sections
+        )
+        convolution = {"std": (3.0 * self.kernel) ** -0.5, "tp_dim": 0, "sections": self.sections[:3]}
+        name = f"{place.name}.conv1d"
+        yield Parameter(f"{name}.weight", (channels, 1, self.kernel), stage, "uniform", **convolution)
+        yield Parameter(f"{name}.bias", (channels,), stage, "uniform", **convolution)
+        yield Parameter(f"{place.name}.dt_bias", (heads,), stage, "time-step", tp_dim=0)
+        yield Parameter(f"{place.name}.A_log", (heads,), stage, "log-uniform", tp_dim=0)
+        yield place.vector("D", heads, "ones", tp_dim=0)
+        if self.norm_place != "none":
+            yield place.vector("out_norm.weight", self.context_size, "ones", tp_dim=0)
+
+    def computed_again(self, share: Share) -> float:
+        """Return the bytes of what autograd keeps of one span, within a tenth: of each position convolved channels
+        three times, numbers of its heads, B and C with their decays, and x and what is read five times; between
+        positions of a chunk decays and products; of each chunk a state. Of two pieces products of B and C, and x, are
+        copied once more. What a piece makes of a state takes less."""
+        pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
+        part = share.length // (share.context * pieces)
+        groups, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
+        chunk, of_heads = min(CHUNK, part), heads * self.value_size
+        each = self.convolved_size // share.tensor * (3 + (self.kernel - 1) / min(SPAN, part))
+        each += 4 * heads + 2 * heads * self.key_size + chunk * (2 * heads + groups)
+        each += of_heads * (5 + self.key_size / chunk) + (pieces - 1) * (2 * groups * self.key_size + of_heads)
+        return _FP32 * pieces * samples * min(SPAN, part) * each
+
+    def sent(self, share: Share) -> Iterator[Exchange]:
+        """Yield what context-parallel ranks exchange."""
+        yield from self.sent_over_pieces(share)
+
+    def core_flops(self, length: int) -> float:
+        """Return the operations of one token, forward: of the state what adds to it and reads it, of a chunk half of
+        its square, which causality leaves, for the products of B and C and for the result."""
+        of_states = 4 * self.context_size * self.key_size
+        return of_states + min(CHUNK, length) * (self.key_heads * self.key_size + self.context_size)
+
+    def pieces(self, config: Config) -> dict[str, Asked]:
+        """Return what it asks of a way of computing it."""
+        return {"mamba": Asked(f"--hybrid-layer-pattern is {config.model.hybrid_layer_pattern}")}
+
+    def cannot(self, config: Config) -> Iterator[str]:
+        """Yield what its flags cannot be."""
+        model, groups, ranks = config.model, self.key_heads, config.layout.tensor_model_parallel_size
+        if not (model.hidden_size and self.value_size and groups and ranks):
+            return
+        if model.mamba_num_heads is None and 2 * model.hidden_size % self.value_size:
+            yield (
+                f"2 x --hidden-size {model.hidden_size} is not divisible by --mamba-head-dim {self.value_size}, so "
+                "that there is no number of heads; use --mamba-num-heads "
+                f"{groups * max(2 * model.hidden_size // self.value_size // groups, 1)}"
+            )
+        elif self.value_heads % groups:
+            said = "--mamba-num-heads" if model.mamba_num_heads else "2 x --hidden-size / --mamba-head-dim ="
+            yield (
+                f"{said} {self.value_heads} is not divisible by --mamba-num-groups {groups}; use --mamba-num-groups 1"
+            )
+        elif groups % ranks:
+            yield (
+                f"--mamba-num-groups {groups} is not divisible by --tensor-model-parallel-size {ranks}; use "
+                "--tensor-model-parallel-size 1"
+            )
+        yield from self.too_short_pieces(config)
+        yield from self.not_by_kernels(config)
+
+
+def mamba_of(model: ModelConfig) -> Mamba:
+    """Return the Mamba-2 mixer of the model's layers."""
+    # A rule of its own refuses sizes that are missing or 0.
+    heads = model.mamba_num_heads or 2 * (model.hidden_size or 0) // (model.mamba_head_dim or 1)
+    norm = Norm("RMSNorm", model.norm_epsilon)
+    sizes = model.mamba_num_groups, heads, model.mamba_state_dim, model.mamba_head_dim
+    multipliers = model.mamba_multipliers or (1.0,) * 5
+    settings = {"norm_place": model.mamba_norm, "multipliers": multipliers, "kernels": model.recurrence_kernels}
+    return Mamba(*sizes, model.linear_conv_kernel_dim, norm, **settings)
+
+
+MIXERS = (Mixer(MAMBA, lambda model, norm, number: mamba_of(model)),)

@@ -1,0 +1,86 @@
+"""Describes what a depth of multi-token prediction has besides its transformer layer (DeepSeek-V3, arXiv:2412.19437,
+section 2.2).
+
+Depth k, from 1, takes the hidden states h of depth k - 1 (of depth 0: of the final norm) and the embedding of the token
+k positions ahead: h' = final_layernorm(layer(eh_proj [enorm(embedding); hnorm(h)])), of which the model's output layer
+makes the logits of the token after that one. The last pipeline stage has all depths, and word embeddings for them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.norm.describe import Norm
+from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.protocol import Depth, Exchange, Place, Product, Share, State
+from megatron_ext.parts.ways import Asked
+
+
+@dataclass(frozen=True)
+class NextToken(Depth):
+    """What stands around the transformer layer of one depth."""
+
+    builder = "megatron_ext.plugins.next_token.compute:next_token_spec"
+
+    norm: Norm
+    """What each of its three norms is."""
+
+    def parameters(self, place: Place) -> Iterator[Parameter]:
+        """Yield the norms of embedding, hidden states and output, and the projection; `place` is the layer's."""
+        place, width = replace(place, name=self.name), place.model.hidden_size
+        for norm in ("enorm", "hnorm", "final_layernorm"):
+            yield from self.norm.parameters(place.inside(norm), width)
+        yield place.matrix("eh_proj.weight", width, 2 * width, tp_dim=0)
+
+    def state(self, place: Place) -> Iterator[State]:
+        """Yield what is saved with the projection."""
+        yield State(f"{self.name}.eh_proj._extra_state", "extra")
+
+    def products(self, share: Share) -> list[Product]:
+        """Return the projection's product."""
+        return [Product(share.tokens, share.hidden / share.tensor, 2 * share.hidden)]
+
+    def held(self, share: Share) -> Mapping[str, float]:
+        """Return the bytes of both inputs side by side, and of what norms keep: hidden states are kept in any case."""
+        of_norms = 2 * self.norm.held(share) - (share.stream if self.norm.keeps_its_input(share) else 0.0)
+        return {"next token": 2 * share.stream + of_norms}
+
+    def sent(self, share: Share) -> Iterator[Exchange]:
+        """Yield what tensor-parallel ranks send for the embedding, the projection and the output layer."""
+        t, layout = share.tensor, share.config.layout
+        if t == 1:
+            return
+        one = (t - 1) / t * share.tokens * share.hidden * share.width
+        # The projection's outputs are gathered; with sequence parallelism its inputs are too, and their gradients.
+        if not layout.sequence_parallel:
+            yield Exchange("tp", "all-gather", one, 0.0, (1, 0), "m {layers} (t-1)/t A", "mlp")
+            yield Exchange("tp", "all-reduce", 0.0, 2 * 4 * one, (0, 3), "8 m {layers} (t-1)/t A", "mlp")
+            return
+        again = 0 if layout.sequence_parallel_keep_gathered else 2
+        of_output = 1 if share.config.training.linear_cross_entropy else 2
+        yield Exchange("tp", "all-gather", 3 * one, (2 + again) * one, (2, 3), "m {layers} 4 (t-1)/t A", "mlp")
+        yield Exchange("tp", "all-gather", 0.0, of_output * one, (0, of_output), "m {layers} (t-1)/t A", "mlp")
+        yield Exchange("tp", "reduce-scatter", 0.0, 4 * one, (0, 3), "m {layers} 4 (t-1)/t A", "mlp")
+
+    def pieces(self, config: Config) -> Mapping[str, Asked]:
+        """Return that it asks for more tokens than the next."""
+        return {"next tokens": Asked(f"--mtp-num-layers is {config.model.mtp_num_layers}", "--mtp-num-layers 0")}
+
+    def cannot(self, config: Config) -> Iterator[str]:
+        """Yield what several predicted tokens do not go with."""
+        model, no_copy = config.model, "the last stage would need a copy of"
+        flag = f"--mtp-num-layers {model.mtp_num_layers} with"
+        if model.position_embedding_type == "learned_absolute":
+            yield f"{flag} learned positions: {no_copy} their table; use --position-embedding-type rope"
+        if model.embed_layernorm:
+            yield f"{flag} --embed-layernorm: {no_copy} that norm; leave --embed-layernorm out"
+        if (factor := model.logits_multiplier) != 1.0:
+            yield f"{flag} --logits-multiplier {factor:g}: it multiplies what a depth reads; use --logits-multiplier 1"
+
+
+def depths_of(model: ModelConfig, norm: Norm) -> list[NextToken]:
+    """Return the depths of the model, the first one first."""
+    return [NextToken(depth, norm) for depth in range(model.mtp_num_layers or 0)]
+
+
+NEXT_TOKENS = (depths_of,)

@@ -1,0 +1,10 @@
+"""Depths of multi-token prediction."""
+
+from megatron_ext.registry import Plugin
+
+PLUGIN = Plugin(
+    "next_token",
+    brings={
+        "next_tokens": "megatron_ext.plugins.next_token.describe:NEXT_TOKENS",
+    },
+)

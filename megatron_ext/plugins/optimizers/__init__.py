@@ -1,0 +1,1 @@
+"""Optimizers beyond Adam, SGD and Muon: one file for each."""

@@ -1,0 +1,5 @@
+"""Optimizers beyond Adam, SGD and Muon."""
+
+from megatron_ext.registry import Plugin
+
+PLUGIN = Plugin("optimizers", brings={"optimizers": "megatron_ext.plugins.optimizers.traits:OPTIMIZERS"})

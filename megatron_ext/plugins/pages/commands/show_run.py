@@ -1,0 +1,92 @@
+"""Shows runs: the loss curve of each in the terminal, and all on one web page.
+
+    python tools/show_run.py checkpoints/quickstart --html run.html
+    python tools/show_run.py checkpoints/tp2 checkpoints/pp2 --html both.html
+
+reads metrics.jsonl in each folder (or the file that --metrics-file named). --files FILE ... are linked to at the end of
+one run's page.
+"""
+
+import contextlib
+import os
+from math import prod
+from pathlib import Path
+
+from megatron_ext.commandline import ToolParser, write_output
+from megatron_ext.config.derived.rank_order import axis_sizes
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config
+from megatron_ext.errors import TrainingError
+from megatron_ext.plugins.pages.loss_curve import RunHistory, loss_chart, read_history, saved_values, summary
+from megatron_ext.plugins.pages.run_page import losses_picture, run_page, runs_page
+from megatron_ext.telemetry.banner import described
+from megatron_ext.terminal import say
+from megatron_ext.untrusted.text import TextError, load_json, read_file
+
+
+def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
+    parser = ToolParser("Show runs: their loss curves in the terminal, and as a web page.", __doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's --save folder, or its metrics file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with loss, rate, norm and speed")
+    parser.add_argument(
+        "--files", nargs="+", default=[], metavar="FILE", help="with --html and one run: what it links to"
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the training losses")
+    options = parser.parse_args(argv)
+    runs = {name: read_history(run) for name, run in named(options.runs).items()}
+    for number, (name, history) in enumerate(runs.items()):
+        if len(runs) > 1:
+            say(f"{chr(10) * bool(number)}== {name}")
+        say(loss_chart(history))
+        say()
+        say("\n".join(summary(history)))
+    if options.html is not None:
+        files = [os.path.relpath(file, options.html.parent) for file in options.files]
+        write_output("--html", options.html, _page(runs, options.runs[0], files))
+        say(f"page             {options.html}")
+    if options.svg is not None:
+        write_output("--svg", options.svg, losses_picture(runs))
+        say(f"picture          {options.svg}")
+    return 0
+
+
+def named(runs: list[Path]) -> dict[str, Path]:
+    """Return the runs by the ends of their paths in which they differ; one alone by the last two parts of its path."""
+    folders = [run.parent if run.name == "metrics.jsonl" else run for run in runs]
+    depth = next(
+        (n for n in range(1 + (len(runs) == 1), 99) if len({each.parts[-n:] for each in folders}) == len(set(folders))),
+        99,
+    )
+    return {str(Path(*folder.parts[-depth:])): run for folder, run in zip(folders, runs, strict=True)}
+
+
+def _page(runs: dict[str, RunHistory], first: Path, files: list[str]) -> str:
+    if len(runs) > 1:
+        return runs_page(runs)
+    [(name, history)] = runs.items()
+    ranks = next((row["world_size"] for row in reversed(history.steps) if row.get("world_size")), 1)
+    config = _config(first, ranks)
+    layout = config.layout if config is not None else None
+    if layout is not None and prod(axis_sizes(layout)) != ranks:
+        layout = None  # of a checkpoint that the latest ranks did not write
+    return run_page(history, name, facts=_facts(first, config), layout=layout, files=files)
+
+
+def _config(run: Path, ranks: int) -> Config | None:
+    """Return what the run's newest checkpoint says that it is, on so many ranks; None where that cannot be read."""
+    folder = run if run.is_dir() else run.parent
+    with contextlib.suppress(TrainingError, OSError):  # a page without it is better than none
+        values = saved_values(folder / "metrics.jsonl")
+        return resolve(values, Facts(world_size=ranks)) if values else None
+    return None
+
+
+def _facts(run: Path, config: Config | None) -> list[str]:
+    """Return what the run trained, and how it ended; nothing of what is not there."""
+    folder = run if run.is_dir() else run.parent
+    facts = {} if config is None else described(config)
+    with contextlib.suppress(TrainingError, TextError, OSError, LookupError, TypeError):
+        end = load_json(read_file(folder / "exit.json", 1 << 16))
+        facts["ended"] = f"{str(end['time'])[:16].replace('T', ' ')} UTC, exit code {end['code']}"
+    return [f"{name:<17}{text}" for name, text in facts.items()]

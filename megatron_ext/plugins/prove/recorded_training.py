@@ -1,0 +1,179 @@
+"""Trains a few steps from flags on real ranks, and keeps what two layouts must agree on."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_ext.config.schema import Config
+from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.train.extensions import NONE, Extensions
+
+if TYPE_CHECKING:
+    from megatron_ext.plugins.prove.gather import ModuleOutput, Shard
+    from megatron_ext.train.run import Run
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Holds what one run did; equal in every layout, up to rounding."""
+
+    losses: list[float]
+    grad_norms: list[float | None]
+    validation_loss: float | None
+    weights: dict[str, np.ndarray]
+    """Initial weights by global name."""
+    gradients: dict[str, np.ndarray]
+    """Gradients of the first step by global name, before clipping."""
+    flaws: tuple[str, ...]
+    """What ranks should hold in common and do not, and vocabulary padding that is not zero: in the initial weights, the
+    first gradients and the final weights, by name."""
+    outputs: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    """What the modules put out in the first step, where it was asked for: `activations.assemble_outputs`."""
+
+    @property
+    def weight_hash(self) -> str:
+        """Return the SHA-256 over all initial weights, in the order of their names."""
+        digest = hashlib.sha256()
+        for name in sorted(self.weights):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(self.weights[name]).tobytes())
+        return digest.hexdigest()
+
+
+def record(
+    flags: Sequence[str],
+    world_size: int,
+    steps: int,
+    sabotage: Callable[[], None] | None = None,
+    *,
+    outputs: bool = False,
+    device: str = "cpu",
+    extensions: Extensions | Callable[[], Extensions] = NONE,
+) -> RunRecord:
+    """Train `steps` steps with `flags` on `world_size` ranks of this machine.
+
+    Args:
+        flags: as for pretrain_gpt.py; a run begins with the weights of --load-hf.
+        world_size: number of ranks.
+        steps: optimizer steps to run, whatever --train-iters says (which shapes the learning-rate curve).
+        sabotage: called on every rank before the run is built; plants a fault.
+        outputs: keep what the modules put out in the first step. It takes the memory of all activations.
+        device: "cpu", or "cuda", which needs a GPU for every rank.
+        extensions: a user's own parts of the run, importable by name, or what makes them on each rank; its callbacks
+            are called in every step.
+    """
+    from megatron_ext.plugins.prove.gather import assemble
+
+    words = [*flags, "--device", device]
+    results = run_ranks(world_size, _train, words, steps, sabotage, outputs, extensions, fresh=device == "cuda")
+    last = results[-1]
+    tensors, flaws = {}, []
+    for what in ("initial weights", "first gradients", "final weights"):
+        shards = (shard for result in results for shard in result.shards[what])
+        tensors[what], problems = assemble(last.config, shards, lacks_some=extensions is not NONE)
+        flaws += [f"{what}: {flaw}" for flaw in problems]
+    return RunRecord(
+        losses=last.losses,
+        grad_norms=last.grad_norms,
+        validation_loss=last.validation_loss,
+        weights=tensors["initial weights"],
+        gradients=tensors["first gradients"],
+        flaws=tuple(flaws),
+        outputs=_outputs(results) if outputs else {},
+    )
+
+
+def _outputs(results: list["_RankRecord"]) -> dict[str, list[np.ndarray]]:
+    from megatron_ext.plugins.prove.gather import assemble_outputs
+
+    return assemble_outputs(results[-1].config, (part for result in results for part in result.parts))
+
+
+@dataclass(frozen=True)
+class _RankRecord:
+    """Holds what one rank hands back. Losses and norms are equal on all ranks."""
+
+    config: Config
+    losses: list[float]
+    grad_norms: list[float | None]
+    validation_loss: float | None
+    shards: dict[str, list["Shard"]]
+    parts: list["ModuleOutput"]
+
+
+def _train(
+    flags: list[str],
+    steps: int,
+    sabotage: Callable[[], None] | None,
+    outputs: bool,
+    extensions: Extensions | Callable[[], Extensions],
+) -> _RankRecord:
+    """Train on one rank of `record`."""
+    own = extensions if isinstance(extensions, Extensions) else extensions()
+    with own.registered():
+        return _trained(flags, steps, sabotage, outputs, own)
+
+
+def _trained(
+    flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool, extensions: Extensions
+) -> _RankRecord:
+    from megatron_ext.plugins.prove import gather
+    from megatron_ext.train.callbacks.evaluation import evaluate
+    from megatron_ext.train.trainer import Callback, Trainer
+
+    run = build(flags, extensions, sabotage)
+    shards = {"initial weights": gather.weights(run)}
+
+    class CaptureGradients(Callback):
+        def before_update(self, trainer: Trainer) -> None:
+            if trainer.run.state.iteration == 0:
+                shards["first gradients"] = gather.gradients(trainer.run)
+
+    trainer = Trainer(run, [CaptureGradients(), *extensions.made_callbacks()], extensions.learning_rate)
+    taps = gather.Taps(run) if outputs else None
+    losses, grad_norms = [], []
+    for _ in range(steps):
+        result = trainer.step()
+        losses.append(result.loss)
+        grad_norms.append(result.grad_norm)
+        if taps is not None:
+            taps.close()
+    validation_loss = evaluate(run, run.loaders.valid) if run.loaders.valid is not None else None
+    shards["final weights"] = gather.weights(run)
+    return _RankRecord(run.config, losses, grad_norms, validation_loss, shards, taps.parts if taps is not None else [])
+
+
+def build(flags: Sequence[str], extensions: Extensions, sabotage: Callable[[], None] | None = None) -> "Run":
+    """Return the run of these flags on this rank, which nothing has used before, at its first step.
+
+    Args:
+        extensions: as registered.
+        sabotage: called before the run is built.
+    """
+    from megatron_ext import device
+    from megatron_ext.device.external_kernels import asked_for
+    from megatron_ext.train.configure import configure
+
+    configured = configure(flags)
+    config = extensions.applied(configured.config)
+    # Before anything that imports the engine.
+    installed = device.install(
+        config.layout.device,
+        fuses=not config.training.disable_jit_fuser,
+        own_kernels=not config.training.no_triton_kernels,
+        kernels=asked_for(config),
+    )
+
+    from megatron_ext.train.build import build_run
+
+    if sabotage is not None:
+        sabotage()
+    run = build_run(config, installed, configured.resume, extensions)
+    if config.checkpoint.load_hf is not None:
+        from megatron_ext.plugins.huggingface.load_hf import load_huggingface
+
+        load_huggingface(run, config.checkpoint.load_hf)
+    return run

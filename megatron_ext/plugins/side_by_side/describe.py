@@ -1,0 +1,102 @@
+"""Describes attention and Mamba-2 side by side (Falcon-H1, arXiv:2507.22448, section 2.1): a rank holds and sends what
+both do, and adds up what both give in one exchange."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron_ext.config.derived.layer_patterns import BOTH
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.attention.describe import Attention, attention_of
+from megatron_ext.parts.kinds import Mixer
+from megatron_ext.parts.norm.describe import Norm
+from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.protocol import Core, Exchange, Place, Product, Share, State
+from megatron_ext.parts.ways import Asked
+from megatron_ext.plugins.mamba.describe import Mamba, mamba_of
+
+
+@dataclass(frozen=True)
+class SideBySide(Attention):
+    """Attention, and the Mamba-2 mixer next to it."""
+
+    builder = "megatron_ext.plugins.side_by_side.compute:mixer_spec"
+    keeps_a_state = True
+
+    modules = (*Attention.modules, "mamba")
+    joined = 1
+
+    mamba: Mamba = field(kw_only=True)
+    multipliers: tuple[float, ...] = field(kw_only=True)
+    """Factors of what attention gives, and of what Mamba-2 gives."""
+
+    @property
+    def blocks(self) -> int:
+        """How often tensor-parallel ranks gather its input: for each of the two."""
+        return 2
+
+    def parameters(self, place: Place) -> Iterator[Parameter]:
+        """Yield the parameters of both."""
+        yield from super().parameters(place)
+        yield from self.mamba.parameters(place.inside("mamba"))
+
+    def state(self, place: Place) -> Iterator[State]:
+        """Yield what both keep and save."""
+        yield from super().state(place)
+        yield from self.mamba.state(place.inside("mamba"))
+
+    def products(self, share: Share) -> list[Product]:
+        """Return the products of both."""
+        return [*super().products(share), *self.mamba.products(share)]
+
+    def held(self, share: Share) -> dict[str, float]:
+        """Return the bytes that both hold."""
+        ours, theirs = super().held(share), self.mamba.held(share)
+        return {name: ours.get(name, 0.0) + theirs.get(name, 0.0) for name in {**ours, **theirs}}
+
+    def gradients(self, share: Share) -> float:
+        """Return the more of both, whose backward passes come one after the other."""
+        return max(super().gradients(share), self.mamba.gradients(share))
+
+    def computed_again(self, share: Share) -> float:
+        """Return the bytes of what Mamba-2 computes again, less those of attention, which holds nothing any more; all
+        but the input of its projection, which whoever asks leaves out."""
+        ours = super().held(share)
+        return self.mamba.computed_again(share) - sum(ours.values()) + ours["projection"]
+
+    def sent(self, share: Share) -> Iterator[Exchange]:
+        """Yield what both send."""
+        yield from super().sent(share)
+        yield from self.mamba.sent(share)
+
+    def core_flops(self, length: int) -> float:
+        """Return the operations of one token in both."""
+        return super().core_flops(length) + self.mamba.core_flops(length)
+
+    def core(self, share: Share) -> Core:
+        """Return both as one."""
+        ours, theirs = super().core(share), self.mamba.core(share)
+        attention = share.tokens * super().core_flops(share.length) / share.tensor  # ours.flops are those of both
+        flops = attention + theirs.flops
+        again = (ours.again * attention + theirs.again * theirs.flops) / flops
+        return Core(
+            *(flops, again, ours.written_out + theirs.written_out, min(ours.inner, theirs.inner)),
+            ours.scores + theirs.scores,
+        )
+
+    def pieces(self, config: Config) -> dict[str, Asked]:
+        """Return what both ask of a way of computing them."""
+        return {**super().pieces(config), **self.mamba.pieces(config)}
+
+    def cannot(self, config: Config) -> Iterator[str]:
+        """Yield what the flags of either cannot be."""
+        yield from super().cannot(config)
+        yield from self.mamba.cannot(config)
+
+
+def side_by_side_of(model: ModelConfig, norm: Norm, number: int) -> SideBySide:
+    """Return attention and Mamba-2 of layer `number`."""
+    both = {"mamba": mamba_of(model), "multipliers": model.mixer_multipliers or (1.0, 1.0)}
+    return SideBySide(**{**vars(attention_of(model, norm, number)), **both})
+
+
+MIXERS = (Mixer(BOTH, side_by_side_of),)

@@ -1,0 +1,11 @@
+"""Attention and Mamba-2 side by side."""
+
+from megatron_ext.registry import Plugin
+
+PLUGIN = Plugin(
+    "side_by_side",
+    needs=("mamba",),
+    brings={
+        "mixers": "megatron_ext.plugins.side_by_side.describe:MIXERS",
+    },
+)

@@ -1,0 +1,20 @@
+"""Evaluation tasks and generation."""
+
+from megatron_ext.registry import Plugin
+
+PLUGIN = Plugin(
+    "tasks",
+    needs=("families", "huggingface"),
+    commands={
+        "tasks": (
+            "megatron_ext.plugins.tasks.commands.tasks",
+            "evaluate a checkpoint: perplexity, LAMBADA, multiple choice",
+        ),
+        "generate": ("megatron_ext.plugins.tasks.commands.generate", "let a checkpoint go on from prompts"),
+        "sample": ("megatron_ext.plugins.tasks.commands.generate_sample", "generate text from an exported model"),
+    },
+    brings={
+        "facts": "megatron_ext.plugins.tasks.begin:FACTS",
+        "callbacks": "megatron_ext.plugins.tasks.begin:CALLBACKS",
+    },
+)

@@ -1,0 +1,1 @@
+"""Sends metrics to experiment trackers."""

@@ -1,0 +1,127 @@
+"""Finds the plugins and what they bring. The core imports no plugin and names none: it asks here.
+
+A plugin is a package with a module `plugin.py` that holds `PLUGIN`. It lies in `megatron_ext/plugins/`, or in any
+installed distribution whose entry points name it (group `megatron_ext.plugins`, `name = package`). `PLUGIN` says which
+commands the plugin adds to `megatron-ext`, and what it brings to the extension points below, as "module:attribute":
+the module is imported when somebody asks for the attribute, so that `--help` loads neither torch nor a plugin's code.
+
+    for traits in brought("optimizers"):
+        ...
+"""
+
+import functools
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigurationError
+
+EXTENSION_POINTS = {
+    "callbacks": "functions from a run to its callbacks (train/callbacks/standard.py)",
+    "checkpoint_formats": "checkpoints that other programs wrote (checkpoint/native/other_formats.py)",
+    "facts": "functions from typed values to `Facts.brought` (config/resolve.py)",
+    "importers": "checkpoints of other programs that are converted (plugins/huggingface/importers.py)",
+    "initial_weights": "functions that fill a new run's weights (train/pretrain.py)",
+    "mixers": "kinds of mixers (parts/kinds.py)",
+    "families": "families of Hugging Face models (plugins/families/family.py)",
+    "next_tokens": "functions that describe the depths of multi-token prediction (parts/stack.py)",
+    "optimizers": "traits of optimizers (config/derived/optimizers.py)",
+    "other_flags": "flags of other programs (config/parse/other_flags.py)",
+    "preloaded": "modules that the fork server of ranks imports (forkserver/preload.py)",
+    "rules": "rules of validation (rules/validate.py)",
+    "saved_flags": "functions from a checkpoint of another program to its flags (checkpoint/native/resume.py)",
+    "sinks": "functions from a run to what its metrics are written to (train/callbacks/standard.py)",
+    "warnings": "functions from typed values, configuration and facts to warnings (train/configure.py)",
+    "translators": "functions that read a command line of another program (config/parse/command_line.py)",
+}
+"""What a plugin can bring, by name: each attribute is a tuple of the objects that the named file describes."""
+
+_GROUP = "megatron_ext.plugins"
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """Says what a plugin is called, needs and brings."""
+
+    name: str
+    needs: tuple[str, ...] = ()
+    """Names of the plugins whose code it imports."""
+
+    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Command of `megatron-ext` -> its module, which has `main(argv) -> exit code`, and one line of help."""
+
+    brings: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    """Extension point -> "module:attribute" of a tuple; `preloaded` names its modules themselves."""
+
+
+@functools.cache
+def plugins() -> dict[str, Plugin]:
+    """Return every plugin by name, sorted by name: the order in which their objects are asked.
+
+    Raises:
+        ConfigurationError: a plugin needs another one that is not installed, or brings something to no known point.
+    """
+    found = {plugin.name: plugin for plugin in sorted(_found(), key=lambda plugin: plugin.name)}
+    for plugin in found.values():
+        lacking = [name for name in plugin.needs if name not in found]
+        if lacking:
+            raise ConfigurationError(
+                f"plugin {plugin.name} needs the plugin {lacking[0]}, which is not installed; install it, or remove "
+                f"{plugin.name}"
+            )
+        unknown = plugin.brings.keys() - EXTENSION_POINTS.keys()
+        if unknown:
+            raise ConfigurationError(
+                f"plugin {plugin.name} brings {', '.join(sorted(unknown))}; the extension points are "
+                f"{', '.join(EXTENSION_POINTS)}"
+            )
+    return found
+
+
+def brought(point: str) -> tuple[Any, ...]:
+    """Return what all plugins bring to an extension point, in the order of their names."""
+    assert point in EXTENSION_POINTS, point
+    return _brought(point)
+
+
+@functools.cache
+def _brought(point: str) -> tuple[Any, ...]:
+    places = [plugin.brings[point] for plugin in plugins().values() if point in plugin.brings]
+    return tuple(one for place in places for one in (load(place) if isinstance(place, str) else place))
+
+
+def command_modules() -> dict[str, tuple[str, str]]:
+    """Return the commands of all plugins: name -> module and one line of help."""
+    return {name: command for plugin in plugins().values() for name, command in plugin.commands.items()}
+
+
+def load(place: str) -> Any:
+    """Return the attribute that "module:attribute" names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _found() -> Iterable[Plugin]:
+    folder = Path(__file__).parent / "plugins"
+    for package in pkgutil.iter_modules([str(folder)]) if folder.is_dir() else ():
+        name = f"{__package__}.plugins.{package.name}.plugin"
+        if importlib.util.find_spec(name) is not None:
+            yield importlib.import_module(name).PLUGIN
+    for package in _packages_elsewhere():
+        yield importlib.import_module(f"{package}.plugin").PLUGIN
+
+
+def _packages_elsewhere() -> list[str]:
+    """Return the packages that entry points of installed distributions name."""
+    # importlib.metadata takes longer to import than the files take to read, and hardly anybody has such a plugin.
+    files = (file for place in sys.path for file in Path(place).glob("*.dist-info/entry_points.txt"))
+    if not any(f"[{_GROUP}]" in file.read_text(encoding="utf-8", errors="replace") for file in files):
+        return []
+    from importlib.metadata import entry_points
+
+    return sorted({point.value for point in entry_points(group=_GROUP)})

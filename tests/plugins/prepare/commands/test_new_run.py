@@ -1,0 +1,80 @@
+"""One command makes a model of a folder of text, with everything that belongs to it."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.prepare.commands import new_run
+from tests.support.warm_python import warm_python
+
+DOCS = Path(__file__).resolve().parents[4] / "docs"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Some pages of text."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in ("glossary", "tour", "data", "symptoms"):
+        shutil.copy(DOCS / f"{name}.md", folder / f"{name}.txt")
+    return folder
+
+
+def test_a_model_of_a_folder_of_text(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In almost no time: the smallest model and the fewest steps, and all parts of it."""
+    run = tmp_path / "mine"
+    monkeypatch.setattr(sys, "executable", warm_python(tmp_path / "bin")["PYTHON_EXEC"])
+    assert new_run.main([str(run), "--text", str(text), "--minutes", "0.01", "--device", "cpu"]) == 0
+    said, warned = capfd.readouterr()
+    assert re.search(r"--minutes 0\.01 is too few for a training here: .* takes about [1-9]?\d\.\d minutes", warned)
+    assert [line.split("] ")[1].split(":")[0] for line in said.splitlines() if line.startswith("== [")] == [
+        f"{number}/7 {part}" for number, part in enumerate(new_run._PARTS, 1)
+    ]
+    values = yaml.safe_load((run / "run.yaml").read_text())
+    assert (values["hidden_size"], values["train_iters"]) == (64, 20)
+    assert (run / "hf/model.safetensors").is_file()
+    assert (run / "checkpoints/exit.json").is_file()
+    assert "4 layers of width 64" in (run / "report.html").read_text()
+    assert "largest difference of logits to transformers" in said
+    assert said.count("\nvalidation loss  ") == 1
+    assert re.search(r"== \[ *\d+ s, \d+ s over --minutes\] 7/7 the page", said)
+
+
+def test_a_try_that_fails_leaves_no_folder(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And each flag that its error names is a flag here."""
+    (text / "a.jsonl").write_text('{"body": "of another key"}\n')
+    with pytest.raises(SystemExit) as ended:
+        new_run.main([str(tmp_path / "mine"), "--text", str(text), "--minutes", "0.01", "--device", "cpu"])
+    assert ended.value.code == 65
+    assert not (tmp_path / "mine").exists()
+    named = set(re.findall(r"--[a-z-]+", capfd.readouterr().err))
+    assert "--json-keys" in named
+    with pytest.raises(SystemExit):
+        new_run.main(["--help"])
+    assert named <= set(re.findall(r"--[a-z-]+", capfd.readouterr().out))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["here", "--text", "text"], "here exists; name a folder that does not"),
+        (["new", "--text", "nowhere"], "nowhere"),
+        (["new", "--text", "text", "--minutes", "0"], "--minutes 0.0 must be above 0"),
+    ],
+)
+@pytest.mark.usefixtures("text")
+def test_what_cannot_be_begun_is_refused_and_makes_nothing(
+    words: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(ConfigurationError, match=problem):
+        new_run.main(words)
+    assert not (tmp_path / "new").exists()

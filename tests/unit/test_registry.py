@@ -1,0 +1,83 @@
+"""Plugins are found in the package and outside of it, and the core does without them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = """
+from megatron_ext.registry import Plugin
+
+PLUGIN = Plugin(
+    "elsewhere",
+    needs=({needs}),
+    commands={{"greet": ("elsewhere.greet", "say hello")}},
+    brings={{"optimizers": "elsewhere.traits:OPTIMIZERS", "families": "elsewhere.family:FAMILIES"{more}}},
+)
+"""
+TRAITS = """
+from dataclasses import replace
+
+from megatron_ext.config.derived.optimizer_traits import SGD
+
+OPTIMIZERS = (replace(SGD, name="plain_descent", title="Plain descent"),)
+"""
+FAMILY = """
+from dataclasses import replace
+
+from megatron_ext.plugins.families.llama import LLAMA
+
+FAMILIES = (replace(LLAMA, model_type="elsewhere_llama"),)
+"""
+
+
+def installed(folder: Path, *, needs: str = "", more: str = "") -> dict[str, str]:
+    """An environment whose Python finds a distribution with a plugin."""
+    package = folder / "elsewhere"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "plugin.py").write_text(PLUGIN.format(needs=needs, more=more))
+    (package / "traits.py").write_text(TRAITS)
+    (package / "family.py").write_text(FAMILY)
+    (package / "greet.py").write_text("def main(argv):\n    print('hello', *argv)\n    return 0\n")
+    metadata = folder / "elsewhere-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[megatron_ext.plugins]\nelsewhere = elsewhere\n")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+
+
+def run(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False)
+
+
+def test_a_plugin_of_another_distribution_brings_commands_optimizers_and_families(tmp_path: Path) -> None:
+    env = installed(tmp_path)
+    assert "  greet                 say hello\n" in run("-m", "megatron_ext", "--help", env=env).stdout
+    assert run("-m", "megatron_ext", "greet", "you", env=env).stdout == "hello you\n"
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data --vocab-size 512"
+    flags += " --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --device cpu --dry-run"
+    dry = run(str(ROOT / "pretrain_gpt.py"), *flags.split(), "--optimizer", "plain_descent", env=env)
+    assert dry.returncode == 0, dry.stderr
+    script = (
+        "from megatron_ext.config.derived.optimizers import OPTIMIZERS\n"
+        "from megatron_ext.plugins.families.registry import FAMILIES\n"
+        "print(OPTIMIZERS['plain_descent'].title, FAMILIES['elsewhere_llama'].model_type)\n"
+    )
+    assert run("-c", script, env=env).stdout == "Plain descent elsewhere_llama\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"needs": '"nobody",'}, "plugin elsewhere needs the plugin nobody, which is not installed"),
+        ({"more": ', "doors": "elsewhere.doors:DOORS"'}, "plugin elsewhere brings doors; the extension points are "),
+    ],
+)
+def test_a_plugin_that_cannot_be_is_named(wrong: dict[str, str], said: str, tmp_path: Path) -> None:
+    ended = run("-m", "megatron_ext", "--help", env=installed(tmp_path, **wrong))
+    assert ended.returncode != 0
+    assert said in ended.stderr
