@@ -37,6 +37,7 @@ EXTENSION_POINTS = {
     "saved_flags": "functions from a checkpoint of another program to its flags (checkpoint/native/resume.py)",
     "sinks": "functions from a run to what its metrics are written to (train/callbacks/standard.py)",
     "warnings": "functions from typed values, configuration and facts to warnings (train/configure.py)",
+    "switches": "pairs of a field that turns on what a plugin does, and its values, None for any (rules/run_rules.py)",
     "translators": "functions that read a command line of another program (config/parse/command_line.py)",
 }
 """What a plugin can bring, by name: each attribute is a tuple of the objects that the named file describes."""

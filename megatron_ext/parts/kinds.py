@@ -7,6 +7,7 @@ description (`Part.builder`), next to its operation.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_ext.config.derived.layer_patterns import ATTENTION, EXPERTS, MLP
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.parts.attention.describe import attention_of
 from megatron_ext.parts.norm.describe import Norm
@@ -42,3 +43,8 @@ def mixer_of(model: ModelConfig, letter: str | None, number: int) -> Callable[[M
         if letter == kind.letter or (letter is None and kind.is_asked(model, number)):
             return kind.describe
     return attention_of
+
+
+def letters() -> str:
+    """Return the letters of --hybrid-layer-pattern: the core's, and those of the mixers that are installed."""
+    return ATTENTION + MLP + EXPERTS + "".join(kind.letter for kind in brought("mixers"))

@@ -6,8 +6,8 @@ from megatron_ext.config.derived.layer_patterns import (
     ATTENTION,
     BOTH,
     EXPERTS,
+    GATED_DELTA,
     LATENT,
-    LETTERS,
     MAMBA,
     MLP,
     PIPE,
@@ -17,6 +17,7 @@ from megatron_ext.config.derived.layer_patterns import (
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts, positive, runs_on_cpu
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.kinds import letters as known_letters
 from megatron_ext.rules.suggest import (
     divisors,
     groups_fit,
@@ -226,14 +227,22 @@ def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
     model, letters = config.model, config.model.hybrid_layer_pattern
     if letters is None:
         return
-    flag, known = f"--hybrid-layer-pattern {letters}", "M, G, *, +, -, E and B, and | between chunks of the pipeline"
-    working = "".join(letter if letter in LETTERS + PIPE else MLP for letter in letters.partition("/")[0]) or "M-*-"
+    letters_known = known_letters() + PIPE
+    known = [
+        letter for letter in (MAMBA, GATED_DELTA, ATTENTION, LATENT, MLP, EXPERTS, BOTH) if letter in letters_known
+    ]
+    known += [letter for letter in known_letters() if letter not in known]
+    flag, known = (
+        f"--hybrid-layer-pattern {letters}",
+        f"{', '.join(known[:-1])} and {known[-1]}, and | between chunks of the pipeline",
+    )
+    working = "".join(letter if letter in letters_known else MLP for letter in letters.partition("/")[0]) or "M-*-"
     reasons = {
         "D": "of attention with an indexer of keys, which a model of letters does not have here",
         "/": "before depths of multi-token prediction, which a model of letters does not have here",
     }
     if letters != working:
-        wrong = next((letter for letter in letters if letter not in LETTERS + PIPE), "")
+        wrong = next((letter for letter in letters if letter not in letters_known), "")
         words = f"{wrong!r} is {reasons.get(wrong, 'no letter')}" if wrong else "there is no letter"
         yield f"{flag}: {words}; known are {known}; use --hybrid-layer-pattern '{working}'"
         return

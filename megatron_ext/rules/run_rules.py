@@ -9,6 +9,7 @@ from megatron_ext.config.parse.options import Option, flag_of, names_by_resume, 
 from megatron_ext.config.parse.saved import model_names
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
+from megatron_ext.registry import brought
 
 
 def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
@@ -391,7 +392,20 @@ def _value(config: Config, option: Option) -> Any:
     return getattr(getattr(config, option.group), option.name)
 
 
+def plugins_are_installed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the plugin of every flag that turns on what a plugin does."""
+    for option in options():
+        value = getattr(getattr(config, option.group), option.name) if option.turns_on_a_plugin else None
+        if value in (None, False) or any(
+            field == option.name and (values is None or value in values) for field, values in brought("switches")
+        ):
+            continue
+        typed = option.flag if option.is_switch else f"{option.flag} {value}"
+        yield f"{typed} needs a plugin that is not installed; install it, or leave the flag out"
+
+
 RULES = (
+    plugins_are_installed,
     nothing_needed_is_missing,
     values_are_in_range,
     values_have_what_they_need,

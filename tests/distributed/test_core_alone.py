@@ -62,7 +62,17 @@ def test_it_trains_and_resumes_as_the_whole_does(core: Path, tmp_path: Path) -> 
     assert [row["iteration"] for row in alone if "lm_loss" in row] == [1, 2, 3, 4]
 
 
-def test_what_a_plugin_would_bring_is_refused_by_name(core: Path) -> None:
-    refused = ended(core, "pretrain_gpt.py", *FLAGS, "--world-size", "4", "--dry-run", "--optimizer", "lion")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--optimizer lion", "--optimizer: 'lion' is not one of adam, sgd, muon"),
+        ("--multi-latent-attention", "--multi-latent-attention needs a plugin that is not installed"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1 needs a plugin that is not installed"),
+        ("--wandb-project p", "--wandb-project p needs a plugin that is not installed"),
+        ("--hybrid-layer-pattern M*M*", "'M' is no letter; known are *, - and E, and | between chunks of the pipeline"),
+    ],
+)
+def test_what_a_plugin_would_bring_is_refused_by_name(flags: str, said: str, core: Path) -> None:
+    refused = ended(core, "pretrain_gpt.py", *FLAGS, "--world-size", "4", "--dry-run", *flags.split())
     assert refused.returncode == 64
-    assert "--optimizer: 'lion' is not one of adam, sgd, muon" in refused.stderr
+    assert said in refused.stderr

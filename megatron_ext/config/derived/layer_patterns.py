@@ -12,8 +12,6 @@ MAMBA, GATED_DELTA, ATTENTION, LATENT, MLP, EXPERTS, BOTH = "M", "G", "*", "+", 
 """What a layer of --hybrid-layer-pattern is, alone: Mamba-2, Gated DeltaNet, attention, that of latents
 (--multi-latent-attention), an MLP, experts; or attention and Mamba-2 side by side, which Megatron has no letter for."""
 
-LETTERS = MAMBA + GATED_DELTA + ATTENTION + LATENT + MLP + EXPERTS + BOTH
-
 PIPE = "|"
 """Where a chunk of the pipeline ends there."""
 

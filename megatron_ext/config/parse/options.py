@@ -50,6 +50,7 @@ class Option:
     joined: bool
     repeats: bool
     read_with: ReadWith | None
+    turns_on_a_plugin: bool
 
     @property
     def flag(self) -> str:

@@ -28,6 +28,7 @@ class CheckpointConfig:
     load_hf: str | None = free(
         None,
         "Folder of a Hugging Face model to begin from; model flags that are not given are taken from its config.json.",
+        turns_on_a_plugin=True,
     )
     save_interval: int | None = free(
         None,
@@ -159,21 +160,21 @@ class LoggingConfig:
     )
     tensorboard_dir: str | None = free(None, "Folder for TensorBoard.")
     tensorboard_log_interval: int = free(1, "Steps between two TensorBoard points.", at_least=1, read_with=_TENSORBOARD)
-    wandb_project: str | None = free(None, "Weights & Biases project; needs the wandb package.")
+    wandb_project: str | None = free(None, "Weights & Biases project; needs the wandb package.", turns_on_a_plugin=True)
     wandb_exp_name: str | None = free(None, "Weights & Biases run name.", read_with=_WANDB)
     wandb_entity: str | None = free(None, "Weights & Biases entity.", read_with=_WANDB)
     wandb_save_dir: str | None = free(None, "Folder for the local files of Weights & Biases.", read_with=_WANDB)
-    mlflow_experiment: str | None = free(None, "MLflow experiment; needs the mlflow package.")
+    mlflow_experiment: str | None = free(None, "MLflow experiment; needs the mlflow package.", turns_on_a_plugin=True)
     mlflow_run_name: str | None = free(None, "MLflow run name.", read_with=_MLFLOW)
     mlflow_tracking_uri: str | None = free(
         None,
         "MLflow server, or database (sqlite:///mlflow.db); default as MLflow's own variables say.",
         read_with=_MLFLOW,
     )
-    comet_project: str | None = free(None, "Comet project; needs the comet_ml package.")
+    comet_project: str | None = free(None, "Comet project; needs the comet_ml package.", turns_on_a_plugin=True)
     comet_experiment_name: str | None = free(None, "Comet experiment name.", read_with=_COMET)
     comet_workspace: str | None = free(None, "Comet workspace.", read_with=_COMET)
-    trackio_project: str | None = free(None, "Trackio project; needs the trackio package.")
+    trackio_project: str | None = free(None, "Trackio project; needs the trackio package.", turns_on_a_plugin=True)
     trackio_run_name: str | None = free(None, "Trackio run name.", read_with=_TRACKIO)
     trackio_space_id: str | None = free(
         None, "Hugging Face Space of Trackio's dashboard; default local files.", read_with=_TRACKIO

@@ -202,6 +202,7 @@ class ModelConfig:
                 Need("qk_layernorm_place", "before", "norms over its latents"),
             ]
         },
+        turns_on_a_plugin=True,
     )
     experimental_attention_variant: str | None = option(
         None,
@@ -214,6 +215,7 @@ class ModelConfig:
             "dsa": [Need("multi_latent_attention", True, "latents of keys and values")],
             **{variant: [Need("disable_bias_linear", True, "projections without bias")] for variant in _DELTA_RULES},
         },
+        turns_on_a_plugin=True,
     )
     linear_attention_freq: str | None = option(
         None,
@@ -674,6 +676,7 @@ class ModelConfig:
         resume="shape",
         at_least=0,
         at_most=100,
+        turns_on_a_plugin=True,
     )
     mtp_loss_scaling_factor: float = option(
         0.1,

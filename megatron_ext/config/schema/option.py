@@ -86,6 +86,7 @@ def option(
     joined: bool = False,
     repeats: bool = False,
     read_with: ReadWith | None = None,
+    turns_on_a_plugin: bool = False,
 ) -> Any:
     """Declare one field of the configuration.
 
@@ -107,6 +108,7 @@ def option(
         joined: whether several words are one text, as a shell makes them of one that stands in an array.
         repeats: whether the flag may be given again, which adds values.
         read_with: what another field must be for this one to have an effect; without, giving it is warned of.
+        turns_on_a_plugin: whether it has an effect only where a plugin that brings it as a switch is installed.
     """
     metadata = {
         "help": help,
@@ -125,6 +127,7 @@ def option(
         "joined": joined,
         "repeats": repeats,
         "read_with": read_with,
+        "turns_on_a_plugin": turns_on_a_plugin,
     }
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -87,9 +87,13 @@ class TrainingConfig:
         "YAML file of tasks on local files (PERPLEXITY, LAMBADA, MULTIPLE_CHOICE) to evaluate the model on every "
         "--eval-interval steps and at the end.",
         metavar="FILE",
+        turns_on_a_plugin=True,
     )
     sample_interval: int | None = free(
-        None, "Steps between two samples of text that the model makes of --sample-prompts.", at_least=1
+        None,
+        "Steps between two samples of text that the model makes of --sample-prompts.",
+        at_least=1,
+        turns_on_a_plugin=True,
     )
     sample_prompts: str | None = free(
         None, 'Prompts of --sample-interval: one a line, or .jsonl with "prompt".', metavar="FILE"

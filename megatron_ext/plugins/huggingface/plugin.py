@@ -12,6 +12,7 @@ PLUGIN = Plugin(
         ),
     },
     brings={
+        "switches": (("load_hf", None),),
         "facts": "megatron_ext.plugins.huggingface.begin:FACTS",
         "rules": "megatron_ext.plugins.huggingface.begin:RULES",
         "warnings": "megatron_ext.plugins.huggingface.begin:WARNINGS",

@@ -14,6 +14,10 @@ PLUGIN = Plugin(
         "sample": ("megatron_ext.plugins.tasks.commands.generate_sample", "generate text from an exported model"),
     },
     brings={
+        "switches": (
+            ("eval_tasks", None),
+            ("sample_interval", None),
+        ),
         "facts": "megatron_ext.plugins.tasks.begin:FACTS",
         "callbacks": "megatron_ext.plugins.tasks.begin:CALLBACKS",
     },

@@ -5,6 +5,12 @@ from megatron_ext.registry import Plugin
 PLUGIN = Plugin(
     "trackers",
     brings={
+        "switches": (
+            ("wandb_project", None),
+            ("mlflow_experiment", None),
+            ("comet_project", None),
+            ("trackio_project", None),
+        ),
         "sinks": "megatron_ext.plugins.trackers.trackers:SINKS",
     },
 )
