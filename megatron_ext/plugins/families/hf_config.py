@@ -21,7 +21,12 @@ from megatron_ext.parts.stack import layers
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.reading import WITHOUT_BEARING, Reading
 from megatron_ext.plugins.families.registry import FAMILIES
-from megatron_ext.plugins.families.training_numbers import TRAINING_FLAGS, one_number_for_two, training_values
+from megatron_ext.plugins.families.training_numbers import (
+    TRAINING_FLAGS,
+    dropout_json,
+    one_number_for_two,
+    training_values,
+)
 from megatron_ext.untrusted.text import load_json, read_file
 
 _LARGEST = 1 << 24  # bytes; one has some 1,000
@@ -194,7 +199,7 @@ def hf_config(config: Config, family: Family, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    return {**shared, **family.write(config)}
+    return {**shared, **family.write(config), **dropout_json(family.dropouts, config.model)}
 
 
 def _shown(value: Any) -> str:

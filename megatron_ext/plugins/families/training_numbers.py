@@ -2,9 +2,10 @@
 without flags a run from the folder has them, as transformers' class would.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megatron_ext.config.schema import ModelConfig
 from megatron_ext.plugins.families.reading import Reading
 
 _DROPOUTS = {
@@ -32,6 +33,12 @@ def training_values(reading: Reading) -> dict[str, Any]:
         if reading.get("seq_aux") is True:
             values["moe_router_load_balancing_type"] = ("seq_aux_loss",)
     return values
+
+
+def dropout_json(keys: Iterable[str], model: ModelConfig) -> dict[str, float]:
+    """Return the rates of the training by a family's keys, with which a run from the folder goes on."""
+    of_attention = _DROPOUTS["attention_dropout"]
+    return {key: model.attention_dropout if key in of_attention else model.hidden_dropout for key in keys}
 
 
 def one_number_for_two(reading: Reading) -> Iterator[str]:
