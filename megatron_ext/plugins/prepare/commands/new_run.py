@@ -33,7 +33,7 @@ from megatron_ext.terminal import note, say, warn
 from megatron_ext.untrusted.text import load_json, read_file
 
 _PARTS = ("tokenizer", "tokens", "size of the model", "training", "export to Hugging Face", "a sample", "the page")
-_STARTS = 5  # as long as what follows takes: the training's start, an export of two, a sample and the page
+_STARTS = 4  # as long as what follows takes beside steps: the training's, two of the export's, the sample's
 _USUAL_START = 15.0  # seconds, where none was measured
 _SHARE = 0.85  # of what is left, by the estimate; evaluations and saves are not in it
 _TOKENS_PER_PARAMETER = 10  # at least; about half of what is best for the operations spent (arXiv:2203.15556)
