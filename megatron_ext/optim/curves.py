@@ -2,7 +2,8 @@
 
 Progress is counted in samples, as in Megatron: every step that updated the weights adds its global batch, a step
 that the loss scaler skipped adds nothing. Flags that count iterations mean the samples that these iterations consume,
-also while the batch grows: a run of --train-iters ends where its curves end. (Megatron refuses a growing batch there.)
+also while the batch grows: a run of --train-iters ends where its curves end. (Megatron multiplies iterations by the
+last batch size, so that such a run ends before its decay does.)
 
     curve = LearningRateCurve.from_config(config)
     learning_rate(consumed_by_updates, curve)

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_ext.config.derived.optimizer_traits import AVERAGE
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.parse.blend import DATA_PATH_NAMES, LIST_NAMES, read_blend
 from megatron_ext.config.parse.options import Option, flag_of, names_by_resume, options, options_by_name
 from megatron_ext.config.parse.saved import model_names
@@ -321,6 +323,24 @@ def moments_are_kept_as_in_the_checkpoint(config: Config, facts: Facts) -> Itera
             )
 
 
+def states_are_in_the_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the checkpoint was saved with each state that the optimizer keeps. Averages of the weights can begin
+    later, as these."""
+    checkpoint, settings = config.checkpoint, config.optimizer
+    saved = facts.saved
+    if saved is None or checkpoint.finetune or checkpoint.no_load_optim or saved.get("optimizer") != settings.optimizer:
+        return
+    for state in (state for traits in traits_of(settings).each for state in traits.kept(settings)):
+        name = state.unless_zero
+        if name is None or state.name == AVERAGE or saved.get(name, options_by_name()[name].default):
+            continue
+        flag = flag_of(name)
+        yield (
+            f"{flag} {getattr(settings, name):g}, but the checkpoint in --load was saved with 0, without the state "
+            f"that it needs; use {flag} 0, or add --no-load-optim to begin the optimizer's state anew"
+        )
+
+
 def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse options about a checkpoint to load without --load. Where the folder is still empty, the first start of a
     script that goes on from it, flags may describe the model."""
@@ -425,6 +445,7 @@ RULES = (
     load_names_checkpoints,
     model_is_that_of_the_checkpoint,
     moments_are_kept_as_in_the_checkpoint,
+    states_are_in_the_checkpoint,
     checkpoint_options_have_a_checkpoint,
     metrics_services_are_installed,
     compiling_is_possible,

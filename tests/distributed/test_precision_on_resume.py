@@ -13,6 +13,9 @@ import torch
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.forkserver.ranks import RankError, run_ranks
+from megatron_ext.plugins.huggingface.exporter import export_huggingface
+from megatron_ext.plugins.huggingface.load_hf import load_huggingface
+from megatron_ext.plugins.huggingface.saved_model import SavedModel
 from tests.support.checkpoints import build, train
 from tests.support.resaving import FLAGS, Saved, saved_by, tensors_of
 from tests.support.selection import marked
@@ -141,3 +144,40 @@ def test_16_bit_weights_without_masters_are_said(tmp_path: Path) -> None:
         assert (told in said) == (precision != "bf16")
     with pytest.raises(RankError, match="saved without optimizer state; add --no-load-optim"):
         run_ranks(1, _load_and_listen, _flags("fp32", _FULL), str(tmp_path))
+
+
+def _begin(flags: list[str], source: str, save: str) -> None:
+    run = build([*flags, "--load-hf", source])
+    load_huggingface(run, source)
+    save_checkpoint(run, save)
+    end_layout()
+
+
+def begin_each(jobs: list[tuple[list[str], str, str]]) -> None:
+    for job in jobs:
+        _begin(*job)
+
+
+LLAMA = "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """An fp32 Hugging Face folder, with the checkpoint that it was made from."""
+    saved = saved_by((1, LLAMA), FLAGS, None, tmp_path_factory.mktemp("llama"), steps=0)
+    exported = tmp_path_factory.mktemp("hf")
+    export_huggingface(SavedModel(saved.folder), exported, with_tokenizer=False)
+    return Saved(str(exported), saved.tensors, [])
+
+
+@pytest.mark.parametrize("scheme", marked(SCHEMES, slow=SLOW))
+def test_masters_of_a_folder_are_its_fp32_values(scheme: str, folder: Saved, tmp_path: Path) -> None:
+    ranks, words = SCHEMES[scheme]
+    targets = [precision for precision in DTYPES if precision != "fp16" or "fsdp2" not in words]  # which is refused
+    jobs = [(_flags(now, f"{LLAMA} {words}"), folder.folder, str(tmp_path / now)) for now in targets]
+    run_ranks(ranks, begin_each, jobs)
+    for now in targets:
+        begun = tensors_of(str(tmp_path / now), iteration=0)
+        _assert_equal(_fp32(begun), _fp32(folder.tensors))
+        for key, master in _fp32(begun).items():
+            assert torch.equal(begun[key], master.to(DTYPES[now])), key

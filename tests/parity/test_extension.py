@@ -25,7 +25,7 @@ from megatron_ext.plugins.prove.parity import STEPS, compare
 from megatron_ext.plugins.prove.recorded_training import RunRecord, record
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import NONE, Extensions, extensions_of_script
-from tests.support.launched import finish, start_python
+from tests.support.launched import finish, start_python, start_torchrun
 from tests.support.selection import marked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,7 @@ LAYOUTS = {
     "PP2 VPP2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
     "CP2": (2, "--context-parallel-size 2"),
     "DP2 distributed optimizer": (2, "--use-distributed-optimizer"),
+    "DP2 gathers overlapped": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "DP2 FSDP2": (2, "--use-torch-fsdp2"),
     "TP2 PP2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
@@ -331,6 +332,18 @@ def test_the_first_batch_shows_what_an_own_part_reads(
     program = [str(_script(tmp_path, **changed)), *FLAGS, "--device", "cpu", "--num-workers", "0"]
     finish(start_python(program, log), log, code=code)
     assert re.search(said, log.read_text()), log.read_text()
+
+
+@pytest.mark.parametrize("layout", ["DP2 gathers overlapped", "DP2 FSDP2"])
+def test_the_first_batch_is_looked_at_by_ranks_that_gather_weights(layout: str, tmp_path: Path) -> None:
+    ranks, flags = LAYOUTS[layout]
+    log, example = tmp_path / "log", str(ROOT / "examples/extension/extension.py")
+    program = [example, *FLAGS, *flags.split(), "--device", "cpu", "--num-workers", "0", "--exit-interval", "2"]
+    finish(start_torchrun(["--nproc-per-node", str(ranks), *program], log), log)
+    assert re.search(
+        r"own layers are causal on the first batch: ParallelLayer \(extension\.py:\d+\)\n", log.read_text()
+    )
+    assert "lowest loss: " in log.read_text()
 
 
 @pytest.mark.parametrize("layout", ["TP2 SP", "CP2"])

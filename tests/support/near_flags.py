@@ -146,6 +146,7 @@ FACTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (f"{_MEET} --exp-avg-sq-dtype bf16", {"saved": _SAVED | {"exp_avg_sq_dtype": "fp16"}}),
     (f"{_MEET} --exp-avg-sq-dtype fp16 --no-load-optim", {"saved": _SAVED}),
     (f"{_MEET} --exp-avg-dtype fp16 --finetune", {"saved": _SAVED}),
+    (f"{_MEET} --optimizer sgd", {"saved": _SAVED | {"optimizer": "sgd", "sgd_momentum": 0.0}}),
     ("--elastic --save a --load a", {"global_batch_is_given": True}),
     ("--device cuda --bf16", {"cuda_available": True}),
     ("--device auto --distributed-backend gloo", {"cuda_available": True}),

@@ -18,6 +18,7 @@ from megatron_ext.checkpoint.native.agreed_checkpoint import told_by_the_first_r
 from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, DATA, SavedCheckpoint, iteration_folder
 from megatron_ext.checkpoint.native.lock import name_of_contents
 from megatron_ext.checkpoint.native.resume import Resume, Search, read_resume
+from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import CheckpointConfig, Config
 from megatron_ext.terminal import warn
 
@@ -82,7 +83,7 @@ def _why_not(header: Mapping[str, Any] | None, layout: Mapping[str, Any], checkp
         then = header["layout"]
         different = [name for name in layout if then.get(name) != layout[name]]
         if different:
-            listed = ", ".join(f"--{name.replace('_', '-')} {then.get(name)}, now {layout[name]}" for name in different)
+            listed = ", ".join(_difference(name, then.get(name), layout[name]) for name in different)
             return f"it is of another layout ({listed})"
         if type(header["checkpoint"]) is not int:
             raise TypeError
@@ -94,6 +95,16 @@ def _why_not(header: Mapping[str, Any] | None, layout: Mapping[str, Any], checkp
     except (AttributeError, KeyError, TypeError):
         return "it has a file that is not whole"
     return ""
+
+
+_PRECISIONS = {"float32": "neither --bf16 nor --fp16", "bfloat16": "--bf16", "float16": "--fp16"}
+
+
+def _difference(name: str, then: Any, now: Any) -> str:
+    """Return the flags of a layout that is another one now."""
+    if name == "params_dtype":
+        return f"{_PRECISIONS[then]}, now {_PRECISIONS[now]}"
+    return f"{flag_of(name)} {then}, now {now}"
 
 
 def _of_another_course(header: Mapping[str, Any], save: str, contents: str | None) -> str:

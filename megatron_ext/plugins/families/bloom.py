@@ -43,4 +43,5 @@ BLOOM = Family(
     dependent_flags=square_flags,
     layers="transformer.h.{}.",
     qkv_by_groups=True,
+    dropouts=("attention_dropout", "hidden_dropout"),
 )

@@ -17,4 +17,5 @@ ERNIE4_5 = Family(
         "tie_word_embeddings": True,
         "max_position_embeddings": 131072,
     },
+    dropouts=(),
 )

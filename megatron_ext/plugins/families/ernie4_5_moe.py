@@ -57,4 +57,5 @@ ERNIE4_5_MOE = Family(
     aliases={"num_experts_per_tok": "moe_k", "moe_num_experts": "num_experts"},
     dependent_flags=lambda model: consecutive_mixtures(model, to_the_end=False),
     transposed=frozenset({EXPERT_BIAS}),
+    dropouts=(),
 )

@@ -77,6 +77,9 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Key -> another name that transformers takes for it."""
 
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    """Keys of its rates of dropout, as transformers' class has them."""
+
     dependent_flags: Callable[[ModelConfig], Mapping[str, Any]] = _no_flags
     """Values of our flags that follow from other values of the model, in every model of the family."""
 

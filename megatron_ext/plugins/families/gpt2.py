@@ -48,7 +48,6 @@ def _write(config: Config) -> dict[str, Any]:
         **plain_json(model, *_KEYS),
         "n_inner": model.ffn_hidden_size,
         "activation_function": "gelu_new" if model.openai_gelu else "gelu",
-        **{"attn_pdrop": model.attention_dropout, **dict.fromkeys(("embd_pdrop", "resid_pdrop"), model.hidden_dropout)},
     }
 
 
@@ -64,4 +63,5 @@ GPT2 = Family(
     dependent_flags=heads_fill_width,
     layers="transformer.h.{}.",
     transposed=frozenset({QKV, "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}),
+    dropouts=("attn_pdrop", "resid_pdrop", "embd_pdrop"),
 )

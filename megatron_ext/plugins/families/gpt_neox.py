@@ -48,4 +48,5 @@ GPT_NEOX = Family(
     dependent_flags=_dependent_flags,
     layers="gpt_neox.layers.{}.",
     qkv_by_groups=True,
+    dropouts=("attention_dropout", "hidden_dropout"),
 )

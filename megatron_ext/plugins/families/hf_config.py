@@ -15,13 +15,19 @@ from typing import Any
 
 from megatron_ext.config.derived import layer_patterns
 from megatron_ext.config.parse.options import check_size, flag_of, options_by_name
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.stack import layers
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.reading import WITHOUT_BEARING, Reading
 from megatron_ext.plugins.families.registry import FAMILIES
-from megatron_ext.plugins.families.training_numbers import TRAINING_FLAGS, one_number_for_two, training_values
+from megatron_ext.plugins.families.training_numbers import (
+    DROPOUTS,
+    TRAINING_FLAGS,
+    dropout_json,
+    one_number_for_two,
+    training_values,
+)
 from megatron_ext.untrusted.text import load_json, read_file
 
 _LARGEST = 1 << 24  # bytes; one has some 1,000
@@ -66,6 +72,14 @@ def of_the_training(folder: str | Path, values: Mapping[str, Any], given: Mappin
             yield f"{flag_of(name)} {_shown(given[name])}, where {folder} has {_shown(values[name])}: the flag holds"
     if "hidden_dropout" not in given:
         yield from (f"{folder}: {words}" for words in one_number_for_two(_opened(Path(folder) / "config.json")[1]))
+
+
+def unsaid_dropouts(folder: str | Path, model: ModelConfig) -> Iterator[tuple[str, float]]:
+    """Yield the rates of dropout, by field, that a run from the folder would not have as the model had them."""
+    values = read_hf_config(folder)[1]
+    for name in DROPOUTS:
+        if values[name] != getattr(model, name):
+            yield name, getattr(model, name)
 
 
 def _training(reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +208,7 @@ def hf_config(config: Config, family: Family, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    return {**shared, **family.write(config)}
+    return {**shared, **family.write(config), **dropout_json(family.dropouts, config.model)}
 
 
 def _shown(value: Any) -> str:

@@ -57,4 +57,5 @@ MAMBA2 = Family(
     dependent_flags=_dependent,
     layers="backbone.layers.{}.",
     sections=mamba_layers.MAMBA_SECTIONS,
+    dropouts=(),
 )

@@ -39,6 +39,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 
 def _write(config: Config) -> dict[str, Any]:
     attention = {key: getattr(config.model, name) for name, key in _NUMBERS.items()}
+    attention["attn_pdrop"] = config.model.attention_dropout
     return {**plain_json(config.model, *_KEYS), "attn_config": attention}
 
 
@@ -53,4 +54,5 @@ MPT = Family(
     aliases={"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"},
     dependent_flags=square_flags,
     layers="transformer.blocks.{}.",
+    dropouts=(),
 )

@@ -74,7 +74,6 @@ def _write(config: Config) -> dict[str, Any]:
         "layer_norm_epsilon": model.norm_epsilon,
         "max_position_embeddings": model.max_position_embeddings,
         "mlp_hidden_act": "relu2",
-        "attention_dropout": 0.0,
     }
 
 
@@ -124,4 +123,5 @@ NEMOTRON_H = Family(
     may_be_dense=True,
     layers="backbone.layers.{}.",
     sections=mamba_layers.MAMBA_SECTIONS,
+    dropouts=("attention_dropout", "hidden_dropout"),
 )

@@ -29,4 +29,5 @@ PHI = Family(
     ),
     {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     dependent_flags=heads_fill_width,
+    dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
 )

@@ -48,4 +48,5 @@ PHI3 = Family(
     _write,
     {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     dependent_flags=lambda model: {"rope_type": "longrope" if model.rope_type else None},
+    dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
 )

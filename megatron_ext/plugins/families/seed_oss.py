@@ -30,4 +30,5 @@ SEED_OSS = Family(
         **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288},
         **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.1),
     },
+    dropouts=("attention_dropout", "residual_dropout"),
 )

@@ -215,7 +215,6 @@ def decoder_json(
         "hidden_act": _activation(model),
         **({} if epsilon is None else {epsilon: model.norm_epsilon}),
         "max_position_embeddings": model.max_position_embeddings,
-        "attention_dropout": 0.0,
         **rotary_json(model, partial=partial),
         **({} if biases is None else {"attention_bias": model.has_qkv_bias}),
         **({"mlp_bias": model.has_mlp_bias} if biases == "all" else {}),

@@ -54,4 +54,5 @@ STABLELM = Family(
     dependent_flags=_dependent_flags,
     dependent_names=_names,
     vectors="_layernorm.norms.",
+    dropouts=("attention_dropout", "hidden_dropout"),
 )

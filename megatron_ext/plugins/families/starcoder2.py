@@ -23,4 +23,5 @@ STARCODER2 = Family(
         "tie_word_embeddings": True,
         "max_position_embeddings": 4096,
     },
+    dropouts=("attention_dropout", "residual_dropout", "embedding_dropout"),
 )

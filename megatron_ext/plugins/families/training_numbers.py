@@ -2,12 +2,13 @@
 without flags a run from the folder has them, as transformers' class would.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megatron_ext.config.schema import ModelConfig
 from megatron_ext.plugins.families.reading import Reading
 
-_DROPOUTS = {
+DROPOUTS = {
     "attention_dropout": ("attention_dropout", "attn_pdrop"),
     "hidden_dropout": ("resid_pdrop", "hidden_dropout", "residual_dropout"),
 }
@@ -16,7 +17,7 @@ _DROPOUTS = {
 _OF_EMBEDDINGS = ("embd_pdrop", "emb_pdrop", "embedding_dropout")
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_alpha")
 
-TRAINING_FLAGS = (*_DROPOUTS, "moe_aux_loss_coeff", "moe_router_load_balancing_type")
+TRAINING_FLAGS = (*DROPOUTS, "moe_aux_loss_coeff", "moe_router_load_balancing_type")
 """Flags of a run that a folder has values of, and that flags may contradict."""
 
 
@@ -24,7 +25,7 @@ def training_values(reading: Reading) -> dict[str, Any]:
     """Return the values of `TRAINING_FLAGS`. Those of the load-balancing loss are there where the file names one."""
     values: dict[str, Any] = {
         flag: next((reading.number_from_0(name, below=1.0) for name in names if reading.get(name) is not None), 0.0)
-        for flag, names in _DROPOUTS.items()
+        for flag, names in DROPOUTS.items()
     }
     said = [reading.number_from_0(name) for name in _COEFFICIENTS if reading.get(name) is not None]
     if any(said):
@@ -32,6 +33,12 @@ def training_values(reading: Reading) -> dict[str, Any]:
         if reading.get("seq_aux") is True:
             values["moe_router_load_balancing_type"] = ("seq_aux_loss",)
     return values
+
+
+def dropout_json(keys: Iterable[str], model: ModelConfig) -> dict[str, float]:
+    """Return the rates of the training by a family's keys, with which a run from the folder goes on."""
+    of_attention = DROPOUTS["attention_dropout"]
+    return {key: model.attention_dropout if key in of_attention else model.hidden_dropout for key in keys}
 
 
 def one_number_for_two(reading: Reading) -> Iterator[str]:

@@ -30,13 +30,14 @@ from megatron_ext.checkpoint.copying import (
 from megatron_ext.checkpoint.dtypes import ARRAYS, DTYPES, WIDTH, converted
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
 from megatron_ext.checkpoint.safetensors import Entry
+from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config
 from megatron_ext.durable import replace_text, sync
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.markup import code, table
 from megatron_ext.parts.catalogue import count
 from megatron_ext.plugins.families.family import Family
-from megatron_ext.plugins.families.hf_config import hf_config
+from megatron_ext.plugins.families.hf_config import hf_config, unsaid_dropouts
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, RowRange, copies, state_dict_mapping
 from megatron_ext.plugins.huggingface.huggingface_folder import INDEX, SINGLE, vectors_as_rows
 from megatron_ext.plugins.huggingface.importer import copy_tokenizer
@@ -301,6 +302,11 @@ def _write_companions(folder: Path, source: SavedModel, family: Family, code: st
     content = hf_config(source.written[1], family, DTYPES[code])
     content |= {"bos_token_id": generation.get("bos_token_id"), "eos_token_id": main}
     _write_json(folder / "config.json", content)
+    for name, rate in unsaid_dropouts(folder, source.config.model):
+        warn(
+            f"trained with {flag_of(name)} {rate:g}, for which config.json of {family.model_type} has no key: give the "
+            "flag to go on with it from this folder"
+        )
     replace_text(folder / "README.md", _model_card(source, family, code))
 
 

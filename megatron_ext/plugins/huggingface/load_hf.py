@@ -1,5 +1,6 @@
 """`--load-hf` begins from the weights of a Hugging Face folder, each rank from its own slices."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
 
 
 def load_huggingface(run: Saveable, path: str | Path) -> list[str]:
-    """Put the weights into the run's model and its optimizer's master copies, rounded to the model's dtype.
+    """Put the weights into the run's model, rounded to its dtype, and unrounded into the optimizer's fp32 masters.
 
     Returns:
         Sentences on what is not read of the folder (`HFFolder.remarks`).
@@ -33,16 +34,42 @@ def load_huggingface(run: Saveable, path: str | Path) -> list[str]:
         for name, weight in global_named_parameters(run.chunks):
             shard = row_shard(weight)
             whole = weight.data if shard is None else torch.empty(shard.shape, dtype=shard.local.dtype)
-            for inner, tensor in by_expert(name, whole):
-                group = tensor_group(run.groups, expert=mappings[inner].parameter.expert is not None)
-                read_shard(folder, mappings[inner], tensor, group.rank(), group.size())
+            _read_weight(run, folder, mappings, name, whole)
             if shard is not None:
-                dtype = getattr(torch, run.config.training.params_dtype)
-                shard.local.copy_(whole[shard.first : shard.stop].to(dtype))
+                shard.local.copy_(whole[shard.first : shard.stop])  # a master itself, of which the weight is made
         for name, bias in biases_of_experts(run.chunks):
             read_shard(folder, mappings[name], bias, 0, 1)
-    run.sharding.reload_masters(run.optimizer)
+        run.sharding.reload_masters(run.optimizer)
+        _read_masters(run, folder, mappings)
     return folder.remarks
+
+
+def _read_weight(
+    run: Saveable, folder: HFFolder, mappings: Mapping[str, ParameterMapping], name: str, whole: torch.Tensor
+) -> None:
+    """Fill `whole`, which has the shape of the weight on this tensor-parallel rank."""
+    for inner, tensor in by_expert(name, whole):
+        group = tensor_group(run.groups, expert=mappings[inner].parameter.expert is not None)
+        read_shard(folder, mappings[inner], tensor, group.rank(), group.size())
+
+
+def _read_masters(run: Saveable, folder: HFFolder, mappings: Mapping[str, ParameterMapping]) -> None:
+    """Read the fp32 masters of 16-bit weights that were rounded; the others have been made from their weights."""
+    names = {id(weight): name for name, weight in global_named_parameters(run.chunks)}
+    for part in run.sharding.parts(run.optimizer):
+        for weight, main in part.main_parameters():
+            if row_shard(weight) is not None or not part.saves_master(weight):
+                continue
+            name, whole = names[id(weight)], torch.empty(weight.shape, dtype=torch.float32)
+            if any(_is_rounded(folder, mappings[inner], weight.dtype) for inner, _ in by_expert(name, whole)):
+                _read_weight(run, folder, mappings, name, whole)
+                master = part.updater.master_of(main)
+                master.copy_(part.own(weight, whole).view_as(master))
+        part.updater.refresh()
+
+
+def _is_rounded(folder: HFFolder, mapping: ParameterMapping, dtype: torch.dtype) -> bool:
+    return mapping.added != 0.0 or any(_dtype(folder.entries[span.tensor]) != dtype for span in mapping.ranges)
 
 
 def read_shard(folder: HFFolder, mapping: ParameterMapping, shard: torch.Tensor, tp_rank: int, tp_size: int) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Literal
 
 import numpy as np
@@ -202,16 +203,23 @@ def encode_in_processes(
     locked: Sequence[int],
     blocks: Iterable[Block],
 ) -> Iterator[EncodedBlock]:
-    """Encode in `workers` processes; results come in the order of the blocks, at most 3 a worker in flight.
+    """Encode in up to `workers` processes; results come in the order of the blocks, at most 3 a worker in flight.
 
     Args:
-        workers: number of processes.
+        workers: number of processes, where there are so many blocks.
         encoder: the encoder of this process. It also takes blocks of over 8 MB, which are one long document: on its way
             to a worker there would be four copies of it.
         start: makes the encoder of a worker that is not forked; can be pickled.
         locked: file descriptors that a forked worker must not keep open, because they hold a lock.
         blocks: the input.
     """
+    blocks, ahead = iter(blocks), deque[Block]()
+    for block in islice(blocks, workers):
+        ahead.append(block)
+        if sum(one.size for one in ahead) > _IN_FLIGHT_BYTES:
+            break
+    else:
+        workers = len(ahead)
     # A forked child inherits the locks of other threads as they stand.
     if threading.active_count() == 1:
         fork = multiprocessing.get_context("fork")
@@ -221,7 +229,7 @@ def encode_in_processes(
         pool = ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(start,))
     try:
         waiting: deque[tuple[int, Future[EncodedBlock]]] = deque()
-        for block in blocks:
+        for block in chain(_taken(ahead), blocks):
             if block.size > _LONG_BLOCK:
                 while waiting:
                     yield waiting.popleft()[1].result()
@@ -234,6 +242,12 @@ def encode_in_processes(
             yield waiting.popleft()[1].result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _taken(blocks: deque[Block]) -> Iterator[Block]:
+    """Yield the blocks and keep none, which can be large."""
+    while blocks:
+        yield blocks.popleft()
 
 
 _encoder: MakeBlock | None = None

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, Literal
 
 from megatron_ext.config.parse.blend import is_url
 from megatron_ext.data.remote import RemoteFile, RemoteStream, entry, file_system, tried_again
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import ConfigurationError, DataError, MemoryExhaustedError
 from megatron_ext.untrusted.text import load_json, read_file
 
 Kind = Literal["json", "text", "parquet", "arrow"]
@@ -261,6 +261,7 @@ def open_input(file: InputFile) -> Iterator[tuple[io.BufferedIOBase, HashingRead
     Raises:
         ConfigurationError: the compression needs a package that is not installed.
         DataError: inside the block, the compressed data is damaged or ends too soon.
+        MemoryExhaustedError: inside the block, decompressing needs more memory than can be had.
     """
     source = open_bytes(file)
     hashing = HashingReader(source)  # type: ignore[arg-type]
@@ -271,7 +272,12 @@ def open_input(file: InputFile) -> Iterator[tuple[io.BufferedIOBase, HashingRead
         yield _decompressed(hashing, file), hashing
         if file.remote is not None:
             file.remote.check_unchanged()
-    except damage as error:
+    except (MemoryError, *damage) as error:
+        # zstd's error has no number for this case, but these words of its library.
+        if file.compression and (isinstance(error, MemoryError) or "not enough memory" in str(error)):
+            raise _out_of_memory(file) from error
+        if isinstance(error, MemoryError):
+            raise
         raise _damaged(file, hashing, error) from error
     except OSError as error:
         if error.errno is not None or not file.compression:
@@ -322,6 +328,14 @@ def import_for(module: str, package: str, path: str):
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigurationError(f"--input {path} needs the package {package}: pip install {package}") from error
+
+
+def _out_of_memory(file: InputFile) -> MemoryExhaustedError:
+    long = " What zstd --long has made needs up to 2 GB (zstd -lv shows its window)." * (file.compression == ".zst")
+    return MemoryExhaustedError(
+        f"{file.path}: memory has run out while it was decompressed.{long} Give this process more, or decompress the "
+        "file elsewhere and read that"
+    )
 
 
 def _damaged(file: InputFile, hashing: HashingReader, error: Exception) -> DataError:

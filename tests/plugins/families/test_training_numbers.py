@@ -10,7 +10,7 @@ from megatron_ext.checkpoint.safetensors import create
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plugins.families.hf_config import read_hf_config
+from megatron_ext.plugins.families.hf_config import hf_config, read_hf_config
 from megatron_ext.plugins.families.registry import FAMILIES
 from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
 from megatron_ext.plugins.huggingface.importer import import_huggingface
@@ -65,6 +65,26 @@ def test_the_keys_of_a_class_hold(family: str, tmp_path: Path) -> None:
         content, expected = {**content, "attn_config": {"attn_pdrop": 0.25}}, (0.25, 0.25)
     found = _read(tmp_path, content)
     assert (found["attention_dropout"], found["hidden_dropout"]) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_model_says_the_rates_that_it_was_trained_with(family: str, tmp_path: Path) -> None:
+    """By the keys that the class has: a run from the folder goes on with them."""
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(family)
+    values, one = _read(tmp_path, _content(family)), FAMILIES[family]
+    rates = {
+        "attention_dropout": 0.25 if any(hasattr(theirs, name) for name in _ATTENTION) else 0.0,
+        "hidden_dropout": 0.125 if any(hasattr(theirs, name) for name in _BRANCHES) else 0.0,
+    }
+    if family == "mpt":  # whose class takes one rate for both
+        rates = dict.fromkeys(rates, 0.25)
+    keys = hf_config(resolve({**values, **rates}, Facts()), one, "float32")
+    assert {name: value for name, value in _read(tmp_path, keys).items() if name in rates} == rates
+    assert all(hasattr(theirs, name) for name in one.dropouts)
+    again = hf_config(resolve({**values, "attention_dropout": 0.0, "hidden_dropout": 0.0}, Facts()), one, "float32")
+    assert not any(again[name] for name in one.dropouts)
 
 
 @pytest.mark.parametrize("name", _EXPERTS)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from megatron_ext.checkpoint.copying import FileRange, Files
 from megatron_ext.checkpoint.native import checkpoint_manifest, single_process, torch_dist
@@ -152,6 +153,20 @@ def test_what_an_export_has_next_to_the_weights(
     assert checked == ([sorted([*always, *names])] if names else [])
     with pytest.raises(ConfigurationError, match="exists and is not an empty folder; give a new one"):
         export_huggingface(SavedModel(saved), tmp_path / "model")
+
+
+def test_a_rate_of_dropout_that_the_family_cannot_say_is_said(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved / "iter_0000000" / "config.yaml"
+    values = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**values, "attention_dropout": 0.2, "hidden_dropout": 0.1}))
+    source = SavedModel(saved)
+    exporter._write_companions(tmp_path, source, family_of(source.config), "F32", None)
+    assert json.loads((tmp_path / "config.json").read_text())["attention_dropout"] == 0.2
+    said = capsys.readouterr().err
+    assert "trained with --hidden-dropout 0.1, for which config.json of llama has no key: give the flag" in said
+    assert "--attention-dropout" not in said
 
 
 def test_files_are_filled_to_the_last_byte(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import ConfigurationError, DataError, MemoryExhaustedError
 from megatron_ext.plugins.prepare import documents, inputs, parquet
 from megatron_ext.plugins.prepare.documents import InputHashes, RawDocument, ReadPosition, read_blocks
 from megatron_ext.plugins.prepare.inputs import find_files, zstd_module
@@ -341,6 +342,20 @@ def test_a_zstd_file_of_a_large_window(tmp_path: Path, window: int):
     (tmp_path / "in.jsonl.zst").write_bytes(compressor.compress(line * 1000) + compressor.flush())
     with inputs.open_input(find_files([str(tmp_path / "in.jsonl.zst")])[0]) as (stream, _):
         assert stream.read() == line * 1000
+
+
+def test_a_window_that_does_not_fit_in_memory_is_no_damage(tmp_path: Path):
+    compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 31})
+    (tmp_path / "in.jsonl.zst").write_bytes(compressor.compress(LINES) + compressor.flush())
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), limits[1]))
+    try:
+        with pytest.raises(MemoryExhaustedError, match=r"in\.jsonl\.zst: memory has run out while it was decompressed"):
+            records(tmp_path / "in.jsonl.zst")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert len(records(tmp_path / "in.jsonl.zst")) == 3000
 
 
 def test_a_folder_is_read_by_content_and_what_is_left_out_is_said(tmp_path: Path):

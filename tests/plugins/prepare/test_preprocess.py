@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
-from megatron_ext.plugins.prepare import encode, preprocess
+from megatron_ext.plugins.prepare import documents, encode, preprocess
 from megatron_ext.plugins.prepare.documents import Block, ReadPosition
 from megatron_ext.plugins.prepare.encode import BlockEncoder
 from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
@@ -352,3 +353,19 @@ def test_workers_are_no_more_than_the_cores_can_use(tmp_path: Path):
     assert encode_files(job, note=notes.append).documents == 1
     most = 8 * len(os.sched_getaffinity(0))
     assert notes[0] == f"--workers 1000000000: {most} are used, 8 for each core here"
+
+
+def test_workers_are_no_more_than_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "x" * 900}) + "\n")
+    (tmp_path / "three.jsonl").write_text((json.dumps({"text": "x" * 900}) + "\n") * 3)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 1000)
+    made: list[int] = []
+
+    def pool(workers: int, *others: Any, **named: Any) -> ProcessPoolExecutor:
+        made.append(workers)
+        return ProcessPoolExecutor(workers, *others, **named)
+
+    monkeypatch.setattr(encode, "ProcessPoolExecutor", pool)
+    for name, workers, processes in (("in", 9, 1), ("three", 9, 3), ("three", 2, 2)):
+        assert len(encode_bytes(tmp_path, tmp_path / f"{name}.jsonl", workers=workers)) == (3 if name == "three" else 1)
+        assert made.pop() == processes

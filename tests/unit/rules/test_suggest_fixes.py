@@ -132,6 +132,7 @@ OF_FACTS = {
     "load_names_checkpoints",
     "model_is_that_of_the_checkpoint",
     "moments_are_kept_as_in_the_checkpoint",
+    "states_are_in_the_checkpoint",
     "ranks_are_those_of_the_launch",
 }
 """Rules that speak of what is found outside of the flags (a user's own layers), or of flags that every base has."""

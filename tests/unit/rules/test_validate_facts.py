@@ -111,6 +111,15 @@ LOADED = [
     ("--exp-avg-dtype fp16 --no-load-optim", {}, []),
     ("--exp-avg-dtype fp16 --finetune", {}, []),
     ("--exp-avg-dtype bf16", {}, []),
+    (
+        "--optimizer sgd",
+        {"optimizer": "sgd", "sgd_momentum": 0.0},
+        ["--sgd-momentum 0.9, but the checkpoint in --load was saved with 0, without the state that it needs; use "
+         "--sgd-momentum 0, or add --no-load-optim to begin the optimizer's state anew"],
+    ),
+    ("--optimizer sgd --no-load-optim", {"optimizer": "sgd", "sgd_momentum": 0.0}, []),
+    ("--optimizer sgd --sgd-momentum 0", {"optimizer": "sgd", "sgd_momentum": 0.0}, []),
+    ("--optimizer sgd", {"optimizer": "sgd"}, []),
     ("--use-checkpoint-args", {}, []),
 ]  # fmt: skip
 

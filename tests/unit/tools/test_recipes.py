@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.families.hf_config import differences, read_hf_config
 from megatron_ext.train.configure import configure
@@ -44,6 +45,12 @@ def test_it_has_the_published_number_of_parameters_and_warns_of_nothing(recipe: 
         assert abs(recipes.parameters(configured.config) - published) <= tolerance
         assert configured.typed.warnings == ()
         assert configured.config.layout.world_size == devices.number
+
+
+@pytest.mark.parametrize("recipe", WITH_MODEL, ids=named)
+def test_it_states_both_dropouts(recipe: Recipe) -> None:
+    """What a recipe leaves out would be Megatron's 0.1."""
+    assert {"attention_dropout", "hidden_dropout"} <= parse(recipe.flags()).values.keys()
 
 
 PUBLISHED = json.loads((ROOT / "tests/golden/published_configs.json").read_text())

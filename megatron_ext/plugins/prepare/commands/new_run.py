@@ -3,8 +3,10 @@
     megatron-ext new my-run --text FOLDER --minutes 30
 
 The folder has text files or .jsonl, as `megatron-ext preprocess` reads them. The model is the largest of a few that
-sees enough tokens in the time given, by steps that are measured first. All that is made lies in my-run: `run.yaml` has
-the training's flags, which `megatron-ext pretrain --config my-run/run.yaml --load my-run/checkpoints` goes on with.
+sees enough tokens in the time given, by steps that are measured first. A training that is slower than these is asked to
+save and stop in time. All that is made lies in my-run: `run.yaml` has the training's flags, which
+`megatron-ext pretrain --config my-run/run.yaml --load my-run/checkpoints` goes on with. Where a part has failed after
+the first checkpoint, the same command goes on from the newest.
 Exit codes: 0 done, 64 the flags cannot work, else that of the part that failed, which has said why.
 """
 
@@ -14,23 +16,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
 from megatron_ext.commandline import ToolParser
 from megatron_ext.durable import replace_text
+from megatron_ext.errors import ConfigurationError, StoppedBySignal
 from megatron_ext.plugins.pages.loss_curve import read_history
-from megatron_ext.plugins.prepare.inputs import EXTENSIONS, find_files
-from megatron_ext.terminal import say, warn
+from megatron_ext.plugins.prepare.inputs import EXTENSIONS, InputFile, find_files
+from megatron_ext.resilience.signals import STOP_FILE
+from megatron_ext.terminal import note, say, warn
 from megatron_ext.untrusted.text import load_json, read_file
 
 _PARTS = ("tokenizer", "tokens", "size of the model", "training", "export to Hugging Face", "a sample", "the page")
-_STARTS = 4  # as long as the programs that follow take to start: training, export, sample and page
+_STARTS = 4  # as long as what follows takes beside steps: the training's, two of the export's, the sample's
+_USUAL_START = 15.0  # seconds, where none was measured
 _SHARE = 0.85  # of what is left, by the estimate; evaluations and saves are not in it
 _TOKENS_PER_PARAMETER = 10  # at least; about half of what is best for the operations spent (arXiv:2203.15556)
 _MOST_EPOCHS = 4  # more helps less and less (Muennighoff et al. 2023, arXiv:2305.16264)
+_LAST_MADE = "report.html"
 _FEWEST_STEPS, _MEASURED, _BATCH = 20, 6, 16
 _MOST_MEASURING = 0.1  # of what is left for the training may go into trying another size
 
@@ -66,33 +74,70 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.minutes <= 0:
         parser.error(f"--minutes {options.minutes} must be above 0")
-    if options.run.exists():
-        parser.error(f"{options.run} exists; name a folder that does not, or remove it")
-    size = sum(file.size() or 0 for file in find_files([str(options.text)], options.extensions))
-    options.run.mkdir(parents=True)
+    files = find_files([str(options.text)], options.extensions)
+    goes_on = options.run.exists()
+    if goes_on:
+        _require_unfinished(options.run, files)
+    size = sum(file.size() or 0 for file in files)
+    options.run.mkdir(parents=True, exist_ok=goes_on)
     inputs = [options.text, "--json-keys", options.json_keys]
     inputs += ["--extensions", *options.extensions] if options.extensions else []
     vocabulary = options.vocab_size or min(8192, max(512, 1 << (size // 400).bit_length()))
+    making = _Making(options.run, inputs, options.json_keys, options.minutes * 60, options.device, vocabulary)
     try:
-        data = options.run / f"text_{options.json_keys}_document"
-        return _Making(options.run, inputs, data, options.minutes * 60, options.device, vocabulary).all_of_it()
+        return making.all_of_it(goes_on)
     except BaseException:
-        if not (options.run / "checkpoints").exists():  # nothing of worth, and it would refuse the next try
+        if saved := saved_iterations(options.run / "checkpoints"):
+            note(f"{options.run} has a checkpoint of iteration {saved[-1]}: the same command again goes on from it")
+        else:  # nothing of worth, and it would refuse the next try
             shutil.rmtree(options.run)
         raise
 
 
+def _require_unfinished(run: Path, files: Sequence[InputFile]) -> None:
+    """Require that the folder was left by a try with the same text that has saved a checkpoint."""
+    if not saved_iterations(run / "checkpoints") or not (run / "run.yaml").exists() or (run / _LAST_MADE).exists():
+        raise ConfigurationError(f"{run} exists; name a folder that does not, or remove it")
+    then = [(file["path"], file["bytes"]) for file in _manifest(run)["inputs"]]
+    if then != [(file.path, file.size()) for file in files]:
+        raise ConfigurationError(
+            f"{run} has an unfinished training on other text than --text: name another folder, remove it, or go on "
+            f"with `megatron-ext pretrain --config {run}/run.yaml --load {run}/checkpoints --save {run}/checkpoints`"
+        )
+
+
+def _manifest(run: Path) -> dict[str, Any]:
+    return load_json(read_file(run / "text_manifest.json", 1 << 26))
+
+
 class _Making:
-    def __init__(
-        self, run: Path, inputs: list[object], data: Path, seconds: float, device: str | None, vocabulary: int
-    ):
-        self._run, self._inputs, self._data, self._seconds = run, inputs, data, seconds
+    def __init__(self, run: Path, inputs: list[object], key: str, seconds: float, device: str | None, vocabulary: int):
+        self._run, self._inputs, self._seconds = run, inputs, seconds
+        self._data, self._saved = run / f"text_{key}_document", run / "checkpoints"
         self._device = [] if device is None else ["--device", device]
         self._vocabulary = vocabulary
-        self._documents = 0
+        self._start, self._until = _USUAL_START, seconds
         self._begun = time.monotonic()
 
-    def all_of_it(self) -> int:
+    def all_of_it(self, goes_on: bool) -> int:
+        """Make all parts; `goes_on`: from the newest checkpoint of an earlier try, which has made the first ones."""
+        run, saved = self._run, self._saved
+        planned = "going on from the newest checkpoint" if goes_on else self._planned()
+        self._part(3, planned)
+        self._train(goes_on)
+        self._part(4)
+        shutil.rmtree(run / "hf", ignore_errors=True)  # of an earlier try
+        self._tool("convert", "to-hf", "--load", saved, "--save", run / "hf")
+        self._part(5)
+        self._tool("sample", "--model", run / "hf", "--prompt", "The", "--max-new-tokens", 100)
+        self._part(6)
+        self._tool("show", saved, "--html", run / _LAST_MADE, "--files", *sorted(run.iterdir()))
+        say(f"Done in {self._elapsed():.0f} s. {run}: run.yaml, tokenizer, checkpoints, hf, report.html. Next:")
+        say(f"  megatron-ext generate --load {saved} --prompts 'Once upon a time'")
+        return 0
+
+    def _planned(self) -> str:
+        """Make tokenizer and tokens, choose the model, and return what the training is to be."""
         run, tokenizer = self._run, str(self._run / "tokenizer")
         known = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]
         self._part(0, f"{self._vocabulary} entries")
@@ -102,55 +147,70 @@ class _Making:
         self._part(1)
         self._tool("preprocess", "--input", *self._inputs, "--output-prefix", run / "text", "--append-eod", *known)
         tokens = Path(f"{self._data}.bin").stat().st_size // 2  # ids below 65,536 are of two bytes
-        self._documents = load_json(read_file(run / "text_manifest.json", 1 << 20))["documents"]
         self._part(2, "a few steps of each are measured")
-        values, seconds = self._sized(tokens)
-        replace_text(run / "run.yaml", yaml.safe_dump(values, sort_keys=False))
+        shape, step = self._sized(tokens)
+        steps = max(_FEWEST_STEPS, self._steps(shape, step, tokens))
+        values = self._flags(shape, steps)
         replace_text(run / "prompts.txt", "The\n")
-        self._part(3, f"{values['train_iters']:,} steps, about {seconds / 60:.1f} minutes")
-        saved = run / "checkpoints"
-        self._tool("pretrain", "--config", run / "run.yaml", *self._device, "--save", saved)
-        self._part(4)
-        self._tool("convert", "to-hf", "--load", saved, "--save", run / "hf")
-        self._part(5)
-        self._tool("sample", "--model", run / "hf", "--prompt", "The", "--max-new-tokens", 100)
-        self._part(6)
-        self._tool("show", saved, "--html", run / "report.html", "--files", *sorted(run.iterdir()))
-        say(f"Done in {self._elapsed():.0f} s. {run}: run.yaml, tokenizer, checkpoints, hf, report.html. Next:")
-        say(f"  megatron-ext generate --load {saved} --prompts 'Once upon a time'")
-        return 0
+        replace_text(run / "run.yaml", yaml.safe_dump(values, sort_keys=False))
+        return f"{steps:,} steps, about {steps * step / 60:.1f} minutes"
 
-    def _sized(self, tokens: int) -> tuple[dict[str, Any], float]:
-        """Return the flags of the largest model that sees enough tokens, and the seconds of its training."""
-        chosen, start, room = None, 0.0, 0.0
+    def _sized(self, tokens: int) -> tuple[Size, float]:
+        """Return the largest model that sees enough tokens, and the seconds of its step."""
+        chosen = None
         for shape in SIZES:
             if shape.length * _BATCH > tokens // 20 and chosen is not None:
                 break  # too little text for a validation set of such samples
-            if chosen is not None and start > _MOST_MEASURING * room:
+            if chosen is not None and self._start > _MOST_MEASURING * self._room():
                 break
             begun = self._elapsed()
             step = self._step_seconds(shape)
-            start = max(0.0, self._elapsed() - begun - _MEASURED * step)
-            room = max(0.0, self._seconds - self._elapsed() - _STARTS * start) * _SHARE
-            if chosen is None and room < _FEWEST_STEPS * step:
-                least = self._elapsed() + _STARTS * start + _FEWEST_STEPS * step / _SHARE
+            self._start = max(0.0, self._elapsed() - begun - _MEASURED * step)
+            if chosen is None and self._room() < _FEWEST_STEPS * step:
+                least = self._elapsed() + _STARTS * self._start + _FEWEST_STEPS * step / _SHARE
                 warn(
                     f"--minutes {self._seconds / 60:g} is too few for a training here: these are the fewest steps of "
                     f"the smallest model, and all of it takes about {least / 60:.1f} minutes"
                 )
-            steps = min(int(room / step), _MOST_EPOCHS * tokens // (shape.length * _BATCH))
+                self._until = least
+            steps = self._steps(shape, step, tokens)
             seen, parameters = steps * shape.length * _BATCH, shape.parameters(self._vocabulary)
             say(f"  {shape.layers} layers of {shape.hidden}: {step:.3f} s a step, {seen:,} tokens in {steps:,} steps")
             if chosen is not None and seen < _TOKENS_PER_PARAMETER * parameters:
                 break
-            steps = max(_FEWEST_STEPS, steps)
-            chosen = (self._flags(shape, steps), steps * step)
+            chosen = shape, step
         assert chosen is not None
         return chosen
 
+    def _room(self) -> float:
+        """Return the seconds that steps may take, by the estimate."""
+        return max(0.0, self._seconds - self._elapsed() - _STARTS * self._start) * _SHARE
+
+    def _steps(self, shape: Size, step: float, tokens: int) -> int:
+        return min(int(self._room() / step), _MOST_EPOCHS * tokens // (shape.length * _BATCH))
+
+    def _train(self, goes_on: bool) -> None:
+        """Train, and ask for a save and a stop where the rest would else end too late."""
+        load = ["--load", self._saved] if goes_on else []
+        words = ["pretrain", "--config", self._run / "run.yaml", *self._device, "--save", self._saved, *load]
+        training = self._started(words)
+        stops_at = self._until - (_STARTS - 1) * self._start
+        try:
+            code = _ended(training, max(0.0, stops_at - self._elapsed()))
+        except subprocess.TimeoutExpired:
+            warn(f"training is slower than was measured: it stops here, to end after {self._until / 60:.1f} minutes")
+            self._saved.mkdir(exist_ok=True)
+            (self._saved / STOP_FILE).touch()
+            code = _ended(training)
+            (self._saved / STOP_FILE).unlink(missing_ok=True)  # where it had ended by itself
+            code = 0 if code == StoppedBySignal.exit_code and saved_iterations(self._saved) else code
+        if code:
+            raise SystemExit(code)
+
     def _flags(self, shape: Size, steps: int) -> dict[str, Any]:
         # Documents are not divided: of a few, one is a large share, and one alone is needed for the training.
-        each, held_out = max(1, steps // 10), 0 if self._documents < 2 else max(5, -(-100 // self._documents))
+        documents = _manifest(self._run)["documents"]
+        each, held_out = max(1, steps // 10), 0 if documents < 2 else max(5, -(-100 // documents))
         return {
             **_shape(shape),
             "data_path": [str(self._data)],
@@ -183,16 +243,17 @@ class _Making:
 
     def _tool(self, *words: object, quiet: bool = False) -> None:
         """Run a command of megatron-ext; ends this process with its exit code where it fails."""
+        if code := _ended(self._started(words, quiet=quiet)):
+            raise SystemExit(code)
+
+    def _started(self, words: Sequence[object], *, quiet: bool = False) -> subprocess.Popen[bytes]:
         package = Path(__file__).resolve().parents[4]
         path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
-        ran = subprocess.run(
+        return subprocess.Popen(
             [sys.executable, "-m", "megatron_ext", *map(str, words)],
             env=os.environ | {"PYTHONPATH": path},
             stdout=subprocess.DEVNULL if quiet else None,
-            check=False,
         )
-        if ran.returncode:
-            raise SystemExit(ran.returncode)
 
     def _part(self, number: int, remark: str = "") -> None:
         left = self._seconds - self._elapsed()
@@ -202,6 +263,15 @@ class _Making:
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._begun
+
+
+def _ended(program: subprocess.Popen[bytes], seconds: float | None = None) -> int:
+    """Return the exit code of a program; after Ctrl-C, which it gets too, once it has saved what it saves."""
+    try:
+        return program.wait(seconds)
+    except KeyboardInterrupt:
+        program.wait()
+        raise
 
 
 def _shape(shape: Size) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 
 writes data/corpus_text_document.bin and .idx, which training takes as --data-path data/corpus_text_document, and
 data/corpus_manifest.json, which says what they were made from. A run that was killed goes on when it is started again.
-Exit codes: 0 done, 64 the flags cannot work, 65 a document cannot be read (file:line), 74 reading or writing failed.
+Exit codes: 0 done, 64 the flags cannot work, 65 a document cannot be read (file:line), 71 memory has
+run out, 74 reading or writing failed.
 
 Takes flags of Megatron-LM's preprocess_data.py that have no bearing here, or refuses them by name.
 

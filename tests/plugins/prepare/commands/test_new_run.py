@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.prepare.commands import new_run
 from tests.support.warm_python import warm_python
@@ -45,6 +46,30 @@ def test_a_model_of_a_folder_of_text(
     assert "largest difference of logits to transformers" in said
     assert said.count("\nvalidation loss  ") == 1
     assert re.search(r"== \[ *\d+ s, \d+ s over --minutes\] 7/7 the page", said)
+
+
+def test_it_ends_in_time_and_an_unfinished_try_is_taken_up(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the steps that were measured are a thousand times as fast as those of the training."""
+    run = tmp_path / "mine"
+    words = [str(run), "--minutes", "0.01", "--device", "cpu", "--text"]
+    monkeypatch.setattr(sys, "executable", warm_python(tmp_path / "bin")["PYTHON_EXEC"])
+    monkeypatch.setattr(new_run._Making, "_steps", lambda self, shape, step, tokens: 20_000)
+    assert new_run.main([*words, str(text)]) == 0
+    assert "training is slower than was measured: it stops here" in capfd.readouterr().err
+    assert yaml.safe_load((run / "run.yaml").read_text())["train_iters"] == 20_000
+    [*_, stopped] = saved_iterations(run / "checkpoints")
+    assert 0 < stopped < 20_000
+    with pytest.raises(ConfigurationError, match="mine exists; name a folder that does not"):
+        new_run.main([*words, str(text)])
+    (run / "report.html").unlink()  # as where a later part has failed
+    with pytest.raises(ConfigurationError, match="an unfinished training on other text than --text"):
+        new_run.main([*words, str(text / "data.txt")])
+    assert new_run.main([*words, str(text)]) == 0
+    assert "4/7 training: going on from the newest checkpoint" in capfd.readouterr().out
+    assert stopped < saved_iterations(run / "checkpoints")[-1] < 20_000
+    assert (run / "report.html").exists()
 
 
 def test_a_try_that_fails_leaves_no_folder(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

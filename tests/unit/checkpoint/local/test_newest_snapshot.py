@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_ext.checkpoint.native import checkpoint_manifest, lock
 from megatron_ext.checkpoint.native.checkpoint_folder import SavedCheckpoint, iteration_folder
 from megatron_ext.checkpoint.native.resume import Resume, Search
 from megatron_ext.config.parse.config_file import to_yaml
+from megatron_ext.config.parse.options import options
 from megatron_ext.config.schema import Config
 from megatron_ext.parallel import groups
 from tests.support.small_models import small_config
@@ -138,11 +140,12 @@ def test_every_field_of_the_layout_but_three_must_be_the_same(
     free = {"distributed_timeout_minutes", "distributed_backend", "elastic"}
     fields = {field.name for field in dataclasses.fields(config.layout)}
     assert header["layout"].keys() == (fields - free) | {"optimizer", "params_dtype"}
-    other = {**header["layout"], "world_size": 77, "optimizer": "sgd"}
+    other = {**header["layout"], "world_size": 77, "optimizer": "sgd", "params_dtype": "bfloat16"}
     snapshot(config, {**header, "layout": other})
     assert newest_snapshot(config, search(tmp_path)) is None
     said = capsys.readouterr().err
-    assert "it is of another layout (--world-size 77, now 1, --optimizer sgd, now adam)" in said
+    assert "it is of another layout (--world-size 77, now 1, --optimizer sgd, now adam, --bf16, now neither " in said
+    assert set(re.findall("--[a-z0-9-]+", said)) - {"--load", "--save"} <= {option.flag for option in options()}
     assert json.loads(json.dumps(header["layout"])) == header["layout"]
 
 
