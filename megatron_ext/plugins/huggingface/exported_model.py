@@ -51,7 +51,7 @@ class LossAgreement:
     theirs: float
     tokens: int
     earliest_of_equals: bool = False
-    """As in `Agreement`."""
+    """Whether transformers was made to choose as `Agreement` says."""
 
     @property
     def relative_difference(self) -> float:
