@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +16,7 @@ if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.support.crashes import Disk
 from tests.support.file_times import FileTimes
 
 # Where fla-core is installed, transformers would call its GPU kernels for tensors in host memory.
@@ -40,6 +41,21 @@ def no_groups_are_left() -> Iterator[None]:
         from megatron_ext.parallel import groups
 
         groups.destroy()
+
+
+@pytest.fixture(autouse=True)
+def _own_streams() -> Iterator[None]:
+    """The program puts its own streams in the place of Python's; the next test has its own."""
+    streams = sys.stdout, sys.stderr
+    yield
+    sys.stdout, sys.stderr = streams
+
+
+@pytest.fixture
+def watched_disk() -> Iterator[Callable[[Path], Disk]]:
+    """Watches a folder, as a disk that loses what nobody waits for; `end` of what it returns ends that."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield lambda folder: Disk(folder, patch)
 
 
 LONG = (

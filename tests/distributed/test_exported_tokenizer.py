@@ -193,7 +193,7 @@ def test_transformers_gives_the_ids_of_training(
 
 
 def test_an_imported_folder_that_goes_out_again_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """transformers makes another pipeline of what names one of its own classes: that is said, not exported."""
+    """transformers makes another pipeline of what names one of its own classes: the export names another class."""
     folder, save, exported = tmp_path / "hf", tmp_path / "saved", tmp_path / "again"
     write_model(folder, "Llama 3.2")
     train_bytelevel_bpe(LINES, 400, folder)
@@ -202,15 +202,17 @@ def test_an_imported_folder_that_goes_out_again_is_compared(tmp_path: Path, caps
     assert convert(["from-hf", "--load", str(folder), "--save", str(save)]) == 0
     assert convert(["to-hf", "--load", str(save), "--save", str(exported), "--no-verify"]) == 0
     assert "tokenizer: the ids of training on 1" in capsys.readouterr().out
-    model = json.loads((tokenizer := save / "iter_0000000" / "tokenizer" / "tokenizer.json").read_text())
-    model["pre_tokenizer"] = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}
-    tokenizer.write_text(json.dumps(model))
-    settings = tokenizer.with_name("tokenizer_config.json")
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
+    _rebuilt_by_gpt2(folder)
+    before = json.loads(settings.read_text())
+    shutil.rmtree(save)
     shutil.rmtree(exported)
-    with pytest.raises(DataError, match="read by transformers, gives other ids than HuggingFaceTokenizer"):
-        convert(["to-hf", "--load", str(save), "--save", str(exported), "--no-verify"])
-    assert not exported.exists()
+    assert convert(["from-hf", "--load", str(folder), "--save", str(save)]) == 0
+    assert convert(["to-hf", "--load", str(save), "--save", str(exported), "--no-verify"]) == 0
+    said = capsys.readouterr()
+    assert "transformers' GPT2Tokenizer keeps only vocabulary and merges of tokenizer.json" in said.err
+    assert "tokenizer: the ids of training on 1" in said.out
+    after = json.loads((exported / "tokenizer_config.json").read_text())
+    assert after == {**before, "tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def test_a_difference_ends_the_export(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,20 +236,51 @@ def test_a_difference_ends_the_export(saved: Path, tmp_path: Path, capsys: pytes
     assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == 2
 
 
-def test_what_transformers_alone_reads_otherwise(saved: Path, tmp_path: Path) -> None:
-    """A class of its own rebuilds the pipeline, here with another way to split."""
-    train_bytelevel_bpe(LINES, 400, tmp_path / "tokenizer")
-    made = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
+def _rebuilt_by_gpt2(folder: Path) -> None:
+    """Give a byte-level BPE another way to split than GPT2Tokenizer builds, and name this class."""
+    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert isinstance(made.model, models.BPE)
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    made.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
-    config = tmp_path / "tokenizer" / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "tokenizer_class": "GPT2Tokenizer"}))
+    made.save(str(folder / "tokenizer.json"))
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "tokenizer_class": "GPT2Tokenizer"}))
+
+
+def test_a_class_that_transformers_rebuilds_is_replaced_in_the_export(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A class of its own rebuilds the pipeline, here with another way to split."""
+    from transformers import AutoTokenizer
+
+    train_bytelevel_bpe(LINES, 400, tmp_path / "tokenizer")
+    _rebuilt_by_gpt2(tmp_path / "tokenizer")
     flags = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "tokenizer")}
     load = _with_tokenizer(saved, tmp_path / "save", flags)
-    with pytest.raises(DataError, match="read by transformers, gives other ids than HuggingFaceTokenizer"):
-        convert(["to-hf", "--load", load, "--save", str(tmp_path / "hf"), "--no-verify"])
+    assert convert(["to-hf", "--load", load, "--save", str(tmp_path / "hf"), "--no-verify"]) == 0
+    assert 'says "tokenizer_class": "PreTrainedTokenizerFast" instead' in capsys.readouterr().err
+    ours = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tokenizer"))
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    assert all(theirs(text).input_ids == ours.encode(text) for text in TEXTS)
+
+
+def test_a_type_of_model_that_transformers_rebuilds_always_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """transformers 5.23 reads tokenizers of qwen2 with its own class, whatever their folder says."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder, save, exported = (tmp_path / name for name in ("hf", "saved", "again"))
+    write_model(folder, "Qwen2")
+    train_bytelevel_bpe(LINES, 400, folder)
+    _rebuilt_by_gpt2(folder)
+    assert convert(["from-hf", "--load", str(folder), "--save", str(save)]) == 0
+    words = ["to-hf", "--load", str(save), "--save", str(exported), "--no-verify"]
+    with pytest.raises(DataError, match=r"takes Qwen2Tokenizer whatever .* PreTrainedTokenizerFast.from_pretrained"):
+        convert(words)
+    assert not exported.exists()
+    assert convert([*words, "--skip-tokenizer-check"]) == 0
+    ours = build_tokenizer("HuggingFaceTokenizer", str(folder))
+    theirs: Any = PreTrainedTokenizerFast.from_pretrained(exported, local_files_only=True)
+    assert all(theirs(text).input_ids == ours.encode(text) for text in TEXTS)
 
 
 def test_numbers_are_no_text(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,10 @@ _OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}
 _SUFFIXES = {"_document", "_text_document", "_model_parallel_size", "_data_path", "_token"}
 _SUFFIXES |= {"_extra_state"}  # of torch's state dicts, as documented
 _SUFFIXES |= {"_data_files", "_indices_data_files", "_indices_files"}
-_KEYS_OF_FILES = {"megatron_ext/plugins/families/reading.py": "keys of config.json, some of which begin with _"}
+_KEYS_OF_FILES = {
+    "megatron_ext/plugins/families/reading.py": "keys of config.json, some of which begin with _",
+    "megatron_ext/tokenizer/special_tokens.py": "the key of tokenizer_config.json by which transformers marks a token",
+}
 # What sets attributes whose names are computed, by its own name: on parameters, on our objects, or on the engine as
 # another table says.
 _SETS_ANY = {

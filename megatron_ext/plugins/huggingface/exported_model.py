@@ -50,6 +50,8 @@ class LossAgreement:
     ours: float
     theirs: float
     tokens: int
+    earliest_of_equals: bool = False
+    """Whether transformers was made to choose as `Agreement` says."""
 
     @property
     def relative_difference(self) -> float:
@@ -75,8 +77,7 @@ def compare_logits(source: SavedModel, folder: Path, dtype: str) -> Agreement:
         ours = model(tokens)
     [theirs] = run_ranks(1, their_logits, str(folder), tokens.tolist(), fresh=True)
     difference = (ours - theirs).abs().max().item()
-    has_indexer = source.config.model.experimental_attention_variant == "dsa"
-    return Agreement(difference, theirs.abs().max().item(), tokens.numel(), has_indexer)
+    return Agreement(difference, theirs.abs().max().item(), tokens.numel(), _has_indexer(source))
 
 
 def compare_losses(source: SavedModel, folder: Path, dtype: str, prefix: str, samples: int) -> LossAgreement:
@@ -92,7 +93,11 @@ def compare_losses(source: SavedModel, folder: Path, dtype: str, prefix: str, sa
     with our_model(source, dtype, tokens.size(1) - 1) as model:
         ours = mean_loss(model, tokens)
     [theirs] = run_ranks(1, their_loss, str(folder), tokens.tolist(), fresh=True)
-    return LossAgreement(ours, theirs, tokens[:, 1:].numel())
+    return LossAgreement(ours, theirs, tokens[:, 1:].numel(), _has_indexer(source))
+
+
+def _has_indexer(source: SavedModel) -> bool:
+    return source.config.model.experimental_attention_variant == "dsa"
 
 
 def _corpus_samples(prefix: str, length: int, samples: int) -> torch.Tensor:

@@ -2,9 +2,14 @@
 
 The folder is read twice: with the library `tokenizers`, as --tokenizer-type HuggingFaceTokenizer reads it, and with
 transformers' AutoTokenizer where that is installed, as those who get the folder will.
+
+AutoTokenizer takes a class, by `tokenizer_class` in tokenizer_config.json or else by the model's type. Some classes
+read tokenizer.json as it is; others (GPT2Tokenizer, Qwen2Tokenizer) keep only its vocabulary and merges and build a
+normalizer and a split of their own. Where these give other ids, the export names a class that reads tokenizer.json.
 """
 
 import importlib.util
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +20,9 @@ import numpy as np
 from megatron_ext.config.schema import Config
 from megatron_ext.data.integrity import check_indexed_files, open_index, share_of
 from megatron_ext.data.splits import split_files
+from megatron_ext.durable import replace_text
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.terminal import warn
 from megatron_ext.tokenizer.encode_many import probe_texts
 from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer, user_defined_symbols
 from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
@@ -51,6 +58,9 @@ class _Reader:
 def check_ids(folder: Path, config: Config, tokenizer: Tokenizer) -> SameIds:
     """Compare the folder's tokenizer with `tokenizer`, that of training, on probe texts and on validation data.
 
+    Where AutoTokenizer reads the folder with a class that rebuilds the pipeline and so gives other ids, the folder's
+    `tokenizer_class` becomes PreTrainedTokenizerFast, and a warning says so.
+
     Raises:
         DataError: the ids or the id that ends a document differ, or `folder` decodes ids into another text; the message
             has the shortest such text, and both.
@@ -63,12 +73,12 @@ def check_ids(folder: Path, config: Config, tokenizer: Tokenizer) -> SameIds:
         )
     probes = list(_probes(written, tokenizer))
     documents, note = _held_out_texts(config, tokenizer)
-    readers = [_Reader("tokenizers", written.encode, written.decode)]
+    _compare(_Reader("tokenizers", written.encode, written.decode), tokenizer, [*probes, *documents])
+    readers = ["tokenizers"]
     if importlib.util.find_spec("transformers"):
-        readers.append(_transformers(folder))
-    for reader in readers:
-        _compare(reader, tokenizer, [*probes, *documents])
-    return SameIds(len(probes), len(documents), tuple(reader.name for reader in readers), note)
+        _compare_with_transformers(written, tokenizer, [*probes, *documents])
+        readers.append("transformers")
+    return SameIds(len(probes), len(documents), tuple(readers), note)
 
 
 _WAYS_OUT = (
@@ -77,11 +87,41 @@ _WAYS_OUT = (
 )
 
 
-def _transformers(folder: Path) -> _Reader:
-    from transformers import AutoTokenizer
+def _compare_with_transformers(written: HuggingFaceTokenizer, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+    """Compare what AutoTokenizer makes of the folder; see the head of this file for the class that it takes."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    folder = Path(written.folder)
+    taken = _read_by(AutoTokenizer, folder)
+    try:
+        return _compare(_reader_of(taken), tokenizer, texts)
+    except DataError:
+        _compare(_reader_of(_read_by(PreTrainedTokenizerFast, folder)), tokenizer, texts)  # else no class helps
+    rebuilds, settings = type(taken).__name__, {**written.settings, "tokenizer_class": _AS_IT_IS}
+    replace_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    try:
+        _compare(_reader_of(_read_by(AutoTokenizer, folder)), tokenizer, texts)
+    except DataError as error:
+        raise DataError(
+            f"{error}. For this type of model AutoTokenizer takes {rebuilds} whatever tokenizer_config.json says; it "
+            "keeps only vocabulary and merges of tokenizer.json. Export with --skip-tokenizer-check, and read the "
+            f"folder with transformers' {_AS_IT_IS}.from_pretrained, which gives the ids of training"
+        ) from None
+    warn(
+        f"transformers' {rebuilds} keeps only vocabulary and merges of tokenizer.json and gives other ids than "
+        f'training: the exported tokenizer_config.json says "tokenizer_class": "{_AS_IT_IS}" instead'
+    )
+
+
+_AS_IT_IS = "PreTrainedTokenizerFast"
+
+
+def _read_by(reader: Any, folder: Path) -> Any:
     # No code from the folder is run.
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _reader_of(tokenizer: Any) -> _Reader:
     return _Reader(
         "transformers",
         lambda text: tokenizer(text).input_ids,

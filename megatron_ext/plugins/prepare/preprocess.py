@@ -21,6 +21,7 @@ from megatron_ext.data.data_manifest import checksums
 from megatron_ext.data.indexed import IndexedWriter, Written, token_dtype
 from megatron_ext.durable import FULL
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
+from megatron_ext.plugins.prepare.auto_tokenizer import read_otherwise
 from megatron_ext.plugins.prepare.conversations import ConversationFormat
 from megatron_ext.plugins.prepare.documents import Block, read_blocks
 from megatron_ext.plugins.prepare.encode import BlockEncoder, EncodedBlock, MakeBlock, OnError, Sample
@@ -114,6 +115,8 @@ def encode_files(
         raise ConfigurationError(f"--output-prefix {job.output_prefix}: the folder {folder} does not exist; make it")
     files = find_files(job.inputs, job.extensions, note)
     tokenizer = _tokenizer_of(job)
+    for words in read_otherwise(tokenizer):
+        note(f"warning: --tokenizer-model {job.tokenizer_model}: {words}")
     try:
         return _Run(job, files, tokenizer, note).encode(report)
     except _Differs as error:

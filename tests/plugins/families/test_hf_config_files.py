@@ -289,6 +289,32 @@ def test_what_config_json_may_not_say(changes: dict[str, Any], message: str, tmp
         read_hf_config(tmp_path)
 
 
+def test_an_unknown_type_is_refused_with_every_type_the_nearest_and_the_page(tmp_path: Path) -> None:
+    content = {name: value for name, value in CONFIG.items() if name != "model_type"}
+
+    def refused(kind: Any) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({**content, "model_type": kind}))
+        try:
+            read_hf_config(tmp_path)
+        except ConfigurationError as error:
+            return str(error)
+        return ""
+
+    nearest = {"lama": "llama", "gemma33": "gemma3", "kimi_k3": "kimi_k2", "llama44": "llama4", "qwen3_mo": "qwen3_moe"}
+    for kind, near in nearest.items():
+        assert f'model_type "{kind}" is not supported (the nearest is {near}); use one of ' in refused(kind)
+    said = refused(None)
+    assert "model_type null is not supported; use one of " in said
+    listed = said.partition("use one of ")[2].partition(". docs/")[0].split(", ")
+    page = said.partition("docs/")[2].split()[0]
+    assert (Path(__file__).parents[3] / "docs" / page).is_file()
+    # Each name in the list is read; each family is in it, with its other names and the models that have it inside.
+    assert listed == sorted(set(listed))
+    assert all("is not supported" not in refused(kind) for kind in listed)
+    others = {name for one in FAMILIES.values() for name in (*one.other_names, *(one.inside or ())[:1])}
+    assert {*FAMILIES, "gemma3", "llama4", "kimi_k2"} | others == set(listed)
+
+
 def test_auto_map_is_data(tmp_path: Path) -> None:
     """No code that a config.json names is imported."""
     canary = tmp_path / "canary"

@@ -4,6 +4,7 @@ an export is in its place whole or not at all."""
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from megatron_ext.plugins.huggingface.exporter import export_huggingface
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
 from megatron_ext.plugins.huggingface.importer import import_huggingface
 from megatron_ext.plugins.huggingface.saved_model import SavedModel
+from megatron_ext.train.configure import configure
 from tests.support.crashes import Disk
 from tests.support.full_disk import files_up_to
 
@@ -103,7 +105,7 @@ def test_weights_go_there_and_back(name: str, tmp_path: Path) -> None:
         assert exported.size == sum(values.size for values in weights.values()) * itemsize
 
 
-NEMOTRON = {"model_type": "nemotron", **_LLAMA, "num_key_value_heads": 4}
+NEMOTRON = {"model_type": "nemotron", **_LLAMA, "num_attention_heads": 6, "num_key_value_heads": 6}
 
 
 @pytest.mark.usefixtures("_small")
@@ -150,6 +152,30 @@ def test_a_checkpoints_precision_is_that_which_holds_all_weights(tmp_path: Path)
     found = _read(tmp_path / "back")
     assert all(np.array_equal(found[name], values) for name, values in weights.items())
     assert math.prod(found["model.embed_tokens.weight"].shape) == 103 * 24
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"head_dim": 7}, "--kv-channels 7 with --rotary-percent 1 rotates 7 channels of each head"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        ({"model_type": "nothing"}, 'model_type "nothing" is not supported'),
+    ],
+)
+def test_an_import_refuses_what_a_run_refuses(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    """By the rules of a run, too: nobody learns at the start of the training that a checkpoint cannot be used."""
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    _write(source, "llama")
+    (source / "config.json").write_text(json.dumps({**MODELS["llama"], **change}))
+    run = f"--load-hf {source} --seq-length 8 --micro-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --device cpu"
+    with pytest.raises(ConfigurationError) as of_run:
+        configure(shlex.split(run))
+    with pytest.raises(ConfigurationError) as of_import:
+        convert_checkpoint.main(["from-hf", "--load", str(source), "--save", str(saved)])
+    [one], [other] = of_run.value.problems, of_import.value.problems
+    assert problem in one
+    assert other.endswith(one.removeprefix("--load-hf "))
+    assert not saved.exists()
 
 
 def test_an_export_is_there_whole_or_not_at_all(tmp_path: Path, watched_disk: Callable[[Path], Disk]) -> None:

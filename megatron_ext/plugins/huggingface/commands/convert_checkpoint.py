@@ -110,11 +110,7 @@ def _verify(source, path: Path, dtype) -> None:
         f"largest difference of logits to transformers: {agreement.largest_difference:.2e} over {agreement.tokens} "
         f"tokens (largest logit {agreement.largest_logit:.2f})"
     )
-    if agreement.earliest_of_equals:
-        summary += "; of keys with equal scores of an indexer both took the earliest, where transformers takes any"
-    if not agreement.holds:
-        raise DataError(f"{summary}: more than rounding. Do not use {path}, and please report this")
-    say(summary)
+    _conclude(agreement, summary, path)
 
 
 def _check_loss(source, path: Path, dtype, prefix: str, samples: int) -> None:
@@ -125,6 +121,10 @@ def _check_loss(source, path: Path, dtype, prefix: str, samples: int) -> None:
         f"loss over {agreement.tokens:,} tokens of {prefix}: ours {agreement.ours:.7f}, transformers "
         f"{agreement.theirs:.7f} (relative difference {agreement.relative_difference:.1e})"
     )
+    _conclude(agreement, summary, path)
+
+
+def _conclude(agreement, summary: str, path: Path) -> None:
     if agreement.earliest_of_equals:
         summary += "; of keys with equal scores of an indexer both took the earliest, where transformers takes any"
     if not agreement.holds:
