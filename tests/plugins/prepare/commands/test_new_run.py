@@ -66,6 +66,16 @@ def test_it_ends_in_time_and_an_unfinished_try_is_taken_up(
     (run / "report.html").unlink()  # as where a later part has failed
     with pytest.raises(ConfigurationError, match="an unfinished training on other text than --text"):
         new_run.main([*words, str(text / "data.txt")])
+
+    def fails(*_: object) -> None:
+        raise SystemExit(74)
+
+    with monkeypatch.context() as here:
+        here.setattr(new_run._Making, "_part", fails)
+        with pytest.raises(SystemExit):
+            new_run.main([*words, str(text)])
+    told = f"{run} has a checkpoint of iteration {stopped}: the same command again goes on from it"
+    assert told in capfd.readouterr().err
     assert new_run.main([*words, str(text)]) == 0
     assert "4/7 training: going on from the newest checkpoint" in capfd.readouterr().out
     assert stopped < saved_iterations(run / "checkpoints")[-1] < 20_000
