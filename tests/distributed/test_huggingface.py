@@ -399,14 +399,18 @@ def _train(arguments: list[str], save: str | None) -> tuple[float, torch.Tensor 
     return losses[-1], forward(run)
 
 
-def test_training_goes_on_from_either_way_in(imported: dict[str, str], models: dict[str, Any]) -> None:
+def test_training_goes_on_from_either_way_in(imported: dict[str, str], models: dict[str, Any], tmp_path: Path) -> None:
+    """From weights in bf16: of those in fp32 a checkpoint of ours keeps masters, which --load-hf with --bf16 rounds."""
+    folder, saved = str(tmp_path / "bf16"), str(tmp_path / "ours")
+    out = ["to-hf", "--load", imported["Qwen3"], "--save", folder, "--dtype", "bf16", "--no-verify"]
+    assert convert(out) == convert(["from-hf", "--load", folder, "--save", saved]) == 0
     sharded = ["--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     settings = ["--global-batch-size", "4", *sharded]
     # Another padding than the checkpoint's, which has rows for multiples of 128.
     padding = ["--make-vocab-size-divisible-by", "7"]
-    model = ["--config", str(Path(imported["Qwen3"]) / "iter_0000000" / "config.yaml"), "--padded-vocab-size", "1008"]
-    direct = run_ranks(2, _train, flags(["--load-hf", str(models["Qwen3"][0]), *settings, *padding]), None)
-    ours = run_ranks(2, _train, flags(["--load", imported["Qwen3"], *model, *settings]), None)
+    model = ["--config", f"{saved}/iter_0000000/config.yaml", "--padded-vocab-size", "1008"]
+    direct = run_ranks(2, _train, flags(["--load-hf", folder, *settings, *padding]), None)
+    ours = run_ranks(2, _train, flags(["--load", saved, *model, *settings]), None)
     assert direct[0][0] == ours[0][0]
     assert torch.equal(direct[0][1], ours[0][1])
     assert (whole_vocabulary([direct[0][1]]) - models["Qwen3"][1]).abs().max() > 0.01, "three steps change the model"
