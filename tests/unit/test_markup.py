@@ -103,7 +103,6 @@ _SAMPLES = [{"iteration": 1, "samples": [{"prompt": HOSTILE, "text": HOSTILE}]}]
 PAGES: dict[str, Callable[[], str]] = {
     "title of a run": lambda: run_page(RunHistory([_STEP], []), HOSTILE),
     "task": lambda: run_page(RunHistory([_STEP], [], tasks=_TASKS), "run"),
-    "pipeline": lambda: run_page(RunHistory([_STEP], []), "run", _TIMELINE),
     "names of runs": lambda: runs_page({HOSTILE: RunHistory([_STEP], []), "b": RunHistory([_STEP], [])}),
     "timeline": lambda: as_page(_TIMELINE, [HOSTILE]),
     "chart": lambda: page(

@@ -11,10 +11,10 @@ class QueryKeyFactors(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     both: torch.Tensor
-    """Of channels whose keys belong to all heads: what the product of query and key is multiplied by."""
+    """Factors of the product of query and key, for channels whose keys belong to all heads."""
 
     one: torch.Tensor
-    """1: of rows that make neither."""
+    """Ones, for rows that make neither."""
 
     @staticmethod
     def rows(*parts: tuple[torch.Tensor, int]) -> torch.Tensor:

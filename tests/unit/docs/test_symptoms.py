@@ -23,9 +23,8 @@ def rows() -> list[list[str]]:
 
 
 def flags_of_tools() -> set[str]:
-    text = "".join(
-        path.read_text() for folder in ("tools", "megatron_ext/cli") for path in (ROOT / folder).glob("*.py")
-    )
+    folders = ("tools/*.py", "megatron_ext/cli/*.py", "megatron_ext/plugins/*/commands/*.py")
+    text = "".join(path.read_text() for folder in folders for path in ROOT.glob(folder))
     return set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', text))
 
 

@@ -210,7 +210,7 @@ FOUND = [
     (
         "",
         Facts(eval_tasks_problems=("one", "two"), missing_task_files=("three",), huggingface_problems=("four",)),
-        ["four", "one", "two", "three"],
+        ["one", "two", "three", "four"],
     ),
     (
         "--skip-samples 1",
