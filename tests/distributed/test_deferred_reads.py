@@ -17,16 +17,14 @@ from megatron_ext.errors import StoppedBySignal
 from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.train.callbacks.stopping import Stopping
-from megatron_ext.train.trainer import Callback, Trainer
-from tests.support.checkpoints import build
+from megatron_ext.train.trainer import Callback
+from tests.support.both_ways import ALONE, OF_LAYOUTS, BothWays, trained_both_ways, trainer_of
 from tests.support.launched import reproducible_rows
 from tests.support.losses import layouts
 from tests.support.program import Ended, run_program, tiny
-from tests.support.run_state import state_hash
-from tests.support.several_models import end_layout, in_turn
+from tests.support.several_models import in_turn
 
 FLAGS = tiny("--lr 1e-2 --train-iters 10")
-ALONE = "--eval-iters 0 --num-workers 0"
 ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 CASES = {
     "Lion": (1, "--optimizer lion --lr 1e-3 --clip-grad 0.1"),
@@ -38,12 +36,6 @@ CASES = {
     ),
     "PP2, experts": (2, "--pipeline-model-parallel-size 2 --num-experts 2 --disable-bias-linear --bf16"),
 }
-OF_LAYOUTS = (
-    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 61 --init-method-std 0.1 "
-    "--make-vocab-size-divisible-by 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 3 "
-    "--clip-grad 0.5 --hidden-dropout 0 --attention-dropout 0 --device cpu"
-)
-"""What the layouts of tools/loss_compare.py train here."""
 AT_ONCE = [
     "--fp16",
     "--bf16 --loss-scale 8",
@@ -58,64 +50,18 @@ AT_ONCE = [
 """Flags with which the numbers are needed before the update."""
 
 
-class Trained(NamedTuple):
-    """What one rank saw of a run."""
-
-    steps: list[tuple[str, ...]]
-    """Of each step the state after it, its result, the sum of losses, and the rate of the next."""
-
-    hash: str
-    ahead: list[int]
-    """How many steps were begun when each ended, and had not ended."""
-
-
-def _trainer(flags: list[str], late: bool, callbacks: Any = ()) -> Any:
-    return Trainer(build(flags, reads_wait=late), list(callbacks))
-
-
-def _train(flags: list[str], late: bool) -> Trained:
-    steps: list[tuple[str, ...]] = []
-    begun: list[int] = [0]
-    ahead: list[int] = []
-
-    class Notes(Callback):
-        def on_step_begin(self, trainer: Any) -> None:
-            begun.append(trainer.position.iteration + 1)
-
-        def ends_before_next(self, trainer: Any) -> bool:
-            return False
-
-        def on_step_end(self, trainer: Any, result: Any) -> None:
-            state = trainer.run.state
-            # Python writes as many digits of a number as tell it from any other.
-            steps.append((str(state), str(result), state.interval_loss.hex(), trainer.learning_rate.hex()))
-            ahead.append(begun[-1] - state.iteration)
-
-    trainer = _trainer(flags, late, [Notes()])
-    trainer.fit()
-    trainer.run.loaders.close()
-    return Trained(steps, state_hash(trainer.run), ahead)
-
-
-def _both(flags: str) -> tuple[Trained, Trained]:
-    words = [*flags.split(), *ALONE.split()]
-    at_once = _train(words, late=False)
-    end_layout()
-    return at_once, _train(words, late=True)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_are_equal_to_the_bit(case: str) -> None:
     ranks, flags = CASES[case]
-    for at_once, late in run_ranks(ranks, _both, " ".join([*FLAGS, flags])):
+    for at_once, late in run_ranks(ranks, trained_both_ways, " ".join([*FLAGS, flags])):
         assert late[:2] == at_once[:2]
         assert (late.ahead, at_once.ahead) == ([1] * 9 + [0], [0] * 10)
         assert len({step[1] for step in late.steps}) == 10
 
 
-def _both_of_layout(name: str) -> tuple[Trained, Trained]:
+def _both_of_layout(name: str) -> BothWays:
     layout = layouts.DEFAULT[name]
-    return _both(f"{OF_LAYOUTS} {layouts.MODELS[layout.model]} {layout.flags}")
+    return trained_both_ways(f"{OF_LAYOUTS} {layouts.MODELS[layout.model]} {layout.flags}")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
@@ -132,7 +78,7 @@ def test_every_layout_of_the_comparison_is_the_same_both_ways(ranks: int) -> Non
 
 
 def _reads_late(flags: str) -> bool:
-    return _trainer([*FLAGS, *ALONE.split(), *flags.split()], late=True)._guard is not None
+    return trainer_of([*FLAGS, *ALONE.split(), *flags.split()], late=True)._guard is not None
 
 
 def test_what_needs_the_numbers_before_the_update_gets_them() -> None:
@@ -201,7 +147,7 @@ def _stopped(flags: list[str]) -> Stopped:
             heard.append(trainer.run.state.iteration)
 
     with SignalWatcher() as signals:
-        trainer = _trainer(flags, True, [Asks(), Stopping(signals, None, None)])
+        trainer = trainer_of(flags, True, [Asks(), Stopping(signals, None, None)])
         with pytest.raises(StoppedBySignal) as raised:
             trainer.fit()
     trainer.run.loaders.close()
