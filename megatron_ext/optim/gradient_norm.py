@@ -1,32 +1,25 @@
 """Takes the norm of many gradients, and scales them, in a few kernels and without waiting for the device.
 
-Without apex or Transformer Engine megatron-core reads the norm of every gradient back to the host, one by one, and
-scales by a product and a copy for each. These two functions give the same bits; megatron-core calls them in place of
-its own after `replace_loops`.
-
-Its norm over all ranks is read back once, for a coefficient on the host. `squared_norm` and `scale_by` do the
-same without that, and with the same bits.
+Without apex or Transformer Engine megatron-core reads the norm of every gradient back to the host, one by one;
+`replace_loops` has it take norms by `l2_norm`, with the same bits. It also reads the norm over all ranks, for a
+coefficient on the host, and clips by a product and a copy for each gradient. `global_norm`, `clipping_share` and
+`scale_gradients` do the same on the device, and with the same bits.
 """
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 
 def replace_loops() -> None:
-    """Have megatron-core take norms and clip with the functions below, unless it has kernels of a package."""
+    """Have megatron-core take norms with the function below, unless it has a kernel of a package."""
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = l2_norm
-    if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
-        clip_grads.multi_tensor_scale_impl = scale
-
-
-def scales_here() -> bool:
-    """Return whether gradients are scaled by `scale_all`, and by no package's kernel."""
-    return clip_grads.multi_tensor_scale_impl is scale
 
 
 def l2_norm(
@@ -38,40 +31,72 @@ def l2_norm(
     return torch.linalg.vector_norm(norms).to(torch.float32).view(1), norms if per_tensor else None
 
 
-def scale(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], factor: float) -> None:
-    """Multiply the tensors of the first list in place; megatron-core names the same list as source and target."""
-    sources, targets = lists
-    assert all(source is target for source, target in zip(sources, targets, strict=True)), "not in place"
-    scale_all(targets, factor)
+class GlobalNorm(NamedTuple):
+    """The L2 norm of an update's gradients over all ranks, before clipping, on the device."""
+
+    squares: torch.Tensor
+    """Its square, fp32 [S]: in one number, or one for each optimizer whose ranks are others (experts)."""
+    gradients: list[torch.Tensor]
+    """This rank's gradients that are in it."""
+    of_each: torch.Tensor | None
+    """Norms of `gradients`, [N]; None without gradients."""
+
+    def on_device(self) -> torch.Tensor:
+        """Return the norm, a scalar in fp64."""
+        norms = self.squares.double().sqrt()
+        return norms[0] if len(norms) == 1 else norms.square().sum().sqrt()
 
 
-def scale_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply all tensors in place, by a number or by an fp32 scalar on their device."""
-    if tensors:
-        torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
+def norm_of(squares: Sequence[float]) -> float:
+    """Return the norm from `GlobalNorm.squares`, as megatron-core computes it on the host."""
+    norms = [square**0.5 for square in squares]
+    return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
 
 
-def squared_norm(
-    optimizer: MegatronOptimizer, device: torch.device
+@torch.no_grad()
+def global_norm(optimizer: ChainedOptimizer, device: torch.device) -> GlobalNorm:
+    """Take the norm over all ranks, with the bits of megatron-core's `get_grad_norm`. Collective."""
+    parts = optimizer.chained_optimizers
+    is_one = len(parts) == 1 or optimizer.grads_states_parallel_group_is_shared()
+    found = [_norm_of_parts(together, device) for together in ([parts] if is_one else [[part] for part in parts])]
+    of_each = [norms for *_, norms in found if norms is not None]
+    return GlobalNorm(
+        torch.cat([square for square, *_ in found]),
+        [gradient for _, gradients, _ in found for gradient in gradients],
+        torch.cat(of_each) if of_each else None,
+    )
+
+
+def _norm_of_parts(
+    parts: Sequence[MegatronOptimizer], device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
-    """Take the norm over all ranks. Collective.
-
-    Returns:
-        Its square, fp32 [1] on `device`, whose root in fp64 is what `get_grad_norm` returns; this rank's gradients
-        that are in it, and the norm of each, [N] (None without gradients).
-    """
-    gradients = optimizer.get_grads_for_grad_norm()
-    square = torch.zeros(1, dtype=torch.float, device=device)
-    of_each = None
+    """Return the square of the norm over the ranks of these optimizers, which are the same, fp32 [1]; this rank's
+    gradients in it, and their norms."""
+    gradients = [gradient for part in parts for gradient in part.get_grads_for_grad_norm()]
+    square, of_each = torch.zeros(1, dtype=torch.float, device=device), None
     if gradients:
         overflow = torch.zeros(1, dtype=torch.int, device=device)
         norm, of_each = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], True)
         square = norm**2.0
-    torch.distributed.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
+    torch.distributed.all_reduce(square, group=parts[0].get_grad_stats_parallel_group())
     return square, gradients, of_each
 
 
-def scale_by(optimizer: MegatronOptimizer, factor: torch.Tensor) -> None:
-    """Multiply the gradients of the update in place by an fp32 scalar on their device."""
-    main: Any = optimizer.get_parameters()
-    scale_all([parameter.grad for parameter in main if parameter.grad is not None], factor)
+def clipping_share(most: float, norm: torch.Tensor) -> torch.Tensor:
+    """Return the factor, at most 1, that brings gradients of this norm to a norm of `most`: an fp32 scalar on the
+    device. Gradients whose norm is NaN keep their values, as in megatron-core.
+
+    Args:
+        norm: scalar in fp64.
+    """
+    share = most / (norm + 1e-6)
+    return torch.where(share < 1.0, share, 1.0).float()
+
+
+@torch.no_grad()
+def scale_gradients(optimizer: ChainedOptimizer, share: torch.Tensor) -> None:
+    """Multiply the gradients of the update in place by an fp32 scalar, on the device or in host memory."""
+    for part in optimizer.chained_optimizers:
+        gradients = [main.grad for main in part.get_parameters() if main.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, share.to(gradients[0].device))  # pyright: ignore[reportPrivateImportUsage]

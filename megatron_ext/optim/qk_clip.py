@@ -46,12 +46,13 @@ class LargestScores:
         torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, self._group)
         return list(flat.split([len(one) for one in of_each]))
 
-    def of_all_ranks(self, largest: Sequence[torch.Tensor]) -> float:
-        """Return the largest of all layers, heads and ranks. Collective over all ranks."""
-        found = torch.stack([one.max() for one in largest]).max() if largest else torch.tensor(-torch.inf)
+    def of_all_ranks(self, largest: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Return the largest of all layers, heads and ranks, fp32 [1] on the device. Collective over all ranks."""
+        lowest = torch.full((1,), -torch.inf, device=device)
+        found = torch.cat([lowest, *largest]).max().view(1)
         if torch.distributed.get_world_size() > 1:
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-        return float(found)
+        return found
 
 
 class QKClip:

@@ -149,12 +149,6 @@ OPTIMIZERS = (
         (f"{_CORE}.optimizer.clip_grads.get_grad_norm_fp32",),
     ),
     Seam(
-        f"{_CORE}.optimizer.clip_grads.multi_tensor_scale_impl",
-        "set to ours, one kernel for many gradients; called with the same list twice, and a number",
-        ("chunk_size", "noop_flag", "tensor_lists", "scale"),
-        (f"{_CORE}.optimizer.clip_grads.clip_grad_by_total_norm_fp32",),
-    ),
-    Seam(
         f"{_OPTIMIZER}.FP32Optimizer.prepare_grads",
         "overridden: gradients are this rank's rows; returns whether one is infinite",
         ("self",),

@@ -105,14 +105,6 @@ class FSDP2(RowSharding):
         """Yield nothing: the gradients hang on the rows that the optimizer updates."""
         return iter(())
 
-    def clip(self, optimizer: ChainedOptimizer, most: float, norm: float) -> None:
-        if not self.lives_on_host:
-            super().clip(optimizer, most, norm)
-            return
-        parts: Any = optimizer.chained_optimizers
-        for part in parts:
-            part.clip(most, norm)
-
     def _over_rows(self, groups: ProcessGroupCollection, device: Device) -> Callable[[Any], RowShardOptimizer]:
         """From an optimizer of megatron-core to one over this rank's rows."""
         dtype = getattr(torch, self.config.training.params_dtype)

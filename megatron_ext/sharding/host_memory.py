@@ -96,9 +96,6 @@ class InHostMemory(Sharding):
     def held_gradients(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
         return self._scheme.held_gradients(chunk)
 
-    def clip(self, optimizer: ChainedOptimizer, most: float, norm: float) -> None:
-        self._scheme.clip(optimizer, most, norm)
-
     def finish_update(self, optimizer: ChainedOptimizer) -> None:
         self._scheme.finish_update(optimizer)
         for part in self.parts(optimizer):

@@ -125,13 +125,6 @@ class HostRowOptimizer(RowShardOptimizer):
         norms = [torch.norm(gradient) for gradient in super().get_grads_for_grad_norm(grad_norm_group)]
         return [torch.norm(torch.stack(norms)).view(1).to(self._device)] if norms else []
 
-    def clip(self, most: float, norm: float) -> None:
-        """Scale the gradients down to a norm of `most` where their `norm`, over all ranks, is more."""
-        share = most / (norm + 1e-6)  # as torch and megatron-core
-        if share < 1.0:
-            gradients = [rows.grad for rows in self.get_parameters() if rows.grad is not None]
-            torch._foreach_mul_(gradients, share)  # pyright: ignore[reportPrivateImportUsage]
-
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return this rank's rows of the reduced gradient; without rows an empty tensor."""

@@ -7,17 +7,14 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from megatron_ext.config.derived.optimizer_traits import AVERAGE
 from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Device
-from megatron_ext.optim import gradient_norm
 from megatron_ext.sharding.parts import OptimizerPart
 
 Reduced = Iterator[tuple[torch.nn.Parameter, torch.Tensor]]
@@ -133,19 +130,6 @@ class Sharding(ABC):
     def held_gradients(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
         """Yield the tensors that hold its gradients, but for the `grad` of what the optimizer updates."""
 
-    def clip(self, optimizer: ChainedOptimizer, most: float, norm: float) -> None:
-        """Scale the gradients down to a norm of `most` where their `norm`, over all ranks, is more."""
-        factor = most / (norm + 1.0e-6)
-        if not factor < 1.0:
-            return
-        if not gradient_norm.scales_here():
-            for part in optimizer.chained_optimizers:
-                clip_grad_by_total_norm_fp32([*part.get_parameters()], most, norm)
-            return
-        # The engine asks of every gradient what it is, which takes longer than to scale a small model's.
-        with torch.no_grad():
-            gradient_norm.scale_all([*_gradients(optimizer)], factor)
-
     def finish_update(self, optimizer: ChainedOptimizer) -> None:  # noqa: B027 (most have nothing to free)
         """Free what only the update needed. Call it after every update."""
 
@@ -153,13 +137,6 @@ class Sharding(ABC):
         """Make every fp32 master from the weights of the model; where rows are the masters, the weights from them."""
         for part in self.parts(optimizer):
             part.core.reload_model_params()
-
-
-def _gradients(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
-    """Yield what this rank has of each gradient."""
-    for part in optimizer.chained_optimizers:
-        gradients = (weight.grad for weight in part.get_parameters() if weight.grad is not None)
-        yield from (one.to_local() if isinstance(one, DTensor) else one for one in gradients)
 
 
 @contextmanager

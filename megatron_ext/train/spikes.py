@@ -113,7 +113,7 @@ def _run_again(run: Run, count: int, samples: range, states: Sequence[RandomStat
     with run.sharding.gathered_before_update(run.chunks), torch.no_grad():
         losses = run_microbatches(run, microbatches, forward_only=True)
     if run.config.model.num_experts is not None:
-        take_auxiliary_losses(run.groups)  # they are no step's
+        take_auxiliary_losses(run.groups, run.device.torch_device)  # they are no step's
     return losses
 
 

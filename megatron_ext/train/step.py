@@ -1,9 +1,10 @@
 """Takes one optimizer step: microbatches -> pipeline schedule -> gradients -> update."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -11,17 +12,20 @@ import torch
 from megatron_ext import environment, terminal
 from megatron_ext.config.derived.batch_size import evaluation_batch, num_microbatches
 from megatron_ext.data.microbatch import Batch
+from megatron_ext.errors import TrainingError
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.model.names import biases_of_experts
+from megatron_ext.optim.gradient_norm import clipping_share, global_norm, norm_of, scale_gradients
 from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.parts.catalogue import parameters
 from megatron_ext.parts.experts.router import take_auxiliary_losses
 from megatron_ext.parts.stack import stack
 from megatron_ext.resilience.numeric import is_spoiled
 from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE
+from megatron_ext.train.deferred_reads import Guard
 from megatron_ext.train.gradient_watch import Evidence
 from megatron_ext.train.run import Run
-from megatron_ext.train.step_allreduce import SharedNumbers, check_numbers, mean_loss
+from megatron_ext.train.step_allreduce import SharedNumbers, StopVotes, Summed, check_numbers, mean_loss, named
 
 
 @dataclass(frozen=True)
@@ -106,59 +110,158 @@ class Gradients:
     """Biases by which experts are chosen, and what the update makes of each."""
 
 
+@dataclass(frozen=True)
+class TakenStep:
+    """A step that the device has been given."""
+
+    updated: bool
+    """Whether the weights are updated."""
+
+    result: Callable[[], tuple[StepResult, StopVotes | None]]
+    """Waits for the step's numbers, with `run.state` as it was before the step. Returns what the step did, and who asks
+    to stop; None where the ranks agree on that by themselves. Raises as `train_step` where that has not; then neither
+    this step nor one after it has changed a weight."""
+
+
+class StepNumbers:
+    """The numbers of a step, which the host reads at their first use.
+
+    Args:
+        on_device: vectors of any length: "shared" of `SharedNumbers.summed`, the "squares" of the norm, the "share" of
+            clipping, the "auxiliary" losses and the "largest" product where there are any.
+        guard: as in `train_step`.
+    """
+
+    def __init__(
+        self, run: Run, samples: int, gradients: Gradients, on_device: Mapping[str, torch.Tensor], guard: Guard | None
+    ):
+        self._run, self._samples, self._gradients, self._guard = run, samples, gradients, guard
+        self._lengths = {name: len(vector) for name, vector in on_device.items()}
+        self._wait = run.device.read_later(torch.cat([vector.double() for vector in on_device.values()]))
+
+    @cached_property
+    def read(self) -> Mapping[str, Sequence[float]]:
+        """The numbers by their names. The first use waits for the device."""
+        numbers = iter(self._wait())
+        return {name: list(islice(numbers, length)) for name, length in self._lengths.items()}
+
+    @property
+    def summed(self) -> Summed:
+        """The numbers that all ranks have added up."""
+        return named(self.read["shared"])
+
+    def check(self) -> None:
+        """Raise as `train_step` where the step must not change a weight, with `run.state` as it was before it."""
+        try:
+            check_numbers(self._run, self.summed, self._samples, self._gradients.evidence)
+        except TrainingError:
+            if self._guard is not None:
+                self._guard.open()
+            raise
+
+    def result(self, *, updated: bool, num_zeros: float | None) -> tuple[StepResult, StopVotes | None]:
+        """Return as `TakenStep.result`."""
+        self._run.progress.phase = UPDATE
+        self.check()
+        summed, read = self.summed, self.read
+        result = StepResult(
+            summed.loss,
+            summed.tokens,
+            self._samples,
+            updated,
+            norm_of(read["squares"]) if updated else None,
+            _loss_scale(self._run),
+            num_zeros,
+            _auxiliary_losses(self._run, read["auxiliary"], len(self._gradients.of_microbatches)),
+            summed.mtp_losses,
+            read["largest"][0] if updated and "largest" in read else None,
+        )
+        return result, None if self._guard is None else summed.votes
+
+
 def train_step(
     run: Run,
     samples: range,
     before_update: Callable[[], None] = lambda: None,
     on_loss: Callable[[BatchLoss], None] = lambda loss: None,
-) -> StepResult:
-    """Compute the gradients of a global batch and update the weights.
+    *,
+    guard: Guard | None = None,
+    votes: StopVotes | None = None,
+) -> TakenStep:
+    """Compute the gradients of a global batch and update the weights. Collective.
+
+    Sums over all ranks, norm and clipping are computed on the device. The host reads the numbers and checks them before
+    the update, or, with a guard, when somebody asks for the result.
 
     A step whose samples are all left out (--skip-samples) computes and updates nothing; its loss is 0.
 
     Args:
         samples: positions of its samples.
         before_update: called between the two.
-        on_loss: called with the loss after that, also where it is NaN, when the weights are still those of the loss.
+        on_loss: called with the loss after that, also where it is NaN, when the weights are still those of the loss;
+            never called with a guard.
+        guard: keeps a bad step from changing anything; None where the numbers are read before the update.
+        votes: whether this rank asks to stop, where all ranks' votes are to be added up.
     Raises:
         NumericError: the loss or a gradient is NaN or infinite on some rank (unless the check is off); no weight
-            has been changed then. An overflow that the dynamic loss scale handles is no error.
-        DataError: no token counts in the loss.
+            has been changed then. An overflow that the dynamic loss scale handles is no error. With a guard the result
+            raises it.
+        DataError: no token counts in the loss; with a guard the result raises it.
     """
     global_batch = len(samples)
     if run.loaders.skipped.covers(samples):
-        return StepResult(0.0, 0, global_batch, False, None, _loss_scale(run), None)
+        left_out = StepResult(0.0, 0, global_batch, False, None, _loss_scale(run), None)
+        return TakenStep(False, lambda: (left_out, None))
     gradients = compute_gradients(run, samples)
-    microbatches = len(gradients.of_microbatches)
-    model = run.config.model
-    has_auxiliary = model.num_experts is not None or model.experimental_attention_variant == "dsa"
-    auxiliary = _auxiliary_losses(run, microbatches) if has_auxiliary else None
+    of_parts = {"auxiliary": _summed_auxiliary_losses(run)}
     largest = [] if run.largest_scores is None else run.largest_scores.take()
     before_update()
     run.progress.phase = UPDATE
     overflow = run.optimizer.prepare_grads()
-    grad_norm = float(run.optimizer.get_grad_norm())  # also of an overflow: collective, and another rank may have none
-    gradients.shared.add_gradients(overflow, grad_norm)
-    summed = gradients.shared.summed()
-    on_loss(BatchLoss(summed.loss, gradients.of_microbatches, gradients.samples))
-    run.progress.phase = UPDATE
-    loss_scale = _loss_scale(run)
-    check_numbers(run, summed, global_batch, gradients.evidence)
-    loss, tokens, ahead = summed.loss, summed.tokens, summed.mtp_losses
-    if overflow:
-        return StepResult(loss, tokens, global_batch, False, None, loss_scale, None, auxiliary, ahead)
-    clip = run.config.optimizer.clip_grad
-    if clip > 0.0:
-        run.sharding.clip(run.optimizer, clip, grad_norm)
+    norm = global_norm(run.optimizer, run.device.torch_device)  # also of an overflow: collective
+    gradients.shared.add_gradients(overflow, norm.on_device())
+    shared = gradients.shared.summed(votes or StopVotes())
+    share = clipping_share(run.config.optimizer.clip_grad, norm.on_device())
+    if guard is not None:
+        guard.note(shared, norm)
+        share = guard.unless_closed(share, torch.ones_like(share))  # for the report gradients stay as they are
+    if run.largest_scores is not None:
+        of_parts["largest"] = run.largest_scores.of_all_ranks(largest, share.device)
+    on_device = {"shared": shared, "squares": norm.squares, "share": share.view(1), **of_parts}
+    numbers = StepNumbers(run, global_batch, gradients, on_device, guard)
+    if guard is None:
+        on_loss(BatchLoss(numbers.summed.loss, gradients.of_microbatches, gradients.samples))
+        run.progress.phase = UPDATE
+        numbers.check()
+    clips = run.config.optimizer.clip_grad > 0.0 and (guard is not None or numbers.read["share"][0] < 1.0)
+    num_zeros = None if overflow else _update(run, gradients, largest, share if clips else None, guard)
+    return TakenStep(not overflow, partial(numbers.result, updated=not overflow, num_zeros=num_zeros))
+
+
+def _update(
+    run: Run,
+    gradients: Gradients,
+    largest: Sequence[torch.Tensor],
+    share: torch.Tensor | None,
+    guard: Guard | None,
+) -> float | None:
+    """Update the weights by gradients that are ready, times `share`, and return the count of zeros where it is asked
+    for. Collective.
+
+    Args:
+        largest: products of each attention, see `LargestScores.take`.
+        share: fp32 scalar on the device; None for 1.
+    """
+    if share is not None:
+        scale_gradients(run.optimizer, share)
     num_zeros = _zeros_in_gradients(run) if run.config.logging.log_num_zeros_in_grad else None
     if run.qk_clip is not None:
         run.qk_clip.before_update(largest)
     run.optimizer.step_with_ready_grads()
     run.sharding.finish_update(run.optimizer)
     for bias, moved in gradients.biases:
-        bias.copy_(moved)
-    product = None if run.largest_scores is None else run.largest_scores.of_all_ranks(largest)
-    return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary, ahead, product)
+        bias.copy_(moved if guard is None else guard.unless_closed(moved, bias))
+    return num_zeros
 
 
 def compute_gradients(run: Run, samples: range) -> Gradients:
@@ -291,23 +394,34 @@ def held_out_loss(run: Run, microbatches: list[Batch]) -> tuple[float, int]:
     return mean_loss(loss_sum, tokens), int(tokens)
 
 
-def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
-    """Collect what the routers of all ranks recorded in this step. Collective."""
-    total = torch.tensor(take_auxiliary_losses(run.groups), dtype=torch.float64, device=run.device.torch_device)
+def _summed_auxiliary_losses(run: Run) -> torch.Tensor:
+    """Add up what routers and indexers of all ranks recorded in this step, fp64 [5] on the device as of
+    `take_auxiliary_losses`; [0] for a model without any. Collective."""
+    model, device = run.config.model, run.device.torch_device
+    if model.num_experts is None and model.experimental_attention_variant != "dsa":
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    total = take_auxiliary_losses(run.groups, device)
     if run.world_size > 1:
         torch.distributed.all_reduce(total)
+    return total
+
+
+def _auxiliary_losses(run: Run, total: Sequence[float], microbatches: int) -> AuxiliaryLosses | None:
+    """Return the means of what `_summed_auxiliary_losses` has added up; None without any."""
+    if not total:
+        return None
     model, layers = run.config.model, stack(run.config)
     depths = model.mtp_num_layers or 0
     indexers = microbatches * (len(layers) + depths) if model.experimental_attention_variant == "dsa" else 0
     routers = microbatches * layers.count(lambda layer: layer.experts is not None)
-    load_balancing, of_samples, of_global_batch, z, _ = (total / max(routers, 1)).tolist()
+    load_balancing, of_samples, of_global_batch, z, _ = (one / max(routers, 1) for one in total)
     asked = model.load_balancing_losses
     return AuxiliaryLosses(
         load_balancing=load_balancing if routers and "aux_loss" in asked else None,
         z=z if model.moe_z_loss_coeff is not None else None,
         of_samples=of_samples if "seq_aux_loss" in asked else None,
         of_global_batch=of_global_batch if "global_aux_loss" in asked else None,
-        indexer=float(total[4]) / indexers if indexers else None,
+        indexer=total[4] / indexers if indexers else None,
     )
 
 

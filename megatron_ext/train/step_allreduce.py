@@ -36,10 +36,9 @@ class Summed(NamedTuple):
     """Number of ranks with a bad gradient."""
     overflowed_ranks: int
     """Number of ranks in which the loss scale overflowed."""
-    votes: StopVotes | None = None
-    """None where the ranks agree on a stop by themselves."""
-    mtp_losses: tuple[float, ...] = ()
+    mtp_losses: tuple[float, ...]
     """Mean loss of each depth of multi-token prediction."""
+    votes: StopVotes
 
 
 class SharedNumbers:
@@ -48,61 +47,46 @@ class SharedNumbers:
     def __init__(self, run: Run):
         self._run = run
         self._depths = run.config.model.mtp_num_layers or 0
-        self._vector = torch.zeros(4 + self._depths, dtype=torch.float64, device=run.device.torch_device)
+        length = 4 + self._depths + len(StopVotes._fields)
+        self._vector = torch.zeros(length, dtype=torch.float64, device=run.device.torch_device)
         self.loss = self._vector[0].clone()
 
     def add_loss(self, share: torch.Tensor) -> None:
         """Add the sum of losses, the number of tokens, and the sum of each depth, fp64 [2 + depths]."""
-        self._vector[:2], self._vector[4:] = share[:2], share[2:]
+        self._vector[:2], self._vector[4 : 4 + self._depths] = share[:2], share[2:]
         self.loss.copy_(share[0])
 
-    def add_gradients(self, overflow: bool, grad_norm: float) -> None:
-        """Add whether a gradient is NaN or infinite here, in the norm or not; an overflow of the loss scale is not
-        bad."""
+    def add_gradients(self, overflow: bool, grad_norm: torch.Tensor) -> None:
+        """Add whether a gradient is NaN or infinite here, in the norm (fp64, over all ranks) or not, without waiting
+        for the device; an overflow of the loss scale is not bad."""
         if overflow:
             self._vector[3] = 1.0
-        elif math.isfinite(grad_norm):
-            # NaN and infinity in any other gradient show in the norm. It does not wait for the device.
-            self._vector[2] = ~self._left_out().isfinite()
         else:
-            self._vector[2] = 1.0
+            # NaN and infinity in any other gradient show in the norm.
+            left_out = largest_magnitude(outside_norm(self._run.optimizer), self._vector.device)
+            self._vector[2] = ~(grad_norm.isfinite() & left_out.isfinite())
 
-    def summed(self) -> Summed:
-        """Return what all ranks have. Collective."""
-        self._sum()
-        return summed(self._vector.tolist(), self._depths)
+    def summed(self, votes: StopVotes) -> torch.Tensor:
+        """Return the numbers of all ranks, fp64 [7 + depths], on the device: see `named`. Collective.
 
-    def add_gradients_of(self, grad_norm: torch.Tensor) -> None:
-        """Add the same for a norm that is on the device, without a loss scale and without reading it."""
-        self._vector[2] = ~(grad_norm.isfinite() & self._left_out().isfinite())
-
-    def summed_on_device(self, votes: StopVotes) -> torch.Tensor:
-        """Return what `summed` takes, fp64 [7 + depths], on the device. Collective."""
-        asked = self._vector.new_zeros(len(votes))
-        for slot, vote in enumerate(votes):
+        Args:
+            votes: whether this rank asks to stop.
+        """
+        for slot, vote in enumerate(votes, 4 + self._depths):
             if vote:
-                asked[slot] = float(vote)
-        self._vector = torch.cat([self._vector, asked])
-        self._sum()
-        return self._vector
-
-    def _sum(self) -> None:
+                self._vector[slot] = float(vote)
         if self._run.world_size > 1:
             torch.distributed.all_reduce(self._vector)
-
-    def _left_out(self) -> torch.Tensor:
-        """Return the largest magnitude in the gradients that are not in the norm."""
-        return largest_magnitude(outside_norm(self._run.optimizer), self._vector.device)
+        return self._vector
 
 
-def summed(numbers: Sequence[float], depths: int = 0) -> Summed:
-    """Return the numbers by their names: the loss, tokens and ranks, losses of depths, and the votes if there are
-    any."""
+def named(numbers: Sequence[float]) -> Summed:
+    """Return the numbers of all ranks by their names: the loss, tokens and ranks, losses of depths, and votes."""
     loss_sum, tokens, bad, overflowed, *rest = numbers
-    ahead, votes = rest[:depths], rest[depths:]
-    asked = StopVotes(*map(int, votes)) if votes else None
+    ahead, votes = rest[: -len(StopVotes._fields)], rest[-len(StopVotes._fields) :]
     of_depths = tuple(mean_loss(one, tokens) for one in ahead)
-    return Summed(mean_loss(loss_sum, tokens), int(tokens), int(bad), int(overflowed), asked, of_depths)
+    asked = StopVotes(*map(int, votes))
+    return Summed(mean_loss(loss_sum, tokens), int(tokens), int(bad), int(overflowed), of_depths, asked)
 
 
 def mean_loss(loss_sum: float, tokens: float) -> float:

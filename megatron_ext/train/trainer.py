@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.derived.batch_size import global_batch_size, training_steps
@@ -11,19 +11,18 @@ from megatron_ext.errors import ConfigurationError, StoppedBySignal
 from megatron_ext.optim.curves import LearningRateCurve, Schedule, WeightDecayCurve, learning_rate, weight_decay
 from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import Evaluated
-from megatron_ext.train.deferred_reads import LateSteps, can_read_late
+from megatron_ext.train.deferred_reads import Guard, can_read_late
 from megatron_ext.train.run import Position, Run
-from megatron_ext.train.step import BatchLoss, StepResult, train_step
+from megatron_ext.train.step import BatchLoss, StepResult, TakenStep, train_step
 from megatron_ext.train.step_allreduce import StopVotes
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A step that was begun, and whose result nobody has asked for."""
+    """A step that was begun and has not ended."""
 
     after: Position
-    result: Callable[[], tuple[StepResult, StopVotes | None]]
-    """What waits for the device where it has not computed the result."""
+    step: TakenStep
 
 
 class Trainer:
@@ -46,7 +45,7 @@ class Trainer:
         self.stop_votes: StopVotes | None = None
         """Votes of all ranks in the step that has ended; None where they were not asked in it."""
         wants_loss = any(_overrides(callback, "on_loss") for callback in callbacks)
-        self._late = LateSteps(run) if can_read_late(run) and not wants_loss else None
+        self._guard = Guard(run) if can_read_late(run) and not wants_loss else None
         self._newest: _UnderWay | None = None
 
     @property
@@ -137,27 +136,28 @@ class Trainer:
             weight_decay(before.scheduled_samples, self.weight_decay_curve),
             None if self.decoupled_curve is None else learning_rate(before.scheduled_samples, self.decoupled_curve),
         )
-        if self._late is None or run.loaders.skipped.covers(samples):
-            result = train_step(
-                run, samples, lambda: self._tell("before_update"), lambda loss: self._tell("on_loss", loss)
-            )
-            self._newest = _UnderWay(before.after(batch, updated=result.updated), lambda: (result, None))
-        else:
-            late = self._late.begin(samples, self._own_votes(), lambda: self._tell("before_update"))
-            self._newest = _UnderWay(before.after(batch, updated=True), late.result)
+        step = train_step(
+            run,
+            samples,
+            lambda: self._tell("before_update"),
+            lambda loss: self._tell("on_loss", loss),
+            guard=self._guard,
+            votes=None if self._guard is None else self._own_votes(),
+        )
+        self._newest = _UnderWay(before.after(batch, updated=step.updated), step)
         return self._newest
 
-    def _end(self, step: _UnderWay, *, tells: bool = True) -> StepResult:
+    def _end(self, under_way: _UnderWay, *, tells: bool = True) -> StepResult:
         """Count a step in the state, and tell the callbacks."""
         state = self.run.state
         try:
-            result, self.stop_votes = step.result()
+            result, self.stop_votes = under_way.step.result()
         except BaseException:
             self._newest = None  # one that was begun after a bad step changes nothing
             raise
-        if step is self._newest:
+        if under_way is self._newest:
             self._newest = None
-        state.position = step.after
+        state.position = under_way.after
         state.consumed_tokens += result.tokens
         if result.updated:
             state.interval_loss += result.loss
@@ -171,7 +171,7 @@ class Trainer:
 
     def _ends_before_next(self) -> bool:
         """Return whether the step that was begun has to end, to the callbacks too, before the next is begun."""
-        if self._late is None:
+        if self._guard is None:
             return True
         return any(_overrides(one, "on_step_end") and one.ends_before_next(self) for one in self.callbacks)
 

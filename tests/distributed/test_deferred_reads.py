@@ -17,31 +17,25 @@ from megatron_ext.errors import StoppedBySignal
 from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.train.callbacks.stopping import Stopping
-from megatron_ext.train.trainer import Callback, Trainer
-from tests.support.checkpoints import build
+from megatron_ext.train.trainer import Callback
+from tests.support.both_ways import ALONE, OF_LAYOUTS, BothWays, trained_both_ways, trainer_of
 from tests.support.launched import reproducible_rows
+from tests.support.losses import layouts
 from tests.support.program import Ended, run_program, tiny
-from tests.support.run_state import state_hash
-from tests.support.selection import marked
-from tests.support.several_models import end_layout, in_turn
+from tests.support.several_models import in_turn
 
 FLAGS = tiny("--lr 1e-2 --train-iters 10")
-ALONE = "--eval-iters 0 --num-workers 0"
 ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
 CASES = {
-    "bf16, clipped": (1, "--clip-grad 0.01 --bf16"),
     "Lion": (1, "--optimizer lion --lr 1e-3 --clip-grad 0.1"),
     "not clipped": (1, "--clip-grad 0"),
-    "distributed optimizer": (2, f"{ZERO_1} --bf16 --clip-grad 0.01"),
-    "FSDP2": (2, "--use-torch-fsdp2 --bf16 --clip-grad 0.1"),
-    "ZeRO-3": (2, "--use-megatron-fsdp --bf16 --clip-grad 0.1"),
-    "TP2 PP2": (4, f"{TP2_PP2} --bf16 --clip-grad 0.01"),
-    "TP2 PP2 DP2": (8, f"{TP2_PP2} {ZERO_1} --bf16 --clip-grad 0.01"),
+    "ZeRO-1": (2, f"{ZERO_1} --bf16 --clip-grad 0.01"),
+    "depths on three ranks": (
+        3,
+        "--mtp-num-layers 2 --position-embedding-type rope --bf16 --global-batch-size 6 --micro-batch-size 1",
+    ),
+    "PP2, experts": (2, "--pipeline-model-parallel-size 2 --num-experts 2 --disable-bias-linear --bf16"),
 }
-# Slow: schemes and ranks of which the other cases have each part.
-REPEATED = {"not clipped", "FSDP2", "ZeRO-3", "TP2 PP2", "TP2 PP2 DP2"}
-"""Left to --all: what changes with them is whose gradients the norm adds up, which their own tests look at."""
 AT_ONCE = [
     "--fp16",
     "--bf16 --loss-scale 8",
@@ -50,68 +44,41 @@ AT_ONCE = [
     "--optimizer-cpu-offload",
     "--use-torch-fsdp2 --torch-fsdp2-cpu-offload",
     "--log-num-zeros-in-grad",
-    "--num-experts 2 --disable-bias-linear",
+    "--qk-clip --disable-bias-linear",
     "--check-before-update",
 ]
 """Flags with which the numbers are needed before the update."""
 
 
-class Trained(NamedTuple):
-    """What one rank saw of a run."""
-
-    steps: list[tuple[str, ...]]
-    """Of each step the state after it, its loss and norm, the sum of losses, and the rate of the next."""
-
-    hash: str
-    last: int
-    """The step that was begun last when the last one ended."""
-
-
-def _trainer(flags: list[str], late: bool, callbacks: Any = ()) -> Any:
-    return Trainer(build(flags, reads_wait=late), list(callbacks))
-
-
-def _train(flags: list[str], late: bool) -> Trained:
-    steps: list[tuple[str, ...]] = []
-    begun: list[int] = [0]
-    ahead: list[int] = []
-
-    class Notes(Callback):
-        def on_step_begin(self, trainer: Any) -> None:
-            begun.append(trainer.position.iteration + 1)
-
-        def ends_before_next(self, trainer: Any) -> bool:
-            return False
-
-        def on_step_end(self, trainer: Any, result: Any) -> None:
-            state = trainer.run.state
-            numbers = (result.loss, result.grad_norm, state.interval_loss, trainer.learning_rate)
-            steps.append((str(state), *(number.hex() for number in numbers)))
-            ahead.append(begun[-1] - state.iteration)
-
-    trainer = _trainer(flags, late, [Notes()])
-    trainer.fit()
-    trainer.run.loaders.close()
-    assert ahead == ([1] * 9 + [0] if late else [0] * 10), ahead
-    return Trained(steps, state_hash(trainer.run), begun[-1])
-
-
-def _both(flags: str) -> tuple[Trained, Trained]:
-    words = [*FLAGS, *ALONE.split(), *flags.split()]
-    at_once = _train(words, late=False)
-    end_layout()
-    return at_once, _train(words, late=True)
-
-
-@pytest.mark.parametrize("case", marked(CASES, slow=REPEATED))
+@pytest.mark.parametrize("case", CASES)
 def test_ten_steps_are_equal_to_the_bit(case: str) -> None:
-    for at_once, late in run_ranks(CASES[case][0], _both, CASES[case][1]):
-        assert late == at_once
+    ranks, flags = CASES[case]
+    for at_once, late in run_ranks(ranks, trained_both_ways, " ".join([*FLAGS, flags])):
+        assert late[:2] == at_once[:2]
+        assert (late.ahead, at_once.ahead) == ([1] * 9 + [0], [0] * 10)
         assert len({step[1] for step in late.steps}) == 10
 
 
+def _both_of_layout(name: str) -> BothWays:
+    layout = layouts.DEFAULT[name]
+    return trained_both_ways(f"{OF_LAYOUTS} {layouts.MODELS[layout.model]} {layout.flags}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
+def test_every_layout_of_the_comparison_is_the_same_both_ways(ranks: int) -> None:
+    """Some need their numbers before the update, whatever the device: a loss scale, what is updated in host memory,
+    and SGD, whose update cannot be masked."""
+    names = [name for name, layout in layouts.DEFAULT.items() if layout.ranks == ranks]
+    for found in run_ranks(ranks, in_turn, _both_of_layout, names, timeout=550):
+        for name, (at_once, late) in zip(names, found, strict=True):
+            assert late[:2] == at_once[:2], name
+            needs_them = any(word in name for word in ("fp16", "host memory", "SGD"))
+            assert late.ahead == ([0, 0, 0] if needs_them else [1, 1, 0]), name
+            assert len(at_once.steps) == 3
+
+
 def _reads_late(flags: str) -> bool:
-    return _trainer([*FLAGS, *ALONE.split(), *flags.split()], late=True)._late is not None
+    return trainer_of([*FLAGS, *ALONE.split(), *flags.split()], late=True)._guard is not None
 
 
 def test_what_needs_the_numbers_before_the_update_gets_them() -> None:
@@ -180,7 +147,7 @@ def _stopped(flags: list[str]) -> Stopped:
             heard.append(trainer.run.state.iteration)
 
     with SignalWatcher() as signals:
-        trainer = _trainer(flags, True, [Asks(), Stopping(signals, None, None)])
+        trainer = trainer_of(flags, True, [Asks(), Stopping(signals, None, None)])
         with pytest.raises(StoppedBySignal) as raised:
             trainer.fit()
     trainer.run.loaders.close()

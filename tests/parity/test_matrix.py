@@ -8,9 +8,11 @@ import dataclasses
 
 import pytest
 
+from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.plugins.prove.cases import CASES, Case
 from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
 from megatron_ext.plugins.prove.parity import BF16_FACTOR, STEPS, VALIDATION_SAMPLES, Experiment, bf16_distance, compare
+from tests.support.both_ways import OF_LAYOUTS, BothWays, trained_both_ways
 from tools.parity_table import fp32_row, row_or_failure
 
 RECOMPUTED = [name for name in CASES if name.startswith("one process, recompute")]
@@ -100,3 +102,17 @@ def test_ranks_that_fail_cost_the_table_one_row(experiment: Experiment) -> None:
     impossible = dataclasses.replace(CASES["PP2, tied"], flags=("--pipeline-model-parallel-size", "3"), world_size=3)
     cells, verdict = row_or_failure(fp32_row, impossible, experiment)
     assert (cells, verdict) == ([impossible.name, "3", "FAILED"], "FAILED")
+
+
+def _both_ways(name: str) -> BothWays:
+    case = CASES[name]
+    return trained_both_ways(f"{OF_LAYOUTS} {MODELS[case.model]} {' '.join(case.flags)}")
+
+
+# Slow: tests/distributed/test_deferred_reads.py compares a layout of every scheme.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_that_are_read_late_change_no_bit(name: str) -> None:
+    for at_once, late in run_ranks(CASES[name].world_size, _both_ways, name):
+        assert late[:2] == at_once[:2]
+        assert len(late.steps) == 3

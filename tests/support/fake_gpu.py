@@ -17,7 +17,7 @@ from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.data.microbatch import StageView, collate, divide, padding_sample
 from megatron_ext.data.packing import Documents, Segment, documents_of
 from megatron_ext.device import cuda
-from megatron_ext.optim.gradient_norm import replace_loops, scale_by, squared_norm
+from megatron_ext.optim.gradient_norm import clipping_share, global_norm, replace_loops, scale_gradients
 from megatron_ext.optim.torch_optimizer import mask_by, torch_optimizer
 from megatron_ext.parts.attention import flex
 from megatron_ext.parts.attention.blocks import block_backward, block_forward
@@ -201,10 +201,11 @@ def test_norm_clipping_and_masked_updates_stay_on_the_gpu(monkeypatch: pytest.Mo
         found_inf = torch.zeros((), device=gpu)
         optimizer = torch_optimizer(OptimizerConfig(optimizer="adam", lr=0.1))([{"params": weights}])
         mask_by(optimizer, found_inf)
-        square, *_ = squared_norm(part, gpu)
-        bad = ~(square[0].isfinite() & largest_magnitude(gradients, gpu).isfinite())
+        chained: Any = SimpleNamespace(chained_optimizers=[part])
+        norm = global_norm(chained, gpu).on_device()
+        bad = ~(norm.isfinite() & largest_magnitude(gradients, gpu).isfinite())
         torch.maximum(found_inf, bad.float(), out=found_inf)
-        scale_by(part, (1.0 / square.double().sqrt()).clamp(max=1.0)[0].float())
+        scale_gradients(chained, clipping_share(1.0, norm))
         optimizer.step()
     called = {str(operator) for operator, _, _ in calls.calls}
     assert {"aten._foreach_mul_.Tensor", "aten._fused_adamw_.default", "aten._foreach_sub_.List"} <= called

@@ -282,17 +282,18 @@ class Router(TopKRouter):
         return scores_TE.gather(1, experts), experts
 
 
-def take_auxiliary_losses(groups: ProcessGroupCollection) -> list[float]:
+def take_auxiliary_losses(groups: ProcessGroupCollection, device: torch.device) -> torch.Tensor:
     """Return this rank's part of each of `AUXILIARY_LOSSES` and of the loss of indexers of keys, over its layers and
-    microbatches since the last call: added up over all ranks, the sums over layers and microbatches of the means over
-    the data-parallel ranks.
+    microbatches since the last call, fp64 [5]: added up over all ranks, the sums over layers and microbatches of the
+    means over the data-parallel ranks.
 
     None includes its coefficient.
     """
     metrics, names = get_moe_metrics_tracker().metrics, (*AUXILIARY_LOSSES, INDEXER_LOSS)
-    sums = [float(metrics[name].values.sum()) if name in metrics else 0.0 for name in names]
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    sums = [metrics[name].values.sum().double() if name in metrics else zero for name in names]
     get_moe_metrics_tracker().clear()
     # The others are parts of sums over a microbatch's tokens, z is a mean over this rank's tokens.
     *balance, z, indexer = sums
     *balance, indexer = (loss / groups.dp.size() for loss in (*balance, indexer))
-    return [*balance, z / groups.tp_dp_cp.size(), indexer]
+    return torch.stack([*balance, z / groups.tp_dp_cp.size(), indexer])

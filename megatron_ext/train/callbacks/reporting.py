@@ -113,7 +113,10 @@ class Reporting(Callback):
         self._under_way += 1
 
     def ends_before_next(self, trainer: Trainer) -> bool:
-        return trainer.run.config.logging.log_params_norm and any(self._wanted(trainer.position.iteration))
+        to_steps, to_log = self._wanted(trainer.position.iteration)
+        # The next step counts anew what its experts get.
+        reads_weights = trainer.run.config.logging.log_params_norm and (to_steps or to_log)
+        return reads_weights or (self._experts is not None and to_log)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         state, config = trainer.run.state, trainer.run.config

@@ -1,16 +1,23 @@
 """Norm and clipping of many gradients: the bits of megatron-core's loops, without reading each back."""
 
-from types import SimpleNamespace
+import math
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.optim.gradient_norm import l2_norm, replace_loops, scale, scale_by
-from megatron_ext.sharding.scheme import Sharding
+from megatron_ext.optim.gradient_norm import (
+    clipping_share,
+    global_norm,
+    l2_norm,
+    norm_of,
+    replace_loops,
+    scale_gradients,
+)
 
 aten: Any = torch.ops.aten
 
@@ -34,7 +41,7 @@ def gradients() -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator) * 10**power for power, size in enumerate(sizes, -3)]
 
 
-def test_norm_and_scale_have_the_bits_of_the_loops() -> None:
+def test_the_norm_has_the_bits_of_the_loop() -> None:
     overflow, same, also = torch.zeros(1), gradients(), gradients()
     expected, _ = utils.local_multi_tensor_l2_norm(65536, overflow, [same], False)
     with Calls() as calls:
@@ -43,78 +50,86 @@ def test_norm_and_scale_have_the_bits_of_the_loops() -> None:
     assert (norm.shape, norm.dtype, of_each) == (expected.shape, expected.dtype, None)
     assert calls.read == 0
     assert l2_norm(65536, overflow, [also], True)[1].tolist() == [gradient.norm().item() for gradient in also]  # pyright: ignore[reportOptionalMemberAccess]
-    utils.local_multi_tensor_scale(65536, overflow, [same, same], 0.123456789)
-    with Calls() as calls:
-        scale(65536, overflow, [also, also], 0.123456789)
-    assert all(torch.equal(a, b) for a, b in zip(same, also, strict=True))
-    assert calls.all == 1
-
-
-def test_a_factor_on_the_device_gives_the_bits_of_one_on_the_host() -> None:
-    for factor in (0.123456789, 1.0, 1e-30):
-        on_host, on_device = gradients(), gradients()
-        scale(65536, torch.zeros(1), [on_host, on_host], factor)
-        parameters = [SimpleNamespace(grad=gradient) for gradient in (*on_device, None)]
-        part: Any = SimpleNamespace(get_parameters=lambda parameters=parameters: parameters)
-        with Calls() as calls:
-            scale_by(part, torch.tensor(factor, dtype=torch.float64).float())
-        assert calls.read == 0
-        assert all(torch.equal(a, b) for a, b in zip(on_host, on_device, strict=True))
 
 
 def test_kernels_of_a_package_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("l2_norm_impl", "multi_tensor_scale_impl"):
-        monkeypatch.setattr(clip_grads, name, "a package's")
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", "a package's")
     replace_loops()
-    assert (clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl) == ("a package's", "a package's")
+    assert clip_grads.l2_norm_impl == "a package's"
     monkeypatch.setattr(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
-    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
     replace_loops()
-    assert (clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl) == (l2_norm, scale)
-
-
-def test_the_norm_of_all_ranks_is_read_once() -> None:
-    """As megatron-core calls it; without the replacement it reads every gradient's."""
-    given = gradients()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # pyright: ignore
-    replace_loops()
-    with Calls() as calls:
-        norm = clip_grads.get_grad_norm_fp32(given, grad_stats_parallel_group=torch.distributed.group.WORLD)
-    assert norm == pytest.approx(torch.cat([gradient.flatten() for gradient in given]).norm().item(), rel=1e-6)
-    assert calls.read == 1
+    assert clip_grads.l2_norm_impl is l2_norm
 
 
 class Part:
     """As far as an optimizer of megatron-core's is asked here."""
 
-    def __init__(self, gradients: list[torch.Tensor]) -> None:
+    get_grad_norm = MegatronOptimizer.get_grad_norm
+
+    def __init__(self, gradients: list[torch.Tensor], group: Any) -> None:
         self.weights = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
         for weight, gradient in zip(self.weights, gradients, strict=True):
             weight.grad = gradient
+        self.weights.append(torch.nn.Parameter(torch.zeros(2)))  # without a gradient
+        self.group, self.config = group, None
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
         return self.weights
 
+    def get_grad_stats_parallel_group(self) -> Any:
+        return self.group
 
-class Chained:
-    def __init__(self, *parts: Part) -> None:
-        self.chained_optimizers = parts
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        return [weight.grad for weight in self.weights if weight.grad is not None]
 
 
-@pytest.mark.parametrize(("norm", "least_calls"), [(0.9, 0), (1.0, 1), (3.7, 1), (float("nan"), 0)])
-@pytest.mark.parametrize("own", [True, False])
-def test_clipping_has_the_bits_of_the_engines(
-    norm: float, least_calls: int, own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a norm of 1, too: the engine adds 1e-6 to it. By a package's kernel the engine clips."""
-    expected, given = Part(gradients()), Part(gradients())
-    given.weights.append(torch.nn.Parameter(torch.zeros(2)))  # without a gradient
-    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
-    clip_grads.clip_grad_by_total_norm_fp32([*expected.weights], 1.0, norm)
-    if own:
-        replace_loops()
-    chained: Any = Chained(given)
+def chained(*groups: Any) -> ChainedOptimizer:
+    """Return an optimizer of parts over these groups, each with gradients of another size."""
+    parts: Any = [Part([one * 3**n for one in gradients()], group) for n, group in enumerate(groups)]
+    return ChainedOptimizer(parts)
+
+
+@pytest.fixture
+def group() -> Any:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # pyright: ignore
+    replace_loops()
+    return torch.distributed.group.WORLD
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+@pytest.mark.parametrize("same_ranks", [True, False])
+def test_the_norm_of_several_optimizers_is_the_engines(others: int, same_ranks: bool, group: Any) -> None:
+    """In one sum where their ranks are the same, else of a norm each; experts have other ranks. Nothing is read."""
+    groups = [group, *(group if same_ranks else torch.distributed.new_group([0]) for _ in range(others))]
+    optimizer = chained(*groups)
     with Calls() as calls:
-        Sharding.clip(None, chained, 1.0, norm)  # pyright: ignore[reportArgumentType]
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(expected.weights, given.weights, strict=False))  # pyright: ignore
-    assert calls.all == least_calls if own else calls.all >= least_calls
+        norm = global_norm(optimizer, torch.device("cpu"))
+        on_device = norm.on_device()
+    assert calls.read == 0
+    assert norm_of(norm.squares.tolist()) == optimizer.get_grad_norm()
+    assert on_device.item() == pytest.approx(norm_of(norm.squares.tolist()), rel=1e-15)
+    expected = [gradient for part in optimizer.chained_optimizers for gradient in part.get_grads_for_grad_norm()]
+    assert all(one is other for one, other in zip(norm.gradients, expected, strict=True))
+    assert norm.of_each is not None
+    assert norm.of_each.tolist() == [gradient.norm().item() for gradient in expected]
+
+
+def test_a_rank_without_gradients_has_the_norm_of_the_others(group: Any) -> None:
+    part: Any = Part([], group)
+    norm = global_norm(ChainedOptimizer([part]), torch.device("cpu"))
+    assert (norm.squares.tolist(), norm.gradients, norm.of_each) == ([0.0], [], None)
+
+
+@pytest.mark.parametrize("norm", [0.9, 1.0, 3.7, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("most", [1.0, 0.123456789])
+def test_clipping_has_the_bits_of_the_engines(norm: float, most: float, group: Any) -> None:
+    """With a norm of 1, too: the engine adds 1e-6 to it. A norm that is NaN changes nothing."""
+    expected, given = chained(group), chained(group)
+    clip_grads.clip_grad_by_total_norm_fp32([*expected.get_parameters()], most, norm)
+    with Calls() as calls:
+        scale_gradients(given, clipping_share(most, torch.tensor(norm, dtype=torch.float64)))
+    assert calls.read == 0
+    for one, other in zip(expected.get_parameters(), given.get_parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            assert torch.equal(one.grad, other.grad)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_ext.checkpoint.native.torch_archive import tensor_pickle
-from megatron_ext.optim.gradient_norm import scales_here
+from megatron_ext.optim.gradient_norm import l2_norm
 from megatron_ext.seams.seam import Seam, problems
 from megatron_ext.seams.table import SEAMS
 from tests.support.engine_accesses import ROOT, accesses, sources
@@ -26,9 +26,8 @@ BY_NAME = {seam.name: seam for seam in SEAMS}
 @pytest.fixture(autouse=True)
 def _functions_are_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that another test has built in this process leaves ours in their place (`optim/gradient_norm.py`)."""
-    if scales_here():
+    if clip_grads.l2_norm_impl is l2_norm:
         monkeypatch.setattr(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
-        monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
 
 
 def _used_at(seam: Seam) -> str:

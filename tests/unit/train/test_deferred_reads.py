@@ -10,36 +10,59 @@ import pytest
 import torch
 
 from megatron_ext.errors import NumericError
-from megatron_ext.train.deferred_reads import LateStep, LateSteps
+from megatron_ext.model.names import biases_of_experts
+from megatron_ext.train.deferred_reads import Guard, can_read_late
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import train_step
+from megatron_ext.train.step import TakenStep, train_step
 from megatron_ext.train.step_allreduce import StopVotes
 from tests.support.small_runs import are_equal, built, weights
 
 VOTES = StopVotes(0, 1, 0)
 
 
-def _begin(run: Run, steps: LateSteps, before_update: Any = lambda: None) -> LateStep:
+def _begin(run: Run, guard: Guard | None, before_update: Any = lambda: None) -> TakenStep:
     for group in run.optimizer.param_groups:
         group["lr"] = 1e-2
-    return steps.begin(range(4), VOTES, before_update)
+    return train_step(run, range(4), before_update, guard=guard, votes=VOTES)
 
 
-@pytest.mark.parametrize("clip", ["0", "0.5", "100", "0.5 --mtp-num-layers 2"])
-def test_a_late_step_has_the_bits_of_one_that_is_read_at_once(clip: str) -> None:
-    """A gradient that is clipped is multiplied by the same share; a smaller one is left as it is."""
-    flags = f"--clip-grad {clip} --hidden-dropout 0"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
+INDEXED = """
+    --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8
+    --experimental-attention-variant dsa --dsa-indexer-topk 4 --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8
+    --dsa-indexer-loss-coeff 0.1 --normalization RMSNorm --disable-bias-linear
+"""
+KINDS = {
+    "not clipped": "--clip-grad 0",
+    "clipped": "--clip-grad 0.5",
+    "within the largest norm": "--clip-grad 100",
+    "depths": "--clip-grad 0.5 --mtp-num-layers 2 --bf16",
+    "experts": f"--clip-grad 0.1 {EXPERTS}",
+    "experts with biases": (
+        f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-bias-update-rate 0.1"
+    ),
+    "chosen keys": INDEXED,
+    "largest products": "--log-max-attention-logit",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_step_has_the_bits_of_one_that_is_read_at_once(kind: str) -> None:
+    """A gradient that is clipped is multiplied by the same share; a smaller one is left as it is. The losses of routers
+    and indexers, and the largest product, are told, too."""
+    flags = f"{KINDS[kind]} --hidden-dropout 0"
     with built(flags) as run:
-        for group in run.optimizer.param_groups:
-            group["lr"] = 1e-2
-        at_once = [train_step(run, range(4)) for _ in range(3)]
+        at_once = [_begin(run, None).result() for _ in range(3)]
         expected = weights(run)
     with built(flags, reads_wait=True) as run:
-        steps = LateSteps(run)
-        late = [_begin(run, steps) for _ in range(3)]
-        found = [step.result() for step in late]
+        assert can_read_late(run)
+        guard = Guard(run)
+        steps = [_begin(run, guard) for _ in range(3)]
+        late = [step.result() for step in steps]
         assert are_equal(weights(run), expected)
-    assert found == [(step, VOTES) for step in at_once]
+    assert [result for result, _ in late] == [result for result, _ in at_once]
+    assert ([votes for _, votes in late], [votes for _, votes in at_once]) == ([VOTES] * 3, [None] * 3)
 
 
 class Faulty:
@@ -82,13 +105,9 @@ def test_a_bad_gradient_ends_the_run_whether_it_is_in_the_norm_or_not(
     with built(reads_wait=late) as run:
         spoil = _bad_gradient(run, outside_norm=outside_norm, value=value)
         before = weights(run)
-        take = (
-            (lambda: _begin(run, LateSteps(run), spoil).result())
-            if late
-            else (lambda: train_step(run, range(4), spoil))
-        )
+        guard = Guard(run) if late else None
         with pytest.raises(NumericError, match=r"gradient of decoder\.final_layernorm\.weight, iteration 1 "):
-            take()
+            _begin(run, guard, spoil).result()
         assert are_equal(weights(run), before)
 
 
@@ -97,36 +116,64 @@ def test_from_a_bad_step_on_nothing_changes(kind: str) -> None:
     """The next step was begun before anybody has read of it; who goes on in spite of the error can."""
     loss = Faulty(kind)
     with built(reads_wait=True, loss=loss) as run:
-        steps = LateSteps(run)
-        _begin(run, steps).result()
+        guard = Guard(run)
+        _begin(run, guard).result()
         good = weights(run)
         loss.on = kind != "gradient"
         spoil = _bad_gradient(run, outside_norm=False, value=math.nan)
-        bad = _begin(run, steps, spoil if kind == "gradient" else lambda: None)
+        bad = _begin(run, guard, spoil if kind == "gradient" else lambda: None)
         assert are_equal(weights(run), good)
         loss.on = False
-        _begin(run, steps)
+        _begin(run, guard)
         assert are_equal(weights(run), good)
         with pytest.raises(NumericError, match=r"This iteration changed no weight"):
             bad.result()
-        _begin(run, steps)
+        _begin(run, guard)
         assert not are_equal(weights(run), good)
 
 
 def test_gradients_of_another_step_are_not_taken_for_those_of_the_bad_one() -> None:
     """The next step has its own by the time the numbers are read: that one of them is bad says nothing."""
     with built(reads_wait=True) as run:
-        steps = LateSteps(run)
+        guard = Guard(run)
         spoil = _bad_gradient(run, outside_norm=True, value=math.nan)
-        bad = _begin(run, steps, spoil)
-        _begin(run, steps, spoil)
+        bad = _begin(run, guard, spoil)
+        _begin(run, guard, spoil)
         with pytest.raises(NumericError, match=r"^the gradient became bad between the ranks: every rank's own part is"):
             bad.result()
 
 
-def test_a_bad_step_changes_what_it_does_where_nothing_is_checked() -> None:
-    with built("--no-check-for-nan-in-loss-and-grad", reads_wait=True) as run:
-        spoil = _bad_gradient(run, outside_norm=False, value=math.nan)
-        result, _ = _begin(run, LateSteps(run), spoil).result()
-        assert result.updated
-        assert any(bool(weight.isnan().any()) for weight in weights(run).values())
+def test_a_bad_step_moves_no_bias_of_experts() -> None:
+    with built(KINDS["experts with biases"], reads_wait=True) as run:
+        guard = Guard(run)
+        before = state(run)
+        bad = _begin(run, guard, _bad_gradient(run, outside_norm=False, value=math.nan))
+        assert are_equal(state(run), before)
+        with pytest.raises(NumericError, match="This iteration changed no weight"):
+            bad.result()
+        _begin(run, guard).result()
+        assert [name for name in before if "expert_bias" in name and not torch.equal(state(run)[name], before[name])]
+
+
+def state(run: Run) -> dict[str, torch.Tensor]:
+    """Return copies of weights and of the biases by which experts are chosen."""
+    biases = {name: bias.detach().clone() for name, bias in biases_of_experts(run.chunks)}
+    return {**weights(run), **biases}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_where_nothing_is_checked_a_bad_gradient_does_the_same_both_ways(value: float) -> None:
+    """A norm that is NaN scales nothing, so that one bad gradient spoils its own weight alone."""
+    found: list[tuple[dict[str, torch.Tensor], Any]] = []
+    for late in (False, True):
+        with built("--no-check-for-nan-in-loss-and-grad", reads_wait=late) as run:
+            guard = Guard(run) if late else None
+            result, _ = _begin(run, guard, _bad_gradient(run, outside_norm=False, value=value)).result()
+            assert result.updated
+            found.append((weights(run), result.grad_norm))
+    (at_once, norm), (late_weights, late_norm) = found
+    assert str(norm) == str(late_norm) == str(value)
+    bad = {name: one.isnan() for name, one in at_once.items()}
+    assert all(torch.equal(one, late_weights[name].isnan()) for name, one in bad.items())
+    assert are_equal(*({name: one.nan_to_num() for name, one in each.items()} for each in (at_once, late_weights)))
+    assert sum(int(one.sum()) for one in bad.values()) == 1

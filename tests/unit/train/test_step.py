@@ -22,7 +22,9 @@ def _take(run: Any, *given: Any) -> StepResult:
     """Take a step of four samples at the rate that the flags say, which is the trainer's to set."""
     for group in run.optimizer.param_groups:
         group["lr"] = run.config.optimizer.lr
-    return train_step(run, range(4), *given)
+    result, votes = train_step(run, range(4), *given).result()
+    assert votes is None
+    return result
 
 
 def _changes(flags: str) -> tuple[dict[str, torch.Tensor], StepResult]:

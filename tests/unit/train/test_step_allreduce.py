@@ -4,17 +4,16 @@ import math
 
 import torch
 
-from megatron_ext.train.step_allreduce import SharedNumbers, StopVotes, summed
+from megatron_ext.train.step_allreduce import SharedNumbers, StopVotes, named
 from tests.support.small_runs import built
 
 
 def test_the_sums_have_their_names() -> None:
-    found = summed([6.0, 12.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    assert found == (0.5, 12, 1, 2, StopVotes(by_sigterm=3, otherwise=4, overdue=5), ())
-    assert summed([0.25, 0.5, 0.0, 0.0])[:1] == (0.5,), "weights of tokens may be below one"
-    assert math.isnan(summed([0.0, 0.0, 0.0, 0.0]).loss)
-    assert summed([6.0, 12.0, 0.0, 0.0]).votes is None
-    ahead = summed([6.0, 12.0, 0.0, 0.0, 3.0, 9.0, 1.0, 0.0, 0.0], depths=2)
+    found = named([6.0, 12.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert found == (0.5, 12, 1, 2, (), StopVotes(by_sigterm=3, otherwise=4, overdue=5))
+    assert named([0.25, 0.5] + [0.0] * 5).loss == 0.5, "weights of tokens may be below one"
+    assert math.isnan(named([0.0] * 7).loss)
+    ahead = named([6.0, 12.0, 0.0, 0.0, 3.0, 9.0, 1.0, 0.0, 0.0])
     assert (ahead.mtp_losses, ahead.votes) == ((0.25, 0.75), StopVotes(by_sigterm=1))
 
 
@@ -25,10 +24,12 @@ def test_each_number_of_a_rank_has_its_place_on_the_device() -> None:
         numbers = SharedNumbers(run)
         own = numbers.loss
         numbers.add_loss(torch.tensor([loss, tokens], dtype=torch.float64))
-        numbers.add_gradients_of(torch.tensor(math.nan, dtype=torch.float64))
-        assert numbers.summed_on_device(StopVotes(0, 0, 1)).tolist() == [loss, tokens, 1.0, 0.0, 0.0, 0.0, 1.0]
+        norm = torch.tensor(math.nan, dtype=torch.float64)
+        numbers.add_gradients(False, norm)
+        assert numbers.summed(StopVotes(0, 0, 1)).tolist() == [loss, tokens, 1.0, 0.0, 0.0, 0.0, 1.0]
         assert own.item() == loss
         numbers = SharedNumbers(run)
         numbers.add_loss(torch.tensor([loss, tokens], dtype=torch.float64))
-        numbers.add_gradients(True, math.nan)
-        assert numbers.summed()[:4] == (loss / tokens, int(tokens), 0, 1), "an overflow is no bad gradient"
+        numbers.add_gradients(True, norm)
+        counted = named(numbers.summed(StopVotes()).tolist())
+        assert counted[:4] == (loss / tokens, int(tokens), 0, 1), "an overflow is no bad gradient"

@@ -129,8 +129,9 @@ def test_kinds_of_auxiliary_losses_are_told_apart_and_forgotten(monkeypatch: pyt
         router, "get_moe_metrics_tracker", lambda: SimpleNamespace(metrics=metrics, clear=metrics.clear)
     )
     groups: Any = SimpleNamespace(dp=SimpleNamespace(size=lambda: 3), tp_dp_cp=SimpleNamespace(size=lambda: 12))
-    assert router.take_auxiliary_losses(groups) == [1.0, 4.0, 0.0, 3.0, 5.0]
-    assert router.take_auxiliary_losses(groups) == [0.0, 0.0, 0.0, 0.0, 0.0]
+    host = torch.device("cpu")
+    assert router.take_auxiliary_losses(groups, host).tolist() == [1.0, 4.0, 0.0, 3.0, 5.0]
+    assert router.take_auxiliary_losses(groups, host).tolist() == [0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("gated", [False, True])
