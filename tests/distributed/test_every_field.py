@@ -585,7 +585,10 @@ def test_a_field_that_needs_another_has_an_effect_without_it_or_is_warned_of(tmp
 def test_no_field_is_left_out() -> None:
     """A field is changed here, or its flag is given to a run on ranks by another test, or `ELSEWHERE` says why not."""
     files = [path for room in ("tests/distributed", "tests/parity") for path in (ROOT / room).glob("*.py")]
-    files += [*(ROOT / "megatron_ext/verify").glob("compared_*.py"), *(ROOT / "tests/support/losses").glob("*.py")]
+    files += [
+        *(ROOT / "megatron_ext/plugins/prove").glob("compared_*.py"),
+        *(ROOT / "tests/support/losses").glob("*.py"),
+    ]
     words = {word for path in files if path != Path(__file__) for word in re.findall(r"--[\w-]+", path.read_text())}
     groups: list[Any] = [group.type for group in dataclasses.fields(Config)]
     fields = {field.name for group in groups for field in dataclasses.fields(group)}

@@ -108,6 +108,10 @@ class OptimizerConfig:
         "Take the iterations of the curves of learning rate and weight decay for full global batches while the batch "
         "still grows, as runs did whose checkpoints do not say; they then end before the curves do.",
         resume="curve",
+        read_with=ReadWith(
+            ("rampup_batch_size", "step_batch_size_schedule"),
+            "without --rampup-batch-size or --step-batch-size-schedule every global batch is full",
+        ),
     )
     lr_power_scale: float = option(
         4.6,
