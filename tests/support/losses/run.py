@@ -3,7 +3,7 @@
     cd SCRATCH && PYTHONPATH=TREE python run.py TREE JOBS.json RESULTS.jsonl WORKERS
 
 TREE is a checkout. The modules inside it differ from commit to commit, so only what stays is used: the command lines
-of pretrain_gpt.py and tools/convert_checkpoint.py, the files that they write, and `verify.ranks.run_ranks`. For the
+of pretrain_gpt.py and tools/convert_checkpoint.py, the files that they write, and `run_ranks`. For the
 same reason nothing else of megatron_ext is imported here. All paths in flags are relative to SCRATCH, so that the
 files of two commits can be equal to the byte.
 
@@ -31,6 +31,7 @@ others."""
 
 _PRELOAD = (
     "megatron_ext.forkserver.preload",
+    "megatron_ext.verify.preload",  # of commits before the core was divided from its plugins, as below
     "megatron_ext.train.pretrain",
     "megatron_ext.plugins.huggingface.exporter",
 )
@@ -83,7 +84,10 @@ def run_job(tree: str, job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _start(tree: str, stage: Mapping[str, Any], log: Path) -> None:
-    from megatron_ext.forkserver.ranks import run_ranks
+    try:
+        from megatron_ext.forkserver.ranks import run_ranks
+    except ImportError:
+        from megatron_ext.verify.ranks import run_ranks  # pyright: ignore[reportMissingImports]
 
     script = os.path.join(tree, stage["script"])
     run_ranks(stage["ranks"], run_script, script, stage["words"], str(log), timeout=_TIMEOUT)
@@ -95,6 +99,7 @@ def run_script(script: str, words: Sequence[str], log: str) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     sys.argv = [script, *words]
+    sys.path.insert(0, os.path.dirname(script))  # as for a script that a shell starts
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
