@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -141,15 +142,17 @@ def test_documents_are_kept_apart_by_their_own_flags(restarts: bool, separates: 
 
 
 def test_attention_over_exchanged_heads_sees_whole_documents() -> None:
-    """Ranks that gather keys look from their own tokens."""
-    lengths = {}
+    """Ranks count documents at the positions that they hold; those that exchange heads have the whole ones as well."""
+    documents: dict[str, Any] = {}
     for kind in ("a2a", "all_gather"):
         flags = f"--context-parallel-size 2 --cp-comm-type {kind} --reset-attention-mask --attention-dropout 0"
         with _loaders(flags, 1, 2) as (loaders, _):
-            lengths[kind] = str(loaders.train.global_batch(0, 2)[0].documents)
+            documents[kind] = loaders.train.global_batch(0, 2)[0].documents
     with _loaders("--reset-attention-mask --attention-dropout 0") as (loaders, _):
         alone = str(loaders.train.global_batch(0, 2)[0].documents)
-    assert lengths["a2a"] == alone != lengths["all_gather"]
+    assert str(documents["a2a"].whole) == alone
+    assert documents["all_gather"].whole is None
+    assert str(replace(documents["a2a"], whole=None)) == str(documents["all_gather"]) != alone
 
 
 def test_precision_and_determinism_of_kernels_are_those_of_the_flags() -> None:

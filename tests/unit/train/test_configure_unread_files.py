@@ -35,7 +35,7 @@ def _problems(flags: str) -> list[str]:
         ),
         ({"model_type": "bert"}, 'model_type "bert" is not supported'),
         ({"logit_scale": 2.0}, "logit_scale is 2.0, a key that is not known for llama"),
-        ({"vocab_size": 10**16}, "--vocab-size: 10000000000000000 is above"),
+        ({"vocab_size": 10**16}, "vocab_size is 10000000000000000, above 1000000000000000"),
     ],
 )
 def test_a_refused_config_json_is_the_one_problem(changes: dict, reason: str, tmp_path: Path) -> None:
