@@ -103,7 +103,7 @@ _PRECISIONS = {"float32": "neither --bf16 nor --fp16", "bfloat16": "--bf16", "fl
 def _difference(name: str, then: Any, now: Any) -> str:
     """Return the flags of a layout that is another one now."""
     if name == "params_dtype":
-        return f"{_PRECISIONS[then]}, now {_PRECISIONS[now]}"
+        return f"{_PRECISIONS.get(then, then)}, now {_PRECISIONS[now]}"
     return f"{flag_of(name)} {then}, now {now}"
 
 
