@@ -114,7 +114,7 @@ def test_a_dataset_for_pretraining_is_text() -> None:
     result = translate("axolotl", {"pretraining_dataset": [one]})
     assert result.problems() == []
     assert result.preparing == (
-        "python tools/preprocess_data.py --input 'hf://datasets/org/text/**/train*' --output-prefix data/train "
+        "megatron-ext preprocess --input 'hf://datasets/org/text/**/train*' --output-prefix data/train "
         "--json-keys body --append-eod",
     )
     assert result.command == {"--data-path": "data/train_body_document"}

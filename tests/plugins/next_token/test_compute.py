@@ -7,7 +7,8 @@ import torch
 
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.train.step import compute_gradients
-from megatron_ext.train.step_allreduce import StopVotes, named
+from megatron_ext.train.step_allreduce import StopVotes
+from megatron_ext.train.step_allreduce import named as numbers_by_name
 from tests.support import next_tokens
 from tests.support.small_runs import built
 
@@ -48,7 +49,7 @@ def test_losses_and_gradients_are_those_of_the_paper(depths: int, flags: str) ->
         loss, means = next_tokens.losses(weights, shape, tokens, labels, mask)
         loss.backward()
         gradients = compute_gradients(run, range(4))
-        summed = named(gradients.shared.summed(StopVotes()).tolist())
+        summed = numbers_by_name(gradients.shared.summed(StopVotes()).tolist())
         assert summed.loss == pytest.approx(float(means[0].detach()), rel=1e-6)
         assert summed.mtp_losses == pytest.approx(means[1:].tolist(), rel=1e-6)
         for name, weight in named.items():

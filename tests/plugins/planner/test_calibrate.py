@@ -23,6 +23,7 @@ from megatron_ext.cost.hardware import (
 )
 from megatron_ext.cost.stage_parameters import Shapes
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.pages import loss_curve
 from megatron_ext.plugins.pages.loss_curve import saved_values
 from megatron_ext.plugins.planner import calibrate
 from megatron_ext.plugins.planner.calibrate import believed, corrected, read_metrics
@@ -103,7 +104,7 @@ def test_what_is_no_step_is_left_out(tmp_path: Path) -> None:
 
 
 def test_values_are_those_of_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "read_saved", lambda path: {"from": path.parent.name})
+    monkeypatch.setattr(loss_curve, "read_saved", lambda path: {"from": path.parent.name})
     assert saved_values(tmp_path / "metrics.jsonl") is None
     for number, when in (("1", 30), ("2", 50), ("3", 40)):
         (tmp_path / f"iter_{number}").mkdir()
