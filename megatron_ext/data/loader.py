@@ -106,7 +106,7 @@ class ReadAhead:
 
 ANOTHER_TOKENIZER = (
     "Was the data made with another tokenizer than --tokenizer-type and --tokenizer-model name? Run "
-    "tools/preprocess_data.py with this one"
+    "megatron-ext preprocess with this one"
 )
 
 
