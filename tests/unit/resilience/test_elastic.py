@@ -12,6 +12,7 @@ import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.cli import pretrain
+from megatron_ext.config.parse.command_line import read
 from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.resilience import elastic
 from tests.support.forked import Forked
@@ -168,6 +169,6 @@ def test_a_spare_ends_with_the_store_of_rank_0(launch: Launch, begin: Callable[.
 def test_a_launcher_that_would_take_no_machine_in_is_refused(launch: Launch) -> None:
     launch(TORCHELASTIC_RUN_ID="run", TORCHELASTIC_USE_AGENT_STORE="True")
     flags = ["--num-layers", "2", "--global-batch-size", "8", "--micro-batch-size", "1"]
-    assert pretrain._is_needed(flags)
+    assert pretrain._is_needed(read(flags))
     with pytest.raises(ConfigurationError, match=f"set {elastic.NO_SHARED_STORE}=1 in the environment of every tor"):
-        pretrain._is_needed([*flags, "--elastic"])
+        pretrain._is_needed(read([*flags, "--elastic"]))
