@@ -116,11 +116,11 @@ MODELS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         ),
     ),
     "gpt_neox": (
-        {"model_type": "gpt_neox", **SIZES, "num_hidden_layers": 2, "intermediate_size": 96, "rotary_pct": 0.5},
+        {"model_type": "gpt_neox", **SIZES, "num_hidden_layers": 2, "intermediate_size": 96, "rotary_pct": 0.7},
         _neox,
         {
             **{"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "seq_length": 32, "pos_emb": "rotary"},
-            **{"rotary_pct": 0.5, "no_weight_tying": True, "gpt_j_residual": True, "norm": "layernorm"},
+            **{"rotary_pct": 0.7, "no_weight_tying": True, "gpt_j_residual": True, "norm": "layernorm"},
             **{"attention_config": [[["global"], 2]], "activation": "gelu"},
         },
     ),

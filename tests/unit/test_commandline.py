@@ -202,7 +202,6 @@ OUTPUTS = {
     "plan --html": (f"plan --evaluate --world-size 1 --html out -- {MODEL}", "out"),
     "plan --json": (f"plan --evaluate --world-size 1 --json out -- {MODEL}", "out"),
     "draw-pipeline --html": ("draw-pipeline --stages 2 --html out", "out"),
-    "draw-pipeline --trace": ("draw-pipeline --run . --trace out", "out"),
     "api --output": ("api --output pages", "pages/README.md"),
     "merge-datasets": ("merge-datasets --input pairs --output-prefix out", "out.bin.partial"),
     "merge-datasets, index": ("merge-datasets --input pairs --output-prefix out", "out.idx.partial"),

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from megatron_ext.tokenizer.encode_many import probe_texts
 from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
+from megatron_ext.untrusted.text import load_json
 
 _AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -51,7 +52,7 @@ def read_otherwise(tokenizer: Tokenizer) -> Iterator[str]:
         reason = (child.stderr.strip().splitlines() or ["no word"])[-1]
         yield f"transformers' AutoTokenizer cannot read it ({named}: {reason[:300]}); {remedy}"
         return
-    pairs = zip(texts, json.loads(child.stdout), strict=True)
+    pairs = zip(texts, load_json(child.stdout.encode()), strict=True)
     if wrong := [text for text, theirs in pairs if ours.encode(text) != theirs]:
         yield (
             f"transformers' AutoTokenizer rebuilds the tokenizer as {named} and gives other ids than tokenizer.json, "

@@ -37,7 +37,7 @@ def _config(**model: Any) -> Config:
 
 OUR_DECODER = {
     **{name: value for name, value in WRITTEN.items() if name != "rope_scaling"},
-    **{"rope_scaling": None, "attention_dropout": 0.0},
+    **{"rope_scaling": None, "attention_dropout": 0.3},
 }
 
 

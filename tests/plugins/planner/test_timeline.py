@@ -180,10 +180,9 @@ def test_an_empty_timeline_is_drawn() -> None:
     ("words", "message"),
     [
         ("", "give one of --stages N"),
-        ("--stages 4 --run x", "give one of --stages N"),
+        ("--stages 4 -- --num-layers 4", "give one of --stages N"),
         ("--stages 0", "numbers from 1"),
         ("--stages 4 --chunks 2 --microbatches 6", "leave 2"),
-        ("--stages 4 --trace x", "--trace needs --run"),
         ("--stages 4 --schedule zvb", "--schedule zvb is none of "),
         ("--stages 4 --schedule none.csv", "--schedule none.csv: "),
         ("--stages 4 --chunks 1 --schedule zbv", "--schedule zbv"),

@@ -50,9 +50,7 @@ def test_ranks_that_come_before_rank_0_do_not_take_the_token_of_an_earlier_attem
 def test_an_attempt_that_broke_off_in_its_meeting_does_not_mislead_the_next():
     store = HashStore()
     with ThreadPoolExecutor(3) as pool:
-        with pytest.raises(
-            PeerLostError, match="ranks 1, 2 did not come to the start of the run"
-        ):
+        with pytest.raises(PeerLostError, match="ranks 1, 2 did not come to the start of the run"):
             agree(store, 0, 3, timedelta(seconds=0.1))
         with pytest.raises(PeerLostError, match="not all ranks came to the start"):
             agree(store, 1, 3, timedelta(seconds=0.1))

@@ -123,6 +123,7 @@ OF_DENSE_MODELS = {"expert_flags_need_experts", "fp8_takes_whole_blocks", "trans
 
 
 OF_FACTS = {
+    "plugins_are_installed",
     "matrices_have_a_rule",
     "nothing_needed_is_missing",
     "named_files_exist",

@@ -15,7 +15,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_ext.checkpoint.native import load_checkpoint, torch_dist
+from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.torch_dist import Chunk
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.schema import Config
@@ -165,9 +165,9 @@ def test_an_optimizer_in_flat_buffers_matters_only_where_it_is_read(flags: dict[
     run: Any = SimpleNamespace(config=config)
     if refused:
         with pytest.raises(DataError, match=r"^the checkpoint a, .* flat buffers .* or add --no-load-optim to go on"):
-            load_checkpoint._as_ours(run, Path("a"), common)
+            megatron_lm.MegatronLM.as_ours(run, Path("a"), common)
     else:
-        assert load_checkpoint._as_ours(run, Path("a"), common)["train_state"]["iteration"] == 3
+        assert megatron_lm.MegatronLM.as_ours(run, Path("a"), common)["train_state"]["iteration"] == 3
 
 
 def test_every_other_flag_is_named_with_both_values() -> None:

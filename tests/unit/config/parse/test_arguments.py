@@ -62,12 +62,12 @@ def test_the_last_of_a_repeated_flag_counts():
         ("--lr nan", "--lr: 'nan' is not a finite number"),
         (
             "--optimizer adam8",
-            "--optimizer: 'adam8' is not one of adam, sgd, lion, muon, adaptive_muon, adafactor, ademamix, "
+            "--optimizer: 'adam8' is not one of adam, sgd, muon, lion, adaptive_muon, adafactor, ademamix, "
             "schedule_free; did you mean adam?",
         ),
         (
             "--optimizer other",
-            "--optimizer: 'other' is not one of adam, sgd, lion, muon, adaptive_muon, adafactor, ademamix, "
+            "--optimizer: 'other' is not one of adam, sgd, muon, lion, adaptive_muon, adafactor, ademamix, "
             "schedule_free",
         ),
         (
@@ -78,7 +78,7 @@ def test_the_last_of_a_repeated_flag_counts():
         (
             "--optimizer soap",
             "--optimizer: 'soap' is not supported: its bases follow the rounding of a gradient, so that each layout "
-            "would train another curve; use one of adam, sgd, lion, muon, adaptive_muon, adafactor, ademamix, "
+            "would train another curve; use one of adam, sgd, muon, lion, adaptive_muon, adafactor, ademamix, "
             "schedule_free",
         ),
         ("--timing-log-level 3", "--timing-log-level: '3' is not one of 0, 1, 2"),

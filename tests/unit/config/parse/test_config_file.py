@@ -68,7 +68,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path):
         ("bf16: 1", "bf16: 1 is not true or false"),
         (
             "optimizer: adam8",
-            "optimizer: 'adam8' is not one of adam, sgd, lion, muon, adaptive_muon, adafactor, ademamix, "
+            "optimizer: 'adam8' is not one of adam, sgd, muon, lion, adaptive_muon, adafactor, ademamix, "
             "schedule_free; did you mean adam?",
         ),
         ("num_layers: __import__('os')", "num_layers: \"__import__('os')\" is not an integer"),
