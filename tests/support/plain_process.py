@@ -21,7 +21,15 @@ from tests.support.warm_python import run_words
 
 def in_plain_process(function: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> Any:
     """Return what a function returns in that process. It is importable by name, and leaves torch as it found it."""
-    return _process().submit(function, *arguments).result(timeout=timeout)
+    return _process().submit(_told, function, *arguments).result(timeout=timeout)
+
+
+def _told(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call it; what it raises is told as text, for an exception that pickle cannot restore would end the process."""
+    try:
+        return function(*arguments)
+    except Exception:
+        raise RuntimeError(traceback.format_exc()) from None
 
 
 class Ended(NamedTuple):
