@@ -78,8 +78,8 @@ def test_an_exported_model_says_the_rates_that_it_was_trained_with(family: str, 
         "attention_dropout": 0.25 if any(hasattr(theirs, name) for name in _ATTENTION) else 0.0,
         "hidden_dropout": 0.125 if any(hasattr(theirs, name) for name in _BRANCHES) else 0.0,
     }
-    if family == "mpt":  # whose class takes one rate for both
-        rates = dict.fromkeys(rates, 0.25)
+    if family == "mpt":  # transformers refuses every folder of it that states a rate: an export warns of it instead
+        rates = dict.fromkeys(rates, 0.0)
     keys = hf_config(resolve({**values, **rates}, Facts()), one, "float32")
     assert {name: value for name, value in _read(tmp_path, keys).items() if name in rates} == rates
     assert all(hasattr(theirs, name) for name in one.dropouts)
