@@ -56,8 +56,8 @@ class Plugin:
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Command of `megatron-ext` -> its module, which has `main(argv) -> exit code`, and one line of help."""
 
-    brings: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    """Extension point -> "module:attribute" of a tuple; `preloaded` names its modules themselves."""
+    brings: Mapping[str, str | tuple[Any, ...]] = field(default_factory=dict)
+    """Extension point -> "module:attribute" of a tuple, or the tuple itself where it takes no import to write it."""
 
 
 @functools.cache

@@ -237,9 +237,9 @@ def keep_what_another_rank_would() -> None:
 
 def give_each_rank_two_neighbouring_chunks() -> None:
     """Ranks read chunks 2r and 2r + 1, while attention and positions think of r and 2 x size - 1 - r."""
-    from megatron_ext.data import microbatch
+    from megatron_ext.data import packing
 
-    microbatch.context_chunks = lambda rank, size: (2 * rank, 2 * rank + 1)
+    packing.context_chunks = lambda rank, size: (2 * rank, 2 * rank + 1)
 
 
 def turn_the_ring_around() -> None:

@@ -64,7 +64,8 @@ class EarliestOfEquals(TorchFunctionMode):
         values, k, *rest = args if len(args) > 1 else (*args, kwargs["k"])
         dim = rest[0] if rest else kwargs.get("dim", -1)
         ordered = values.sort(dim=dim, descending=kwargs.get("largest", True), stable=True)
-        return torch.return_types.topk([part.narrow(dim, 0, k) for part in ordered])
+        highest, indices = (part.narrow(dim, 0, k) for part in ordered)
+        return torch.return_types.topk((highest, indices))
 
 
 def mean_loss(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> float:

@@ -1,7 +1,7 @@
 """Gradients of 16-bit weights that an embedding and LayerNorm add over tokens, on a CPU."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ def _looked_up(weight: torch.Tensor) -> torch.Tensor:
 
 def _normed(*weights: torch.Tensor) -> torch.Tensor:
     x = torch.randint(-9, 10, (TOKENS, CHANNELS), generator=torch.Generator().manual_seed(0))  # exact in every type
-    return F.layer_norm(x.to(weights[0].dtype), (CHANNELS,), *weights)
+    weight, bias = weights
+    return F.layer_norm(x.to(weight.dtype), (CHANNELS,), weight, bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -58,5 +59,5 @@ def test_fp32_and_what_is_not_trained_are_left_to_torch() -> None:
         lookup(IDS, in_bf16)
     lookup(IDS, in_bf16)
     assert asked == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
-    norm: Any = layer_norm_with_wide_sums(lambda *given: given)
+    norm: Any = layer_norm_with_wide_sums(cast(Any, lambda *given: given))
     assert norm(in_fp32, (2,), in_fp32)[0] is in_fp32

@@ -172,7 +172,7 @@ def test_only_the_words_around_a_piece_take_the_reference(tmp_path: Path):
     assert sum(map(len, seen)) < 3000
 
 
-def _files(folder: Path) -> dict[str, str]:
+def _files(folder: Path) -> dict[str, Any]:
     library: Any = Library.from_file(str(GOLDEN / "hf_bpe" / "tokenizer.json"))
     vocabulary, merged = library.model.save(str(folder))
     return {"vocab_file": vocabulary, "merge_file": merged}

@@ -324,7 +324,7 @@ def test_ids_far_beyond_the_entries_are_refused(tmp_path: Path, id: int, is_read
     vocabulary = json.loads((Path(HF) / "tokenizer.json").read_text())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary["vocab"] | {"<far>": id}))
     (tmp_path / "merges.txt").write_text("")
-    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    files: dict[str, Any] = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
     if is_read:
         assert _changed(tmp_path, far).eod == 0
         assert build_tokenizer("GPT2BPETokenizer", **files).eod == 0
