@@ -1,4 +1,4 @@
-"""Tables of what the ranks of a pipeline do, and those that `torch.distributed.pipelining` has.
+"""Tables of what the ranks of a pipeline do, as `torch.distributed.pipelining` has them.
 
 A table has a row for each rank: its passes, in order. A stage here is a virtual one: the number of a model chunk in the
 order in which a microbatch passes them. Kinds of passes: F forward, B the whole backward pass, I the part of it that
@@ -20,9 +20,6 @@ class Action(NamedTuple):
     kind: str
     """F, B, I, W; and with messages SEND_F, RECV_F, SEND_B, RECV_B."""
     microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 Rows = tuple[tuple[Action, ...], ...]

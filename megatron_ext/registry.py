@@ -23,8 +23,12 @@ from megatron_ext.errors import ConfigurationError
 
 EXTENSION_POINTS = {
     "callbacks": "functions from a run to its callbacks (train/callbacks/standard.py)",
+    "choices": "values that a plugin adds to a field of the core (config/schema/option.py)",
     "checkpoint_formats": "checkpoints that other programs wrote (checkpoint/native/other_formats.py)",
+    "counts_as": "functions from values to the fields that count as given next to them (config/parse/options.py)",
+    "draws": "functions that draw flags of a kind of part at random (plugins/prove/draws.py)",
     "facts": "functions from typed values to `Facts.brought` (config/resolve.py)",
+    "flags": "pairs of a group of the configuration and a dataclass of further fields (config/schema)",
     "importers": "checkpoints of other programs that are converted (plugins/huggingface/importers.py)",
     "initial_weights": "functions that fill a new run's weights (train/pretrain.py)",
     "mixers": "kinds of mixers (parts/kinds.py)",
@@ -33,6 +37,7 @@ EXTENSION_POINTS = {
     "optimizers": "traits of optimizers (config/derived/optimizers.py)",
     "other_flags": "flags of other programs (config/parse/other_flags.py)",
     "preloaded": "modules that the fork server of ranks imports (forkserver/preload.py)",
+    "resolvers": "functions that derive what a plugin's flags imply (config/resolve.py)",
     "rules": "rules of validation (rules/validate.py)",
     "saved_flags": "functions from a checkpoint of another program to its flags (checkpoint/native/resume.py)",
     "sinks": "functions from a run to what its metrics are written to (train/callbacks/standard.py)",

@@ -16,14 +16,13 @@ from typing import Any
 from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.batch_size import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
-from megatron_ext.config.derived.layer_patterns import LATENT, PIPE
+from megatron_ext.config.derived.layer_patterns import PIPE
 from megatron_ext.config.derived.lr_scale import scale
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
 from megatron_ext.config.derived.sharding import FSDP
-from megatron_ext.config.schema import Config
-from megatron_ext.config.schema.model_flags import ModelConfig
-from megatron_ext.config.schema.training_flags import TrainingConfig
+from megatron_ext.config.schema import Config, ModelConfig, TrainingConfig
+from megatron_ext.registry import brought
 
 # A check takes less than a step, which reads every weight too, and more than once: less than 0.1% of the time.
 STEPS_BETWEEN_REPLICA_CHECKS = 1000
@@ -84,8 +83,10 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
     values = {**facts.huggingface, **typed}
     _resolve_pattern(values)
     _resolve_layout(values, facts)
-    _resolve_implementation(values)
     _resolve_model(values, facts)
+    for derive in brought("resolvers"):
+        derive(values, {**facts.huggingface, **typed})
+    _resolve_implementation(values)
     if values.get("use_mup"):
         _resolve_mup(values)
     if values.get("mtp_num_layers") == 0:
@@ -138,21 +139,16 @@ def padded_vocabulary(vocab_size: int, divisor: int, tensor_parallel_size: int) 
 
 
 def _resolve_pattern(values: dict[str, Any]) -> None:
-    """Fill in the layers of a pattern of letters, latent attention where it has some, the heads of Mamba-2, and the
-    chunks of the pipeline by its pipes, which are no part of the model."""
+    """Fill in the layers of a pattern of letters, and the chunks of the pipeline by its pipes, which are no part of the
+    model."""
     letters = values.get("hybrid_layer_pattern")
     if not letters:
         return
-    hidden, head = values.get("hidden_size"), values.get("mamba_head_dim", ModelConfig.mamba_head_dim)
-    if isinstance(hidden, int) and positive(hidden, head) and 2 * hidden % head == 0:
-        _fill(values, "mamba_num_heads", 2 * hidden // head)
     chunks = letters.split(PIPE)
     if len(chunks) > 1 and values.get("pipeline_model_parallel_size", 1) != 1:
         _fill(values, "pipeline_model_parallel_layout", f"E{'|'.join('t' * len(chunk) for chunk in chunks)}L")
     values["hybrid_layer_pattern"] = "".join(chunks)
     _fill(values, "num_layers", len(values["hybrid_layer_pattern"]))
-    if LATENT in letters:
-        values["multi_latent_attention"] = True
 
 
 def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
@@ -194,12 +190,10 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
 
 def _resolve_implementation(values: dict[str, Any]) -> None:
     """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides,
-    documents that are kept apart, latent attention, recurrences, multi-token prediction, and products in FP8, which are
-    torch's.
-    What is computed is the same, in FP8 up to how each rounds."""
-    ours = ("num_experts", *FSDP, "fp8_format", "multi_latent_attention", "mtp_num_layers", "reset_attention_mask")
-    ours += ("reset_position_ids", "experimental_attention_variant", "hybrid_layer_pattern")
-    if any(values.get(name) for name in ours):
+    documents that are kept apart, other mixers than attention, multi-token prediction, and products in FP8, which are
+    torch's. What is computed is the same, in FP8 up to how each rounds."""
+    ours = ("num_experts", *FSDP, "fp8_format", "mtp_num_layers", "reset_attention_mask", "reset_position_ids")
+    if any(values.get(name) for name in (*ours, "experimental_attention_variant", "hybrid_layer_pattern")):
         values["transformer_impl"] = "local"
 
 
@@ -222,19 +216,10 @@ def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
     if values.get("position_embedding_type") == "yarn":
         values["position_embedding_type"] = "rope"
         _fill(values, "rope_type", "yarn")
-    if values.get("experimental_attention_variant") == "dsa":
-        _fill(values, "attention_dropout", 0.0)  # as in Megatron-LM, whose default it has no place for
-    if values.get("multi_latent_attention"):
-        if values.get("position_embedding_type") != "none":
-            _fill(values, "rope_type", "yarn")
-        # Read by nothing that attends: the heads have sizes of their own.
-        sizes = [values.get(name, getattr(ModelConfig, name)) for name in ("qk_head_dim", "qk_pos_emb_head_dim")]
-        _fill(values, "kv_channels", sum(sizes) if positive(*sizes) else None)
-    else:
-        if values.get("rope_type") == "rope":
-            del values["rope_type"]
-        if positive(hidden, heads) and hidden % heads == 0:
-            _fill(values, "kv_channels", hidden // heads)
+    if values.get("rope_type") == "rope":
+        del values["rope_type"]
+    if positive(hidden, heads) and hidden % heads == 0:
+        _fill(values, "kv_channels", hidden // heads)
     _fill(
         values, "num_query_groups", 1 if values.get("group_query_attention") else heads or None
     )  # 1 as Megatron has it
@@ -258,7 +243,7 @@ def _resolve_mup(values: dict[str, Any]) -> None:
     if positive(hidden, base) and hidden and base:
         given = values.get("mup_output_mult", 1.0)
         _fill(values, "logits_multiplier", base / hidden if given == 1.0 else given)
-    if positive(head) and not values.get("multi_latent_attention"):
+    if positive(head):
         scale = math.sqrt(values.get("mup_base_head_dim") or 1.0)
         _fill(values, "softmax_scale", scale / head ** values.get("mup_attn_scale_power", 1.0))
     if positive(layers, base_layers) and layers and base_layers:

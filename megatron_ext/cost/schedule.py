@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_ext.config.derived.pipeline_split import v_shaped
 from megatron_ext.config.derived.pipeline_table import Walk, rank_of
 from megatron_ext.config.schema import Config
+from megatron_ext.config.schema.layout_flags import V_SHAPED
 from megatron_ext.pipeline_tables import Action, Rows, rows
-from megatron_ext.untrusted.schedule_csv import read_schedule
 
 Times = Sequence[Sequence[float]]
 """Seconds by stage and chunk."""
@@ -259,11 +258,7 @@ def _bubble(schedule: TableSchedule) -> float:
 
 
 def schedule_of(config: Config, microbatches: int) -> Schedule:
-    """Return the schedule that the flags ask for.
-
-    Raises:
-        TextError, OSError: the file cannot be read.
-    """
+    """Return the schedule that the flags ask for."""
     layout, name = config.layout, config.layout.table
     stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     if name is None or stages == 1:
@@ -272,10 +267,6 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
 
 
 def named(name: str, stages: int, chunks: int, microbatches: int) -> TableSchedule:
-    """Return a schedule of torch by its name, or one of a file.
-
-    Raises:
-        TextError, OSError: the file cannot be read.
-    """
-    found = read_schedule(name) if name.endswith(".csv") else rows(name, stages, chunks, microbatches)
-    return TableSchedule(stages, chunks, microbatches, rows=found, v_shaped=v_shaped(name, stages))
+    """Return a schedule of torch by its name."""
+    found = rows(name, stages, chunks, microbatches)
+    return TableSchedule(stages, chunks, microbatches, rows=found, v_shaped=name in V_SHAPED)

@@ -14,7 +14,9 @@ import warnings
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from megatron_ext.device import nccl_choice
 from megatron_ext.device.external_kernels import leave_out
+from megatron_ext.device.gpu_inventory import obstacle, survey
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import warn
 
@@ -25,12 +27,18 @@ _current: Device | None = None
 
 
 def install(
-    kind: str, *, fuses: bool = True, own_kernels: bool = False, kernels: Collection[str] = (), engine: bool = True
+    kind: str,
+    *,
+    fuses: bool = True,
+    own_kernels: bool = False,
+    kernels: Collection[str] = (),
+    engine: bool = True,
+    nccl_backend: str = nccl_choice.LEGACY,
 ) -> Device:
     """Choose the device of this process and prepare megatron-core for it. Calling it again is harmless.
 
     Args:
-        kind: "cuda", "cpu", or "auto" (CUDA where torch sees a GPU).
+        kind: "cuda", "cpu", or "auto" (CUDA where this machine shows a GPU).
         fuses: whether megatron-core compiles its fused functions, which a GPU without Triton or a C compiler cannot.
             A CPU process never does: of them it calls squared ReLU alone, which gives the same bits, and importing the
             compiler is a third of the program's start.
@@ -38,13 +46,21 @@ def install(
             compiler either.
         kernels: packages that megatron-core may take kernels from (`device.external_kernels`).
         engine: whether this process is going to import megatron-core.
+        nccl_backend: which of torch's implementations of NCCL a GPU communicates with (`device.nccl_choice`).
     Raises:
-        ConfigurationError: CUDA was asked for and torch sees none, or has fewer GPUs than local ranks.
+        ConfigurationError: the machine shows a GPU, torch can use none, and `kind` is not "cpu"; or CUDA was asked for
+            and torch sees fewer GPUs than local ranks.
         RuntimeError: another device is installed already, or megatron-core was imported first.
     """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    wrong = nccl_choice.choose(nccl_backend) if kind != "cpu" else None
+    if wrong and local_rank == 0:
+        warn(wrong)
     import torch
 
     global _current
+    if kind != "cpu" and not torch.cuda.is_available():
+        _require_no_gpus(kind)
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if _current is not None:
@@ -65,7 +81,6 @@ def install(
     else:
         from megatron_ext.device.cuda import CudaDevice
 
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if local_rank >= seen:
             raise ConfigurationError(
@@ -79,6 +94,15 @@ def install(
 
         leave_uncompiled()
     return _current
+
+
+def _require_no_gpus(kind: str) -> None:
+    """Raise ConfigurationError where this machine shows a GPU, which torch cannot use: a run on its CPU could go on for
+    days before anybody noticed."""
+    surveyed = survey()
+    found = surveyed and obstacle(surveyed, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if found:
+        raise ConfigurationError(f"--device {kind}: {found}. To train on CPU processes, use --device cpu.")
 
 
 def _choose_kernels(local_rank: int, *, fuses: bool, own_kernels: bool) -> bool:

@@ -90,6 +90,9 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.model_name = platform.processor() or platform.machine()
 
+    def backend_text(self) -> str:
+        return self.backend
+
     def read_later(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
         return numbers.tolist
 

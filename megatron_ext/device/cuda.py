@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.device import nccl_choice
 from megatron_ext.device.device_protocol import DeviceMemory
 
 _MOST_ALLOCATIONS = 100_000  # as Megatron-LM keeps
@@ -45,6 +46,9 @@ class CudaDevice:
         self.bind_thread()
         self.model_name = torch.cuda.get_device_name(local_rank)
         self._operators: torch.autograd.profiler.emit_nvtx | None = None
+
+    def backend_text(self) -> str:
+        return f"{self.backend} ({nccl_choice.in_use()})"
 
     def read_later(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
         copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

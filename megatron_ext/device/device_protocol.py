@@ -54,6 +54,10 @@ class Device(Protocol):
     """Whether reading a number makes this process wait for work that it has given to the device, which then runs
     empty."""
 
+    def backend_text(self) -> str:
+        """Return the backend's name, and which implementation of it communicates where there are several."""
+        ...
+
     def read_later(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
         """Return what waits for the numbers, [N] as they are computed until now, and for nothing that comes later."""
         ...

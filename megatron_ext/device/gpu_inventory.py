@@ -4,9 +4,17 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import NamedTuple
 
-_DRIVER = Path("/proc/driver/nvidia/version")
+from megatron_ext.device import hardware_queues
+
+_OLDEST_DRIVERS = {13: 580, 12: 525}
+"""The oldest driver that runs programs of any CUDA of a major version (NVIDIA, CUDA Compatibility, "Minor Version
+Compatibility", table 1)."""
+
+_WHEEL_OF_CUDA_12 = 'pip install "torch==2.14.*" --index-url https://download.pytorch.org/whl/cu126'
+"""Installs the newest torch with CUDA 12: 2.14 is the last version with such wheels (PyTorch's developer mailing list,
+"CUDA 12.6 wheels will no longer be published from PyTorch 2.15")."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +48,20 @@ class Survey:
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
 
+class Obstacle(NamedTuple):
+    """Why torch can use no GPU of a machine that has a driver: what was found, the reason, and what to do."""
+
+    what: str
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}; {self.fix}"
+
+
 def survey() -> Survey | None:
     """Return the GPUs of this machine; None where there is no NVIDIA driver, and then torch is not imported."""
-    if not _DRIVER.exists():
+    if not hardware_queues.shows_gpu():
         return None
     import torch
     from torch.cuda import nccl
@@ -54,13 +73,46 @@ def survey() -> Survey | None:
         gpus.append(Gpu(index, name, capability, free, total))
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     return Survey(
-        driver=driver_version(_DRIVER.read_text()),
+        driver=driver_version(hardware_queues.driver_text()),
         torch=torch.__version__,
         cuda=torch.version.cuda,
         nccl=".".join(map(str, nccl.version())) if has_nccl else None,
         gpus=tuple(gpus),
-        links=links(_topology()),
+        links=links(_topology()) if gpus else {},
     )
+
+
+def obstacle(surveyed: Survey, visible: str | None) -> Obstacle | None:
+    """Return why torch can use no GPU here; None where it can.
+
+    Args:
+        surveyed: the machine's GPUs.
+        visible: the value of CUDA_VISIBLE_DEVICES; None where it is not set.
+    """
+    if surveyed.gpus:
+        return None
+    major = int(surveyed.driver.partition(".")[0]) if surveyed.driver != "unknown" else None
+    here = f"NVIDIA driver {surveyed.driver}"
+    if surveyed.cuda is None:
+        what = f"torch {surveyed.torch} is built without CUDA, but this machine has {here}"
+        return Obstacle(what, "the run would take CPU processes", _wheel(major))
+    what = f"torch {surveyed.torch} (CUDA {surveyed.cuda}) sees no GPU, but this machine has {here}"
+    oldest = _OLDEST_DRIVERS.get(int(surveyed.cuda.partition(".")[0]))
+    if major is not None and oldest is not None and major < oldest:
+        return Obstacle(what, f"CUDA {surveyed.cuda} needs driver {oldest} or newer", _wheel(major))
+    why = f"CUDA_VISIBLE_DEVICES is {'not set' if visible is None else repr(visible)}; a container or job may hide GPUs"
+    fix = "docker run --gpus all, srun --gpus-per-node N, or unset CUDA_VISIBLE_DEVICES; `nvidia-smi` lists the GPUs"
+    return Obstacle(what, why, fix)
+
+
+def _wheel(driver: int | None) -> str:
+    """Return how to install a torch that runs with a driver of this major version; None where it is unknown."""
+    if driver is None or driver >= _OLDEST_DRIVERS[13]:
+        return "pip install --force-reinstall torch, without an --index-url that ends in /cpu"
+    newer = f"install driver {_OLDEST_DRIVERS[13]} or newer"
+    if driver < _OLDEST_DRIVERS[12]:
+        return newer
+    return f"{_WHEEL_OF_CUDA_12} (up to Hopper; for Blackwell {newer})"
 
 
 def driver_version(text: str) -> str:

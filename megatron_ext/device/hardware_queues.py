@@ -23,6 +23,11 @@ def shows_gpu() -> bool:
     return any(path.exists() for path in _DRIVER_FILES)
 
 
+def driver_text() -> str:
+    """Return what the driver says of itself, its version among it; empty where it says nothing."""
+    return next((path.read_text() for path in _DRIVER_FILES if path.is_file()), "")
+
+
 def wants_one_queue(layout: LayoutConfig, capability: int | None) -> bool:
     """Return whether the variable should be 1.
 

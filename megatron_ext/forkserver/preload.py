@@ -30,12 +30,14 @@ import torch  # noqa: E402
 from megatron_ext.config.derived.sharding import SCHEMES  # noqa: E402
 from megatron_ext.config.parse.options import options_by_flag  # noqa: E402
 from megatron_ext.device.kernels import measured_gemm  # noqa: E402
-from megatron_ext.registry import brought  # noqa: E402
+from megatron_ext.registry import EXTENSION_POINTS, brought  # noqa: E402
 
 # Otherwise each rank would measure, look up and list the same for a tenth of a second.
 measured_gemm()
 torch.distributed.BackendConfig("gloo")
 options_by_flag()
+for point in EXTENSION_POINTS:
+    brought(point)
 for module in brought("preloaded"):
     importlib.import_module(module)
 for scheme in SCHEMES:

@@ -14,6 +14,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from megatron_ext.config.derived.pipeline_split import core_layout, is_uneven, layer_counts
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.kinds import attention_is_replaced
 from megatron_ext.parts.mlp.compute import OfMultiplied
 from megatron_ext.parts.mlp.describe import Activation, mlp_of
 from megatron_ext.parts.stack import layers, stack
@@ -78,12 +79,12 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         num_query_groups=model.num_key_value_heads,
         layernorm_epsilon=model.norm_epsilon,
         # It adds gradients of what is named q_layernorm over the ranks, which see whole latents each.
-        qk_layernorm=model.qk_layernorm and not model.multi_latent_attention,
+        qk_layernorm=model.qk_layernorm and not attention_is_replaced(model),
         add_bias_linear=not model.disable_bias_linear and model.num_experts is None,
         gated_linear_unit=model.gated_linear_unit,
         activation_func=activation if first.of_gate == 1.0 else OfMultiplied(activation, first.of_gate),
         experimental_attention_variant_loss_scale_func=(
-            DSAIndexerLossAutoScaler.set_loss_scale if model.experimental_attention_variant == "dsa" else None
+            _set_scale_of_indexers if model.experimental_attention_variant == "dsa" else None
         ),
         # By this, too, it knows how layers are saved.
         linear_attention_freq=[1] * model.num_layers if stack(config).has_mixed_parameters else None,
@@ -127,6 +128,12 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
     # It refuses a bias of softmax's scores, which ERNIE 4.5 has, and our router adds.
     translated.moe_router_enable_expert_bias = model.num_experts is not None and model.moe_router_enable_expert_bias
     return translated
+
+
+def _set_scale_of_indexers(scale: torch.Tensor) -> None:
+    """Scale the gradient of indexers' losses. megatron-core keeps the tensor of the first call and copies later ones
+    into it, whatever its shape; each of our steps gives it as a scalar."""
+    DSAIndexerLossAutoScaler.set_loss_scale(scale.reshape(()))
 
 
 def _kernels_of_transformer_engine(config: Config) -> dict[str, Any]:

@@ -134,6 +134,7 @@ class GPT(GPTModel):
             embedded = self.embedding(input_ids=tokens, position_ids=inputs["position_ids"])
             hidden = layer(hidden, embedded, inputs["rotary_pos_emb"], sequences)
             outputs.append(read(hidden, labels=labels, loss_mask=None if mask is None else weights))
+            layer.report(outputs[-1], weights)
         return torch.stack(outputs)
 
     def ahead(

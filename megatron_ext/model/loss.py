@@ -42,7 +42,7 @@ def token_loss(
         share: weight of the loss of each depth of multi-token prediction.
     Returns:
         The sum of the losses that count, to differentiate; how many tokens count (int); and for the log
-        `{"lm loss": [sum, count, sum of each depth]}` in fp32, to be added over microbatches and data-parallel ranks.
+        `{"lm loss": [sum, count]}` in fp32, to be added over microbatches and data-parallel ranks.
     """
     pairs = [(losses, loss_mask)]
     if ahead is not None:
@@ -57,7 +57,7 @@ def summed_loss(
     """Return what `token_loss` does, of a model that was given the mask and has summed the losses itself."""
     num_tokens = loss_mask.sum()
     main, *depths = loss_sum.unbind() if loss_sum.dim() else (loss_sum,)
-    report = torch.stack([main.detach(), num_tokens.float(), *(depth.detach() for depth in depths)])
+    report = torch.stack([main.detach(), num_tokens.float()])
     for depth in depths:
         main = main + share * depth
     return main, num_tokens.to(torch.int), {"lm loss": report}

@@ -7,7 +7,7 @@ e. Of latent attention the channels of the key that are rotated belong to all he
 multiplied by e. It is megatron-core's rule (`clip_qk` of its attention), for weights that ranks divide in any way.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,37 +46,36 @@ class LargestScores:
         torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, self._group)
         return list(flat.split([len(one) for one in of_each]))
 
-    def of_all_ranks(self, largest: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return the largest of all layers, heads and ranks, fp32 [1] on the device. Collective over all ranks."""
-        lowest = torch.full((1,), -torch.inf, device=device)
-        found = torch.cat([lowest, *largest]).max().view(1)
-        if torch.distributed.get_world_size() > 1:
-            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-        return found
-
 
 class QKClip:
     """Multiplies the weights of queries and keys within each update.
 
     Args:
         config: has the threshold and alpha.
-        attentions: those of `LargestScores`, with the model's weights in place.
+        scores: of the model's attentions, with the weights in place.
         parts: the optimizers of the run.
     """
 
-    def __init__(self, config: TransformerConfig, attentions: Sequence[Any], parts: Iterable[Any]):
+    def __init__(self, config: TransformerConfig, scores: LargestScores, parts: Iterable[Any]):
+        self._scores = scores
+        self._largest: list[torch.Tensor] = []
+        """Of the step, see `LargestScores.take`."""
         self._alpha, self._threshold = config.qk_clip_alpha, config.qk_clip_threshold
         # Between steps a module may have shards in the place of what they are known by.
-        self._attentions = [(attention, list(map(id, attention.query_key_weights()))) for attention in attentions]
+        self._attentions = [(one, list(map(id, one.query_key_weights()))) for one in scores.attentions]
         self._factors: dict[int, torch.Tensor] = {}
         """What the rows of each weight are multiplied by in the next update, by the weight's id()."""
         for part in parts:
             for optimizer in part.updater.torch_optimizers:
                 optimizer.register_step_post_hook(lambda *_, part=part: self._scale(part))
 
-    def before_update(self, largest: Sequence[torch.Tensor]) -> None:
-        """Have the next update end with the weights that these products ask for (`LargestScores.take`)."""
-        for (attention, weights), largest_H in zip(self._attentions, largest, strict=True):
+    def take_scores(self) -> None:
+        """Take the largest products of the passes of a step, whether it updates weights or not. Collective."""
+        self._largest = self._scores.take()
+
+    def before_update(self) -> None:
+        """Have the next update end with the weights that the products of the step ask for."""
+        for (attention, weights), largest_H in zip(self._attentions, self._largest, strict=True):
             key_heads = getattr(attention, "num_query_groups_per_partition", len(largest_H))
             shared_G = largest_H.unflatten(0, (key_heads, -1)).amax(1)
             factor_G = (self._threshold / shared_G.clamp(min=self._threshold)).view(-1, 1)

@@ -114,7 +114,8 @@ def start(
     backend = layout.distributed_backend or device.backend
     reports_errors = sys.excepthook
     # No device_id: it makes every group's communicator at once, and unbatched sends and receives, with which
-    # interleaved pipelines overlap, then wait for everything else of their group.
+    # interleaved pipelines overlap, then wait for everything else of their group. With nccl-legacy that is how it is;
+    # nccl2 binds a device by itself (device/nccl_choice.py).
     torch.distributed.init_process_group(
         backend=device.backend_with_host if from_host else backend,
         timeout=timeout + timedelta(seconds=_SECONDS_FOR_THE_WATCH),
@@ -146,7 +147,7 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size if interleaved else None,
             expert_model_parallel_size=layout.expert_model_parallel_size,
-            expert_tensor_parallel_size=layout.expert_tensor_size,
+            expert_tensor_parallel_size=_expert_tensor_size(layout),
             context_parallel_size=layout.context_parallel_size,
             num_distributed_optimizer_instances=layout.num_distributed_optimizer_instances,
             order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
@@ -156,6 +157,16 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
             get_embedding_ranks=(lambda ranks, *_: ranks[:1]) if is_v_shaped(layout) else None,
         )
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _expert_tensor_size(layout: LayoutConfig) -> int:
+    """Return how many ranks share an expert's matrices. With stages between the data-parallel ranks, megatron-core
+    requires that experts divide over as many ranks as everything else, even where there are none: then they are said to
+    divide over these. Where there are experts, rules require it too (`rules/moe_rules.py`)."""
+    if layout.use_tp_pp_dp_mapping and layout.pipeline_model_parallel_size > 1:
+        others = layout.tensor_model_parallel_size * layout.context_parallel_size
+        return others // layout.expert_model_parallel_size
+    return layout.expert_tensor_size
 
 
 @contextmanager

@@ -45,6 +45,11 @@ def mixer_of(model: ModelConfig, letter: str | None, number: int) -> Callable[[M
     return attention_of
 
 
+def attention_is_replaced(model: ModelConfig) -> bool:
+    """Return whether a kind of mixer is in the place of all attention."""
+    return any(kind.replaces_attention and kind.is_asked(model, 0) for kind in brought("mixers"))
+
+
 def letters() -> str:
     """Return the letters of --hybrid-layer-pattern: the core's, and those of the mixers that are installed."""
     return ATTENTION + MLP + EXPERTS + "".join(kind.letter for kind in brought("mixers"))

@@ -8,6 +8,7 @@ traffic and the planner sum over the parts of the layers (`parts/stack.py`) and 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from megatron_ext.config.schema import Config, ModelConfig
@@ -61,6 +62,12 @@ def matrix_init(
     if model.init_method_xavier_uniform:
         return "uniform", math.sqrt(2.0 / sum(shape))
     return "normal", model.matrix_std if std is None else std
+
+
+def taken(random: Random, *choices: tuple[float, str]) -> list[str]:
+    """Return the flags that a draw takes for the comparison of random layouts (`plugins/prove/draws.py`): of each pair
+    the flags, with the probability before them."""
+    return [flags for probability, flags in choices if random.random() < probability]
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,55 @@ class Exchange:
     """What recomputation must repeat to repeat it."""
 
 
+@dataclass(frozen=True)
+class Number:
+    """A number that parts report of every training step, over the global batch (`parts/numbers.py` adds it up)."""
+
+    name: str
+    """Its field in the metrics file."""
+
+    mean: Literal["of microbatches", "of tokens", "largest"]
+    """How one number is made of all that is recorded: the mean over the parts that report it and the microbatches, the
+    sum over the number of tokens that count in the loss, or the largest."""
+
+    unit: str
+    """Empty for a number without a unit."""
+
+    tag: str
+    """Its tag in TensorBoard and other trackers."""
+
+    title: str | None = None
+    """Its name in the log line; None: it is not in the line. Losses in nats follow the loss, others the norms."""
+
+    def of(self, total: float, parts: int, microbatches: int, tokens: int) -> float:
+        """Return the number; NaN for a mean over no tokens.
+
+        Args:
+            total: sum, or largest, of what all ranks have recorded in the step.
+            parts: parts of the model that report it.
+            microbatches: microbatches of the global batch.
+            tokens: tokens of the global batch that count in the loss.
+        """
+        if self.mean == "largest":
+            return total
+        count = parts * microbatches if self.mean == "of microbatches" else tokens
+        return total / count if count else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What parts report of a logged step besides single numbers."""
+
+    row: Mapping[str, Any]
+    """Fields of the metrics file."""
+
+    tags: Mapping[str, float]
+    """Tags of TensorBoard and other trackers, with their values."""
+
+    pictures: Mapping[str, Any] = field(default_factory=dict)
+    """Titles of pictures, with their pixels: red, green and blue, uint8 [height, width, 3]."""
+
+
 class Part:
     """A part that adds its output to the residual stream. Parts of one kind are equal, and hash alike.
 
@@ -234,6 +290,10 @@ class Part:
     def pieces(self, config: Config) -> Mapping[str, Asked]:
         """Return what it asks of a way of computing it that not every one has (`parts/ways.py`)."""
         return {}
+
+    def numbers(self, config: Config) -> Iterator[Number]:
+        """Yield the numbers that it reports of a training step."""
+        yield from ()
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield why this configuration cannot compute it in any way, each with a setting that works."""

@@ -22,7 +22,7 @@ from megatron_ext.parts.experts.describe import Experts, experts_of
 from megatron_ext.parts.kinds import mixer_of
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.norm.describe import Norm
-from megatron_ext.parts.protocol import Depth, Part
+from megatron_ext.parts.protocol import Depth, Number, Part
 from megatron_ext.parts.ways import Asked, refusals
 from megatron_ext.registry import brought
 
@@ -248,6 +248,13 @@ def _stack(model: ModelConfig) -> Stack:
     ahead = [one for depths in brought("next_tokens") for one in depths(model, final_norm(model))]
     depths = (replace(decoder[-1], number=len(decoder) + one.depth, next_token=one) for one in ahead)
     return Stack((*decoder, *depths))
+
+
+def numbers_of_parts(config: Config) -> dict[Number, int]:
+    """Return the numbers that parts of the model report, with how many parts report each, depths of multi-token
+    prediction included."""
+    # Layer by layer, not by kind: every depth has a number of its own.
+    return dict(Counter(one for layer in stack(config) for part in layer.parts for one in part.numbers(config)))
 
 
 def _layer(model: ModelConfig, number: int) -> Layer:

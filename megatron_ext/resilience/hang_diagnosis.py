@@ -16,10 +16,10 @@ from megatron_ext.parallel.operations import END_OF_BATCH, MESSAGES
 from megatron_ext.resilience.peer_processes import ProcessName
 from megatron_ext.resilience.progress import LOADER
 
-# Names of operations between two ranks, which nobody counts; the last is the flight recorder's for a batch of them.
-_BETWEEN_TWO = frozenset((*MESSAGES, END_OF_BATCH, "coalesced"))
+RECORD = "nccl_trace_rank_"
+"""File of what NCCL's flight recorder holds, before the rank's number; torch's torchfrtrace reads a folder of them."""
 
-NOBODY = "all ranks are there and none is behind, but they cannot exchange data."
+_BETWEEN_TWO = frozenset((*MESSAGES, END_OF_BATCH))  # operations between two ranks, which nobody counts
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class RankReport:
     members: tuple[int, ...] = ()
     """Ranks of that group."""
 
-    seconds: float | None = 0.0
-    """How long it has waited; None where that is not known."""
+    seconds: float = 0.0
+    """How long it has waited."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     """Collectives begun, by the group's name."""
@@ -84,7 +84,7 @@ def hang_text(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> s
     loading = {rank: report for rank, report in reports.items() if report.operation == LOADER}
     if loading:
         cause = "; ".join(
-            f"rank {rank} waits for its data loader,{_since(report.seconds)}, {report.whereabouts}"
+            f"rank {rank} waits for its data loader, since {report.seconds:.1f} s, {report.whereabouts}"
             for rank, report in sorted(loading.items())
         )
         return f"{cause}. {_waiters(waiting, loading)}".rstrip()
@@ -99,7 +99,8 @@ def hang_text(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> s
     members = {member for report in waiting.values() for member in report.members}
     if not members.isdisjoint(busy):
         return _busy_text({rank: report for rank, report in busy.items() if rank in members}, waiting)
-    return f"{NOBODY} {_waiters(waiting, ())}".rstrip()
+    nobody = "all ranks are there and none is behind, but they cannot exchange data."
+    return f"{nobody} {_waiters(waiting, ())}".rstrip()
 
 
 def numbers_text(ranks: Sequence[int]) -> str:
@@ -118,8 +119,7 @@ def numbers_text(ranks: Sequence[int]) -> str:
 def _is_missed(rank: int, report: RankReport, waiting: Mapping[int, RankReport]) -> bool:
     """Return whether somebody waits in a collective that this rank has not begun, or for a message."""
     return any(
-        rank in other.members
-        and (_count(report, other) < _count(other, other) or (other.operation or "").split(" ")[0] in _BETWEEN_TWO)
+        rank in other.members and (_count(report, other) < _count(other, other) or other.operation in _BETWEEN_TWO)
         for other in waiting.values()
     )
 
@@ -165,22 +165,18 @@ def _behind_text(rank: int, report: RankReport, ahead: RankReport) -> str:
 def _waiters(waiting: Mapping[int, RankReport], to_blame: Collection[int]) -> str:
     """Return who waits in which operation of which group, the longest first."""
     places: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
-    for rank, report in sorted(waiting.items(), key=lambda item: -(item[1].seconds or 0.0)):
+    for rank, report in sorted(waiting.items(), key=lambda item: -item[1].seconds):
         if rank not in to_blame:
             places.setdefault((report.operation or "", report.group_title, report.members), []).append(rank)
     texts = []
     for (operation, title, members), ranks in places.items():
-        longest = max((waiting[rank].seconds for rank in ranks), key=lambda seconds: seconds or 0.0)
+        longest = max(waiting[rank].seconds for rank in ranks)
         verb = "waits" if len(ranks) == 1 else "wait"
         texts.append(
-            f"{numbers_text(ranks)} {verb} in {operation} of {title} ({numbers_text(members)}){_since(longest)}"
+            f"{numbers_text(ranks)} {verb} in {operation} of {title} ({numbers_text(members)}) since {longest:.1f} s"
         )
     said = "; ".join(texts)
     return f"{said[:1].upper()}{said[1:]}." if texts else ""
-
-
-def _since(seconds: float | None) -> str:
-    return "" if seconds is None else f" since {seconds:.1f} s"
 
 
 THE_END = "the end of the run"
@@ -219,12 +215,12 @@ def last_words(step: int, cause: str, folder: str | None, *, timeout: float, rec
         cause: whole sentences.
         folder: where stacks were written, if they were.
         timeout: seconds that a rank may wait.
-        recorded: whether a flight recorder's dump is there too.
+        recorded: whether dumps of NCCL's flight recorders are there too.
     """
     where = f"at iteration {step}" if step else "before the first step"
     stacks = f"Stacks of the ranks that live: {folder}. " if folder else ""
     if folder and recorded:
-        stacks += f"What they exchanged: megatron-ext doctor --flight-recorder {folder}. "
+        stacks += f"What they exchanged: torchfrtrace {folder}. "
     resume = " --load resumes from the last checkpoint." if step else ""
     return (
         f"hang {where}: {cause} {stacks}If it is not stuck but slow, raise --distributed-timeout-minutes (now "

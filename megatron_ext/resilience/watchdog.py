@@ -30,7 +30,15 @@ from typing import Any, Protocol
 from megatron_ext.durable import only_files
 from megatron_ext.errors import PeerLostError
 from megatron_ext.resilience import exit_record
-from megatron_ext.resilience.hang_diagnosis import THE_END, RankReport, hang_text, last_words, silence_text, where
+from megatron_ext.resilience.hang_diagnosis import (
+    RECORD,
+    THE_END,
+    RankReport,
+    hang_text,
+    last_words,
+    silence_text,
+    where,
+)
 from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, exit_text, ranks_of_this_machine
 from megatron_ext.resilience.process_end import RunStatus, end_from_thread
 from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Pauses, Wait, within, write_stacks
@@ -79,7 +87,7 @@ class Watch:
         describe: returns name, title and ranks of a process group.
         marks: what keeps the progress informed of collectives, started and stopped with the watch.
         device_runs_ahead: whether collectives return before they are done.
-        flight_recorder: returns the name of what recorded this rank's operations, and its pickle.
+        flight_recorder: returns what NCCL recorded of this rank's operations; None over gloo.
     """
 
     def __init__(
@@ -91,7 +99,7 @@ class Watch:
         *,
         marks: Marks | None = None,
         device_runs_ahead: bool = False,
-        flight_recorder: Callable[[], tuple[str, bytes]] | None = None,
+        flight_recorder: Callable[[], bytes] | None = None,
     ):
         self.ending = threading.Event()
         """Set once this process is about to be ended by the watch."""
@@ -369,8 +377,8 @@ class Watch:
             counts={**counts, **({name: wait.number} if name else {})},
         )
 
-    def _write_stacks(self, step: int, report: RankReport, record: tuple[str, bytes] | None) -> str | None:
-        """Write where this rank is and what torch recorded of its operations; return the folder if that went well."""
+    def _write_stacks(self, step: int, report: RankReport, record: bytes | None) -> str | None:
+        """Write where this rank is and what NCCL recorded of its operations; return the folder if that went well."""
         if self._status.save is None:
             return None
         waits = f", waits in {report.operation} {report.group_title}".rstrip() if report.operation else ""
@@ -379,18 +387,18 @@ class Watch:
         def write() -> None:
             write_stacks(folder, rank, f"{report.whereabouts}{waits}")
             if record is not None:
-                with open(folder / f"{record[0]}_trace_rank_{rank}", "wb", opener=only_files) as file:
-                    file.write(record[1])
+                with open(folder / f"{RECORD}{rank}", "wb", opener=only_files) as file:
+                    file.write(record)
 
         return str(folder) if within(_FOR_STACKS, write) else None
 
-    def _flight_record(self) -> tuple[str, bytes] | None:
-        """Return what torch recorded of this rank's operations; None where the device, which it may ask, does not
+    def _flight_record(self) -> bytes | None:
+        """Return what NCCL recorded of this rank's operations; None where the device, which it may ask, does not
         answer. Before this rank answers a call: the first to leave ends the operations in which the others wait."""
         recorder = self._flight_recorder
         if recorder is None:
             return None
-        taken: list[tuple[str, bytes]] = []
+        taken: list[bytes] = []
         within(_FOR_STACKS, lambda: taken.append(recorder()))
         return taken[0] if taken else None
 

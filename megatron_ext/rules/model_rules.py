@@ -3,20 +3,15 @@
 from collections.abc import Iterator
 
 from megatron_ext.config.derived.layer_patterns import (
-    ATTENTION,
-    BOTH,
     EXPERTS,
-    GATED_DELTA,
-    LATENT,
-    MAMBA,
     MLP,
     PIPE,
-    read_pattern,
     read_window,
 )
 from megatron_ext.config.parse.options import flag_of
-from megatron_ext.config.resolve import Facts, positive, runs_on_cpu
+from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.kinds import attention_is_replaced
 from megatron_ext.parts.kinds import letters as known_letters
 from megatron_ext.rules.suggest import (
     divisors,
@@ -26,6 +21,7 @@ from megatron_ext.rules.suggest import (
     tensor_sizes,
     unreadable_pattern,
     use,
+    wrong_factors,
 )
 
 
@@ -71,7 +67,7 @@ def head_size_is_whole(config: Config, facts: Facts) -> Iterator[str]:
     """Require a head size: --kv-channels, or a hidden size that divides by the heads."""
     model = config.model
     hidden, heads = model.hidden_size, model.num_attention_heads
-    if positive(hidden, heads) and model.kv_channels is None and not model.multi_latent_attention:
+    if positive(hidden, heads) and model.kv_channels is None and not attention_is_replaced(model):
         working = nearest_multiples(hidden, heads)
         yield (
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use --hidden-size "
@@ -82,7 +78,7 @@ def head_size_is_whole(config: Config, facts: Facts) -> Iterator[str]:
 def rotary_channels_are_even(config: Config, facts: Facts) -> Iterator[str]:
     """Require an even number of rotated channels."""
     model = config.model
-    of_heads = model.position_embedding_type == "rope" and not model.multi_latent_attention
+    of_heads = model.position_embedding_type == "rope" and not attention_is_replaced(model)
     if not of_heads or not positive(model.kv_channels):
         return
     if not 0 < model.rotary_percent <= 1:
@@ -206,35 +202,15 @@ def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[
         )
 
 
-def layers_without_attention_are_named(config: Config, facts: Facts) -> Iterator[str]:
-    """Require a pattern which can be read, and names some layer, of those that have another mixer than attention."""
-    model, pattern = config.model, config.model.linear_attention_freq
-    if model.experimental_attention_variant in (None, "dsa") or not positive(model.num_layers):
-        return
-    flag, fix = "--linear-attention-freq", f"4, or [1]*{model.num_layers}"
-    unreadable = [*unreadable_pattern(flag, pattern, model.num_layers, fix)]
-    yield from unreadable
-    if not unreadable and (pattern is None or not any(read_pattern(pattern, min(model.num_layers, 100_000)))):
-        given = "that is not given" if pattern is None else f"{pattern} names none"
-        yield (
-            f"--experimental-attention-variant {model.experimental_attention_variant} is of the layers that "
-            f"--linear-attention-freq names, but {given}; use {flag} {fix}"
-        )
-
-
 def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
     """Require a pattern of letters which are known, as many as layers, and nothing else that says what a layer is."""
     model, letters = config.model, config.model.hybrid_layer_pattern
     if letters is None:
         return
     letters_known = known_letters() + PIPE
-    known = [
-        letter for letter in (MAMBA, GATED_DELTA, ATTENTION, LATENT, MLP, EXPERTS, BOTH) if letter in letters_known
-    ]
-    known += [letter for letter in known_letters() if letter not in known]
     flag, known = (
         f"--hybrid-layer-pattern {letters}",
-        f"{', '.join(known[:-1])} and {known[-1]}, and | between chunks of the pipeline",
+        f"{', '.join(known_letters()[:-1])} and {known_letters()[-1]}, and | between chunks of the pipeline",
     )
     working = "".join(letter if letter in letters_known else MLP for letter in letters.partition("/")[0]) or "M-*-"
     reasons = {
@@ -257,14 +233,7 @@ def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
         what = "without --num-experts" if model.num_experts is None else f"and --num-experts {model.num_experts}"
         says = "names layers of experts" if model.num_experts is None else "names no layer of experts, E"
         yield f"{flag} {says}, {what}; use --hybrid-layer-pattern '{other}'"
-    for letter in (ATTENTION, BOTH):
-        if letter in letters and model.multi_latent_attention:
-            other = letters.replace(ATTENTION, LATENT).replace(BOTH, LATENT)
-            yield (
-                f"{flag} names attention, {letter}, with --multi-latent-attention, whose letter is +; use "
-                f"--hybrid-layer-pattern '{other}'"
-            )
-    usual = {"experimental_attention_variant": None, "linear_attention_freq": None, "moe_layer_freq": None}
+    usual = {"experimental_attention_variant": None, "moe_layer_freq": None}
     usual |= {"parallel_residual": "none", "mtp_num_layers": None, "mup_base_num_layers": None}
     for name in (name for name, value in usual.items() if getattr(model, name) != value):
         said = f"{flag_of(name)} is {getattr(model, name)}"
@@ -272,23 +241,12 @@ def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def every_multiplier_is_given(config: Config, facts: Facts) -> Iterator[str]:
-    """Require as many factors as there is to multiply, above 0, and that there is such a thing."""
+    """Require as many factors of an MLP as there is to multiply, above 0, and that there is such an MLP."""
     model, letters = config.model, config.model.hybrid_layer_pattern or ""
     has_mlp = model.num_experts is None and MLP in (letters or MLP)
     mlp = model.swiglu and model.transformer_impl == "local" and has_mlp
-    for name, count, has_any, of in (
-        ("mamba_multipliers", 5, {MAMBA, BOTH} & {*letters}, "a letter M or B in --hybrid-layer-pattern"),
-        ("mixer_multipliers", 2, BOTH in letters, "a letter B in --hybrid-layer-pattern"),
-        ("mlp_multipliers", 2, mlp, "--swiglu and --transformer-impl local, no --num-experts, and - in a pattern"),
-    ):
-        factors, flag = getattr(model, name), flag_of(name)
-        if factors is None:
-            continue
-        if len(factors) != count or min(factors) <= 0:
-            given = " ".join(f"{factor:g}" for factor in factors)
-            yield f"{flag} {given} must be {count} numbers above 0; use for example {' '.join(['1'] * count)}"
-        elif not has_any:
-            yield f"{flag} needs {of}; leave {flag} out"
+    of = "--swiglu and --transformer-impl local, no --num-experts, and - in a pattern"
+    yield from wrong_factors("mlp_multipliers", model.mlp_multipliers, 2, mlp, of)
 
 
 def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
@@ -353,7 +311,7 @@ def positions_by_layer_have_layers(config: Config, facts: Facts) -> Iterator[str
 
 def no_position_embedding_has_rope(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse --no-position-embedding without rotary positions."""
-    is_yarn = config.model.rope_type == "yarn" and not config.model.multi_latent_attention
+    is_yarn = config.model.rope_type == "yarn" and not attention_is_replaced(config.model)
     kind = "yarn" if is_yarn else config.model.position_embedding_type
     if config.model.no_position_embedding and kind != "rope":
         yield (
@@ -395,22 +353,6 @@ def external_kernels_are_installed(config: Config, facts: Facts) -> Iterator[str
         )
 
 
-def recurrence_kernels_can_run(config: Config, facts: Facts) -> Iterator[str]:
-    """Require the package and the GPU that --recurrence-kernels fla needs."""
-    if config.model.recurrence_kernels == "torch":
-        return
-    if runs_on_cpu(config, facts):
-        yield (
-            "--recurrence-kernels fla: its kernels need a GPU, but the run is on CPU processes; use "
-            "--recurrence-kernels torch"
-        )
-    elif "fla" not in facts.packages:
-        yield (
-            "--recurrence-kernels fla: the package fla-core is not installed; pip install fla-core, or use "
-            "--recurrence-kernels torch"
-        )
-
-
 RULES = (
     heads_divide_by_tensor_size,
     query_groups_fit_tensor_size,
@@ -425,7 +367,6 @@ RULES = (
     sequences_are_one_chunk,
     windows_are_well_formed,
     layers_without_rotation_are_named,
-    layers_without_attention_are_named,
     layers_have_letters,
     every_multiplier_is_given,
     rope_scaling_has_a_range,
@@ -435,5 +376,4 @@ RULES = (
     vocabulary_fits_its_padding,
     transformer_engine_is_installed,
     external_kernels_are_installed,
-    recurrence_kernels_can_run,
 )

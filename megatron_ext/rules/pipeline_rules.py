@@ -3,19 +3,10 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from megatron_ext.config.derived.pipeline_split import (
-    counted_as_layers,
-    is_v_shaped,
-    read_pipeline_layout,
-    splits_backward,
-)
-from megatron_ext.config.derived.pipeline_table import flaws
+from megatron_ext.config.derived.pipeline_split import counted_as_layers, read_pipeline_layout, splits_backward
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config, LayoutConfig
-from megatron_ext.config.schema.layout_flags import SCHEDULES
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, pipeline_sizes
-from megatron_ext.untrusted.schedule_csv import read_schedule
-from megatron_ext.untrusted.text import TextError
 
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 _EMBEDDING, _LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
@@ -240,16 +231,12 @@ def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[
 
 
 def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
-    """Require a schedule that is known, with the model chunks and microbatches that it is made for; and of a file, that
-    every pass is there, and that no rank waits for ever."""
+    """Require the model chunks and microbatches that a schedule is made for."""
     layout, name = config.layout, config.layout.pipeline_schedule
     stages, chunks = layout.pipeline_model_parallel_size, layout.num_virtual_stages_per_pipeline_rank or 1
     if name is None or stages < 2 or chunks < 1:
         return
     flag = f"{_SCHEDULE} {name}"
-    if name not in SCHEDULES and not name.endswith(".csv"):
-        yield f"{flag} is none of {', '.join(SCHEDULES)} and no file that ends in .csv; leave it out for the default"
-        return
     least, most = _CHUNKS_OF.get(name, (1, chunks))
     if not least <= chunks <= most:
         named = "interleaved-1f1b" if chunks > 1 else "1f1b"
@@ -265,7 +252,7 @@ def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
     growing = [
         each for each in ("rampup_batch_size", "step_batch_size_schedule") if getattr(training, each) is not None
     ]
-    if growing and name != "zbv" and (splits or name.endswith(".csv")):
+    if growing and name != "zbv" and splits:
         other = "--" + growing[0].replace("_", "-")
         yield f"{flag} is for one number of microbatches, and {other} changes it; leave {other} out"
         return
@@ -282,16 +269,6 @@ def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
     elif name == "interleaved-zero-bubble" and microbatches % max(1, microbatches // stages):
         rounds = f"microbatches that its {microbatches // stages} rounds of {stages} stages divide"
         yield f"{flag} needs {rounds}, and {has} {listed(nearest_multiples(batch, stages * each))}"
-    elif name.endswith(".csv"):
-        try:
-            table = read_schedule(name)
-        except (OSError, TextError) as error:
-            yield f"{flag} cannot be read: {getattr(error, 'strerror', None) or error}; correct it, or leave it out"
-            return
-        wrong = next(flaws(table, stages, chunks, microbatches, v_shaped=is_v_shaped(layout)), None)
-        if wrong is not None:
-            yield f"{flag}: {wrong}; write it for this layout and {microbatches} microbatches, or leave it out"
-            return
     if splits and training.torch_compile:
         yield (
             f"--torch-compile makes one kernel of a layer's backward pass, and {flag} splits it; leave --torch-compile "

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_ext.config.derived.optimizer_traits import AVERAGE
 from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.parse.blend import DATA_PATH_NAMES, LIST_NAMES, read_blend
-from megatron_ext.config.parse.options import Option, flag_of, names_by_resume, options, options_by_name
+from megatron_ext.config.parse.options import Option, counted, flag_of, names_by_resume, options, options_by_name
 from megatron_ext.config.parse.saved import model_names
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
@@ -48,18 +48,17 @@ def _out_of_range(option: Option, value: Any) -> Iterator[str]:
 
 def values_have_what_they_need(config: Config, facts: Facts) -> Iterator[str]:
     """Require what a value needs of other fields, which stands at its field (`config.schema.option.Need`)."""
-    for option in _of("needs"):
-        value = _value(config, option)
-        for need in [need for with_needs, need in option.needs if value == with_needs]:
-            if need.unless is not None and _value(config, options_by_name()[need.unless]):
-                continue
-            other = options_by_name()[need.field]
-            actual = _value(config, other)
-            setting = option.flag if option.is_switch else f"{option.flag} {value}"
-            if actual != need.value and (other.is_switch or need.value is None):
-                yield f"{setting} needs {need.words}; {'add' if need.value else 'leave out'} {other.flag}"
-            elif actual != need.value:
-                yield f"{setting} needs {need.words}, but {other.flag} is {actual}; use {other.flag} {need.value}"
+    asked = [(option, _value(config, option)) for option in _of("needs")]
+    needed = [(option, value, need) for option, value in asked for one, need in option.needs if one == value]
+    seen = counted(vars(config.model)) if needed else {}
+    for option, value, need in needed:
+        other = options_by_name()[need.field]
+        actual = seen.get(need.field, _value(config, other))
+        setting = option.typed(value)
+        if actual != need.value and (other.is_switch or need.value is None):
+            yield f"{setting} needs {need.words}; {'add' if need.value else 'leave out'} {other.flag}"
+        elif actual != need.value:
+            yield f"{setting} needs {need.words}, but {other.flag} is {actual}; use {other.flag} {need.value}"
 
 
 def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
@@ -420,8 +419,7 @@ def plugins_are_installed(config: Config, facts: Facts) -> Iterator[str]:
             field == option.name and (values is None or value in values) for field, values in brought("switches")
         ):
             continue
-        typed = option.flag if option.is_switch else f"{option.flag} {value}"
-        yield f"{typed} needs a plugin that is not installed; install it, or leave the flag out"
+        yield f"{option.typed(value)} needs a plugin that is not installed; install it, or leave the flag out"
 
 
 RULES = (

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from megatron_ext.config.derived.layer_patterns import Counted, read_pattern
 from megatron_ext.config.derived.pipeline_split import counted_as_layers, read_pipeline_layout
+from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import positive
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import listed
@@ -96,3 +97,20 @@ def use(flag: str, values: Iterable[object], otherwise: str = "") -> str:
 
 def _fills_world(world_size: int, model_parallel_size: int) -> bool:
     return not positive(world_size, model_parallel_size) or world_size % model_parallel_size == 0
+
+
+def wrong_factors(name: str, factors: tuple[float, ...] | None, count: int, has_any: object, of: str) -> Iterator[str]:
+    """Yield that a field of factors has not `count` numbers above 0, or that there is nothing that they multiply.
+
+    Args:
+        has_any: whether there is.
+        of: what it takes for that.
+    """
+    flag = flag_of(name)
+    if factors is None:
+        return
+    if len(factors) != count or min(factors) <= 0:
+        given = " ".join(f"{factor:g}" for factor in factors)
+        yield f"{flag} {given} must be {count} numbers above 0; use for example {' '.join(['1'] * count)}"
+    elif not has_any:
+        yield f"{flag} needs {of}; leave {flag} out"

@@ -9,6 +9,7 @@ from megatron_ext.config.derived.pipeline_split import layer_counts
 from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.kinds import attention_is_replaced
 from megatron_ext.rules.pipeline_rules import split_is_right
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
 
@@ -330,7 +331,7 @@ def products_can_be_bounded(config: Config, facts: Facts) -> Iterator[str]:
     if not asked.qk_clip:
         return
     tensor = config.layout.tensor_model_parallel_size
-    grouped = not model.multi_latent_attention
+    grouped = not attention_is_replaced(model)
     if grouped and model.has_qkv_bias:
         fix = "leave --add-qkv-bias out" if model.add_qkv_bias else "use --disable-bias-linear"
         yield f"--qk-clip rescales weights, and not the biases that queries and keys have; {fix}"

@@ -56,6 +56,11 @@ DATA_PARALLEL = (
         "None until a reduction has started, so that its gradients are counted once",
         called_by=(f"{_GROUP}.finish_grad_sync",),
     ),
+    Seam(
+        f"{_GROUP}.finish_param_sync",
+        "called to wait for a weight that is read outside of its owner's pass; wrapped where gathers are poisoned",
+        ("skip_next_bucket_dispatch",),
+    ),
     Seam(f"{_GROUP}.buckets", "the buckets of a group that is watched"),
     Seam(f"{_DDP_BUFFERS}._ParamAndGradBucket.params_list", "the weights of a bucket, in their order"),
     Seam(f"{_DDP_BUFFERS}._ParamAndGradBucket.param_to_index", "(start, end) of each weight in its bucket"),
@@ -108,6 +113,14 @@ MEGATRON_FSDP = (
         f"{_FSDP_BUFFERS}.AllGatherPipeline.reset",
         "called so that modules outside of units are freed, too",
         ("preserve_non_fsdp_units",),
+    ),
+    *(
+        Seam(f"{_FSDP_BUFFERS}.AllGatherPipeline.{name}", f"wrapped where gathers are poisoned: {why}")
+        for name, why in (
+            ("async_bucket_gather", "a gather begins"),
+            ("wait_bucket_ready", "a gather has ended"),
+            ("release_bucket", "what was gathered is freed"),
+        )
     ),
     Seam(f"{_FSDP_BUFFERS}.ParamAndGradBuffer.optimizer_named_parameters", "what the optimizer updates, as DTensors"),
     Seam(f"{_FSDP_BUFFERS}.ParamAndGradBuffer.parameter_groups", "the buffers of weights and gradients, by group"),

@@ -141,8 +141,36 @@ COLLECTIVES = (
         "wrapped on the class, to mark and time what was put together",
         called_by=(f"{_C10D}._coalescing_manager",),
     ),
-    Seam("torch._C._distributed_c10d._dump_nccl_trace", "called at a hang: what NCCL's flight recorder holds"),
-    Seam("torch._C._distributed_c10d._dump_fr_trace", "the same of gloo's"),
+    Seam("torch._C._distributed_c10d._dump_nccl_trace", "called at a hang: what nccl-legacy's flight recorder holds"),
+    Seam("torch._C._distributed_c10d._dump_fr_trace", "the same of nccl2, by the argument `backend`"),
+    Seam("torch.distributed.ProcessGroup._get_backend", "called with a device: its name is that of the recorder"),
+    Seam(
+        f"{_C10D}.Backend._ensure_backend_registered",
+        "called for nccl: reads TORCH_DIST_USE_NCCL2, unless a group has made it do so",
+        ("name",),
+        (f"{_C10D}._new_process_group_helper",),
+        newer=True,
+    ),
+    Seam(
+        f"{_C10D}.Backend._plugins", "its NCCL.creator_fn is the constructor that the variable has chosen", newer=True
+    ),
+    Seam(
+        f"{_C10D}._create_nccl_process_group",
+        "the constructor of nccl-legacy, which binds no device: groups are made by their members alone",
+        called_by=(f"{_C10D}._register_builtin_nccl_backend",),
+        newer=True,
+    ),
+    Seam(
+        f"{_C10D}._create_nccl2_process_group",
+        "the constructor of nccl2, recognized by its name; it binds the group of all ranks to a device",
+        called_by=(f"{_C10D}._register_builtin_nccl_backend",),
+        newer=True,
+    ),
+    Seam(
+        "torch.distributed.ProcessGroup.bound_device_id",
+        "what nccl2 sets: then every rank takes part in every group",
+        called_by=(f"{_C10D}._nccl2_device", f"{_C10D}._new_process_group_helper"),
+    ),
     Seam("torch.ops._c10d_functional", "the namespace of functional collectives, whose traffic is counted"),
     Seam("torch.ops._c10d_functional_autograd", "likewise of those that differentiate"),
     Seam("torch.ops._c10d_functional._wrap_tensor_autograd", "an operator there that sends nothing"),

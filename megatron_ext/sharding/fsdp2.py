@@ -18,7 +18,7 @@ megatron-core's own wrapper is for CUDA alone and averages gradients over the ra
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,15 @@ class FSDP2(RowSharding):
 
     def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
         return nullcontext()
+
+    @contextmanager
+    def averaged(self, optimizer: ChainedOptimizer, chunks: Sequence[_BaseDataParallel]) -> Iterator[None]:
+        """Exchange weights and averages inside, and gather either anew: without resharding a forward pass alone leaves
+        gathered weights in the modules, and the next pass would compute with these."""
+        with super().averaged(optimizer, chunks):
+            _reshard(chunks)
+            yield
+        _reshard(chunks)
 
     def watch(self, chunk: Any, watcher: Watcher) -> None:
         """Watch each gradient as it is made: a whole gradient lives only until its layer's reduction."""
@@ -220,6 +229,13 @@ class TorchFSDP(TorchFullyShardedDataParallel):
                     rows.copy_(waiting.main_grad._local_tensor)
                     del waiting.main_grad
                 rows.mul_(scaling_factor.to(rows.device))
+
+
+def _reshard(chunks: Sequence[Any]) -> None:
+    """Free the gathered weights of all units."""
+    for chunk in chunks:
+        for unit in chunk.units:
+            unit.reshard()
 
 
 def _units(module: torch.nn.Module, *, shared: bool) -> list[torch.nn.Module]:

@@ -109,13 +109,6 @@ class CommunicationClock:
         step.loop = max(step.loop, self._last_loop)
         self._done.append(step)
 
-    def take_waits(self) -> list[tuple[str, Any, Any]]:
-        """Return (COMMUNICATION or IDLE, mark before, mark after) of every wait of the steps since the last call, which
-        the device has passed."""
-        waits = [wait for step in self._done for wait in step.waits]
-        self._done.clear()
-        return waits
-
     def take(self) -> torch.Tensor:
         """Return seconds [communication, idle, whole] of the steps that the device has passed since the last call."""
         self._read_passed()

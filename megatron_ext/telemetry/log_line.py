@@ -79,11 +79,12 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
     ]
     if throughput:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {_tflops(metrics.tflops_per_gpu)}")
+    titled = [pair for pair in metrics.numbers if pair[0].title is not None]
     fields += [
         f"learning rate: {metrics.learning_rate:.6E}",
         f"global batch size: {metrics.global_batch_size:5d}",
         f"lm loss: {scientific(metrics.lm_loss)}",
-        *(f"mtp_{depth} loss: {scientific(loss)}" for depth, loss in enumerate(metrics.mtp_losses, start=1)),
+        *(f"{number.title}: {scientific(value)}" for number, value in titled if number.unit == "nats"),
         f"loss scale: {metrics.loss_scale:.1f}",
     ]
     if metrics.grad_norm is not None:
@@ -92,9 +93,8 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
         fields.append(f"num zeros: {metrics.num_zeros}")
     if metrics.params_norm is not None:
         fields.append(f"params norm: {metrics.params_norm:.3f}")
-    if metrics.max_attention_logit is not None:
-        fields.append(f"max attention logit: {metrics.max_attention_logit:.3f}")
     fields += [
+        *(f"{number.title}: {value:.3f}" for number, value in titled if number.unit != "nats"),
         f"number of skipped iterations: {metrics.skipped_iterations:3d}",
         f"number of nan iterations: {metrics.nan_iterations:3d}",
     ]

@@ -5,9 +5,11 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_ext.parts.protocol import Number, Report
 
 # The fields that a repeated or resumed run cannot reproduce: times, rates, memory, resumes. All others must be equal.
 MEASURED_FIELDS = frozenset(
@@ -24,48 +26,6 @@ MEASURED_FIELDS = frozenset(
         "resumed_at",
     }
 )
-
-
-MOST_COUNTS_OF_A_ROW = 16_384
-"""Most tokens of experts that a row holds, some 80 kB: 61 layers of 256 experts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerLoad:
-    """The load of one layer's experts in a step, over the global batch."""
-
-    layer: int
-    """Its index; depths of multi-token prediction follow the last layer."""
-
-    tokens: tuple[int, ...]
-    """Tokens of each expert."""
-
-    dropped: float
-    """Share of the choices of an expert for a token that were dropped."""
-
-    router_z: float
-    """Mean squared logsumexp of the router's logits."""
-
-    bias: tuple[float, float] | None
-    """The least and the greatest bias by which experts are chosen; None without biases."""
-
-    @property
-    def max_over_mean(self) -> float:
-        """Tokens of the busiest expert over those of an even load; 1 is even."""
-        return max(self.tokens) * len(self.tokens) / max(sum(self.tokens), 1)
-
-    @property
-    def entropy(self) -> float:
-        """Entropy of the experts' shares over that of an even load; 1 is even, 0 is one expert alone."""
-        total = sum(self.tokens)
-        shares = [count / total for count in self.tokens if count]
-        return -sum(share * math.log(share) for share in shares) / math.log(len(self.tokens) or 1)
-
-    def as_row(self) -> dict[str, Any]:
-        """Return the object of the metrics file."""
-        row: dict[str, Any] = {"layer": self.layer, "max_over_mean": self.max_over_mean, "entropy": self.entropy}
-        row |= {"without_tokens": self.tokens.count(0), "dropped": self.dropped, "router_z": self.router_z}
-        return row if self.bias is None else row | {"bias": list(self.bias)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +53,6 @@ class StepMetrics:
     reserved_bytes: int
     num_zeros: int | None = None  # with --log-num-zeros-in-grad
     params_norm: float | None = None  # with --log-params-norm
-    max_attention_logit: float | None = None  # of this step's queries and keys, with --log-max-attention-logit
-    load_balancing_loss: float | None = None  # of a mixture of experts, as the next three: means over layers
-    seq_load_balancing_loss: float | None = None  # that of each sample
-    global_load_balancing_loss: float | None = None  # that with the load of the global batch so far
-    z_loss: float | None = None
-    indexer_loss: float | None = None  # of --experimental-attention-variant dsa, a mean over layers
-    dropped_share: float | None = None  # mean over layers of what `expert_load` says, with a capacity of experts
     time_shares: Mapping[str, float] | None = None  # compute, communication, idle; with --log-communication-share
     slowest_rank: Mapping[str, Any] | None = (
         None  # rank, ratio to its peers' compute time, slow: [ranks]; --log-straggler
@@ -107,8 +60,8 @@ class StepMetrics:
     world_size: int = 1
     resumed_at: int = 0  # the iteration that the job went on from; the row has it only if there is one
     consumed_by_source: Mapping[str, Mapping[str, float]] | None = None  # samples, tokens, epochs, from the beginning
-    mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction, in this step
-    expert_load: tuple[LayerLoad, ...] = ()  # of each layer with experts, in this step
+    numbers: tuple[tuple[Number, float], ...] = ()  # of parts of the model, each a field by its name
+    reports: tuple[Report, ...] = ()  # what else parts report, each with fields of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,16 +126,17 @@ Metrics = StepMetrics | Evaluated
 
 def as_row(metrics: Metrics) -> dict[str, Any]:
     """Return the object of the metrics file: the fields by name, the losses of several sources by the source's name,
-    `mtp_1_loss` and on, and `expert_load` with `expert_tokens`, layers against experts, where they are not too many."""
-    row = dataclasses.asdict(metrics)
-    row.pop("expert_load", None)
-    if isinstance(metrics, StepMetrics) and metrics.expert_load:
-        row["expert_load"] = [layer.as_row() for layer in metrics.expert_load]
-        if sum(len(layer.tokens) for layer in metrics.expert_load) <= MOST_COUNTS_OF_A_ROW:
-            row["expert_tokens"] = [list(layer.tokens) for layer in metrics.expert_load]
+    and each number and field that parts of the model report."""
+    if isinstance(metrics, StepMetrics):
+        row = dataclasses.asdict(dataclasses.replace(metrics, numbers=(), reports=()))
+        del row["numbers"], row["reports"]
+        row |= {number.name: value for number, value in metrics.numbers}
+        for report in metrics.reports:
+            row |= report.row
+    else:
+        row = dataclasses.asdict(metrics)
     if not row.get("resumed_at"):
         row.pop("resumed_at", None)
-    row |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(row.pop("mtp_losses", ()), start=1)}
     sources = row.pop("sources", ())
     if sources:
         row["validation_loss_by_source"] = {source["name"]: source["loss"] for source in sources}
@@ -221,19 +175,11 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         "learning-rate": metrics.learning_rate,
         "batch-size": metrics.global_batch_size,
         "lm loss": metrics.lm_loss,
-        **{f"mtp_{depth} loss": loss for depth, loss in enumerate(metrics.mtp_losses, start=1)},
         "loss-scale": metrics.loss_scale,
         "world-size": metrics.world_size,
         "grad-norm": metrics.grad_norm,
         "num-zeros": metrics.num_zeros,
         "params-norm": metrics.params_norm,
-        "max_attention_logit": metrics.max_attention_logit,
-        "load_balancing_loss": metrics.load_balancing_loss,
-        "seq_load_balancing_loss": metrics.seq_load_balancing_loss,
-        "global_load_balancing_loss": metrics.global_load_balancing_loss,
-        "z_loss": metrics.z_loss,
-        "indexer loss": metrics.indexer_loss,
-        "dropped_share": metrics.dropped_share,
         "iteration-time": metrics.elapsed_ms / 1000.0,
         "throughput": metrics.tflops_per_gpu,
         "tokens-per-second": metrics.tokens_per_second,
@@ -241,7 +187,8 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         "mem-max-allocated-bytes": metrics.peak_memory_bytes,
         "mem-reserved-bytes": metrics.reserved_bytes,
         **_of_the_slowest_rank(metrics.slowest_rank),
-        **_of_experts(metrics.expert_load),
+        **{number.tag: value for number, value in metrics.numbers},
+        **{tag: value for report in metrics.reports for tag, value in report.tags.items()},
         **{f"{name}-share": share for name, share in (metrics.time_shares or {}).items()},
     }
     return {tag: value for tag, value in values.items() if value is not None}
@@ -251,18 +198,6 @@ def _of_the_slowest_rank(slowest: Mapping[str, Any] | None) -> dict[str, float]:
     if slowest is None:
         return {}
     return {"slowest-rank": slowest["rank"], "slowest-rank-ratio": slowest["ratio"], "slow-ranks": len(slowest["slow"])}
-
-
-def _of_experts(loads: Sequence[LayerLoad]) -> dict[str, float]:
-    """Return the load of each layer's experts, `expert-max-over-mean/layer 3` and the like."""
-    values: dict[str, float] = {}
-    for load in loads:
-        of_layer = {**load.as_row()}
-        least, greatest = of_layer.pop("bias", (None, None))
-        of_layer |= {} if least is None else {"bias-least": least, "bias-greatest": greatest}
-        number = of_layer.pop("layer")
-        values |= {f"expert-{name.replace('_', '-')}/layer {number}": value for name, value in of_layer.items()}
-    return values
 
 
 def scalars_against_samples(metrics: Metrics) -> dict[str, float]:

@@ -5,25 +5,18 @@ computes, which is what is compared: between the ranks of one pipeline stage, wh
 equally many samples. A stage with a single rank is compared with nobody. The ratio of a step is a rank's time over the
 median of its peers'.
 
-Two rules name a rank:
-
-- **It computes slowly.** Its own time was 8% longer in 11 of the last 16 steps, and 18% and 1 ms longer by the median
-  of these steps. A rank that has become 1.3 times as slow is found after 11 to 16 steps; where ranks had a third of
-  a core each, one was after 26 (docs/decisions.md). Steps that are slow here or
-  there, as by Python's garbage collector, flag nobody. It is slow until fewer than 8 of 16 steps are, whatever the
-  speed of its core.
-- **Its core is not all its own.** By the clock it computed 15% longer in each of the last 8 groups of 25 steps, and 25%
-  longer in all, and less than 90% of its time by the clock was its own. It is so until the last two groups together are
-  less than 15% longer. On a GPU, which a rank has to itself, nobody is named for this.
+A rank is named that computes slowly: its own time was 8% longer in 11 of the last 16 steps, and 18% and 1 ms longer by
+the median of these steps. A rank that has become 1.3 times as slow is found after 11 to 16 steps; where ranks had a
+third of a core each, one was after 26 (docs/decisions.md). Steps that are slow here or there, as by Python's garbage
+collector, flag nobody. It is slow until fewer than 8 of 16 steps are, whatever the speed of its core.
 
 A rank's own time is that in which others did not have its core, put right for the speed of that core. Where the
 device's fixed loop took more than 1.1 times as long as on the peers' cores, the own time is divided by that ratio to
 the power of 0.75. Cores of a virtual machine change their speed for a second or longer, with what the host runs next to
 them: the loop then takes 1.6 times as long, and a step of a small model 1.3 times (docs/decisions.md). Nobody is named
-for such a second; a core that is slow for longer is named by the second rule.
+for such a second.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,10 +26,6 @@ _WINDOW, _MOST, _FEW = 16, 11, 8  # steps
 _STEP_RATIO, _RATIO = 1.08, 1.18
 _LOOP_RATIO, _STEP_FOR_LOOP = 1.1, 0.75  # by this power of the loop's ratio a step becomes longer
 _LEAST_SECONDS = 0.001
-
-_GROUP, _GROUPS, _LAST_GROUPS = 25, 8, 2  # steps of a group, groups
-_GROUP_RATIO, _SHARED_RATIO = 1.15, 1.25
-_MOST_OF_A_CORE = 0.9
 
 
 @dataclass(frozen=True)
@@ -55,13 +44,6 @@ class Slowness:
 
     peers: tuple[int, ...]
 
-    of_a_core: float | None = None
-    """Where its core is not all its own: the part of its time in which it had it. The times are then by the clock, and
-    means; else they are its own, put right for the speed of its core."""
-
-    of_the_speed: float | None = None
-    """And how fast that core was in this part, over its peers'."""
-
 
 class SlowRanks:
     """Compares ranks step by step.
@@ -74,14 +56,12 @@ class SlowRanks:
         of_stage = [np.flatnonzero(np.asarray(stages) == stage) for stage in sorted(set(stages))]
         self._stages = [ranks for ranks in of_stage if len(ranks) > 1]
         self._own = _Steps(len(stages))
-        self._clock = _Groups(len(stages))
         self._slow: set[int] = set()
-        self._shared: set[int] = set()
 
     @property
     def slow(self) -> frozenset[int]:
-        """The ranks that are slow now, for either reason."""
-        return frozenset(self._slow | self._shared)
+        """The ranks that are slow now."""
+        return frozenset(self._slow)
 
     @property
     def slowest(self) -> Slowness | None:
@@ -91,14 +71,11 @@ class SlowRanks:
             return None
         return self._slowness(self._own.slowest)
 
-    def add(
-        self, own: Sequence[float], clock: Sequence[float] | None = None, loops: Sequence[float] | None = None
-    ) -> tuple[list[Slowness], list[Slowness]]:
+    def add(self, own: Sequence[float], loops: Sequence[float] | None = None) -> tuple[list[Slowness], list[Slowness]]:
         """Take the compute seconds of one step, one a rank (NaN where a rank does not know it).
 
         Args:
             own: without the time in which others had a rank's core.
-            clock: by the clock; none: the same.
             loops: of the devices' fixed loops; none: the same everywhere.
         Returns:
             The ranks that have become slow, and those that no longer are.
@@ -106,17 +83,8 @@ class SlowRanks:
         run = np.array(own)
         if not self._stages or np.isnan(run).any():
             return [], []
-        whole = run if clock is None else np.array(clock)
         mine = run if loops is None else run / self._longer_for_loops(np.array(loops))
         self._own.add(mine, run, self._others(run))
-        became, ended = self._compare_steps()
-        if self._clock.add(mine, run, whole):
-            shared, free = self._compare_groups()
-            became += shared
-            ended += free
-        return became, ended
-
-    def _compare_steps(self) -> tuple[list[Slowness], list[Slowness]]:
         if not self._own.are_enough:
             return [], []
         ended = sorted(_ranks(self._own.slow_steps_on_any_core < _FEW) & self._slow)
@@ -129,27 +97,6 @@ class SlowRanks:
         """Return how many times as long a step takes on each rank for the speed of its core alone."""
         ratios = self._ratios(loops)
         return np.where(ratios > _LOOP_RATIO, ratios, 1.0) ** _STEP_FOR_LOOP
-
-    def _compare_groups(self) -> tuple[list[Slowness], list[Slowness]]:
-        """Compare the sums of groups of steps by the clock."""
-        own, run, clock = self._clock.sums()
-        each = [self._ratios(group) for group in clock]
-        free = _ranks(self._ratios(np.sum(clock[-_LAST_GROUPS:], axis=0)) < _GROUP_RATIO) & self._shared
-        mine, ran, total = (np.maximum(np.sum(sums, axis=0), 1e-9) for sums in (own, run, clock))
-        ratio = self._ratios(total)
-        shared: set[int] = set()
-        if len(clock) == _GROUPS:
-            always = np.all([ratios >= _GROUP_RATIO for ratios in each], axis=0)
-            shared = _ranks(always & (ratio >= _SHARED_RATIO) & (mine / total < _MOST_OF_A_CORE)) - self.slow
-        self._shared = (self._shared | shared) - free
-
-        def of(rank: int) -> Slowness:
-            steps = _GROUP * len(clock)
-            seconds, others = float(total[rank]) / steps, float(self._others(total)[rank]) / steps
-            of_a_core, of_the_speed = float(ran[rank] / total[rank]), float(mine[rank] / ran[rank])
-            return Slowness(rank, float(ratio[rank]), seconds, others, self._peers(rank), of_a_core, of_the_speed)
-
-        return [of(rank) for rank in sorted(shared)], [of(rank) for rank in sorted(free)]
 
     def _slowness(self, rank: int) -> Slowness:
         return Slowness(rank, *self._own.medians(rank), self._peers(rank))
@@ -209,27 +156,6 @@ class _Steps:
         """Return a rank's ratio, time, and its peers' time, of the last steps."""
         ratio, own, others = (float(np.median(kept[:, rank])) for kept in (self._ratios, self._own, self._others))
         return ratio, own, others
-
-
-class _Groups:
-    """Sums over groups of steps: of own times, of the times that ranks had their cores, and by the clock."""
-
-    def __init__(self, ranks: int):
-        self._sums: deque[np.ndarray] = deque(maxlen=_GROUPS)  # [3, ranks] each
-        self._group, self._steps = np.zeros((3, ranks)), 0
-
-    def add(self, own: np.ndarray, run: np.ndarray, clock: np.ndarray) -> bool:
-        """Return whether this step ends a group."""
-        self._group, self._steps = self._group + np.stack([own, run, clock]), self._steps + 1
-        if self._steps < _GROUP:
-            return False
-        self._sums.append(self._group)
-        self._group, self._steps = np.zeros_like(self._group), 0
-        return True
-
-    def sums(self) -> np.ndarray:
-        """Return those of the last groups: [own, run, clock], each [groups, ranks]."""
-        return np.stack(self._sums, axis=1)
 
 
 def _ranks(are: np.ndarray) -> set[int]:

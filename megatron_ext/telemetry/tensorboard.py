@@ -6,18 +6,14 @@ it hides every tag's points from one number on, but some of ours are shown again
 
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_ext.durable import keep, only_files
 from megatron_ext.errors import StorageError
-from megatron_ext.telemetry.load_colour import load_colour
 from megatron_ext.telemetry.metrics import (
-    LayerLoad,
     Metrics,
     Sample,
     SampleMetrics,
@@ -63,10 +59,9 @@ class TensorBoardWriter:
             else:
                 self._add(scalars(metrics), metrics.iteration)
                 self._add(scalars_against_samples(metrics), metrics.consumed_samples)
-            if isinstance(metrics, StepMetrics) and metrics.expert_load:
-                self._writer.add_image(
-                    "tokens of experts", _picture(metrics.expert_load), metrics.iteration, dataformats="HWC"
-                )
+            for report in metrics.reports if isinstance(metrics, StepMetrics) else ():
+                for title, pixels in report.pictures.items():
+                    self._writer.add_image(title, pixels, metrics.iteration, dataformats="HWC")
             self._writer.flush()
 
     def write_arguments(self, arguments: Mapping[str, Any]) -> None:
@@ -100,18 +95,6 @@ class TensorBoardWriter:
         assert writer is not None, "SummaryWriter opens its file on construction"
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         writer.add_summary(summary, step)
-
-
-def _picture(loads: Sequence[LayerLoad]) -> np.ndarray:
-    """Return the picture of layers against experts, a square for each, [height, width, 3] bytes."""
-    colours = np.zeros((len(loads), max(len(load.tokens) for load in loads), 3), np.uint8)
-    for row, load in zip(colours, loads, strict=True):
-        mean = sum(load.tokens) / len(load.tokens) or 1.0
-        row[: len(load.tokens)] = [load_colour(count / mean) for count in load.tokens]
-    return colours.repeat(_SQUARE, 0).repeat(_SQUARE, 1)
-
-
-_SQUARE = 8  # pixels
 
 
 def _as_markdown(sample: Sample) -> str:

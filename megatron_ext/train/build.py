@@ -40,7 +40,8 @@ from megatron_ext.optim.loss_scale import share_loss_scale
 from megatron_ext.optim.qk_clip import LargestScores, QKClip
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.parts.attention.choice import allowed_kernels, use
-from megatron_ext.parts.stack import layers
+from megatron_ext.parts.numbers import RecordedNumbers
+from megatron_ext.parts.stack import layers, numbers_of_parts
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
@@ -84,12 +85,11 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         compile_layers(chunks)
     wrapped = sharding.shard(chunks, core, groups, device)
     optimizer = sharding.optimizer(wrapped, groups, device)
-    largest_scores = qk_clip = None
-    if config.optimizer.qk_clip or config.logging.log_max_attention_logit:
-        largest_scores = LargestScores(wrapped, groups.dp_cp)
-    if config.optimizer.qk_clip and largest_scores is not None:
+    qk_clip = None
+    if config.optimizer.qk_clip:
+        scores = LargestScores(wrapped, groups.dp_cp)
         with sharding.weights_in_place(wrapped):
-            qk_clip = QKClip(core, largest_scores.attentions, sharding.parts(optimizer))
+            qk_clip = QKClip(core, scores, sharding.parts(optimizer))
     for part in sharding.parts(optimizer):
         for torch_optimizer in part.updater.torch_optimizers:
             keep_averages(torch_optimizer, config.optimizer)
@@ -121,8 +121,8 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         timers=timers,
         loaders=loaders,
         data_record=record_of_run(config, loaders.samples, resume),
+        numbers=RecordedNumbers(numbers_of_parts(config), groups.dp.size(), device.torch_device),
         state=TrainState(),
-        largest_scores=largest_scores,
         qk_clip=qk_clip,
         captured_passes=captured_passes(config, device, schedule, wrapped, watch),
     )

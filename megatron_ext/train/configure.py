@@ -194,6 +194,7 @@ def next_stage(configured: Configured) -> Configured:
 
 
 _OF_GPUS = {
+    "nccl_backend": "gloo communicates",
     "check_before_update": "numbers are read before the update in any case",
     "disable_bf16_reduced_precision_matmul": "sums of products in bf16 are in fp32",
     "no_triton_kernels": "no Triton kernel runs",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_ext.config.parse.arguments import Typed
+from megatron_ext.config.parse.options import options
 from megatron_ext.config.resolve import Facts
 
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -12,17 +13,6 @@ _GPT2_VOCABULARY = 50257
 """Entries of GPT-2's own vocab.json."""
 _USUAL_VOCABULARIES = {"SentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 128256, "TikTokenizer": 131072}
 """Kind of tokenizer -> entries of a usual one (Llama 2's, Llama 3's, Mistral NeMo's), for one that nobody can read."""
-
-_OF_GPUS = {
-    "--device cuda": ("device", "cuda"),
-    "--distributed-backend nccl": ("distributed_backend", "nccl"),
-    "--cuda-graph-impl full_iteration": ("cuda_graph_impl", "full_iteration"),
-    "--transformer-impl transformer_engine": ("transformer_impl", "transformer_engine"),
-    "--recurrence-kernels fla": ("recurrence_kernels", "fla"),
-    "--profile": ("profile", True),
-    "--record-memory-history": ("record_memory_history", True),
-}
-"""Flag -> field and value that ask for a GPU."""
 
 
 def assumed_facts(facts: Facts, typed: Typed) -> tuple[Facts, list[str]]:
@@ -35,7 +25,7 @@ def assumed_facts(facts: Facts, typed: Typed) -> tuple[Facts, list[str]]:
     if not missing:
         return facts, []
     changes = {name: value for change in missing.values() for name, value in change.items()}
-    packages = frozenset(("transformer_engine", "fla", "wandb"))
+    packages = frozenset(package for option in options() for _, package in option.packages)
     return replace(facts, **{**changes, "packages": facts.packages | packages}), [
         f"--dry-run believes what this machine does not have: {'; '.join(missing)}"
     ]
@@ -44,19 +34,17 @@ def assumed_facts(facts: Facts, typed: Typed) -> tuple[Facts, list[str]]:
 def _missing(facts: Facts, typed: Typed) -> Iterator[tuple[str, dict]]:
     """Yield what is missing, and the facts with which it would be there."""
     values = typed.values
-    asked = [flag for flag, (name, value) in _OF_GPUS.items() if values.get(name) == value]
+    given = [(option, values[option.name]) for option in options() if option.name in values]
+    asked = [option.typed(value) for option, value in given if value in option.needs_gpu]
     if values.get("use_pytorch_profiler"):
         asked = [flag for flag in asked if flag != "--profile"]
     on_cpu = values.get("device") == "cpu" or values.get("distributed_backend") == "gloo"
     if asked and not on_cpu and not facts.cuda_available:
         yield f"an NVIDIA GPU ({', '.join(asked)})", {"cuda_available": True}
-    for package, is_asked_for in (
-        ("transformer_engine", values.get("transformer_impl") == "transformer_engine"),
-        ("fla", values.get("recurrence_kernels") == "fla"),
-        ("wandb", values.get("wandb_project") is not None),
-    ):
-        if is_asked_for and package not in facts.packages:
-            yield f"the package {package}", {}
+    for option, value in given:
+        for needs_it, package in option.packages:
+            if package not in facts.packages and (value == needs_it or (needs_it is None and value != option.default)):
+                yield f"the package {package}", {}
     if values.get("torch_compile") and facts.missing_compiler is not None:
         yield f"the C++ compiler {facts.missing_compiler}", {"missing_compiler": None}
     if facts.missing_paths:

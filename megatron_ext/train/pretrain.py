@@ -13,7 +13,6 @@ from megatron_ext import device, environment
 from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
 from megatron_ext.checkpoint.native.lock import give_up, hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.derived.cuda_graphs import graphs_warning, makes_graphs, without_graphs
 from megatron_ext.config.derived.optimizer_traits import OptimizerTraits
 from megatron_ext.config.schema import CheckpointConfig, Config, TrainingConfig
 from megatron_ext.device import external_kernels, hardware_queues
@@ -220,6 +219,7 @@ def _install_device(config: Config, status: RunStatus) -> "Device":
             fuses=not config.training.disable_jit_fuser,
             own_kernels=not config.training.no_triton_kernels,
             kernels=external_kernels.asked_for(config),
+            nccl_backend=config.layout.nccl_backend,
         )
         require_fp8(config.training, here)
         import megatron_ext.train.build  # noqa: F401 (with torch and megatron-core)
@@ -292,23 +292,13 @@ def require_fp8(training: TrainingConfig, here: "Device") -> None:
     )
 
 
-def graphs_of(here: "Device", config: Config) -> Config:
-    """Return the configuration without CUDA graphs, and say so, where torch finds no GPU although the machine shows
-    one."""
-    if here.kind == "cuda" or not makes_graphs(config):
-        return config
-    why = "--device auto (torch finds no GPU on this machine: install a torch with CUDA, and use --device cuda)"
-    _tell([graphs_warning([why])])
-    return without_graphs(config)
-
-
 def _with_chosen_kernels(configured: Configured, here: "Device") -> tuple[Configured, str | None]:
     """Return the configuration with the kernels that compute on this device, and what the banner says of attention."""
     from megatron_ext.parts.attention import choice
     from megatron_ext.train.build import with_chosen_gemm
 
     resume = configured.resume
-    attention = choice.choose(graphs_of(here, configured.config), here, None if resume is None else resume.saved)
+    attention = choice.choose(configured.config, here, None if resume is None else resume.saved)
     return replace(configured, config=with_chosen_gemm(attention.config, here, resume)), attention.text
 
 
@@ -410,7 +400,7 @@ def _begun(run: "Run", extensions: Extensions, attention: str | None) -> Begun:
     """Return what the banner says besides the configuration."""
     return Begun(
         device=run.device.model_name,
-        backend=run.device.backend,
+        backend=run.device.backend_text(),
         iteration=run.state.iteration,
         consumed_samples=run.state.consumed_samples,
         own=extensions.named(),

@@ -21,7 +21,8 @@ from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.skipped import SkippedSamples
 from megatron_ext.device.device_protocol import Device
-from megatron_ext.optim.qk_clip import LargestScores, QKClip
+from megatron_ext.optim.qk_clip import QKClip
+from megatron_ext.parts.numbers import RecordedNumbers
 from megatron_ext.resilience.progress import Progress
 from megatron_ext.sharding.scheme import Sharding
 from megatron_ext.telemetry.timers import Timers
@@ -139,16 +140,16 @@ class Run:
     timers: Timers
     """Timers of the parts of a step; those above --timing-log-level do nothing."""
     loaders: Loaders
+    numbers: RecordedNumbers
+    """What the parts of the model record in a step."""
     state: TrainState
     data_record: Mapping[str, Any] | None = None
     """Record of what the samples follow from, for the checkpoint; None with synthetic data, and on all but one rank of
     a node."""
     progress: Progress = field(default_factory=Progress)
     """Where this rank is; the watch reads it."""
-    largest_scores: LargestScores | None = None
-    """The largest products of queries and keys in a step; None where nothing reads them."""
     qk_clip: QKClip | None = None
-    """What bounds them; None without --qk-clip."""
+    """What bounds the products of queries and keys; None without --qk-clip."""
     captured_passes: CapturedPasses | None = None
     """What replays the passes of a step; None where they run as they are."""
 

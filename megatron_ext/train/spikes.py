@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import tensor_parallel
 
-from megatron_ext.parts.experts.router import take_auxiliary_losses
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import run_microbatches
 
@@ -111,10 +110,7 @@ def _run_again(run: Run, count: int, samples: range, states: Sequence[RandomStat
         microbatches = run.loaders.train.microbatches_of(replica, samples.start, count)
     set_random_state(run, states[replica])
     with run.sharding.gathered_before_update(run.chunks), torch.no_grad():
-        losses = run_microbatches(run, microbatches, forward_only=True)
-    if run.config.model.num_experts is not None:
-        take_auxiliary_losses(run.groups, run.device.torch_device)  # they are no step's
-    return losses
+        return run_microbatches(run, microbatches, forward_only=True)
 
 
 def _of_all(run: Run, losses: torch.Tensor) -> dict[int, list[float]]:

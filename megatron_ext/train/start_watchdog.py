@@ -93,6 +93,9 @@ def begin_watch(status: RunStatus, layout: LayoutConfig, device: Device, store: 
     """
     ranks = torch.distributed.get_world_size()
     board = Board(store.clone(), torch.distributed.get_rank(), ranks) if store is not None and ranks > 1 else None
+    recorder = None
+    if device.backend == "nccl":
+        recorder = functools.partial(_flight_record, _recording_backend(device))
     watch = Watch(
         status,
         60.0 * layout.distributed_timeout_minutes,
@@ -100,22 +103,28 @@ def begin_watch(status: RunStatus, layout: LayoutConfig, device: Device, store: 
         describe,
         marks=OperationMarks(status.progress),
         device_runs_ahead=device.kind == "cuda",
-        flight_recorder=functools.partial(_flight_recorder, device.backend),
+        flight_recorder=recorder,
     )
     watch.start()
     return watch
 
 
-def _flight_recorder(backend: str) -> tuple[str, bytes]:
-    """Return what recorded this rank's operations, and its pickle.
+def _recording_backend(device: Device) -> str:
+    """Return the name under which torch's flight recorder keeps this rank's operations: "nccl" or "nccl2"."""
+    everyone: Any = torch.distributed.group.WORLD
+    return everyone._get_backend(device.torch_device).name()
 
-    Without stacks: to name their lines may need what the main thread holds.
+
+def _flight_record(backend: str) -> bytes:
+    """Return the pickle of what a backend's flight recorder holds of this rank's operations.
+
+    Stacks are left out: to name their lines may need what the main thread holds.
     """
     from torch._C import _distributed_c10d
 
     if backend == "nccl":
-        return "nccl", _distributed_c10d._dump_nccl_trace(True, False, False)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
-    return "gloo", _distributed_c10d._dump_fr_trace(True, False, False)
+        return _distributed_c10d._dump_nccl_trace(True, False, False)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
+    return _distributed_c10d._dump_fr_trace(True, False, False, backend=backend)
 
 
 def describe(group: ProcessGroup) -> tuple[str, str, tuple[int, ...]]:

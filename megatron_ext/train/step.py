@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any, cast
@@ -18,31 +18,20 @@ from megatron_ext.model.names import biases_of_experts
 from megatron_ext.optim.gradient_norm import clipping_share, global_norm, norm_of, scale_gradients
 from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.parts.catalogue import parameters
-from megatron_ext.parts.experts.router import take_auxiliary_losses
-from megatron_ext.parts.stack import stack
 from megatron_ext.resilience.numeric import is_spoiled
 from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE
 from megatron_ext.train.deferred_reads import Guard
 from megatron_ext.train.gradient_watch import Evidence
 from megatron_ext.train.run import Run
-from megatron_ext.train.step_allreduce import SharedNumbers, StopVotes, Summed, check_numbers, mean_loss, named
-
-
-@dataclass(frozen=True)
-class AuxiliaryLosses:
-    """Holds what the routers of a mixture of experts and the indexers of keys add to the loss, each a mean over layers
-    and microbatches, without its coefficient. A loss is None where it is not part of the loss."""
-
-    load_balancing: float | None
-    z: float | None
-    of_samples: float | None = None
-    """The load-balancing loss of each sample."""
-
-    of_global_batch: float | None = None
-    """The load-balancing loss with the load of the global batch so far."""
-
-    indexer: float | None = None
-    """The divergence of the indexers' distribution over keys from attention's, per token."""
+from megatron_ext.train.step_allreduce import (
+    SharedNumbers,
+    StopVotes,
+    Summed,
+    check_numbers,
+    largest_of_parts,
+    mean_loss,
+    named,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ class BatchLoss:
     """Mean loss per token over the global batch, in nats; equal on every rank."""
 
     of_microbatches: torch.Tensor
-    """fp32 [microbatches, 2 + depths]: see `run_microbatches`."""
+    """fp32 [microbatches, 2]: see `run_microbatches`."""
 
     samples: range
     """Positions of the samples of the global batch."""
@@ -80,14 +69,8 @@ class StepResult:
     loss_scale: float
     num_zeros: float | None
     """How many entries of the gradients are exactly zero, without the vocabulary's padding."""
-    auxiliary_losses: AuxiliaryLosses | None = None
-    """Auxiliary losses of mixtures of experts and of indexers."""
-
-    mtp_losses: tuple[float, ...] = ()
-    """Mean loss of each depth of multi-token prediction over its tokens, in nats."""
-
-    max_attention_logit: float | None = None
-    """Largest product of a query and a key, with the scale of the scores; None where it is not measured."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the parts of the model report, by name (`parts/numbers.py`)."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +81,7 @@ class Gradients:
     """Positions of the samples of the global batch."""
 
     of_microbatches: torch.Tensor
-    """fp32 [microbatches, 2 + depths]: see `run_microbatches`."""
+    """fp32 [microbatches, 2]: see `run_microbatches`."""
 
     shared: SharedNumbers
     """This rank's part of the numbers of all ranks, with its loss."""
@@ -128,7 +111,7 @@ class StepNumbers:
 
     Args:
         on_device: vectors of any length: "shared" of `SharedNumbers.summed`, the "squares" of the norm, the "share" of
-            clipping, the "auxiliary" losses and the "largest" product where there are any.
+            clipping, and the "largest" of what parts recorded.
         guard: as in `train_step`.
     """
 
@@ -172,9 +155,12 @@ class StepNumbers:
             norm_of(read["squares"]) if updated else None,
             _loss_scale(self._run),
             num_zeros,
-            _auxiliary_losses(self._run, read["auxiliary"], len(self._gradients.of_microbatches)),
-            summed.mtp_losses,
-            read["largest"][0] if updated and "largest" in read else None,
+            self._run.numbers.by_name(
+                summed.of_parts,
+                read["largest"],
+                microbatches=len(self._gradients.of_microbatches),
+                tokens=summed.tokens,
+            ),
         )
         return result, None if self._guard is None else summed.votes
 
@@ -213,8 +199,8 @@ def train_step(
         left_out = StepResult(0.0, 0, global_batch, False, None, _loss_scale(run), None)
         return TakenStep(False, lambda: (left_out, None))
     gradients = compute_gradients(run, samples)
-    of_parts = {"auxiliary": _summed_auxiliary_losses(run)}
-    largest = [] if run.largest_scores is None else run.largest_scores.take()
+    if run.qk_clip is not None:
+        run.qk_clip.take_scores()
     before_update()
     run.progress.phase = UPDATE
     overflow = run.optimizer.prepare_grads()
@@ -225,38 +211,29 @@ def train_step(
     if guard is not None:
         guard.note(shared, norm)
         share = guard.unless_closed(share, torch.ones_like(share))  # for the report gradients stay as they are
-    if run.largest_scores is not None:
-        of_parts["largest"] = run.largest_scores.of_all_ranks(largest, share.device)
-    on_device = {"shared": shared, "squares": norm.squares, "share": share.view(1), **of_parts}
+    on_device = {"shared": shared, "squares": norm.squares, "share": share.view(1), "largest": largest_of_parts(run)}
     numbers = StepNumbers(run, global_batch, gradients, on_device, guard)
     if guard is None:
         on_loss(BatchLoss(numbers.summed.loss, gradients.of_microbatches, gradients.samples))
         run.progress.phase = UPDATE
         numbers.check()
     clips = run.config.optimizer.clip_grad > 0.0 and (guard is not None or numbers.read["share"][0] < 1.0)
-    num_zeros = None if overflow else _update(run, gradients, largest, share if clips else None, guard)
+    num_zeros = None if overflow else _update(run, gradients, share if clips else None, guard)
     return TakenStep(not overflow, partial(numbers.result, updated=not overflow, num_zeros=num_zeros))
 
 
-def _update(
-    run: Run,
-    gradients: Gradients,
-    largest: Sequence[torch.Tensor],
-    share: torch.Tensor | None,
-    guard: Guard | None,
-) -> float | None:
+def _update(run: Run, gradients: Gradients, share: torch.Tensor | None, guard: Guard | None) -> float | None:
     """Update the weights by gradients that are ready, times `share`, and return the count of zeros where it is asked
     for. Collective.
 
     Args:
-        largest: products of each attention, see `LargestScores.take`.
         share: fp32 scalar on the device; None for 1.
     """
     if share is not None:
         scale_gradients(run.optimizer, share)
     num_zeros = _zeros_in_gradients(run) if run.config.logging.log_num_zeros_in_grad else None
     if run.qk_clip is not None:
-        run.qk_clip.before_update(largest)
+        run.qk_clip.before_update()
     run.optimizer.step_with_ready_grads()
     run.sharding.finish_update(run.optimizer)
     for bias, moved in gradients.biases:
@@ -278,7 +255,8 @@ def compute_gradients(run: Run, samples: range) -> Gradients:
     shared = SharedNumbers(run)
     evidence = run.gradient_watch.begin(shared.loss)
     biases = [(bias, bias.clone()) for _, bias in biases_of_experts(run.chunks)]
-    losses = run_microbatches(run, microbatches, forward_only=False)
+    with run.numbers.recording():
+        losses = run_microbatches(run, microbatches, forward_only=False)
     moved = [(bias, bias.clone()) for bias, _ in biases]
     for bias, before in biases:  # megatron-core moves them with the last gradient, also before a step that is skipped
         bias.copy_(before)
@@ -313,10 +291,8 @@ def run_microbatches(
         micro_batch_size: samples in one of them; default that of the training.
 
     Returns:
-        fp32 [microbatches, 2 + depths]: for each the sum of the losses of this rank's tokens that count, and their
-        number; in training also the sum of each depth of multi-token prediction, times the number of tokens that count
-        over that of the depth, both of the global batch. Zero but on one rank of those that hold the same loss, so that
-        the sum over all ranks is that over the global batch.
+        fp32 [microbatches, 2]: for each the sum of the losses of this rank's tokens that count, and their number. Zero
+        but on one rank of those that hold the same loss, so that the sum over all ranks is that over the global batch.
     """
     config = run.config
     depths = 0 if forward_only else config.model.mtp_num_layers or 0
@@ -340,7 +316,7 @@ def run_microbatches(
     # Only the last stage has the loss, and tensor-parallel ranks hold the same.
     if run.is_last_stage and run.groups.tp.rank() == 0:
         return torch.stack([report["lm loss"] for report in reports])
-    return torch.zeros(len(microbatches), 2 + depths, device=run.device.torch_device)
+    return torch.zeros(len(microbatches), 2, device=run.device.torch_device)
 
 
 def _scales_of_depths(run: Run, microbatches: list[Batch]) -> torch.Tensor | None:
@@ -360,7 +336,7 @@ def _scales_of_depths(run: Run, microbatches: list[Batch]) -> torch.Tensor | Non
 
 
 def _sum(losses: torch.Tensor) -> torch.Tensor:
-    """Return the sum of what `run_microbatches` gives, fp64 [2 + depths]."""
+    """Return the sum of what `run_microbatches` gives, fp64 [2]."""
     return losses.sum(dim=0, dtype=torch.float64)
 
 
@@ -392,37 +368,6 @@ def held_out_loss(run: Run, microbatches: list[Batch]) -> tuple[float, int]:
         torch.distributed.all_reduce(total)
     loss_sum, tokens = total.tolist()
     return mean_loss(loss_sum, tokens), int(tokens)
-
-
-def _summed_auxiliary_losses(run: Run) -> torch.Tensor:
-    """Add up what routers and indexers of all ranks recorded in this step, fp64 [5] on the device as of
-    `take_auxiliary_losses`; [0] for a model without any. Collective."""
-    model, device = run.config.model, run.device.torch_device
-    if model.num_experts is None and model.experimental_attention_variant != "dsa":
-        return torch.zeros(0, dtype=torch.float64, device=device)
-    total = take_auxiliary_losses(run.groups, device)
-    if run.world_size > 1:
-        torch.distributed.all_reduce(total)
-    return total
-
-
-def _auxiliary_losses(run: Run, total: Sequence[float], microbatches: int) -> AuxiliaryLosses | None:
-    """Return the means of what `_summed_auxiliary_losses` has added up; None without any."""
-    if not total:
-        return None
-    model, layers = run.config.model, stack(run.config)
-    depths = model.mtp_num_layers or 0
-    indexers = microbatches * (len(layers) + depths) if model.experimental_attention_variant == "dsa" else 0
-    routers = microbatches * layers.count(lambda layer: layer.experts is not None)
-    load_balancing, of_samples, of_global_batch, z, _ = (one / max(routers, 1) for one in total)
-    asked = model.load_balancing_losses
-    return AuxiliaryLosses(
-        load_balancing=load_balancing if routers and "aux_loss" in asked else None,
-        z=z if model.moe_z_loss_coeff is not None else None,
-        of_samples=of_samples if "seq_aux_loss" in asked else None,
-        of_global_batch=of_global_batch if "global_aux_loss" in asked else None,
-        indexer=total[4] / indexers if indexers else None,
-    )
 
 
 def _forward_step(

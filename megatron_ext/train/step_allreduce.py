@@ -26,6 +26,11 @@ class StopVotes(NamedTuple):
     overdue: int = 0
 
 
+# Loss, tokens and ranks come first in the vector, then the votes, then what parts of the model recorded.
+_VOTES = 4
+_OF_PARTS = _VOTES + len(StopVotes._fields)
+
+
 class Summed(NamedTuple):
     """What all ranks have together."""
 
@@ -36,9 +41,9 @@ class Summed(NamedTuple):
     """Number of ranks with a bad gradient."""
     overflowed_ranks: int
     """Number of ranks in which the loss scale overflowed."""
-    mtp_losses: tuple[float, ...]
-    """Mean loss of each depth of multi-token prediction."""
     votes: StopVotes
+    of_parts: tuple[float, ...]
+    """Sums of what the parts of the model have recorded, see `RecordedNumbers.sums`."""
 
 
 class SharedNumbers:
@@ -46,14 +51,13 @@ class SharedNumbers:
 
     def __init__(self, run: Run):
         self._run = run
-        self._depths = run.config.model.mtp_num_layers or 0
-        length = 4 + self._depths + len(StopVotes._fields)
+        length = _OF_PARTS + len(run.numbers.summed)
         self._vector = torch.zeros(length, dtype=torch.float64, device=run.device.torch_device)
         self.loss = self._vector[0].clone()
 
     def add_loss(self, share: torch.Tensor) -> None:
-        """Add the sum of losses, the number of tokens, and the sum of each depth, fp64 [2 + depths]."""
-        self._vector[:2], self._vector[4 : 4 + self._depths] = share[:2], share[2:]
+        """Add the sum of losses and the number of tokens, fp64 [2]."""
+        self._vector[:2] = share
         self.loss.copy_(share[0])
 
     def add_gradients(self, overflow: bool, grad_norm: torch.Tensor) -> None:
@@ -67,26 +71,35 @@ class SharedNumbers:
             self._vector[2] = ~(grad_norm.isfinite() & left_out.isfinite())
 
     def summed(self, votes: StopVotes) -> torch.Tensor:
-        """Return the numbers of all ranks, fp64 [7 + depths], on the device: see `named`. Collective.
+        """Return the numbers of all ranks, fp64, on the device: see `named`. Collective.
 
         Args:
             votes: whether this rank asks to stop.
         """
-        for slot, vote in enumerate(votes, 4 + self._depths):
+        for slot, vote in enumerate(votes, _VOTES):
             if vote:
                 self._vector[slot] = float(vote)
+        self._vector[_OF_PARTS:] = self._run.numbers.sums()
         if self._run.world_size > 1:
             torch.distributed.all_reduce(self._vector)
         return self._vector
 
 
+def largest_of_parts(run: Run) -> torch.Tensor:
+    """Return the largest of what parts of all ranks have recorded, see `RecordedNumbers.largest`. Collective, where
+    there is any."""
+    largest = run.numbers.largest()
+    if len(largest) and run.world_size > 1:
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return largest
+
+
 def named(numbers: Sequence[float]) -> Summed:
-    """Return the numbers of all ranks by their names: the loss, tokens and ranks, losses of depths, and votes."""
-    loss_sum, tokens, bad, overflowed, *rest = numbers
-    ahead, votes = rest[: -len(StopVotes._fields)], rest[-len(StopVotes._fields) :]
-    of_depths = tuple(mean_loss(one, tokens) for one in ahead)
-    asked = StopVotes(*map(int, votes))
-    return Summed(mean_loss(loss_sum, tokens), int(tokens), int(bad), int(overflowed), of_depths, asked)
+    """Return the numbers of all ranks by their names: the loss, tokens and ranks, votes, and what parts recorded."""
+    loss_sum, tokens, bad, overflowed = numbers[:_VOTES]
+    votes = StopVotes(*map(int, numbers[_VOTES:_OF_PARTS]))
+    of_parts = tuple(numbers[_OF_PARTS:])
+    return Summed(mean_loss(loss_sum, tokens), int(tokens), int(bad), int(overflowed), votes, of_parts)
 
 
 def mean_loss(loss_sum: float, tokens: float) -> float:

@@ -66,7 +66,8 @@ def test_it_trains_and_resumes_as_the_whole_does(core: Path, tmp_path: Path) -> 
     ("flags", "said"),
     [
         ("--optimizer lion", "--optimizer: 'lion' is not one of adam, sgd, muon"),
-        ("--multi-latent-attention", "--multi-latent-attention needs a plugin that is not installed"),
+        ("--multi-latent-attention", "unknown flag --multi-latent-attention"),
+        ("--experimental-attention-variant kda", "'kda' needs a plugin that is not installed"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1 needs a plugin that is not installed"),
         ("--wandb-project p", "--wandb-project p needs a plugin that is not installed"),
         ("--hybrid-layer-pattern M*M*", "'M' is no letter; known are *, - and E, and | between chunks of the pipeline"),

@@ -42,11 +42,8 @@ def _by_the_program(flags: list[str]) -> tuple[dict[str, np.ndarray], float, flo
         return prepare_grads()
 
     run.optimizer.prepare_grads = capture_then_prepare
-    found = Trainer(run, []).step().auxiliary_losses
-    assert found is not None
-    assert found.load_balancing is not None
-    assert found.z is not None
-    return {shard.name: shard.values for shard in gradients}, found.load_balancing, found.z
+    found = Trainer(run, []).step().numbers
+    return {shard.name: shard.values for shard in gradients}, found["load_balancing_loss"], found["z_loss"]
 
 
 def _by_hand(flags: list[str]) -> tuple[dict[str, np.ndarray], float, float]:
@@ -262,8 +259,8 @@ def _dropped(flags: list[str]) -> float:
     experts = ExpertLoad()
     trainer = Trainer(build_run(configure(flags).config, device.install("cpu")), [experts])
     trainer.step()
-    loads = experts.read(trainer)
-    return sum(layer.dropped for layer in loads) / len(loads)
+    loads = experts.read(trainer).row["expert_load"]
+    return sum(layer["dropped"] for layer in loads) / len(loads)
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])

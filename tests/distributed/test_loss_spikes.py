@@ -73,7 +73,7 @@ def _losses(steps: int, flags: str) -> tuple[list[str], int]:
     for _ in range(steps):
         trainer._tell("on_step_begin")
         result = trainer.step()
-        found.append(f"{result.loss.hex()} {(result.grad_norm or 0.0).hex()} {result.auxiliary_losses}")
+        found.append(f"{result.loss.hex()} {(result.grad_norm or 0.0).hex()} {result.numbers}")
     assert not any(verdict.differing for verdict in judged)
     return found, len(judged)
 

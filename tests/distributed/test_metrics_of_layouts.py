@@ -16,7 +16,6 @@ from megatron_ext.plugins.prove import gather
 from megatron_ext.train.callbacks.evaluation import evaluate
 from megatron_ext.train.callbacks.reporting import parameters_norm
 from megatron_ext.train.gradient_watch import _before_other_uses
-from megatron_ext.train.step import AuxiliaryLosses
 from megatron_ext.train.trainer import Callback, Trainer
 from tests.support.checkpoints import build
 from tests.support.program import tiny
@@ -159,13 +158,13 @@ def _measured(layout: str) -> Measured:
     first, second = trainer.step(), trainer.step()
     updated = parameters_norm(run)
     run.loaders.close()
-    auxiliary, next_step = (result.auxiliary_losses or AuxiliaryLosses(None, None) for result in (first, second))
     assert first.grad_norm is not None
     assert first.num_zeros is not None
     exact = float(torch.stack(squares).sum().sqrt())
-    balance = auxiliary.load_balancing or auxiliary.of_samples
+    found = first.numbers.get
+    balance = found("load_balancing_loss", found("seq_load_balancing_loss"))
     norms = (norm, first.grad_norm, first.num_zeros, updated)
-    return Measured(*norms, balance, auxiliary.z, next_step.z, auxiliary.indexer, exact)
+    return Measured(*norms, balance, found("z_loss"), second.numbers.get("z_loss"), found("indexer_loss"), exact)
 
 
 def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout(alone: Found, divided: list[Found]) -> None:

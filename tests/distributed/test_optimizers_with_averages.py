@@ -42,8 +42,17 @@ def _words(save: Path, load: Path, flags: str) -> list[str]:
     return [*SMALL, *shlex.split(f"{flags} {run}")]
 
 
-@pytest.mark.parametrize("layout", ["--use-torch-fsdp2 --bf16", f"{ZERO_1} --bf16"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+OF_EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 16 --disable-bias-linear --swiglu --use-megatron-fsdp"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, layout) for name in OPTIMIZERS for layout in ("--use-torch-fsdp2 --bf16", f"{ZERO_1} --bf16")),
+        ("schedule_free", "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"),
+        ("adafactor", OF_EXPERTS),
+    ],
+)
 def test_a_run_goes_on_bit_for_bit(name: str, layout: str, tmp_path: Path) -> None:
     """The whole run evaluates after every step, the other one at the end alone: no step may notice."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -30,6 +30,10 @@ LAYOUTS = {
     "TP2 PP2, pipeline before data": LayoutConfig(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True
     ),
+    # megatron-core counts data-parallel ranks of experts, although there are none.
+    "CP2 PP2, pipeline before data": LayoutConfig(
+        context_parallel_size=2, pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True
+    ),
     "TP2 EP4 ETP1": LayoutConfig(
         tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1
     ),
@@ -88,6 +92,47 @@ def _played() -> list[list[tuple[Made, Made]]]:
     return found
 
 
+COUNTED = {
+    "DP8": (8, LayoutConfig()),
+    "TP2 PP2": (8, LayoutConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
+    "TP4 PP4": (64, LayoutConfig(tensor_model_parallel_size=4, pipeline_model_parallel_size=4)),
+    "TP8 PP8": (1024, LayoutConfig(tensor_model_parallel_size=8, pipeline_model_parallel_size=8)),
+}
+
+
+def _counts(bound: bool) -> dict[str, list[int]]:
+    """By layout, how often the first and the last rank call torch's `new_group`: where the group of all ranks is bound
+    to a GPU, as nccl2 binds it, and where it is not, as nccl-legacy leaves it."""
+    found = {}
+    for name, (world_size, layout) in COUNTED.items():
+        found[name] = []
+        for rank in (0, world_size - 1):
+            with played(rank, world_size):
+                everyone: Any = torch.distributed.group.WORLD
+                everyone.bound_device_id = torch.device("cuda", 0) if bound else None
+                found[name].append(_calls(layout))
+    return found
+
+
+def _calls(layout: LayoutConfig) -> int:
+    calls, original = [0], torch.distributed.new_group
+    everyone: Any = torch.distributed.group.WORLD
+
+    def counted(**options: Any) -> Any:
+        calls[0] += 1
+        device_id, everyone.bound_device_id = everyone.bound_device_id, None  # no GPU splits a communicator here
+        made = original(**options)
+        everyone.bound_device_id = device_id
+        return made
+
+    torch.distributed.new_group = counted
+    try:
+        process_groups.initialize(layout, device.install("cpu"))
+    finally:
+        torch.distributed.new_group = original
+    return calls[0]
+
+
 @pytest.fixture(scope="module")
 def real() -> list[list[Made]]:
     return run_ranks(8, _of_all_layouts)
@@ -122,3 +167,13 @@ def test_ranks_are_listed_as_megatron_core_lists_them() -> None:
         mask = (random.random(len(sizes)) < 0.5).tolist()
         world = int(np.prod(sizes))
         assert rank_groups(world, sizes, mask) == generate_masked_orthogonal_rank_groups(world, sizes, mask)
+
+
+def test_with_nccl2_every_rank_takes_part_in_every_group() -> None:
+    """It splits the communicator of all ranks for each group; with nccl-legacy a rank makes its own groups alone."""
+    (own,), (everyones,) = (run_ranks(1, _counts, bound) for bound in (False, True))
+    for name in COUNTED:
+        first, last = everyones[name]
+        assert first == last, "all ranks call together"
+        assert max(own[name]) <= 20 < first
+    assert everyones["TP8 PP8"] == [5249, 5249]

@@ -12,19 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.config.derived.pipeline_table import flaws
 from megatron_ext.data.data_manifest import checksums, first_damage, known_blocks
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids, open_index
 from megatron_ext.errors import DataError
-from megatron_ext.pipeline_tables import Action, _flat
 from megatron_ext.plugins.pages.loss_curve import loss_chart, read_history
 from megatron_ext.plugins.pages.run_page import run_page
 from megatron_ext.plugins.prepare.documents import read_documents
 from megatron_ext.plugins.prepare.inputs import find_files
 from megatron_ext.tokenizer.from_flags import build_tokenizer
-from megatron_ext.untrusted.schedule_csv import read_schedule
-from megatron_ext.untrusted.text import TextError
 from tests.fuzz.mutations import Read, changed, flipped
 from tests.support.pages import elements
 
@@ -203,33 +199,5 @@ def metrics(folder: Path) -> Read:
         history = read_history(folder / "m.jsonl")
         assert loss_chart(history)
         assert elements(run_page(history, "run"))
-
-    return read
-
-
-def schedule(folder: Path) -> Read:
-    """A table of a pipeline's passes: what is taken is what torch reads of the same entries, and one without a flaw has
-    every pass."""
-    from torch.distributed.pipelining.schedules import _Action
-
-    whole = b"0F0,0F1,(0B0;0F2)OVERLAP_F_B,,0I1,0W1,0B2\n1F0,1B0,1SEND_B0,1F1,1B1,1F2,1B2"
-
-    def read(chance: random.Random) -> None:
-        text = changed(whole, chance)
-        (folder / "table.csv").write_bytes(text)
-        read_schedule.cache_clear()
-        try:
-            table = read_schedule(str(folder / "table.csv"))
-        except TextError as error:
-            raise DataError(str(error)) from None
-        lines = [line for line in text.decode("utf-8-sig").splitlines() if line.strip()]
-        for row, line in zip(table, lines, strict=True):
-            entries = [entry.replace('"', "").replace(" ", "") for entry in line.split(",")]
-            assert row == tuple(_flat(_Action.from_str(entry) for entry in entries))
-        wrong = next(flaws(table, 2, 1, 3, v_shaped=False), None)
-        if wrong is not None:
-            raise DataError(wrong)
-        forward = {action for row in table for action in row if action.kind == "F"}
-        assert forward == {Action(stage, "F", microbatch) for stage in range(2) for microbatch in range(3)}
 
     return read

@@ -30,5 +30,4 @@ TARGETS: dict[str, Callable[[Path], Read]] = {
     "tokenizer": data_targets.tokenizer,
     "tiktoken": data_targets.tiktoken,
     "metrics": data_targets.metrics,
-    "schedule": data_targets.schedule,
 }

@@ -13,7 +13,7 @@ from megatron_ext.forkserver.ranks import RankError, run_ranks
 from megatron_ext.plugins.prove.cases import CASES
 from megatron_ext.plugins.prove.compared_layouts import RECOMPUTE
 from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
-from megatron_ext.plugins.prove.recorded_training import build
+from megatron_ext.plugins.prove.recorded_training import build, poisoned_gathers
 from megatron_ext.plugins.tasks.generation import generate
 from megatron_ext.plugins.tasks.sampling import Sampling
 from megatron_ext.plugins.tasks.tasks_and_samples import model_of
@@ -22,7 +22,6 @@ from megatron_ext.train.datasets import tokenizer_of_run
 from megatron_ext.train.extensions import NONE
 from megatron_ext.train.trainer import Trainer
 from tests.support import planted_faults
-from tests.support.poisoned_gathers import poisoned_gathers
 
 LATE = "--overlap-param-gather"
 GATHERING = [name for name, case in CASES.items() if {LATE, "--use-torch-fsdp2", "--use-megatron-fsdp"} & {*case.flags}]

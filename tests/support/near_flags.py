@@ -24,6 +24,9 @@ _FP8 = "--bf16 --fp8-format e4m3 --hidden-size 256 --num-attention-heads 2 --seq
 # Each has several numbers or switches that rules weigh against each other, no two of them equal where that is possible.
 MORE = (
     "--swiglu --mlp-multipliers 1 2 3",
+    "--num-layers 4 --position-embedding-type none --hybrid-layer-pattern +-*-",
+    "--num-layers 4 --position-embedding-type none --disable-bias-linear --hybrid-layer-pattern G-*- "
+    "--linear-attention-freq 2",
     "--global-batch-size 24 --rampup-batch-size 4 5 100",
     "--world-size 2 --global-batch-size 24 --rampup-batch-size 4 4 100",
     "--world-size 2 --global-batch-size 24 --rampup-batch-size 4 5 100",

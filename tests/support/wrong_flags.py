@@ -624,7 +624,6 @@ _WRONG = """
 --recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations
 --world-size 2 --use-torch-fsdp2 --log-straggler --log-communication-share
 --world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 5
---world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb
 --world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv
 --world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-1f1b
 --world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule gpipe
@@ -637,7 +636,6 @@ _WRONG = """
   --microbatch-group-size-per-virtual-pipeline-stage 2
 --world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-zero-bubble --torch-compile
   --hidden-dropout 0 --attention-dropout 0
---world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule nowhere.csv
 --recompute-modules mlp
 --recompute-granularity selective --recompute-modules mlp rotary
 --recompute-granularity selective --recompute-modules layernorm --torch-compile --hidden-dropout 0 --attention-dropout

@@ -300,7 +300,7 @@ READS_FIELDS_OF_LAYERS = {
     "rules/": "judge what was typed, by the flags that were typed",
     "config/derived/pipeline_split.py": "divides the number of layers over stages",
     "plugins/families/": "translate flags to config.json and compare them with those of a family",
-    "plugins/gated_delta/describe.py": "describes a mixer",
+    "plugins/gated_delta/": "describe a mixer, and judge what was typed",
     "plugins/latent_attention/describe.py": "describes a mixer",
     "model/config.py": "translates flags to megatron-core's configuration, which is one for all layers",
     "plugins/huggingface/exporter.py": "writes the flags into the model card",
@@ -365,7 +365,7 @@ READS_FIELDS_OF_SHARDING = {
     "plugins/migrate/": "translates the flags of others",
 }
 # What others may import; a scheme's file is its own.
-DOORS_OF_SHARDING = {"choose", "scheme", "parts", "gradients"}
+DOORS_OF_SHARDING = {"choose", "scheme", "parts", "gradients", "poisoned"}
 ENGINE_WRAPPERS = {
     "DistributedDataParallel",
     "TorchFullyShardedDataParallel",

@@ -25,6 +25,34 @@ from megatron_ext.config.derived.optimizer_traits import SGD
 
 OPTIMIZERS = (replace(SGD, name="plain_descent", title="Plain descent"),)
 """
+FLAGS = """
+from dataclasses import dataclass
+
+from megatron_ext.config.schema.option import Choice, Need, ReadWith, option
+
+
+@dataclass(frozen=True)
+class MoonFlags:
+    moon_phase: int = option(
+        3, "Phase of the moon.", resume="free", at_least=1, read_with=ReadWith("swiglu", "there is no gate to shine on")
+    )
+
+
+def wane(values, given):
+    if "moon_phase" not in given and values.get("swiglu"):
+        values["moon_phase"] = 7
+
+
+def not_thirteen(config, facts):
+    if config.model.moon_phase == 13:
+        yield "--moon-phase 13 brings bad luck; use --moon-phase 12"
+
+
+FLAGS = (("model", MoonFlags),)
+CHOICES = (Choice("experimental_attention_variant", "tides", (Need("moon_phase", 5, "high water"),)),)
+RESOLVERS = (wane,)
+RULES = (not_thirteen,)
+"""
 FAMILY = """
 from dataclasses import replace
 
@@ -42,6 +70,7 @@ def installed(folder: Path, *, needs: str = "", more: str = "") -> dict[str, str
     (package / "plugin.py").write_text(PLUGIN.format(needs=needs, more=more))
     (package / "traits.py").write_text(TRAITS)
     (package / "family.py").write_text(FAMILY)
+    (package / "flags.py").write_text(FLAGS)
     (package / "greet.py").write_text("def main(argv):\n    print('hello', *argv)\n    return 0\n")
     metadata = folder / "elsewhere-1.0.dist-info"
     metadata.mkdir()
@@ -68,6 +97,31 @@ def test_a_plugin_of_another_distribution_brings_commands_optimizers_and_familie
         "print(OPTIMIZERS['plain_descent'].title, FAMILIES['elsewhere_llama'].model_type)\n"
     )
     assert run("-c", script, env=env).stdout == "Plain descent elsewhere_llama\n"
+
+
+def test_a_plugin_of_another_distribution_brings_flags(tmp_path: Path) -> None:
+    """They are read, bounded, derived, judged and warned of as the core's are; a field of the core has its value."""
+    points = ("flags", "choices", "resolvers", "rules")
+    env = installed(tmp_path, more="".join(f', "{point}": "elsewhere.flags:{point.upper()}"' for point in points))
+    assert "--moon-phase N" in run(str(ROOT / "pretrain_gpt.py"), "--help", "moon", env=env).stdout
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data --vocab-size 512"
+    flags += " --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --device cpu"
+
+    def said(more: str) -> str:
+        return run(str(ROOT / "pretrain_gpt.py"), *flags.split(), "--dry-run", *more.split(), env=env).stderr
+
+    assert "--moon-phase 0 is below 1" in said("--moon-phase 0")
+    assert "--moon-phase changes nothing here: there is no gate to shine on" in said("--moon-phase 2")
+    assert "--moon-phase 13 brings bad luck; use --moon-phase 12" in said("--swiglu --moon-phase 13")
+    script = (
+        "from megatron_ext.config.parse.arguments import parse\n"
+        "from megatron_ext.config.resolve import Facts, resolve\n"
+        "print(resolve(parse({}).values, Facts()).model.moon_phase)\n"
+    )
+    for more, phase in (("", 3), ("--swiglu", 7), ("--swiglu --moon-phase 5", 5)):
+        assert run("-c", script.format([*flags.split(), *more.split()]), env=env).stdout == f"{phase}\n"
+    needs = "--experimental-attention-variant tides needs high water, but --moon-phase is 3; use --moon-phase 5"
+    assert needs in said("--experimental-attention-variant tides")
 
 
 @pytest.mark.parametrize(

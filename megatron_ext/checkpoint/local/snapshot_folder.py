@@ -29,7 +29,7 @@ COPY = ".copy"
 _FILE = re.compile(r"rank_([0-9]{5,})(\.copy)?")
 _ITERATION = re.compile(r"iter_([0-9]{7,})")
 # Of the layout: what does not change which rank holds which tensors.
-_FREE = ("distributed_timeout_minutes", "distributed_backend", "elastic")
+_FREE = ("distributed_timeout_minutes", "distributed_backend", "nccl_backend", "elastic")
 
 
 def folder_of(config: Config) -> Path | None:

@@ -26,6 +26,7 @@ from megatron_ext.config.derived.optimizer_traits import AVERAGE
 from megatron_ext.model.names import unwrapped
 from megatron_ext.model.own_layers import divided
 from megatron_ext.optim.loss_scale import loss_scale_of
+from megatron_ext.parallel.groups import as_stage
 from megatron_ext.parallel.rows import RowShard, row_shard
 from megatron_ext.parts import own_parameters
 from megatron_ext.sharding.parts import Exchange, OptimizerPart
@@ -268,7 +269,9 @@ def models_of(run: Saveable) -> Contents:
     metadata = {**CONTENT_METADATA, "dp_cp_group": run.groups.dp_cp}
     state_dict, weights = {}, {}
     for key, chunk in _chunks(run).items():
-        saved = chunk.sharded_state_dict(metadata=metadata)
+        # Named stages may lie like a V: megatron-core counts a chunk's layers by the stage of the process.
+        with as_stage(run.groups, chunk.pg_collection.pp.rank()):
+            saved = chunk.sharded_state_dict(metadata=metadata)
         state_dict[key] = {
             name: divided(value, run.groups.tp) if isinstance(value, ShardedTensor) else value
             for name, value in saved.items()

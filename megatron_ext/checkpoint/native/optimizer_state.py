@@ -51,7 +51,8 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
         if low < high:
             # Layers are one tensor in the checkpoint, stacked along axes before those of the weight.
             axis = part.prepend_axis_num
-            data = rows.view(-1, *part.local_shape[1:])[low - first : high - first]
+            # A copy where one of its dimensions is kept once and repeated (`State.along`).
+            data = rows.reshape(-1, *part.local_shape[1:])[low - first : high - first]
             data = data.view((1,) * axis + tuple(data.shape))
             offset = list(part.global_offset)
             offset[axis] += low - start

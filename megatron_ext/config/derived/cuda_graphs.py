@@ -10,6 +10,7 @@ the answer: its `cuda_graph_impl` is "full_iteration" where passes are captured,
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_ext.config.parse.options import options
 from megatron_ext.config.schema import Config
 
 FULL_ITERATION = "full_iteration"
@@ -118,17 +119,10 @@ def _of_passes_that_differ(config: Config) -> Iterator[str]:
 
 
 def _of_untried_flags(config: Config) -> Iterator[str]:
-    training = config.training
-    for flag, on in (
-        (f"--fp8-format {training.fp8_format}", training.fp8_format is not None),
-        ("--torch-compile", training.torch_compile),
-        ("--transformer-impl transformer_engine", config.model.transformer_impl == "transformer_engine"),
-        ("--recurrence-kernels fla", config.model.recurrence_kernels == "fla"),
-        ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
-        (f"--spike-threshold {training.spike_threshold}", training.spike_threshold is not None),
-    ):
-        if on:
-            yield f"{flag} (nobody has tried it with graphs: leave it out)"
+    for option in options():
+        value = getattr(getattr(config, option.group), option.name) if option.untried_with_graphs else option.default
+        if value != option.default:
+            yield f"{option.typed(value)} (nobody has tried it with graphs: leave it out)"
 
 
 def _of_parts_that_are_timed(config: Config) -> Iterator[str]:

@@ -14,9 +14,6 @@ from itertools import accumulate
 
 from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.config.schema.layout_flags import SPLIT_SCHEDULES, V_SHAPED
-from megatron_ext.pipeline_tables import Rows
-from megatron_ext.untrusted.schedule_csv import read_schedule
-from megatron_ext.untrusted.text import TextError
 
 _MOST_CHARACTERS = 100_000
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,6})")
@@ -25,29 +22,12 @@ _LETTER = re.compile(r"([EtmL|])\*(\d{1,6})")
 
 def is_v_shaped(layout: LayoutConfig) -> bool:
     """Return whether the chunks lie on the ranks like a V, so that rank 0 has the first one and the last."""
-    return v_shaped(layout.table, layout.pipeline_model_parallel_size)
-
-
-def v_shaped(name: str | None, stages: int) -> bool:
-    """Return whether a schedule wants that, for so many ranks: it is known by name, and a file has the first chunk and
-    the last on one line."""
-    last = 2 * stages - 1
-    at_ends = any({0, last} <= {action.stage for action in row} for row in _of_file(name))
-    return name in V_SHAPED or (last > 1 and at_ends)
+    return layout.table in V_SHAPED
 
 
 def splits_backward(layout: LayoutConfig) -> bool:
     """Return whether the schedule of the stages makes gradients of weights apart from those of inputs."""
-    name = layout.table if layout.pipeline_model_parallel_size > 1 else None
-    return name in SPLIT_SCHEDULES or any(action.kind == "W" for row in _of_file(name) for action in row)
-
-
-def _of_file(name: str | None) -> Rows:
-    """Return the table of a schedule that is a file which can be read; nothing of others."""
-    try:
-        return read_schedule(name) if name is not None and name.endswith(".csv") else ()
-    except (OSError, TextError):
-        return ()  # a rule says so
+    return layout.pipeline_model_parallel_size > 1 and layout.table in SPLIT_SCHEDULES
 
 
 def last_stage(layout: LayoutConfig) -> int:

@@ -1,9 +1,7 @@
-"""Checks and simulates what a table says of a pipeline (`pipeline_tables.py`)."""
+"""Simulates what a table says of a pipeline (`pipeline_tables.py`)."""
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from megatron_ext.config.derived.pipeline_split import stage_of_chunk
@@ -54,8 +52,7 @@ class Walk:
                     ranks.append(rank)
                     at[rank] += 1
         self._passes = tuple(place)
-        self.stuck = [(rank, at[rank]) for rank, row in enumerate(table) if at[rank] < len(row)]
-        """Where ranks wait for what never comes: (rank, index of the pass that it waits to begin)."""
+        assert at == [len(row) for row in table], "no rank waits for ever"
 
     def _done(self, seconds: Sequence[float], delay: float) -> list[float]:
         done = [0.0, -math.inf]
@@ -90,44 +87,3 @@ def _need(action: Action, stages: int, done: Container[Any]) -> tuple[int, str, 
         return stage, "F", microbatch
     split = stage + 1, "I", microbatch
     return split if split in done else (stage + 1, "B", microbatch)
-
-
-def flaws(table: Rows, ranks: int, chunks: int, microbatches: int, *, v_shaped: bool) -> Iterator[str]:
-    """Yield what is wrong with a table: entries that cannot be, passes that are missing or come too early, ranks that
-    would wait for each other for ever. A line is that of the file."""
-    virtual, shape = ranks * chunks, "V" if v_shaped else "loop"
-    if len(table) != ranks:
-        yield f"it has {len(table)} lines, and --pipeline-model-parallel-size is {ranks}"
-        return
-    lines = [rank_of(stage, ranks, v_shaped=v_shaped) + 1 for stage in range(virtual)]
-    seen: set[Action] = set()
-    begun = Counter[int]()
-    for rank, row in enumerate(table):
-        for place, action in enumerate(row, 1):
-            where = f"line {rank + 1}, pass {place} ({action})"
-            stage, kind, microbatch = action
-            if stage >= virtual or microbatch >= microbatches:
-                yield f"{where}: there are {virtual} stages and {microbatches} microbatches, both from 0"
-            elif lines[stage] != rank + 1:
-                yield f"{where}: stage {stage} of a {shape} of {ranks} ranks is on line {lines[stage]}"
-            elif action in seen or (kind in "BI" and action._replace(kind="BI".replace(kind, "")) in seen):
-                yield f"{where} is there twice"
-            elif kind == "F" and microbatch != begun[stage]:
-                yield f"{where} comes before {stage}F{begun[stage]}: forward passes are in the microbatches' order"
-            elif kind != "F" and action._replace(kind="I" if kind == "W" else "F") not in seen:
-                yield f"{where} comes before {action._replace(kind='I' if kind == 'W' else 'F')}"
-            else:
-                seen.add(action)
-                begun[stage] += kind == "F"
-                continue
-            return
-    for stage, microbatch in itertools.product(range(virtual), range(microbatches)):
-        forward, whole, inputs, weights = (Action(stage, kind, microbatch) for kind in "FBIW")
-        if whole not in seen and weights not in seen:
-            missing = weights if inputs in seen else f"{whole}, or {inputs} and {weights},"
-            missing = missing if forward in seen else forward
-            yield f"line {lines[stage]}: {missing} is missing"
-            return
-    if stuck := Walk(table, virtual).stuck:
-        waits = ", ".join(f"line {rank + 1} to begin {table[rank][at]}" for rank, at in stuck[:4])
-        yield f"its ranks wait for each other for ever: {waits}"

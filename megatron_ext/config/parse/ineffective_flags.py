@@ -9,10 +9,10 @@ one other field stands at the field (`ReadWith`); what it needs besides stands h
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ext.config.derived.attention_flags import LATENT_FLAGS, STRETCH_FLAGS
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION
 from megatron_ext.config.derived.sharding import given_schemes
-from megatron_ext.config.parse.options import flag_of, options_by_name
+from megatron_ext.config.parse.options import counted, flag_of, options_by_name
+from megatron_ext.config.schema.option import ReadWith
 
 
 def without_effect(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -24,24 +24,10 @@ def without_effect(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     for name, reason in (dict(_unread(values)) | dropped).items():
         if left[name] is not False:  # --switch=false asks for nothing
             warnings.append(f"{flag_of(name)} changes nothing here: {reason}")
-        if name in dropped or name in _NEEDS_ANOTHER:
+        if name in dropped or options_by_name()[name].dropped_unread:
             del left[name]
     return left, warnings + _drop_parts_of_experts(left)
 
-
-_NEEDS_ANOTHER = (
-    *(
-        "save_interval",
-        "save_retain_interval",
-        "recompute_method",
-        "recompute_num_layers",
-        "expert_tensor_parallel_size",
-    ),
-    *("fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    *("moe_grouped_gemm", "vocab_file", "merge_file", "tiktoken_pattern"),
-)
-"""Fields that are dropped where they are not read, for rules refuse them alone. Others stay as they were typed: a
-checkpoint may hold the same, and their values are judged in any case."""
 
 _PARTS_OF_EXPERTS = ("moe_act", "shared_experts", "mla_up_proj")
 """Values of --recompute-modules that belong to experts and to latent attention."""
@@ -66,29 +52,17 @@ def _drop_parts_of_experts(left: dict[str, Any]) -> list[str]:
 
 
 def _unread(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    seen = counted(values)
     for name in values:
-        needed = options_by_name()[name].read_with
-        if needed is not None and not _may_be_read(name, values):
-            yield name, needed.words
-    latents_rotate = not values.get("multi_latent_attention") or values.get("position_embedding_type") != "none"
-    if "rotary_base" in values and not latents_rotate:
-        yield "rotary_base", "with --position-embedding-type none latent attention rotates nothing"
+        for needed in options_by_name()[name].read_with:
+            if not _is_read(needed, seen):
+                yield name, needed.words
     saves = values.get("save") is not None and not values.get("no_save_optim")
     if values.get("ema_decay") and not saves and not values.get("eval_ema"):
         yield "ema_decay", "the averages are neither saved (--save without --no-save-optim) nor evaluated (--eval-ema)"
 
 
 def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    tensor_size = values.get("tensor_model_parallel_size", 1)
-    for name in ("sequence_parallel", "sequence_parallel_keep_gathered"):
-        if name in values and tensor_size == 1:
-            yield name, "with --tensor-model-parallel-size 1 every rank has the whole sequence"
-    if not values.get("multi_latent_attention"):
-        for name in LATENT_FLAGS:
-            if name in values:
-                yield name, "without --multi-latent-attention there are no latents"
-    yield from _of_positions(values)
-    yield from _of_scores(values)
     for name in ("save_interval", "exit_interval", "exit_duration_in_mins"):
         if values.get(name) == 0 and not (name == "save_interval" and values.get("save") is None):
             yield name, "0 is no interval, and nothing happens by it"
@@ -96,17 +70,6 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield from ((name, reason) for name, reason in scheme.ignores.items() if name in values)
     yield from _of_gradients(values)
     yield from _of_graphs(values)
-
-
-def _of_positions(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if any(values.get(name) for name in ("load_hf", "use_checkpoint_args", "multi_latent_attention")):
-        return  # frequencies are stretched, or another file says whether they are
-    stretches = values.get("rope_type") not in (None, "rope") or values.get("position_embedding_type") == "yarn"
-    for name in () if stretches else STRETCH_FLAGS:
-        if name in values:
-            yield name, "without --rope-type it stretches nothing"
-    if "attention_temperature_step" in values and values.get("attention_temperature_scale") is None:
-        yield "attention_temperature_step", "without --attention-temperature-scale queries stay as they are"
 
 
 def _of_graphs(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -146,17 +109,13 @@ _SAID_BY: dict[str, tuple[str, ...]] = {
 """What a resume does with a field -> the fields by which another file gives its value."""
 
 
-def _of_scores(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    scores = values.get("moe_router_score_function", "softmax")
-    if scores != "softmax" and "moe_router_pre_softmax" in values:
-        yield "moe_router_pre_softmax", f"--moe-router-score-function {scores} is no softmax"
-
-
-def _may_be_read(name: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a field has an effect next to these, or next to what another file may say."""
-    needed = options_by_name()[name].read_with
-    return needed is None or any(
+def _is_read(needed: ReadWith, values: Mapping[str, Any]) -> bool:
+    """Return whether one of the other fields, as these values or another file may say them, has it read."""
+    return any(
         any(values.get(source) for source in _SAID_BY.get(options_by_name()[field].resume, ()))
-        or (needed.holds(field, values.get(field, options_by_name()[field].default)) and _may_be_read(field, values))
+        or (
+            needed.holds(field, values.get(field, options_by_name()[field].default))
+            and all(_is_read(one, values) for one in options_by_name()[field].read_with)
+        )
         for field in needed.any_of
     )

@@ -9,11 +9,13 @@ import functools
 import math
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.option import MOST, Need, ReadWith, Resume
+from megatron_ext.registry import brought
 
 _TYPE_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
@@ -49,13 +51,25 @@ class Option:
     aliases: tuple[str, ...]
     joined: bool
     repeats: bool
-    read_with: ReadWith | None
+    read_with: tuple[ReadWith, ...]
+    dropped_unread: bool
     turns_on_a_plugin: bool
+    packages: tuple[tuple[Any, str], ...]
+    """Pairs of a value, None for every one but the default, and the package that it needs."""
+
+    needs_gpu: tuple[Any, ...]
+    """Values that only a GPU can do."""
+
+    untried_with_graphs: bool
 
     @property
     def flag(self) -> str:
         """The flag, `--num-layers`."""
         return flag_of(self.name)
+
+    def typed(self, value: Any) -> str:
+        """Return how a command line says a value, `--num-layers 4`."""
+        return self.flag if self.is_switch else f"{self.flag} {value}"
 
     @property
     def is_switch(self) -> bool:
@@ -78,6 +92,10 @@ def options() -> tuple[Option, ...]:
         for field in dataclasses.fields(group_type):
             value_type, many = _single_type(hints[field.name])
             told = dict(field.metadata)
+            more = [choice for choice in brought("choices") if choice.field == field.name]
+            if more:
+                told["choices"] = (*(told["choices"] or ()), *(choice.value for choice in more))
+                told["needs"] += tuple((choice.value, need) for choice in more for need in choice.needs)
             told["metavar"] = told["metavar"] or _metavar(value_type, many, told["choices"])
             declared.append(
                 Option(name=field.name, group=group.name, type=value_type, many=many, default=field.default, **told)
@@ -95,6 +113,14 @@ def options_by_flag() -> dict[str, Option]:
 def options_by_name() -> dict[str, Option]:
     """Return field name -> option."""
     return {option.name: option for option in options()}
+
+
+def counted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by field name as other fields see them: with what plugins' switches among them stand for."""
+    return {
+        **values,
+        **{name: value for stands_for in brought("counts_as") for name, value in stands_for(values).items()},
+    }
 
 
 @functools.cache
@@ -156,7 +182,9 @@ def _read_text(option: Option, text: str) -> Any:
             check_size(option, value)
     else:
         check_text(text)
-    if option.choices and value not in option.choices:
+    if option.choices == ():
+        raise ValueError(f"{text!r} needs a plugin that is not installed; install it, or leave the flag out")
+    if option.choices is not None and value not in option.choices:
         reason = dict(option.refused).get(value)
         why = "is not" if reason is None else f"is not supported: {reason}; use"
         meant = _meant(text, option.choices) if reason is None else ""

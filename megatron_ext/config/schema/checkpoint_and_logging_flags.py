@@ -36,6 +36,7 @@ class CheckpointConfig:
         at_least=1,
         aliases=("--persistent-save-interval",),
         read_with=_SAVES,
+        dropped_unread=True,
     )
     async_save: bool = free(
         False, "Write checkpoints in the background; training stops only for a copy in memory.", read_with=_SAVES
@@ -48,6 +49,7 @@ class CheckpointConfig:
         "Keep the checkpoints of every multiple of this many steps; of the others, the newest alone.",
         at_least=1,
         read_with=_SAVES,
+        dropped_unread=True,
     )
     ckpt_fully_parallel_save: bool = free(
         False,
@@ -160,7 +162,9 @@ class LoggingConfig:
     )
     tensorboard_dir: str | None = free(None, "Folder for TensorBoard.")
     tensorboard_log_interval: int = free(1, "Steps between two TensorBoard points.", at_least=1, read_with=_TENSORBOARD)
-    wandb_project: str | None = free(None, "Weights & Biases project; needs the wandb package.", turns_on_a_plugin=True)
+    wandb_project: str | None = free(
+        None, "Weights & Biases project; needs the wandb package.", turns_on_a_plugin=True, packages={None: "wandb"}
+    )
     wandb_exp_name: str | None = free(None, "Weights & Biases run name.", read_with=_WANDB)
     wandb_entity: str | None = free(None, "Weights & Biases entity.", read_with=_WANDB)
     wandb_save_dir: str | None = free(None, "Folder for the local files of Weights & Biases.", read_with=_WANDB)
@@ -208,6 +212,7 @@ class ProfilingConfig:
         False,
         "Mark the steps of the range for `nsys profile --capture-range=cudaProfilerApi`; with --use-pytorch-profiler, "
         "which a CPU needs, write torch's traces instead.",
+        needs_gpu=(True,),
     )
     profile_step_start: int = free(10, "First step that is profiled.", read_with=_PROFILES)
     profile_step_end: int = free(12, "First step that no longer is profiled.", read_with=_PROFILES)
@@ -238,6 +243,7 @@ class ProfilingConfig:
         False,
         "Record every allocation of GPU memory; written at each log line, at the end, and when the run fails, to be "
         "opened at pytorch.org/memory_viz.",
+        needs_gpu=(True,),
     )
     memory_snapshot_path: str = free(
         "snapshot.pickle",

@@ -101,10 +101,18 @@ class DataConfig:
         at_least=1,
     )
     vocab_file: str | None = option(
-        None, "GPT2BPETokenizer: its vocab.json, from token to id.", resume="tokenizer", read_with=_GPT2
+        None,
+        "GPT2BPETokenizer: its vocab.json, from token to id.",
+        resume="tokenizer",
+        read_with=_GPT2,
+        dropped_unread=True,
     )
     merge_file: str | None = option(
-        None, "GPT2BPETokenizer: its merges.txt, one merge a line.", resume="tokenizer", read_with=_GPT2
+        None,
+        "GPT2BPETokenizer: its merges.txt, one merge a line.",
+        resume="tokenizer",
+        read_with=_GPT2,
+        dropped_unread=True,
     )
     tokenizer_special_tokens: tuple[str, ...] | None = option(
         None,
@@ -120,6 +128,7 @@ class DataConfig:
         resume="tokenizer",
         choices=("v1", "v2"),
         read_with=_TIKTOKEN,
+        dropped_unread=True,
     )
     tiktoken_num_special_tokens: int = option(
         1000,

@@ -10,9 +10,12 @@ _ENGINES = ("1f1b", "interleaved-1f1b")
 V_SHAPED = ("zbv", "dualpipe-v")
 """Schedules whose chunks lie on the ranks like a V: chunk v of one rank and chunk 2 PP - 1 - v."""
 SPLIT_SCHEDULES = ("interleaved-zero-bubble", *V_SHAPED)
-"""Schedules whose backward passes are split, as those of a file may be."""
+"""Schedules whose backward passes are split."""
 SCHEDULES = (*_ENGINES, "gpipe", "looped-bfs", *SPLIT_SCHEDULES)
 """The named schedules of a pipeline."""
+_WHOLE_SEQUENCE = ReadWith(
+    "tensor_model_parallel_size", "with --tensor-model-parallel-size 1 every rank has the whole sequence", but=(1,)
+)
 _CONTEXT = ReadWith("context_parallel_size", "with --context-parallel-size 1 every rank has whole sequences", but=(1,))
 
 
@@ -33,12 +36,17 @@ class LayoutConfig:
     )
     tensor_model_parallel_size: int = free(1, "Ranks that share each layer's matrices.", at_least=1)
     sequence_parallel: bool = free(
-        False, "Shard norms and dropout along the sequence between the tensor-parallel ranks."
+        False,
+        "Shard norms and dropout along the sequence between the tensor-parallel ranks.",
+        read_with=_WHOLE_SEQUENCE,
+        dropped_unread=True,
     )
     sequence_parallel_keep_gathered: bool = free(
         False,
         "With --sequence-parallel, keep the gathered inputs of attention and MLP for the backward pass, which else "
         "gathers them again: fewer gathers, more memory.",
+        read_with=_WHOLE_SEQUENCE,
+        dropped_unread=True,
     )
     pipeline_model_parallel_size: int = free(1, "Ranks that share the layers, one stage after another.", at_least=1)
     context_parallel_size: int = free(1, "Ranks that share each sample's positions.", at_least=1)
@@ -59,6 +67,7 @@ class LayoutConfig:
         "Ranks that share each expert's matrices; default the tensor-parallel size.",
         at_least=1,
         read_with=_EXPERTS,
+        dropped_unread=True,
     )
     moe_token_dispatcher_type: str = free(
         "allgather",
@@ -104,9 +113,8 @@ class LayoutConfig:
     )
     pipeline_schedule: str | None = free(
         None,
-        f"Order of the passes of a pipeline: {', '.join(SCHEDULES)}, or a CSV file of torch.distributed.pipelining; "
-        "default megatron-core's, 1f1b or with virtual stages interleaved-1f1b.",
-        metavar="NAME|FILE.csv",
+        "Order of the passes of a pipeline; default megatron-core's, 1f1b or with virtual stages interleaved-1f1b.",
+        choices=SCHEDULES,
         read_with=ReadWith("pipeline_model_parallel_size", "one stage has no pipeline", but=(1,)),
     )
     no_overlap_p2p_communication: bool = free(
@@ -151,12 +159,21 @@ class LayoutConfig:
         None,
         "Backend of torch.distributed; default nccl on GPUs and gloo on CPU processes.",
         choices=("nccl", "gloo"),
+        needs_gpu=("nccl",),
+    )
+    nccl_backend: str = free(
+        "nccl-legacy",
+        "Implementation of NCCL process groups: nccl-legacy, with a communicator for each pair of ranks that send to "
+        "each other, or nccl2, torch's own default since 2.15, with one for each group.",
+        choices=("nccl-legacy", "nccl2"),
     )
     distributed_timeout_minutes: float = free(
         10.0,
         "How long a rank waits in a collective, or for its data, in minutes; then the run ends, and says for whom.",
     )
-    device: str = free("auto", "What computes: GPUs, or CPU processes.", choices=("auto", "cuda", "cpu"))
+    device: str = free(
+        "auto", "What computes: GPUs, or CPU processes.", choices=("auto", "cuda", "cpu"), needs_gpu=("cuda",)
+    )
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int:
@@ -165,7 +182,7 @@ class LayoutConfig:
 
     @property
     def table(self) -> str | None:
-        """The schedule that is run as a table, from torch or a file; None where megatron-core runs its own."""
+        """The schedule that is run as a table of torch's; None where megatron-core runs its own."""
         return None if self.pipeline_schedule in _ENGINES else self.pipeline_schedule
 
     @property

@@ -9,40 +9,20 @@ _NO_BIASES = ReadWith("disable_bias_linear", "without --disable-bias-linear ever
 
 _EXPERTS = ReadWith("num_experts", "without --num-experts there are no experts")
 _ROTARY = ReadWith(
-    ("position_embedding_type", "multi_latent_attention"),
+    "position_embedding_type",
     "there are no rotary positions",
-    but=("learned_absolute", "none", "alibi", None, False),
+    but=("learned_absolute", "none", "alibi", None),
 )
 _SCALED = ReadWith("use_rope_scaling", "without --use-rope-scaling rotary positions are not scaled")
 
 _MUP = ReadWith("use_mup", "without --use-mup weights begin and learn at the same rate in any width")
-_DELTA_RULES = ("gated_delta_net", "kda")
-_VARIANT = ReadWith(
-    ("experimental_attention_variant", "hybrid_layer_pattern"),
-    "without --experimental-attention-variant gated_delta_net or kda, or G in --hybrid-layer-pattern, no layer has a "
-    "delta rule",
-    only=_DELTA_RULES,
-    letters="G",
+_YARN = ReadWith(
+    ("rope_type", "position_embedding_type"),
+    "without --rope-type it stretches nothing",
+    only=("yarn", "longrope", "dynamic"),
 )
-_CONVOLUTION = ReadWith(
-    ("experimental_attention_variant", "hybrid_layer_pattern"),
-    "without --experimental-attention-variant gated_delta_net or kda, or G, M or B in --hybrid-layer-pattern, no layer "
-    "has a convolution",
-    only=_DELTA_RULES,
-    letters="GMB",
-)
-_CHOICE = ReadWith(
-    "experimental_attention_variant",
-    "without --experimental-attention-variant dsa no indexer chooses keys",
-    only=("dsa",),
-)
-_PATTERN = ReadWith(
-    "hybrid_layer_pattern", "without M or B in --hybrid-layer-pattern no layer is Mamba-2", letters="MB"
-)
-
-_BY_LENGTH = ("longrope", "dynamic")
 _STRETCHED = [
-    Need("position_embedding_type", "rope", "rotary positions", unless="multi_latent_attention"),
+    Need("position_embedding_type", "rope", "rotary positions"),
     Need("use_rope_scaling", False, "one stretch of the context"),
     Need("rotary_seq_len_interpolation_factor", 1.0, "one stretch of the context"),
 ]
@@ -187,114 +167,13 @@ class ModelConfig:
         at_least=1,
         read_with=_SCALED,
     )
-    multi_latent_attention: bool = option(
-        False,
-        "Multi-head latent attention: keys and values of all heads out of one small vector of each token.",
-        resume="shape",
-        needs={
-            True: [
-                Need("rotary_percent", 1.0, "all of --qk-pos-emb-head-dim rotated"),
-                Need("rotary_interleaved", False, "its own rotation, of neighbouring channels"),
-                Need("use_rope_scaling", False, "--rope-type yarn to stretch the frequencies"),
-                Need("group_query_attention", False, "keys and values of its own for every head"),
-                Need("add_qkv_bias", False, "projections without bias"),
-                Need("qk_layernorm_over", "head", "norms over its latents"),
-                Need("qk_layernorm_place", "before", "norms over its latents"),
-            ]
-        },
-        turns_on_a_plugin=True,
-    )
     experimental_attention_variant: str | None = option(
         None,
         "What takes the place of attention in the layers of --linear-attention-freq, a recurrence over a state of one "
         "size: Gated DeltaNet, or Kimi Delta Attention (kda); or dsa: in all layers latent attention over the keys "
         "that an indexer chooses, which torch's operations gather for a block of queries at a time, on GPUs too.",
         resume="shape",
-        choices=(*_DELTA_RULES, "dsa"),
-        needs={
-            "dsa": [Need("multi_latent_attention", True, "latents of keys and values")],
-            **{variant: [Need("disable_bias_linear", True, "projections without bias")] for variant in _DELTA_RULES},
-        },
-        turns_on_a_plugin=True,
-    )
-    linear_attention_freq: str | None = option(
-        None,
-        "Which layers have it. N: N - 1 layers with it and one with attention, in turn; a list such as [1,1,1,0]*12: "
-        "those with a 1.",
-        resume="shape",
-        metavar="N|LIST",
-        read_with=_VARIANT,
-    )
-    linear_conv_kernel_dim: int = option(
-        4,
-        "Latest positions that its convolution sees, or Mamba-2's.",
-        resume="shape",
-        at_least=1,
-        read_with=_CONVOLUTION,
-    )
-    linear_key_head_dim: int = option(
-        128, "Channels of its query and key heads.", resume="shape", at_least=1, read_with=_VARIANT
-    )
-    linear_value_head_dim: int = option(
-        128, "Channels of its value heads.", resume="shape", at_least=1, read_with=_VARIANT
-    )
-    linear_num_key_heads: int = option(
-        16, "Number of its query and key heads.", resume="shape", at_least=1, read_with=_VARIANT
-    )
-    linear_num_value_heads: int = option(
-        32, "Number of its value heads, which share key heads.", resume="shape", at_least=1, read_with=_VARIANT
-    )
-    linear_norm_epsilon: float | None = option(
-        None,
-        "Epsilon inside the norm of what its heads give; default --norm-epsilon.",
-        resume="function",
-        positive=True,
-        read_with=_VARIANT,
-    )
-    linear_allow_neg_eigval: bool = option(
-        False,
-        "Let a write go twice as far, to the opposite of what is read at its key (arXiv:2411.12537).",
-        resume="function",
-        read_with=_VARIANT,
-    )
-    recurrence_kernels: str = option(
-        "torch",
-        "What computes gated delta rules and Mamba-2 between their projections: torch's operations, or on GPUs the "
-        "Triton kernels of fla-core, which nobody has run on a GPU with this program (pip install fla-core).",
-        resume="free",
-        choices=("torch", "fla"),
-        needs={
-            "fla": [
-                Need("deterministic_mode", False, "blocks chosen by time, which may round otherwise in the next run")
-            ]
-        },
-        read_with=_VARIANT,
-    )
-    dsa_indexer_n_heads: int | None = option(
-        None,
-        "Query heads of the indexer of --experimental-attention-variant dsa.",
-        resume="shape",
-        at_least=1,
-        read_with=_CHOICE,
-    )
-    dsa_indexer_head_dim: int | None = option(
-        None, "Channels of its query heads and of its key.", resume="shape", at_least=1, read_with=_CHOICE
-    )
-    dsa_indexer_topk: int | None = option(
-        None, "Most keys that a query attends to.", resume="function", at_least=1, read_with=_CHOICE
-    )
-    dsa_indexer_rope_interleaved: bool = option(
-        False,
-        "Rotate pairs of neighbouring channels in it, as GLM-5, and not of two halves, as DeepSeek-V3.2.",
-        resume="function",
-        read_with=_CHOICE,
-    )
-    dsa_indexer_k_norm_epsilon: float | None = option(
-        None,
-        "Epsilon of the LayerNorm of its keys; default --norm-epsilon.",
-        resume="function",
-        positive=True,
-        read_with=_CHOICE,
+        choices=(),
     )
     hybrid_layer_pattern: str | None = option(
         None,
@@ -305,103 +184,29 @@ class ModelConfig:
         metavar="LETTERS",
         aliases=("--hybrid-override-pattern",),
     )
-    mamba_state_dim: int = option(
-        128, "Numbers of the state for each channel of a Mamba-2 head.", resume="shape", at_least=1, read_with=_PATTERN
-    )
-    mamba_head_dim: int = option(64, "Channels of a Mamba-2 head.", resume="shape", at_least=1, read_with=_PATTERN)
-    mamba_num_groups: int = option(
-        8, "Groups of Mamba-2 heads that share B and C.", resume="shape", at_least=1, read_with=_PATTERN
-    )
-    mamba_num_heads: int | None = option(
-        None,
-        "Number of Mamba-2 heads; default 2 x --hidden-size / --mamba-head-dim.",
-        resume="shape",
-        at_least=1,
-        read_with=_PATTERN,
-    )
-    mamba_norm: str = option(
-        "after-gate",
-        "Whether the norm of what Mamba-2 reads comes after its gate or before it; none: there is no norm.",
-        resume="shape",
-        choices=("after-gate", "before-gate", "none"),
-        read_with=_PATTERN,
-    )
-    mamba_multipliers: tuple[float, ...] | None = option(
-        None,
-        "Factors of what Mamba-2 projects, as Falcon-H1 has them: gate, x, B, C, time steps; default 1.",
-        resume="function",
-        read_with=_PATTERN,
-    )
-    mixer_multipliers: tuple[float, ...] | None = option(
-        None,
-        "Factors of what attention and Mamba-2 give in layers that have both (B); default 1.",
-        resume="function",
-        read_with=_PATTERN,
-    )
-    dsa_indexer_loss_coeff: float = option(
-        1.0,
-        "Weight of its loss, the divergence of its distribution over keys from that of attention; nothing else trains "
-        "it.",
-        resume="free",
-        positive=True,
-        read_with=_CHOICE,
-    )
-    dsa_indexer_use_sparse_loss: bool = option(
-        False, "Compute that loss over the chosen keys, and not over all.", resume="free", read_with=_CHOICE
-    )
-    dsa_indexer_warmup: bool = option(
-        False,
-        "Attend to all keys while the indexer learns from them: the dense warm-up. To train the indexer alone, add "
-        "--lr-group *=0 --lr-group *.indexer.*=1.",
-        resume="free",
-        read_with=_CHOICE,
-    )
-    q_lora_rank: int | None = option(
-        None,
-        "Channels that a token's queries are made of with --multi-latent-attention; default: they are projected at "
-        "once.",
-        resume="shape",
-        at_least=1,
-    )
-    kv_lora_rank: int = option(
-        32, "Channels that a token's keys and values are made of there.", resume="shape", at_least=1
-    )
-    qk_head_dim: int = option(
-        128, "Channels of a query or key head there that are not rotated.", resume="shape", at_least=1
-    )
-    qk_pos_emb_head_dim: int = option(
-        64,
-        "Channels of a query or key head there that are; all heads share those of the key.",
-        resume="shape",
-        at_least=1,
-    )
-    v_head_dim: int = option(128, "Channels of a value head there.", resume="shape", at_least=1)
-    latent_norm_epsilon: float | None = option(
-        None,
-        "Epsilon of the norms of what queries, keys and values are made of there; default --norm-epsilon.",
-        resume="function",
-        positive=True,
-        read_with=ReadWith("qk_layernorm", "without --qk-layernorm there are no such norms"),
-    )
     rope_type: str | None = option(
         None,
         "How rotary frequencies are stretched: not at all, by YaRN, by factors of pairs of channels (longrope), or "
         "by a larger base (dynamic), both by --seq-length; default yarn with --multi-latent-attention, else rope.",
         resume="function",
         choices=("rope", "yarn", "longrope", "dynamic"),
-        needs={
-            **dict.fromkeys(("yarn", "longrope", "dynamic"), _STRETCHED),
-            **{kind: [*_STRETCHED, Need("multi_latent_attention", False, "heads of attention")] for kind in _BY_LENGTH},
-        },
+        needs=dict.fromkeys(("yarn", "longrope", "dynamic"), _STRETCHED),
     )
     rotary_scaling_factor: float = option(
-        1.0, "How far --rope-type stretches the context.", resume="function", at_least=1
+        1.0,
+        "How far --rope-type stretches the context.",
+        resume="function",
+        at_least=1,
+        read_with=_YARN,
+        dropped_unread=True,
     )
     original_max_position_embeddings: int = option(
         4096,
         "Context length that the model had before that.",
         resume="function",
         at_least=1,
+        read_with=_YARN,
+        dropped_unread=True,
     )
     rotary_attention_factor: float | None = option(
         None,
@@ -409,39 +214,58 @@ class ModelConfig:
         "published, by --mscale or by the logarithm of the factor.",
         resume="function",
         positive=True,
+        read_with=_YARN,
+        dropped_unread=True,
     )
     longrope_short_factor: tuple[float, ...] | None = option(
         None,
         "By how much --rope-type longrope stretches each pair of channels, where --seq-length is no longer than "
         "--original-max-position-embeddings.",
         resume="function",
+        read_with=_YARN,
+        dropped_unread=True,
     )
     longrope_long_factor: tuple[float, ...] | None = option(
-        None, "The same where --seq-length is longer.", resume="function"
+        None, "The same where --seq-length is longer.", resume="function", read_with=_YARN, dropped_unread=True
     )
     beta_fast: float = option(
         32.0,
         "Channels that turn more often than this in that context are left alone by YaRN.",
         resume="function",
         positive=True,
+        read_with=_YARN,
+        dropped_unread=True,
     )
     beta_slow: float = option(
         1.0,
         "Channels that turn less often than this are stretched in full by YaRN.",
         resume="function",
         positive=True,
+        read_with=_YARN,
+        dropped_unread=True,
     )
     no_yarn_correction_range_round_to_int: bool = option(
-        False, "Do not round the indices of the channels that turn so often outwards.", resume="function"
+        False,
+        "Do not round the indices of the channels that turn so often outwards.",
+        resume="function",
+        read_with=_YARN,
+        dropped_unread=True,
     )
     mscale: float = option(
-        1.0, "How much YaRN lengthens rotated channels: 0.1 x this x ln(factor) + 1.", resume="function", at_least=0
+        1.0,
+        "How much YaRN lengthens rotated channels: 0.1 x this x ln(factor) + 1.",
+        resume="function",
+        at_least=0,
+        read_with=_YARN,
+        dropped_unread=True,
     )
     mscale_all_dim: float = option(
         0.0,
         "How much of that goes to the scores of all channels instead, by its square.",
         resume="function",
         at_least=0,
+        read_with=_YARN,
+        dropped_unread=True,
     )
     swiglu: bool = option(False, "SwiGLU activation in the MLP (gate x SiLU).", resume="shape")
     geglu: bool = option(
@@ -578,7 +402,14 @@ class ModelConfig:
         positive=True,
     )
     attention_temperature_step: float = option(
-        8192.0, "Positions in which that factor stays as it is.", resume="function", positive=True
+        8192.0,
+        "Positions in which that factor stays as it is.",
+        resume="function",
+        positive=True,
+        read_with=ReadWith(
+            "attention_temperature_scale", "without --attention-temperature-scale queries stay as they are"
+        ),
+        dropped_unread=True,
     )
     attention_chunk_size: int | None = option(
         None,
@@ -635,7 +466,6 @@ class ModelConfig:
         needs={
             True: [
                 Need("qk_layernorm", False, "no other norms of queries and keys"),
-                Need("multi_latent_attention", False, "queries and keys without latents"),
                 Need("position_embedding_type", "rope", "rotary positions"),
                 Need("transformer_impl", "local", "layers of this program's own"),
             ]
@@ -747,7 +577,11 @@ class ModelConfig:
         False,
         "Softmax over all experts and then the top k, instead of over the top k alone.",
         resume="function",
-        read_with=_EXPERTS,
+        read_with=(
+            _EXPERTS,
+            ReadWith("moe_router_score_function", "the scores of experts are no softmax", only=("softmax",)),
+        ),
+        dropped_unread=True,
     )
     moe_apply_probs_on_input: bool = option(
         False,
@@ -823,6 +657,7 @@ class ModelConfig:
         "Multiply by all experts of a rank in one grouped product (bf16), not by one after another.",
         resume="free",
         read_with=_EXPERTS,
+        dropped_unread=True,
     )
     init_method_std: float = option(0.02, "Standard deviation of the initial weights.", resume="free", at_least=0)
     embedding_init_method_std: float | None = option(
@@ -841,7 +676,6 @@ class ModelConfig:
         needs={
             True: [
                 Need("init_method_xavier_uniform", False, "normal initial weights"),
-                Need("multi_latent_attention", False, "matrices that all grow with the hidden size"),
             ]
         },
     )
@@ -896,6 +730,9 @@ class ModelConfig:
         "Who computes the layers: ours on plain torch, or Transformer Engine where it is installed.",
         resume="free",
         choices=("local", "transformer_engine"),
+        packages={"transformer_engine": "transformer_engine"},
+        needs_gpu=("transformer_engine",),
+        untried_with_graphs=True,
     )
     external_kernels: str = option(
         "none",

@@ -259,7 +259,7 @@ class OptimizerConfig:
         0, "Updates in which both reach these values, from --adam-beta1 and 0 on; the paper takes all.", at_least=0
     )
     optimizer_cpu_offload: bool = free(
-        False, "Keep optimizer state in host memory, and update there.", saves_memory=True
+        False, "Keep optimizer state in host memory, and update there.", saves_memory=True, untried_with_graphs=True
     )
     optimizer_offload_fraction: float = free(
         1.0, "With --optimizer-cpu-offload, the share of the state (0 to 1) that is in host memory.", saves_memory=True

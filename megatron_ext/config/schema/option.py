@@ -36,8 +36,14 @@ class Need:
     words: str
     """What it means, for the message: "needs <words>, but --field is ..."."""
 
-    unless: str | None = None
-    """A switch next to which the field may be anything."""
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A value that a plugin adds to the choices of a field of the core."""
+
+    field: str
+    value: Any
+    needs: tuple[Need, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +91,12 @@ def option(
     aliases: Sequence[str] = (),
     joined: bool = False,
     repeats: bool = False,
-    read_with: ReadWith | None = None,
+    read_with: ReadWith | Sequence[ReadWith] = (),
+    dropped_unread: bool = False,
     turns_on_a_plugin: bool = False,
+    packages: Mapping[Any, str] | None = None,
+    needs_gpu: Sequence[Any] = (),
+    untried_with_graphs: bool = False,
 ) -> Any:
     """Declare one field of the configuration.
 
@@ -100,14 +110,20 @@ def option(
         positive: whether values must be above 0.
         share: whether values must be at least 0 and below 1.
         saves_memory: whether it only says how memory is saved: no result depends on it beyond rounding.
-        choices: the accepted values, if they are a closed set.
+        choices: the accepted values, if they are a closed set; plugins may bring more (`Choice`).
         refused: value of Megatron's that is none of them -> why not, which its message and the page of flags say.
         needs: value -> what it cannot do without. `rules.run_rules.values_have_what_they_need` refuses it without.
         metavar: the placeholder in `--help`.
         aliases: further spellings of the flag that Megatron accepts.
         joined: whether several words are one text, as a shell makes them of one that stands in an array.
         repeats: whether the flag may be given again, which adds values.
-        read_with: what another field must be for this one to have an effect; without, giving it is warned of.
+        read_with: what other fields must be for this one to have an effect; without, giving it is warned of. All of
+            several must hold.
+        dropped_unread: whether the typed value is dropped where it has no effect, for rules refuse it alone. Others
+            stay as they were typed: a checkpoint may hold the same, and their values are judged in any case.
+        packages: value -> the package that it needs; None: every value but the default needs it.
+        needs_gpu: values that only a GPU can do.
+        untried_with_graphs: whether nobody has tried CUDA graphs with another value than the default.
         turns_on_a_plugin: whether it has an effect only where a plugin that brings it as a switch is installed.
     """
     metadata = {
@@ -119,15 +135,19 @@ def option(
         "positive": positive,
         "share": share,
         "saves_memory": saves_memory,
-        "choices": tuple(choices) if choices else None,
+        "choices": tuple(choices) if choices is not None else None,
         "refused": tuple((refused or {}).items()),
         "needs": tuple((value, need) for value, needed in (needs or {}).items() for need in needed),
         "metavar": metavar,
         "aliases": tuple(aliases),
         "joined": joined,
         "repeats": repeats,
-        "read_with": read_with,
+        "read_with": (read_with,) if isinstance(read_with, ReadWith) else tuple(read_with),
+        "dropped_unread": dropped_unread,
         "turns_on_a_plugin": turns_on_a_plugin,
+        "packages": tuple((packages or {}).items()),
+        "needs_gpu": tuple(needs_gpu),
+        "untried_with_graphs": untried_with_graphs,
     }
     return dataclasses.field(default=default, metadata=metadata)
 

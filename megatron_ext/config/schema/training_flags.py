@@ -119,6 +119,7 @@ class TrainingConfig:
         "Multiply the linear layers of attention and MLP in FP8 while they are trained: e4m3, or hybrid with output "
         "gradients in e5m2; on GPUs from compute capability 8.9 on, elsewhere with the same rounding.",
         choices=("e4m3", "hybrid"),
+        untried_with_graphs=True,
     )
     fp8_recipe: str = free(
         "tensorwise",
@@ -131,23 +132,27 @@ class TrainingConfig:
             "custom": "it names a function of Transformer Engine's",
         },
         read_with=_FP8,
+        dropped_unread=True,
     )
     first_last_layers_bf16: bool = free(
         False,
         "With --fp8-format, leave the first and last layers of the model in --bf16.",
         read_with=_FP8,
+        dropped_unread=True,
     )
     num_layers_at_start_in_bf16: int = free(
         1,
         "Layers at the start that --first-last-layers-bf16 leaves in --bf16.",
         at_least=0,
         read_with=_IN_BF16,
+        dropped_unread=True,
     )
     num_layers_at_end_in_bf16: int = free(
         1,
         "Layers at the end that --first-last-layers-bf16 leaves in --bf16.",
         at_least=0,
         read_with=_IN_BF16,
+        dropped_unread=True,
     )
     attention_backend: str = free(
         "auto",
@@ -220,6 +225,7 @@ class TrainingConfig:
         saves_memory=True,
         choices=("uniform", "block"),
         read_with=_RECOMPUTES,
+        dropped_unread=True,
     )
     recompute_num_layers: int | None = free(
         None,
@@ -227,6 +233,7 @@ class TrainingConfig:
         at_least=1,
         saves_memory=True,
         read_with=_RECOMPUTES,
+        dropped_unread=True,
     )
     deterministic_mode: bool = free(False, "Only kernels whose result does not vary from run to run.")
     no_check_for_nan_in_loss_and_grad: bool = free(
@@ -259,6 +266,7 @@ class TrainingConfig:
         "the median of the last 100 steps (or NaN): another loss than before is faulty hardware (70), the same is the "
         "data, which is written to spike-<iteration> in --save.",
         at_least=1,
+        untried_with_graphs=True,
     )
     check_weight_hash_across_dp_replicas_interval: int | None = free(
         None,
@@ -294,13 +302,14 @@ class TrainingConfig:
         "the way (tensor, pipeline or context parallelism, dropout, fp16 and others) steps run without and compute "
         "the same: a warning names each of them. Graphs of layers (local, transformer_engine) are never made.",
         choices=("none", "full_iteration", "local", "transformer_engine"),
+        needs_gpu=("full_iteration",),
     )
     cuda_graph_warmup_steps: int = free(
         3,
         "Steps that run without a graph before --cuda-graph-impl full_iteration captures one; 0 is taken for 1.",
         at_least=0,
     )
-    torch_compile: bool = free(False, "Compile each layer with torch.compile.")
+    torch_compile: bool = free(False, "Compile each layer with torch.compile.", untried_with_graphs=True)
     disable_jit_fuser: bool = free(
         False, "Compile none of megatron-core's small functions (on GPUs dropout with its residual, SwiGLU and others)."
     )

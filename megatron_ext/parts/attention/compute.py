@@ -22,13 +22,14 @@ from megatron_ext.data.packing import Documents, Segment
 from megatron_ext.parts.attention import context_parallel
 from megatron_ext.parts.attention.blocks import widened
 from megatron_ext.parts.attention.cached import Sequences
-from megatron_ext.parts.attention.describe import VANILLA, Softmax
+from megatron_ext.parts.attention.describe import LARGEST_SCORE, VANILLA, Softmax
 from megatron_ext.parts.attention.describe import Attention as Described
 from megatron_ext.parts.attention.query_key_factors import QueryKeyFactors
 from megatron_ext.parts.attention.rope import TokenAngles, heated, rotate, split_and_rotate
 from megatron_ext.parts.attention.scores import PLAIN, Scores, causal_slopes
 from megatron_ext.parts.attention.segments import attend_documents, attend_window, largest_scores
 from megatron_ext.parts.attention.short import attend_short, takes
+from megatron_ext.parts.numbers import record
 
 _ALL = slice(None)
 
@@ -202,7 +203,8 @@ class SDPAttention(torch.nn.Module):
         self.dropout = config.attention_dropout
         self.current_max_attn_logits: torch.Tensor | None = None
         """The largest product of a query with a key that it sees, times the scale, in the passes of the training since
-        this was None; fp32 [H]. It is measured where something reads it."""
+        this was None; fp32 [H], with QK-clip."""
+        self._clips = config.qk_clip
         self._measures = config.qk_clip or config.log_max_attention_logit
         # Under sequence parallelism the whole block already draws from this rank's own generator.
         self.fork_generator = not config.sequence_parallel
@@ -288,8 +290,11 @@ class SDPAttention(torch.nn.Module):
             segments = documents.segments
             query, key = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key))
         scale = self.softmax_scale or 1.0 / math.sqrt(query.size(-1))
-        largest, before = largest_scores(query, key, segments, scale, self.window), self.current_max_attn_logits
-        self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
+        largest = largest_scores(query, key, segments, scale, self.window)
+        record(LARGEST_SCORE, largest.max())
+        if self._clips:
+            before = self.current_max_attn_logits
+            self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
 
     def _whole(
         self,

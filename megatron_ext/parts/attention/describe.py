@@ -18,13 +18,14 @@ and of its context-parallel ranks c each sends, with Q and KV this rank's querie
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Literal
 
 from megatron_ext.config.derived.layer_patterns import is_dealt, read_window
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.protocol import Core, Exchange, Part, Place, Product, Share, State
+from megatron_ext.parts.protocol import Core, Exchange, Number, Part, Place, Product, Share, State, taken
 from megatron_ext.parts.ways import Asked
 
 _FP32 = 4
@@ -34,6 +35,9 @@ SHORT = 128
 
 WINDOW_ROWS = 64
 """Queries of a window that are computed at once where no kernel knows windows."""
+
+LARGEST_SCORE = Number("max_attention_logit", "largest", "", "max_attention_logit", "max attention logit")
+"""The largest product of a query with a key that it sees, times the scale."""
 
 
 @dataclass(frozen=True)
@@ -311,8 +315,7 @@ class Attention(Part):
         head = sum(share.tokens * channels * share.width // share.tensor for channels in sizes)
         groups = max(self.groups, share.tensor)
         keys, queries = groups * head, self.query_heads * head
-        measures = share.config.optimizer.qk_clip or share.config.logging.log_max_attention_logit
-        if measures and exchange != "a2a":
+        if LARGEST_SCORE in self.numbers(share.config) and exchange != "a2a":
             each = (c - 1) * groups * (share.tokens * self.head_size * share.width // share.tensor)
             yield Exchange("cp", "all-gather", each, 0.0, (1, 0), "m {layers} (c-1) K", "core")
         if exchange == "all_gather":
@@ -325,6 +328,11 @@ class Attention(Part):
         elif exchange == "a2a":
             both = (c - 1) / c * (queries + keys)
             yield Exchange("cp", "all-to-all", both, both, (2, 2), "m {layers} (c-1)/c (2Q + KV)", "core")
+
+    def numbers(self, config: Config) -> Iterator[Number]:
+        """Yield the largest score where something reads it."""
+        if config.optimizer.qk_clip or config.logging.log_max_attention_logit:
+            yield LARGEST_SCORE
 
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return what it asks for besides causal softmax over grouped heads."""
@@ -463,12 +471,17 @@ def _rotary(model: ModelConfig, number: int) -> Rotary | None:
     return Rotary(base, kind[0], scaling_of(model), kind[1], original if by_length and length <= original else None)
 
 
+def yarn_length(mscale: float, factor: float) -> float:
+    """Return by how much YaRN lengthens channels where it stretches the context by a factor (section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
 def scaling_of(model: ModelConfig) -> Scaling | None:
     """Return how the model's rotary frequencies are stretched."""
     factor, original = max(model.rotary_scaling_factor, 1.0), max(model.original_max_position_embeddings, 2)
     length = model.rotary_attention_factor
     if model.rope_type == "yarn":
-        lengths = [0.1 * mscale * math.log(factor) + 1.0 for mscale in (model.mscale, model.mscale_all_dim)]
+        usual = yarn_length(model.mscale, factor) / yarn_length(model.mscale_all_dim, factor)
         return Scaling(
             "yarn",
             (factor,),
@@ -476,8 +489,7 @@ def scaling_of(model: ModelConfig) -> Scaling | None:
             model.beta_slow,
             model.beta_fast,
             not model.no_yarn_correction_range_round_to_int,
-            length or lengths[0] / lengths[1],
-            lengths[1] ** 2 if model.multi_latent_attention else 1.0,
+            length or usual,
         )
     if model.rope_type == "longrope":
         is_long = (model.seq_length or 1) > original
@@ -494,3 +506,56 @@ def scaling_of(model: ModelConfig) -> Scaling | None:
         )
     interpolation = model.rotary_seq_len_interpolation_factor
     return Scaling("linear", (interpolation,)) if interpolation != 1.0 else None
+
+
+def draw(random: Random) -> list[str]:
+    """Return flags of attention, drawn at random, for heads of 16 channels."""
+    normed = (
+        "",
+        "",
+        " --qk-layernorm-over projection",
+        " --qk-layernorm-over each-head",
+        " --qk-layernorm-place after",
+    )
+    gates = f"--attention-output-gate --attention-output-gate-over {random.choice(('channel', 'head'))}"
+    scores = [f"--softmax-type {random.choice(('learnable', 'off-by-one'))}", "--attention-logit-softcapping 2"]
+    scores += [
+        "--softmax-scale 0.4",
+        "--qkv-clip 1",
+        f"--value-channels {random.choice((10, 24))} --value-multiplier 0.7",
+    ]
+    return [
+        *_drawn_positions(random),
+        *taken(random, (0.75, f"--group-query-attention --num-query-groups {random.choice((1, 2, 2, 4))}")),
+        *taken(random, (0.3, f"--qk-layernorm{random.choice(normed)}"), (0.15, gates), (0.4, random.choice(scores))),
+        *taken(random, (0.1, random.choice(scores)), (0.2, "--add-qkv-bias"), (0.15, "--add-output-bias")),
+    ]
+
+
+def _drawn_positions(random: Random) -> list[str]:
+    """Return flags of positions, and of which of them each query sees."""
+    rotated = [
+        f"--rotary-percent 0.5{random.choice(('', ' --rotary-interleaved'))}",
+        "--rotary-interleaved",
+        "--qk-l2-norm",
+    ]
+    rotated += [f"--no-rope-freq {random.choice(('2', '[0,1,0,0]'))}", "--rotary-base 100"]
+    rotated += ["--no-rope-freq 2 --attention-temperature-scale 0.5 --attention-temperature-step 5"]
+    rotated += [
+        f"--rope-type {random.choice(('yarn', 'rope'))} --rotary-scaling-factor 4 --original-max-position-embeddings 32"
+    ]
+    local = [
+        f"--num-query-groups-local {random.choice((1, 4))}",
+        "--softmax-type-local learnable",
+        "--rotary-base-local 100",
+    ]
+    layers = random.choice(("2", "[1,1,0,1]", "[0,1,0,0]"))
+    window = f"--window-size {random.choice((3, 15))},0"
+    kind = random.choice(("rope", "rope", "rope", "rope", "learned_absolute", "none", "alibi"))
+    return [
+        f"--position-embedding-type {kind}",
+        *taken(random, (0.5 * (kind == "rope"), random.choice(rotated))),
+        *taken(
+            random, (0.3, f"{window} --window-attn-skip-freq {layers} {random.choice((*local, '', '', ''))}".strip())
+        ),
+    ]

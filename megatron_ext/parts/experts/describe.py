@@ -7,13 +7,14 @@ a token, T a rank's part of the activations, which it routes.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any, NamedTuple
 
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.protocol import Exchange, Part, Place, Product, Share, State
+from megatron_ext.parts.protocol import Exchange, Number, Part, Place, Product, Share, State, taken
 from megatron_ext.parts.ways import Asked
 
 # Indices of a (token, expert) pair; a probability and a mark for each expert. Counted.
@@ -22,6 +23,17 @@ _OF_A_PAIR, _OF_A_LOGIT = 24, 5
 GROUPED_ALIGNMENT = 8
 """What rows and columns of an expert must be multiples of for a grouped product, whose kernel reads 16 bytes of bf16 at
 once."""
+
+# By megatron-core's names, under which its router records them, and Megatron-LM's tags. A balanced load has the loss 1.
+_BALANCE = {
+    of: Number(name, "of microbatches", "", name)
+    for of, name in (
+        ("aux_loss", "load_balancing_loss"),
+        ("seq_aux_loss", "seq_load_balancing_loss"),
+        ("global_aux_loss", "global_load_balancing_loss"),
+    )
+}
+_Z = Number("z_loss", "of microbatches", "nats^2", "z_loss")
 
 
 class Capacity(NamedTuple):
@@ -134,6 +146,12 @@ class Experts(Part):
         """Return those of half of what it holds."""
         return self.held(share)["mlp"] / 2
 
+    def numbers(self, config: Config) -> Iterator[Number]:
+        """Yield the auxiliary losses of the router, which are reported without their coefficients."""
+        yield from (_BALANCE[loss] for loss in config.model.load_balancing_losses)
+        if config.model.moe_z_loss_coeff is not None:
+            yield _Z
+
     def sent(self, share: Share) -> Iterator[Exchange]:
         """Yield what routing tokens to their experts and back sends, forward and again backward."""
         ep, etp = share.experts, share.expert_tensor
@@ -243,3 +261,30 @@ def experts_of(model: ModelConfig, count: int) -> Experts:
         sparse_mixer=model.moe_router_sparsemixer_eps,
         latent=model.moe_latent_size,
     )
+
+
+def draw(random: Random) -> list[str]:
+    """Return flags of a mixture of experts, drawn at random. Routers compute in fp64: of two layouts that round
+    otherwise, one would choose other experts more often."""
+    balanced = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none", "aux_loss global_aux_loss", "sinkhorn")
+    balance, count = random.choice(balanced), random.choice((4, 8))
+    scores = random.choice(("softmax", "softmax --moe-router-pre-softmax", "sigmoid", "sqrtsoftplus"))
+    rate = "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"
+    groups = "--moe-router-num-groups 2 --moe-router-group-topk 1"
+    dropped = f"--moe-expert-capacity-factor 0.8 --moe-token-drop-policy {random.choice(('probs', 'position'))}"
+    return [
+        f"--num-experts {count} --moe-ffn-hidden-size {random.choice((16, 48))} --moe-router-dtype fp64",
+        f"--moe-router-topk {random.choice((1, 2, 2, 4))}",
+        f"--moe-router-score-function {scores}",
+        *taken(
+            random,
+            (0.7, f"--moe-router-load-balancing-type {balance} --moe-aux-loss-coeff{' 0.1' * len(balance.split())}"),
+        ),
+        *taken(random, (0.3, rate), (0.25, groups), (0.2, "--moe-router-topk-scaling-factor 2.5"), (0.15, dropped)),
+        *taken(random, (0.4, "--moe-z-loss-coeff 0.01"), (0.15, "--moe-latent-size 24"), (0.1, "--moe-grouped-gemm")),
+        *taken(random, (0.1, "--moe-apply-probs-on-input"), (0.05, "--moe-router-sparsemixer-eps 1e-9")),
+        *taken(random, (0.4, f"--moe-layer-freq {random.choice(('2', '[0,1,1,1]', '[0,1,0,1]'))}")),
+        *taken(
+            random, (0.4, f"--moe-shared-expert-intermediate-size 40{random.choice(('', ' --moe-shared-expert-gate'))}")
+        ),
+    ]

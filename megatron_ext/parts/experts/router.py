@@ -16,7 +16,6 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import (
     get_tokens_per_expert_and_token_count,
     router_gating_linear,
@@ -29,11 +28,6 @@ from megatron_ext.parts.experts.describe import Capacity, Experts
 from megatron_ext.parts.experts.load import RouterLoad
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-
-_OF_GLOBAL_BATCH, _Z_LOSS = "global_load_balancing_loss", "z_loss"
-INDEXER_LOSS = "indexer_loss"
-AUXILIARY_LOSSES = ("load_balancing_loss", "seq_load_balancing_loss", _OF_GLOBAL_BATCH, _Z_LOSS)
-"""megatron-core's names of the auxiliary losses, and Megatron-LM's tags."""
 
 
 def preferred(weights_TE: torch.Tensor, topk: int, capacity: Capacity) -> torch.Tensor:
@@ -210,7 +204,7 @@ class Router(TopKRouter):
             coefficient,
         )
         return self.attach_and_log_load_balancing_loss(
-            probs, coefficient, loss, _OF_GLOBAL_BATCH, self.tp_cp_group, valid_token_count=own_tokens
+            probs, coefficient, loss, "global_load_balancing_loss", self.tp_cp_group, valid_token_count=own_tokens
         )
 
     def _load_so_far(self, tokens_E: torch.Tensor) -> torch.Tensor:
@@ -280,20 +274,3 @@ class Router(TopKRouter):
             num_groups = group_topk = None
         experts = compute_topk(judged_TE, topk, num_groups, group_topk)[1]
         return scores_TE.gather(1, experts), experts
-
-
-def take_auxiliary_losses(groups: ProcessGroupCollection, device: torch.device) -> torch.Tensor:
-    """Return this rank's part of each of `AUXILIARY_LOSSES` and of the loss of indexers of keys, over its layers and
-    microbatches since the last call, fp64 [5]: added up over all ranks, the sums over layers and microbatches of the
-    means over the data-parallel ranks.
-
-    None includes its coefficient.
-    """
-    metrics, names = get_moe_metrics_tracker().metrics, (*AUXILIARY_LOSSES, INDEXER_LOSS)
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    sums = [metrics[name].values.sum().double() if name in metrics else zero for name in names]
-    get_moe_metrics_tracker().clear()
-    # The others are parts of sums over a microbatch's tokens, z is a mean over this rank's tokens.
-    *balance, z, indexer = sums
-    *balance, indexer = (loss / groups.dp.size() for loss in (*balance, indexer))
-    return torch.stack([*balance, z / groups.tp_dp_cp.size(), indexer])

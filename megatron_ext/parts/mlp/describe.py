@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Literal
 
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.protocol import Exchange, Part, Place, Product, Share, State
+from megatron_ext.parts.protocol import Exchange, Part, Place, Product, Share, State, taken
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu", "xielu"]
 
@@ -104,3 +105,19 @@ def _activation(model: ModelConfig) -> Activation:
         if getattr(model, switch):
             return activation
     return "gelu_tanh" if model.openai_gelu else "gelu"
+
+
+def draw(random: Random) -> list[str]:
+    """Return flags of MLPs, drawn at random."""
+    gated = (
+        "--swiglu",
+        "--swiglu",
+        "--geglu",
+        "--geglu --openai-gelu",
+        "--quick-geglu --activation-func-clamp-value 2",
+    )
+    others = ("--openai-gelu", "--xielu", "--squared-relu", "--quick-geglu --glu-linear-offset 1")
+    return [
+        *taken(random, (0.85, random.choice((*gated, *others)))),
+        *taken(random, (0.4, "--ffn-hidden-size 96"), (0.15, "--add-mlp-bias"), (0.1, "--mlp-multipliers 0.9 0.6")),
+    ]

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from random import Random
 from typing import Literal
 
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.protocol import Place, Share
+from megatron_ext.parts.protocol import Place, Share, taken
 
 _FP32 = 4
 
@@ -44,3 +45,20 @@ class Norm:
     def keeps_its_input(self, share: Share) -> bool:
         """Return whether it keeps the tensor that it is given; RMSNorm on a CPU keeps another."""
         return share.fused or self.kind != "RMSNorm"
+
+
+def draw(random: Random) -> list[str]:
+    """Return flags of norms, drawn at random."""
+    kinds = (
+        "RMSNorm",
+        "RMSNorm",
+        "LayerNorm",
+        "LayerNorm --norm-parameters weight",
+        "LayerNorm --norm-parameters none",
+    )
+    places = [f"--norm-position {random.choice(('after', 'both', 'after-attention'))}"]
+    places += [f"--parallel-residual {random.choice(('one-norm', 'two-norms'))}"]
+    return [
+        f"--normalization {random.choice(kinds)}",
+        *taken(random, (0.3, random.choice(places)), (0.3, "--norm-epsilon 1e-3"), (0.1, "--embed-layernorm")),
+    ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.cost.state_bytes import optimizer_bytes
 from megatron_ext.device import hardware_queues
-from megatron_ext.device.gpu_inventory import Survey, survey
+from megatron_ext.device.gpu_inventory import Survey, obstacle, survey
 from megatron_ext.errors import StorageError
 from megatron_ext.parts.catalogue import count
 from megatron_ext.plugins.doctor.finding import Finding, Launch, error, ok, warning
@@ -140,20 +140,9 @@ def gpus_work(launch: Launch) -> Iterator[Finding]:
 
 def judge(launch: Launch, surveyed: Survey) -> Iterator[Finding]:
     """Yield what is wrong with these GPUs for this launch."""
-    if surveyed.cuda is None:
-        yield error(
-            f"torch {surveyed.torch} is built without CUDA, but there is an NVIDIA driver ({surveyed.driver})",
-            "the run would take CPU processes",
-            "pip install --force-reinstall torch, without an --index-url that ends in /cpu",
-        )
-        return
-    if not surveyed.gpus:
-        visible = launch.environment.get("CUDA_VISIBLE_DEVICES", "not set")
-        yield error(
-            f"torch (CUDA {surveyed.cuda}) sees no GPU; driver {surveyed.driver}, CUDA_VISIBLE_DEVICES {visible}",
-            "the driver is too old for this CUDA, or no device is visible, or a container lacks --gpus all",
-            "compare with `nvidia-smi`, whose head names the newest CUDA that the driver can",
-        )
+    found = obstacle(surveyed, launch.environment.get("CUDA_VISIBLE_DEVICES"))
+    if found:
+        yield error(found.what, found.why, f"{found.fix}; --device cpu trains on CPU processes")
         return
     kinds = Counter(gpu.name for gpu in surveyed.gpus)
     yield ok(

@@ -21,4 +21,5 @@ DEEPSEEK_V3 = Family(
     is_common=True,
     may_be_dense=True,
     other_names=("kimi_k2",),  # whose files name the same class
+    respelled={r"(^|\.)model\.blocks\.": r"\1model.layers."},  # of a Kimi K2.5 that transformers 5.23 has written
 )

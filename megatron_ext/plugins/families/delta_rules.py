@@ -9,7 +9,6 @@ from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.stack import layers
 from megatron_ext.plugins.families.family import Sections
 from megatron_ext.plugins.families.reading import Reading
-from megatron_ext.plugins.families.rotary import changed_scaling
 from megatron_ext.plugins.families.shared import (
     DECODER_FLAGS,
     all_but_every,
@@ -91,13 +90,6 @@ def rule_values(reading: Reading, variant: str, usual: Sequence[bool]) -> dict[s
         "experimental_attention_variant": variant if any(has_rule) else None,
         "linear_attention_freq": pattern(has_rule) if any(has_rule) else None,
     }
-
-
-def without_axes(reading: Reading) -> Reading:
-    """Return the file without how rotary positions of images are divided into three axes: those of a text are one."""
-    return changed_scaling(
-        reading, lambda _, content: {name: one for name, one in content.items() if not name.startswith("mrope_")}
-    )
 
 
 def delta_json(config: Config) -> dict[str, Any]:

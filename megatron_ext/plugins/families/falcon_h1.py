@@ -4,11 +4,13 @@ two of ours. What multiplies the inputs of a product is part of ours for its out
 import json
 from typing import Any
 
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.mamba_layers import MAMBA_KEYS, MAMBA_SECTIONS, mamba_json, mamba_names, mamba_values
 from megatron_ext.plugins.families.reading import Reading, refuse_others
+from megatron_ext.plugins.mamba.flags import MambaFlags
+from megatron_ext.plugins.side_by_side.flags import SideBySideFlags
 
 _KEYS = MAMBA_KEYS._replace(fills=False)
 
@@ -54,18 +56,19 @@ def _read(reading: Reading) -> dict[str, Any]:
 
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
-    of_attention, of_mamba = model.mixer_multipliers or (1.0, 1.0)
+    mamba = flags_of(model, MambaFlags)
+    of_attention, of_mamba = flags_of(model, SideBySideFlags).mixer_multipliers or (1.0, 1.0)
     of_scores = 1.0 if model.softmax_scale is None else model.softmax_scale * model.kv_channels**0.5
     return {
         **{**shared.decoder_json(config), **mamba_json(config, _KEYS)},
         "use_cache": True,
         "num_hidden_layers": model.num_layers // 2,
-        "mamba_d_ssm": (model.mamba_num_heads or 1) * model.mamba_head_dim,
-        "mamba_rms_norm": model.mamba_norm != "none",
-        "mamba_norm_before_gate": model.mamba_norm == "before-gate",
+        "mamba_d_ssm": (mamba.mamba_num_heads or 1) * mamba.mamba_head_dim,
+        "mamba_rms_norm": mamba.mamba_norm != "none",
+        "mamba_norm_before_gate": mamba.mamba_norm == "before-gate",
         "attention_out_multiplier": of_attention,
         "key_multiplier": float(f"{of_scores:.15g}"),  # without the rounding of two roots
-        "ssm_multipliers": list(model.mamba_multipliers or (1.0,) * 5),
+        "ssm_multipliers": list(mamba.mamba_multipliers or (1.0,) * 5),
         "ssm_out_multiplier": of_mamba,
         "mlp_multipliers": list(model.mlp_multipliers or (1.0, 1.0)),
     }

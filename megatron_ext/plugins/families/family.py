@@ -108,9 +108,8 @@ class Family:
     vectors: str | None = None
     """Part of the names of vectors of which each is a row of a matrix here."""
 
-    inside: tuple[str, str] | None = None
-    """Model type of a model that has one of this family inside of it, described by its `text_config`, and the prefix of
-    names that its files have before ours."""
+    respelled: Mapping[str, str] = field(default_factory=dict)
+    """Part of a tensor's name, as a regular expression, that some files have -> the usual one."""
 
     is_common: bool = False
     """Whether a model that fits several families is exported as one of this."""

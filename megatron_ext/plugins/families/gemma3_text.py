@@ -43,5 +43,4 @@ GEMMA3_TEXT = Family(
     {**GEMMA2.defaults, **_DEFAULTS, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     dependent_flags=_dependent_flags,
     added={**GEMMA2.added, "self_attention.q_layernorm": 1.0, "self_attention.k_layernorm": 1.0},
-    inside=("gemma3", "language_model."),
 )

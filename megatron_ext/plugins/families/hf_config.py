@@ -41,10 +41,8 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
             problem.
     """
     family, reading, prefix, problems = _opened(path := Path(folder) / "config.json")
-    if (quantized := reading.get("quantization_config")) is not None:
-        is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
-        how = f"; {_FROM_MXFP4}" if is_mxfp4 else "; use the unquantized model"
-        reading.problems.append(f"quantization_config: quantized weights are not supported{how}")
+    reading.understand(_QUANTIZED)
+    problems += (f"{_QUANTIZED}: {problem}" for problem in _not_exact(quantization(folder)))
     reading.refuse_unless("is_encoder_decoder", False, False, "only false is supported")
     values = family.read(reading)
     values = {**_training(reading, values), **values}
@@ -88,9 +86,19 @@ def _training(reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: one for name, one in found.items() if not name.startswith("moe_") or values.get("num_experts")}
 
 
-def _opened(path: Path) -> tuple[Family, Reading, str, list[str]]:
-    """Return the family that a `config.json` names, its keys, the words before what is wrong with them, and what is
-    wrong around them."""
+def outer_config(folder: str | Path) -> dict[str, Any] | None:
+    """Return the content of a `config.json` whose model has a model of text inside of it, which its `text_config`
+    describes; None where the whole model is one of text.
+
+    Raises:
+        ConfigurationError: there is no readable `config.json`.
+    """
+    content = _content(Path(folder) / "config.json")
+    kind, text = str(content.get("model_type")), content.get("text_config")
+    return content if isinstance(text, dict) and _family(kind) is None else None
+
+
+def _content(path: Path) -> dict[str, Any]:
     try:
         content = load_json(read_file(path, _LARGEST))
     except OSError as error:
@@ -99,25 +107,71 @@ def _opened(path: Path) -> tuple[Family, Reading, str, list[str]]:
         raise ConfigurationError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} is not a JSON object")
-    kind, prefix, problems = str(content.get("model_type")), "", []
-    family = next((one for one in FAMILIES.values() if kind in (one.model_type, *one.other_names)), None)
-    for inner in FAMILIES.values():
-        if inner.inside is not None and kind == inner.inside[0]:
-            tied = bool(inner.defaults.get("tie_word_embeddings", False))
-            family, prefix, (content, problems) = inner, "text_config: ", _inside(content, tied)
-    if family is None:
+    return content
+
+
+def _family(kind: str) -> Family | None:
+    return next((one for one in FAMILIES.values() if kind in (one.model_type, *one.other_names)), None)
+
+
+def _opened(path: Path) -> tuple[Family, Reading, str, list[str]]:
+    """Return the family that a `config.json` names, its keys, the words before what is wrong with them, and what is
+    wrong around them."""
+    content, prefix, problems = _content(path), "", []
+    kind = content.get("model_type")
+    if (why := REFUSED.get(str(kind))) is not None:
+        raise ConfigurationError(f"{path}: model_type {kind} is not read: {why}")
+    if outer_config(path.parent) is not None:
+        text, prefix = content["text_config"], "text_config: "
+        kind = text.get("model_type", f"{kind}_text")
+        problems = _around(content)
+        content = _tied_as_a_whole(content, text)
+    if (family := _family(str(kind))) is None:
         raise ConfigurationError(
-            f"{path}: model_type {json.dumps(content.get('model_type'))} is not supported{_nearest(kind)}; use one of "
+            f"{path}: {prefix}model_type {json.dumps(kind)} is not supported{_nearest(str(kind))}; use one of "
             f"{', '.join(_types())}. docs/huggingface.md says what each of them is, and how a family is added"
         )
-    return family, Reading(content, family.defaults, family.aliases), prefix, problems
+    return family, Reading(_without_axes(content), family.defaults, family.aliases), prefix, problems
+
+
+_WITHOUT_SCALE = "transformers 5.23.0 leaves the logit_scale of its text model out of the logits"
+REFUSED: dict[str, str] = {
+    "aya_vision": f"{_WITHOUT_SCALE} (modeling_aya_vision.py, line 390)",
+    "cohere2_vision": f"{_WITHOUT_SCALE} (modeling_cohere2_vision.py, line 334)",
+    "paligemma": "every token of a prompt attends to all of it, later ones too (transformers 5.23.0, "
+    "modeling_paligemma.py, line 257), and attention here is causal",
+}
+"""Models whose text model computes something else than the one that `text_config` names: type -> why it is not read."""
+
+
+def _tied_as_a_whole(outer: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the text model's keys with `tie_word_embeddings` of the whole, which alone counts in transformers 5.23."""
+    tied = outer.get("tie_word_embeddings")
+    return {**text} if tied is None else {**text, "tie_word_embeddings": tied}
+
+
+def _without_axes(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the same without how rotary positions of images are divided into three axes: those of a text are one."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(scaling := content.get(key), dict):
+            content = {**content, key: {name: one for name, one in scaling.items() if not name.startswith("mrope_")}}
+    return content
+
+
+def _around(outer: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the keys around `text_config`. All but these are of other parts: transformers makes the
+    text model of `text_config` alone."""
+    reading = Reading(outer, {})
+    reading.refuse_unless("is_encoder_decoder", False, False, "only false is supported")
+    tied = reading.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        reading.problems.append(f"tie_word_embeddings is {json.dumps(tied)[:60]}, and neither true nor false")
+    return reading.problems
 
 
 def _types() -> list[str]:
-    """Return every `model_type` that is read."""
-    families = FAMILIES.values()
-    others = (name for one in families for name in (*one.other_names, *(one.inside or ())[:1]))
-    return sorted({*FAMILIES, *others})
+    """Return every `model_type` that is read, of a whole model or of the text model inside of one."""
+    return sorted({*FAMILIES, *(name for one in FAMILIES.values() for name in one.other_names)})
 
 
 def _nearest(kind: str) -> str:
@@ -125,29 +179,48 @@ def _nearest(kind: str) -> str:
     return f" (the nearest is {close[0]})" if close else ""
 
 
-_FROM_MXFP4 = (
-    "transformers writes another folder in bf16: AutoModelForCausalLM.from_pretrained(folder, dtype='bfloat16', "
-    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(another, save_original_format=False)"
-)
-
-_OF_OTHER_PARTS = (
-    *("text_config", "vision_config", "mm_tokens_per_image", "eoi_token_index", "boi_token_index", "image_token_index"),
-    *("eoi_token_id", "boi_token_id", "image_token_id"),
-)
+_QUANTIZED = "quantization_config"
 
 
-def _inside(content: dict[str, Any], usually_tied: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return what the `config.json` of a model of text and images says of its text model, and what is wrong with the
-    rest; `usually_tied`: `tie_word_embeddings` where nothing is said."""
-    outer, text = Reading(content, {}), content.get("text_config")
-    outer.understand(*_OF_OTHER_PARTS)
-    if not isinstance(text, dict):
-        return {}, [f"text_config is {json.dumps(text)[:60]}, and not an object"]
-    tied = text.get("tie_word_embeddings", usually_tied)
-    outer.refuse_unless("tie_word_embeddings", tied, tied, f"but by text_config it is {json.dumps(tied)}")
-    known = frozenset(key for keys in WITHOUT_BEARING.values() for key in keys)
-    outer.refuse_the_rest("a key that is not known next to text_config", but=known)
-    return text, outer.problems
+def quantization(folder: str | Path) -> dict[str, Any] | None:
+    """Return how the weights of a folder are quantized, by `quantization_config`; None where they are not.
+
+    Raises:
+        ConfigurationError: there is no readable `config.json`.
+    """
+    content = _content(Path(folder) / "config.json")
+    text = content.get("text_config")
+    found = next(
+        (one for at in (content, text) if isinstance(at, dict) and (one := at.get(_QUANTIZED)) is not None), None
+    )
+    return found if isinstance(found, dict) or found is None else {"quant_method": found}
+
+
+def _not_exact(quantized: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield why quantized weights cannot be had exactly as 16 bits."""
+    method = "none" if quantized is None else quantized.get("quant_method")
+    if quantized is None or method in ("fp8", "mxfp4"):
+        return
+    groups = quantized.get("config_groups")
+    weights = [one.get("weights") for one in groups.values()] if isinstance(groups, dict) else []
+    exact = ({"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"})
+    if (
+        method != "compressed-tensors"
+        or not weights
+        or not all(
+            isinstance(one, dict)
+            and one.get("symmetric", True)
+            and not one.get("actorder")
+            and any(one.items() >= known.items() for known in exact)
+            for one in weights
+        )
+    ):
+        yield (
+            f"quant_method {json.dumps(method)} with these settings is not read; read are fp8, mxfp4, and of "
+            "compressed-tensors symmetric 8-bit floats and 4-bit integers without reordering. transformers makes a "
+            "folder in bf16 of what it can unquantize: AutoModelForCausalLM.from_pretrained(folder, dtype='bfloat16')"
+            ".dequantize().save_pretrained(another)"
+        )
 
 
 def _out_of_bounds(values: Mapping[str, Any], reading: Reading) -> Iterator[str]:

@@ -1,19 +1,20 @@
 """Kimi Linear: Kimi Delta Attention in most layers, latent attention without rotation in the others, DeepSeek-V3's
 experts (Kimi Team 2025, arXiv:2510.26692).
 
-Files and keys are as published. transformers 5.23 reads them; what it writes itself names the MLP of layers without
-experts `block_sparse_moe`, where the published files have `mlp`.
+Files and keys are as published. What transformers 5.23 writes itself names the MLP of layers without experts
+`block_sparse_moe`, where the published files have `mlp`.
 """
 
 from typing import Any
 
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.parts.stack import layers
 from megatron_ext.plugins.families import delta_rules, latents
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.mixtures import V3_MIXTURE, mixture_names, typed_mixtures
 from megatron_ext.plugins.families.reading import Reading, refuse_others
 from megatron_ext.plugins.families.shared import DECODER_NAMES, layer_numbers
+from megatron_ext.plugins.gated_delta.flags import GatedDeltaFlags
 
 _LINEAR, _ATTENTION_LAYERS, _RULE_LAYERS = "linear_attn_config", "full_attn_layers", "kda_layers"
 _SIZES = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads"}
@@ -75,19 +76,21 @@ def _write(config: Config) -> dict[str, Any]:
     if "n_routed_experts" in content:
         content["num_experts"] = content.pop("n_routed_experts")
     content = {_ALIASES.get(key, key) if key != "num_experts" else key: value for key, value in content.items()}
+    rule = flags_of(model, GatedDeltaFlags)
     linear = {
         _ATTENTION_LAYERS: [number + 1 for number, one in enumerate(has_attention) if one],
         _RULE_LAYERS: [number + 1 for number, one in enumerate(has_attention) if not one],
-        "head_dim": model.linear_key_head_dim,
-        "num_heads": model.linear_num_key_heads,
-        "short_conv_kernel_size": model.linear_conv_kernel_dim,
+        "head_dim": rule.linear_key_head_dim,
+        "num_heads": rule.linear_num_key_heads,
+        "short_conv_kernel_size": rule.linear_conv_kernel_dim,
     }
     fixed = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True}
     return {**content, _LINEAR: linear, **fixed, "moe_layer_freq": 1, "pad_token_id": None}
 
 
 def _dependent(model: ModelConfig) -> dict[str, Any]:
-    heads = {"linear_value_head_dim": model.linear_key_head_dim, "linear_num_value_heads": model.linear_num_key_heads}
+    rule = flags_of(model, GatedDeltaFlags)
+    heads = {"linear_value_head_dim": rule.linear_key_head_dim, "linear_num_value_heads": rule.linear_num_key_heads}
     heads["untie_embeddings_and_output_weights"] = True
     return {**latents.what_latents_can_say(model), **V3_MIXTURE.dependent_flags(model), **heads}
 
@@ -114,4 +117,5 @@ KIMI_LINEAR = Family(
     may_be_dense=True,
     sections=delta_rules.parts_apart(_RULE),
     shapes={"self_attention.A_log": (1, 1, -1, 1)},
+    respelled={r"block_sparse_moe\.(?=(gate|up|down)_proj)": "mlp."},
 )

@@ -3,10 +3,11 @@
 from functools import partial
 from typing import Any
 
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.plugins.families.reading import Reading
 from megatron_ext.plugins.families.rotary import scaling_json
 from megatron_ext.plugins.families.shared import DECODER_FLAGS, decoder_json, decoder_values, own_epsilon
+from megatron_ext.plugins.latent_attention.flags import LatentAttentionFlags
 
 _epsilon = partial(own_epsilon, "latent_norm_epsilon", 1e-6)
 
@@ -57,13 +58,13 @@ def latent_values(reading: Reading) -> dict[str, Any]:
 
 def latent_json(config: Config) -> dict[str, Any]:
     """Return the content of `config.json` of a decoder with latents."""
-    model = config.model
+    model, flags = config.model, flags_of(config.model, LatentAttentionFlags)
     return {
         **decoder_json(config),
         **{theirs: getattr(model, ours) for theirs, ours in _SIZES.items()},
-        "q_lora_rank": model.q_lora_rank,
-        "head_dim": model.qk_pos_emb_head_dim,
-        "qk_head_dim": model.qk_head_dim + model.qk_pos_emb_head_dim,
+        "q_lora_rank": flags.q_lora_rank,
+        "head_dim": flags.qk_pos_emb_head_dim,
+        "qk_head_dim": flags.qk_head_dim + flags.qk_pos_emb_head_dim,
         "attention_bias": False,
     }
 

@@ -90,6 +90,5 @@ LLAMA4_TEXT = Family(
         "max_position_embeddings": 131072,
     },
     dependent_flags=_dependent_flags,
-    inside=("llama4", "language_model."),
     transposed=shared.STACKED_TRANSPOSED,
 )

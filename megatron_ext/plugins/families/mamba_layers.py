@@ -7,9 +7,11 @@ import math
 from typing import Any, NamedTuple
 
 from megatron_ext.config.derived.layer_patterns import ATTENTION
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.plugins.families.family import Sections
 from megatron_ext.plugins.families.reading import Reading
+from megatron_ext.plugins.gated_delta.flags import GatedDeltaFlags
+from megatron_ext.plugins.mamba.flags import MambaFlags
 
 MAMBA_SECTIONS = {
     "self_attention.in_proj": Sections((5,), by_groups=False, order=(3, 0, 1, 2, 4)),
@@ -89,16 +91,16 @@ def mamba_values(reading: Reading, keys: MambaKeys) -> dict[str, Any]:
 
 def mamba_json(config: Config, keys: MambaKeys) -> dict[str, Any]:
     """Return the same keys."""
-    model = config.model
+    model, mamba = config.model, flags_of(config.model, MambaFlags)
     # Without attention transformers 5.23 asks a cache of recurrences alone how long it is, and stops.
     cached = {} if ATTENTION in (model.hybrid_layer_pattern or "") else {"use_cache": False}
     return {
         **cached,
-        keys.state: model.mamba_state_dim,
-        keys.head: model.mamba_head_dim,
-        keys.groups: model.mamba_num_groups,
-        keys.heads: model.mamba_num_heads,
-        keys.kernel: model.linear_conv_kernel_dim,
+        keys.state: mamba.mamba_state_dim,
+        keys.head: mamba.mamba_head_dim,
+        keys.groups: mamba.mamba_num_groups,
+        keys.heads: mamba.mamba_num_heads,
+        keys.kernel: flags_of(model, GatedDeltaFlags).linear_conv_kernel_dim,
         keys.expand: _expand(model),
         keys.convolution_bias: True,
         keys.bias: False,
@@ -130,9 +132,13 @@ def letters(reading: Reading, kinds: dict[str, str], text: str | None = None) ->
 def whole_expansion(model: ModelConfig) -> dict[str, Any]:
     """Return heads whose channels are a multiple of the hidden size (`Family.dependent_flags`)."""
     channels = _expand(model) * model.hidden_size
-    head = math.gcd(channels, model.mamba_head_dim)
+    head = math.gcd(channels, flags_of(model, MambaFlags).mamba_head_dim)
     return {"mamba_num_heads": channels // head, "mamba_head_dim": head}
 
 
 def _expand(model: ModelConfig) -> int:
-    return max((model.mamba_num_heads or 1) * model.mamba_head_dim // model.hidden_size, 1)
+    mamba = flags_of(model, MambaFlags)
+    return max(
+        (mamba.mamba_num_heads or 1) * mamba.mamba_head_dim // model.hidden_size,
+        1,
+    )

@@ -1,17 +1,18 @@
 """OLMo hybrid: gated delta rules in most layers, with norms before them, and OLMo-3's attention in the others, with
 norms after it; the released model knows no positions.
 
-Files are as published. transformers 5.23 reads them; what it writes itself divides the convolution's channels into
-three equal parts, whatever their sizes, and names norms otherwise.
+Files are as published. What transformers 5.23 writes itself divides the convolution's channels into three equal parts,
+whatever their sizes (`huggingface/forms.py`), and names norms otherwise.
 """
 
 from functools import partial
 from typing import Any
 
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.plugins.families import delta_rules, shared
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.reading import Reading
+from megatron_ext.plugins.gated_delta.flags import GatedDeltaFlags
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 _RULE = delta_rules.rule_names("linear_attn", in_proj=_PROJECTIONS, **delta_rules.APART)
@@ -49,7 +50,7 @@ def _write(config: Config) -> dict[str, Any]:
     if model.position_embedding_type == "none":
         del content["rope_theta"], content["rope_scaling"]
         content["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
-    signs = {"linear_allow_neg_eigval": model.linear_allow_neg_eigval}
+    signs = {"linear_allow_neg_eigval": flags_of(model, GatedDeltaFlags).linear_allow_neg_eigval}
     return {**content, **delta_rules.rule_json(config), **signs, **shared.NO_PADDING}
 
 
@@ -73,4 +74,5 @@ OLMO_HYBRID = Family(
     },
     dependent_flags=_dependent,
     sections=delta_rules.parts_apart(_RULE),
+    respelled={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
 )

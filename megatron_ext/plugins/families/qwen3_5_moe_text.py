@@ -15,8 +15,8 @@ _SHARED = "shared_expert_intermediate_size"
 def _read(reading: Reading) -> dict[str, Any]:
     width = reading.integer(_SHARED)
     # No layer has an MLP, whose width our flags have in any case.
-    reading = delta_rules.without_axes(reading.changed(intermediate_size=width))
-    return {**delta_rules.delta_values(reading), "moe_shared_expert_intermediate_size": width}
+    values = delta_rules.delta_values(reading.changed(intermediate_size=width))
+    return {**values, "moe_shared_expert_intermediate_size": width}
 
 
 def _write(config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ QWEN3_5_TEXT = Family(
     "Qwen3_5ForCausalLM",
     {**shared.DECODER_NAMES, **delta_rules.rule_names("linear_attn", in_proj=_PROJECTIONS)},
     {**delta_rules.DELTA_FLAGS, "disable_bias_linear": True},
-    *(lambda reading: delta_rules.delta_values(delta_rules.without_axes(reading)), delta_rules.delta_json),
+    *(delta_rules.delta_values, delta_rules.delta_json),
     {
         **{**delta_rules.DELTA_DEFAULTS, "num_key_value_heads": 4, "hidden_size": 4096, "intermediate_size": 12288},
         **{"num_hidden_layers": 32, "vocab_size": 248320},

@@ -38,4 +38,5 @@ QWEN3_MOE = Family(
     # transformers 5 writes the name that Mixtral has.
     aliases={"num_experts": "num_local_experts"},
     dependent_flags=shared.biases_of_attention,
+    other_names=("qwen3_vl_moe_text",),
 )

@@ -12,10 +12,11 @@ from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, copies
 
 _AHEAD = "depths of multi-token prediction that are not trained"
+OTHER_PARTS = "not of the text model"
 _REASONS = {
     "rotary frequencies, which config.json gives": re.compile(r"rotary_emb\.inv_freq$"),
     "causal masks": re.compile(r"\.(attn|attention)\.(masked_)?bias$"),
-    "not of the text model": re.compile(r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."),
+    OTHER_PARTS: re.compile(r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."),
 }
 _AHEAD_NAME = re.compile(r"(^|\.)mtp(_\w+)?\.")
 _OF_A_DEPTH = "eh_proj.weight"

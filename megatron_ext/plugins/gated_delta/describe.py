@@ -21,15 +21,17 @@ the length of a sample.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from random import Random
 from typing import ClassVar
 
 from megatron_ext.config.derived.layer_patterns import GATED_DELTA, is_dealt
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.parts.kinds import Mixer
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.protocol import Core, Exchange, Part, Place, Product, Share, State
+from megatron_ext.parts.protocol import Core, Exchange, Part, Place, Product, Share, State, taken
 from megatron_ext.parts.ways import Asked
+from megatron_ext.plugins.gated_delta.flags import VARIANTS, GatedDeltaFlags
 
 _FP32 = 4
 
@@ -333,23 +335,36 @@ class GatedDelta(Part):
 
 def gated_delta_of(model: ModelConfig, norm: Norm) -> GatedDelta:
     """Return the gated delta rule of the model's layers, whose norms are of this kind."""
-    epsilon = norm.epsilon if model.linear_norm_epsilon is None else model.linear_norm_epsilon
+    flags = flags_of(model, GatedDeltaFlags)
+    epsilon = norm.epsilon if flags.linear_norm_epsilon is None else flags.linear_norm_epsilon
     return GatedDelta(
-        model.linear_num_key_heads,
-        model.linear_num_value_heads,
-        model.linear_key_head_dim,
-        model.linear_value_head_dim,
-        model.linear_conv_kernel_dim,
+        flags.linear_num_key_heads,
+        flags.linear_num_value_heads,
+        flags.linear_key_head_dim,
+        flags.linear_value_head_dim,
+        flags.linear_conv_kernel_dim,
         replace(norm, owns=norm.owns if norm.has_weight else "weight", epsilon=epsilon),
         by_channel=model.experimental_attention_variant == "kda",
-        furthest_write=2.0 if model.linear_allow_neg_eigval else 1.0,
-        kernels=model.recurrence_kernels,
+        furthest_write=2.0 if flags.linear_allow_neg_eigval else 1.0,
+        kernels=flags.recurrence_kernels,
     )
 
 
 def _is_asked(model: ModelConfig, number: int) -> bool:
-    is_delta = model.experimental_attention_variant in ("gated_delta_net", "kda")
-    return is_delta and is_dealt(model.linear_attention_freq, model.num_layers, number)
+    pattern = flags_of(model, GatedDeltaFlags).linear_attention_freq
+    return model.experimental_attention_variant in VARIANTS and is_dealt(pattern, model.num_layers, number)
+
+
+def draw(random: Random) -> list[str]:
+    """Return flags of gated delta rules in some layers, drawn at random; most draws have none."""
+    kind, layers = random.choice(("gated_delta_net", "kda")), random.choice(("2", "4", "[0,1,1,0]"))
+    sizes = "--linear-key-head-dim 12 --linear-value-head-dim 10 --linear-num-key-heads 4 --linear-num-value-heads 8"
+    given = (
+        f"--experimental-attention-variant {kind} --linear-attention-freq {layers} {sizes} --linear-norm-epsilon 1e-3"
+    )
+    return taken(random, (0.12, f"{given} {random.choice(('', '--linear-allow-neg-eigval'))}".strip()))
 
 
 MIXERS = (Mixer(GATED_DELTA, lambda model, norm, number: gated_delta_of(model, norm), _is_asked),)
+
+DRAWS = (draw,)

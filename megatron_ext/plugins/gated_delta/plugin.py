@@ -5,7 +5,10 @@ from megatron_ext.registry import Plugin
 PLUGIN = Plugin(
     "gated_delta",
     brings={
-        "switches": (("experimental_attention_variant", ("gated_delta_net", "kda")),),
+        "flags": "megatron_ext.plugins.gated_delta.flags:FLAGS",
+        "choices": "megatron_ext.plugins.gated_delta.flags:CHOICES",
+        "rules": "megatron_ext.plugins.gated_delta.rules:RULES",
+        "draws": "megatron_ext.plugins.gated_delta.describe:DRAWS",
         "mixers": "megatron_ext.plugins.gated_delta.describe:MIXERS",
     },
 )

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from megatron_ext.parts.catalogue import count
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.hf_config import hf_config, unsaid_dropouts
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, RowRange, copies, state_dict_mapping
+from megatron_ext.plugins.huggingface.forms import is_stored
 from megatron_ext.plugins.huggingface.huggingface_folder import INDEX, SINGLE, vectors_as_rows
 from megatron_ext.plugins.huggingface.importer import copy_tokenizer
 from megatron_ext.plugins.huggingface.saved_model import Piece, SavedModel
@@ -88,9 +90,6 @@ def export_huggingface(
         DataError: the checkpoint is damaged.
         OSError: the destination cannot be written.
     """
-    final = Path(destination)
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise ConfigurationError(f"--save {final} exists and is not an empty folder; give a new one")
     family, config = source.written
     source.check()
     if config != source.config:
@@ -99,10 +98,7 @@ def export_huggingface(
             f"{source.config.model.mtp_num_layers} are left out, and the layers before them are exported"
         )
     code = dtype or source.dtype()
-    unfinished = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
+    with new_folder(Path(destination)) as unfinished:
         mappings = state_dict_mapping(config, family)
         shapes = {name: shape for part in mappings for name, shape in part.tensor_shapes().items()}
         constants = family.constants_of(config)
@@ -124,13 +120,22 @@ def export_huggingface(
         compared = tokenizer or _kept_tokenizer(source)
         if names and compared is not None and check_tokenizer is not None:
             check_tokenizer(unfinished, source.config, compared)
-        with Files(os.O_WRONLY) as files:
-            _write_weights(source, mappings, entries, files)
-            for copy, original in repeated.items():
-                bits = memoryview(entries[original].whole()).cast("B")
-                write_all(files[entries[copy].path], entries[copy].offset, bits)
+        write_tensors(source, mappings, entries, repeated)
         for name, value in constants.items():
             entries[name].set_number(value)
+    return exported(Path(destination), family, entries, names)
+
+
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `final` on exit, and is removed where something goes wrong."""
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise ConfigurationError(f"--save {final} exists and is not an empty folder; give a new one")
+    unfinished = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
         for path in (*unfinished.iterdir(), unfinished):
             sync(path)
         if final.exists():
@@ -139,8 +144,30 @@ def export_huggingface(
         sync(final.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def exported(path: Path, family: Family, entries: Mapping[str, Entry], tokenizer: list[str]) -> Exported:
+    """Return the report of a folder whose tensors are `entries`."""
     size = sum(math.prod(entry.shape) * WIDTH[entry.dtype] for entry in entries.values())
-    return Exported(final, family, size, len({entry.path for entry in entries.values()}), names)
+    return Exported(path, family, size, len({entry.path for entry in entries.values()}), tokenizer)
+
+
+def write_tensors(
+    source: SavedModel, mappings: list[ParameterMapping], entries: Mapping[str, Entry], repeated: Mapping[str, str]
+) -> None:
+    """Write the checkpoint's weights to their places.
+
+    Args:
+        entries: the places, by the names of `mappings`.
+        repeated: tensors that repeat another one, with that.
+    Raises:
+        DataError: the shards are not what the manifest says.
+    """
+    with Files(os.O_WRONLY) as files:
+        _write_weights(source, mappings, entries, files)
+        for copy, original in repeated.items():
+            bits = memoryview(entries[original].whole()).cast("B")
+            write_all(files[entries[copy].path], entries[copy].offset, bits)
 
 
 def _write_weights(
@@ -206,7 +233,7 @@ def _parts(
             target.put(piece.array[low - piece.row : high - piece.row], dtype)
             continue
         offset = piece.offset + (low - piece.row) * width
-        if mapping.is_copied and entry.dtype == dtype and tuple(columns) == entry.columns:
+        if mapping.is_copied and entry.dtype == dtype and tuple(columns) == entry.columns and is_stored(entry):
             yield offset, FileRange((high - low) * width, files, entry.path, entry.offset_of(low + shift))
             continue
         step = max(1, BLOCK // width)
@@ -244,7 +271,7 @@ class _Target:
         if self.mapping.transposed:
             whole = self.entry.whole(writable=True)
             self.mapping.transposed_rows(whole, self.span, self.row, rows)[:, columns] = values.reshape(rows, -1)
-        elif values.shape[1:] == self.entry.columns:
+        elif values.shape[1:] == self.entry.columns and is_stored(self.entry):
             bits = memoryview(np.ascontiguousarray(values)).cast("B")
             write_all(self.files[self.entry.path], self.entry.offset_of(row), bits)
         else:

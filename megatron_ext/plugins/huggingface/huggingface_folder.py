@@ -7,8 +7,8 @@
 Nothing in the folder is executed, and no file outside of it is opened, whatever its index says. This needs no torch.
 """
 
-import contextlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +19,10 @@ from megatron_ext.checkpoint.safetensors import Entry, read_header
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError, TrainingError
 from megatron_ext.plugins.families.family import EXPERT_BIAS, Family
-from megatron_ext.plugins.families.hf_config import read_hf_config
+from megatron_ext.plugins.families.hf_config import outer_config, quantization, read_hf_config
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, copies, state_dict_mapping
-from megatron_ext.plugins.families.unread import listed, tied_head, unread
+from megatron_ext.plugins.families.unread import OTHER_PARTS, listed, tied_head, unread
+from megatron_ext.plugins.huggingface.forms import dequantized, equal_thirds, experts_apart
 from megatron_ext.untrusted.text import load_json, read_file
 from megatron_ext.untrusted.untrusted_folder import file_inside
 
@@ -31,16 +32,33 @@ _LARGEST_INDEX = 1 << 26  # bytes; 200,000 tensors have some 20 million
 
 
 def read_model(folder: str | Path) -> tuple[Family, dict[str, Any]]:
-    """Return what `read_hf_config` does, without depths of multi-token prediction where the files hold none.
+    """Return what `read_hf_config` does, with what the files say better: depths of multi-token prediction are none
+    where they hold none, and a text model inside of another one is tied or not as its output layer is there.
 
     transformers writes `num_nextn_predict_layers` 1 into every file of some families, and leaves their weights out.
+    Around a text model it takes what is said next to `text_config`, of some types also what is said inside, or what
+    their class has; and it ties no output layer that differs from the embeddings.
     """
     family, values = read_hf_config(folder)
+    outer = outer_config(folder)
+    if outer is None and not values.get("mtp_num_layers"):
+        return family, values
+    try:
+        own = text_model(_unquantized(Path(folder))[0], family)[0]
+    except TrainingError:  # which loading names
+        return family, values
     if values.get("mtp_num_layers"):
         first = family.ahead.format(0) or family.layers.format(values["num_layers"])
-        with contextlib.suppress(TrainingError):  # which loading names
-            if not any(name.startswith(first) for name in _entries(Path(folder))):
-                return family, {**values, "mtp_num_layers": None}
+        if not any(name.startswith(first) for name in own):
+            values = {**values, "mtp_num_layers": None}
+    if outer is not None:
+        head = head_of(family)
+        said = outer.get("tie_word_embeddings") or outer["text_config"].get("tie_word_embeddings")
+        if head in own:
+            is_apart = values["untie_embeddings_and_output_weights"] or differ(own, head, table_of(family))
+            values = {**values, "untie_embeddings_and_output_weights": is_apart}
+        elif said is not False:
+            values = {**values, "untie_embeddings_and_output_weights": False}
     return family, values
 
 
@@ -55,19 +73,15 @@ class HFFolder:
     def __init__(self, folder: str | Path):
         self.path = Path(folder)
         self.family, self.values = read_model(folder)
-        self.entries = _entries(self.path)
-        if self.family.inside is not None:
-            self.entries = _without_prefix(self.entries, self.family.inside[1], self.path)
-        table, head = (self.family.names[module][0] for module in (_TABLE, "output_layer"))
-        prefix = f"{table.partition('.')[0]}."
-        if f"{table}.weight" not in self.entries and f"{table.removeprefix(prefix)}.weight" in self.entries:
-            # Files that were written from the model without its head, as the oldest ones and those of embedding models.
-            others = (f"{head}.", self.family.ahead.partition(".")[0] or head)
-            self.entries = {
-                name if name.startswith(others) else f"{prefix}{name}": one for name, one in self.entries.items()
-            }
-        self.entries = vectors_as_rows(self.entries, self.family)
+        entries, unquantized = _unquantized(self.path)
+        own, others = text_model(entries, self.family)
+        self.others = others if outer_config(folder) is not None else {}
+        """Tensors of other parts than the text model that is inside of a model."""
+        own = experts_apart(own if self.others else {**own, **others}, self.family)
+        self.entries = vectors_as_rows(own, self.family)
         self.remarks = [*_unread_index(self.path)]
+        if unquantized:
+            self.remarks.append(f"{self.path}: {unquantized} quantized tensors are read as bf16")
         """Sentences on what is not read of the folder; `check` adds one that counts and names the tensors that are left
         out, if there are any."""
 
@@ -80,6 +94,7 @@ class HFFolder:
                 they are named.
         """
         mappings = state_dict_mapping(config, self.family)
+        self.entries |= equal_thirds(self.entries, mappings)
         problems = [*self._of_parameters(mappings, config), *self._of_others(config)]
         left_out, without_place = unread(self.entries, mappings, config, self.family)
         if without_place:
@@ -92,9 +107,13 @@ class HFFolder:
                 + "; ".join(problems)
                 + ". Take both from the same model."
             )
+        if self.others:
+            left_out.setdefault(OTHER_PARTS, []).extend(sorted(self.others))
         if left_out:
             kinds = (f"{len(names)} {reason} ({listed(names, 5)})" for reason, names in left_out.items())
             self.remarks.append(f"{self.path}: tensors that are left out: {'; '.join(kinds)}")
+            if OTHER_PARTS in left_out:
+                self.remarks.append("only text is trained: what reads images, video or sound is no part of the model")
             others = {name for names in left_out.values() for name in names}
             self.entries = {name: entry for name, entry in self.entries.items() if name not in others}
 
@@ -126,11 +145,11 @@ class HFFolder:
                 math.prod(entry.shape) == 1 and math.isclose(entry.number(), value, rel_tol=0.01)
             ):
                 yield f"{name} is another number than {value:g}, which all models of this family have"
-        head, table = tied_head(config, self.family), f"{self.family.names[_TABLE][0]}.weight"
-        if head is not None and self._differ(head, table):
+        head, table = tied_head(config, self.family), table_of(self.family)
+        if head is not None and differ(self.entries, head, table):
             yield f"{head} differs from the embeddings, but config.json has tie_word_embeddings"
         for copy, original in copies(config, self.family).items():
-            if self._differ(copy, original):
+            if differ(self.entries, copy, original):
                 yield f"{copy} differs from {original}, which every depth shares here"
 
     def dtype(self) -> str:
@@ -141,27 +160,58 @@ class HFFolder:
         dtypes = {dtype for dtype in weights if dtype in WIDTH}
         return "F32" if dtypes == {"F16", "BF16"} else max(dtypes, key=WIDTH.__getitem__, default="F16")
 
-    def _differ(self, one: str, other: str) -> bool:
-        """Return whether two tensors, which are to be one, are there and differ: files may hold a shared matrix twice;
-        two different ones would be another model."""
-        head, table = self.entries.get(one), self.entries.get(other)
-        if head is None or table is None:
-            return False
-        if head.shape != table.shape or head.dtype != table.dtype:
-            return True
-        step = max(1, (1 << 24) // max(1, head.row_bytes))
-        starts = range(0, head.shape[0], step)
-        pairs = ([entry.rows(at, min(step, entry.shape[0] - at)) for entry in (head, table)] for at in starts)
-        return any(one.tobytes() != other.tobytes() for one, other in pairs)
+
+def differ(entries: Mapping[str, Entry], one: str, other: str) -> bool:
+    """Return whether two tensors, which are to be one, are there and differ: files may hold a shared matrix twice; two
+    different ones would be another model."""
+    head, table = entries.get(one), entries.get(other)
+    if head is None or table is None:
+        return False
+    if head.shape != table.shape or head.dtype != table.dtype:
+        return True
+    step = max(1, (1 << 24) // max(1, head.row_bytes))
+    starts = range(0, head.shape[0], step)
+    pairs = ([entry.rows(at, min(step, entry.shape[0] - at)) for entry in (head, table)] for at in starts)
+    return any(one.tobytes() != other.tobytes() for one, other in pairs)
 
 
-def _without_prefix(entries: Mapping[str, Entry], prefix: str, folder: Path) -> dict[str, Entry]:
-    """Return the tensors by their names without the prefix, where they have it."""
-    renamed = {name.removeprefix(prefix): entry for name, entry in entries.items()}
-    if len(renamed) < len(entries):
-        twice = sorted(name for name in renamed if name in entries and f"{prefix}{name}" in entries)
-        raise DataError(f"{folder}: {listed(twice)} are there with and without {prefix} before their names; keep one")
-    return renamed
+def table_of(family: Family) -> str:
+    """Return the name of the embeddings."""
+    return f"{family.names['embedding.word_embeddings'][0]}.weight"
+
+
+def head_of(family: Family) -> str:
+    """Return the name of the output layer."""
+    return f"{family.names['output_layer'][0]}.weight"
+
+
+def text_model(entries: Mapping[str, Entry], family: Family) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    """Return the tensors of the family's model by its names, and all others.
+
+    The embeddings show where the model is: `model.language_model.` in a model of text and images,
+    `language_model.model.` in published ones, at the beginning in files that were written from the model without its
+    head, as the oldest ones and those of embedding models.
+    """
+    for pattern, usual in family.respelled.items():
+        entries = {re.sub(pattern, usual, name): entry for name, entry in entries.items()}
+    first, _, rest = table_of(family).partition(".")
+    places = [name.removesuffix(rest) for name in entries if f".{name}".endswith(f".{rest}")]
+    places = [place for place in places if not any(place != one and place.startswith(one) for one in places)]
+    place = places[0] if len(places) == 1 and table_of(family) not in entries else f"{first}."
+    head = head_of(family).removesuffix("weight")
+    ahead = (family.ahead or "mtp.").partition(".")[0]
+    own, others = {}, {}
+    for name, entry in entries.items():
+        above, found, kind = name.rpartition(head)
+        if found and place.startswith(above):
+            own[f"{head}{kind}"] = entry
+        elif name.startswith(f"{ahead}."):
+            own[name] = entry
+        elif name.startswith(place):
+            own[f"{first}.{name.removeprefix(place)}"] = entry
+        else:
+            others[name] = entry
+    return own, others
 
 
 def vectors_as_rows(entries: Mapping[str, Entry], family: Family) -> dict[str, Entry]:
@@ -171,9 +221,6 @@ def vectors_as_rows(entries: Mapping[str, Entry], family: Family) -> dict[str, E
         name: replace(entry, shape=(1, *entry.shape)) if part and part in name else entry
         for name, entry in entries.items()
     }
-
-
-_TABLE = "embedding.word_embeddings"
 
 
 def _entries(folder: Path) -> dict[str, Entry]:
@@ -195,6 +242,17 @@ def _entries(folder: Path) -> dict[str, Entry]:
         f"{folder} holds neither {SINGLE} nor {INDEX}; weights in another format (.bin) are pickles and are not read: "
         "convert them with transformers' save_pretrained"
     )
+
+
+def _unquantized(folder: Path) -> tuple[dict[str, Entry], int]:
+    """Return the tensors with those in bf16 that are quantized, by `quantization_config`, and how many these are."""
+    entries, quantized = _entries(folder), quantization(folder)
+    if quantized is None:
+        return entries, 0
+    block = quantized.get("weight_block_size")
+    if isinstance(block, list) and len(block) == 2 and all(type(one) is int and one > 0 for one in block):
+        return dequantized(entries, (block[0], block[1]))
+    return dequantized(entries, None)
 
 
 def _unread_index(folder: Path) -> Iterator[str]:

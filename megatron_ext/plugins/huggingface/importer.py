@@ -19,6 +19,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, RowRange, state_dict_mapping
+from megatron_ext.plugins.huggingface.forms import is_stored
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder, safe_file
 from megatron_ext.rules.validate import problems
 from megatron_ext.terminal import say, tracked
@@ -92,7 +93,7 @@ def _elements(folder: HFFolder, mapping: ParameterMapping, dtype: str, files: Fi
         assert low == covered, f"{mapping.parameter.name}: its ranges are not in order"
         covered = high
         entry, first = folder.entries[span.tensor], span.tensor_start + low - span.start
-        if mapping.is_copied and entry.dtype == dtype:
+        if mapping.is_copied and entry.dtype == dtype and is_stored(entry):
             yield FileRange((high - low) * width, files, entry.path, entry.offset_of(first))
             continue
         step = max(1, BLOCK // width)

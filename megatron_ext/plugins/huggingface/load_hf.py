@@ -15,6 +15,7 @@ from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
 from megatron_ext.parts import slices
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, state_dict_mapping
+from megatron_ext.plugins.huggingface.forms import is_stored
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
 
 
@@ -91,7 +92,7 @@ def read_rows(folder: HFFolder, mapping: ParameterMapping, rows: range, columns:
         covered += high - low
         entry, first = folder.entries[span.tensor], span.tensor_start + low - span.start
         wanted = target[low - rows.start : high - rows.start]
-        whole_rows = mapping.is_copied and wanted.shape[1:] == entry.columns
+        whole_rows = mapping.is_copied and wanted.shape[1:] == entry.columns and is_stored(entry)
         if whole_rows and wanted.is_contiguous() and wanted.device.type == "cpu" and wanted.dtype == _dtype(entry):
             _read_in_place(entry, first, wanted)
             continue

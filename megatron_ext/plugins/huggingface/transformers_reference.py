@@ -34,13 +34,14 @@ def use_plain_torch() -> None:
 
 def _their_model(folder: str) -> Callable[[torch.Tensor], torch.Tensor]:
     use_plain_torch()
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-    ).eval()
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    # Of a model with a text model inside of it, the whole.
+    made = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForMultimodalLM
+    model = made.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False).eval()
 
     # An indexer's scores can be equal (a ReLU makes zeros): topk takes any of them, so that the logits of a text change
     # when tokens follow it (transformers 5.23).

@@ -20,17 +20,23 @@ tensor-parallel ranks send (t-1)/t w T (I + P) one way and (t-1)/t w T H, of its
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from random import Random
 
 from megatron_ext.config.derived.layer_patterns import LATENT
-from megatron_ext.config.schema import Config, ModelConfig
-from megatron_ext.parts.attention.describe import Attention, Rotary, scaling_of, window_of
+from megatron_ext.config.schema import Config, ModelConfig, flags_of
+from megatron_ext.parts.attention.describe import Attention, Rotary, scaling_of, window_of, yarn_length
 from megatron_ext.parts.kinds import Mixer
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.protocol import Exchange, Place, Product, Share, State
+from megatron_ext.parts.protocol import Exchange, Number, Place, Product, Share, State, taken
 from megatron_ext.parts.ways import Asked
+from megatron_ext.plugins.latent_attention.flags import VARIANT, LatentAttentionFlags
 
 _FP32, _INT64 = 4, 8
+
+
+INDEXER_LOSS = Number("indexer_loss", "of microbatches", "nats", "indexer loss")
+"""The divergence of the indexer's distribution over keys from attention's, per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,24 +311,30 @@ class LatentAttention(Attention):
                 f"--qk-pos-emb-head-dim {self.position_size + 1}"
             )
 
-        if model.experimental_attention_variant == "dsa":
+        if model.rope_type in ("longrope", "dynamic"):
+            yield (
+                f"--rope-type {model.rope_type} needs heads of attention, and not --multi-latent-attention; use "
+                "--rope-type yarn"
+            )
+        if model.experimental_attention_variant == VARIANT:
             yield from self._cannot_choose(config)
 
     def _cannot_choose(self, config: Config) -> Iterator[str]:
         """Yield what flags cannot be where keys are chosen."""
         model, exchanges = config.model, config.layout.cp_comm_type
+        flags = flags_of(model, LatentAttentionFlags)
         asked = "--experimental-attention-variant dsa"
         for flag, value, usual in (
-            ("--dsa-indexer-n-heads", model.dsa_indexer_n_heads, 64),
-            ("--dsa-indexer-head-dim", model.dsa_indexer_head_dim, 128),
-            ("--dsa-indexer-topk", model.dsa_indexer_topk, 2048),
-            ("--q-lora-rank", model.q_lora_rank, 1536),
+            ("--dsa-indexer-n-heads", flags.dsa_indexer_n_heads, 64),
+            ("--dsa-indexer-head-dim", flags.dsa_indexer_head_dim, 128),
+            ("--dsa-indexer-topk", flags.dsa_indexer_topk, 2048),
+            ("--q-lora-rank", flags.q_lora_rank, 1536),
         ):
             if value is None:
                 yield f"{asked} needs {flag}, which is not given; use {flag} {usual}"
-        if (model.dsa_indexer_head_dim or self.position_size) < self.position_size:
+        if (flags.dsa_indexer_head_dim or self.position_size) < self.position_size:
             yield (
-                f"--dsa-indexer-head-dim {model.dsa_indexer_head_dim} is below --qk-pos-emb-head-dim "
+                f"--dsa-indexer-head-dim {flags.dsa_indexer_head_dim} is below --qk-pos-emb-head-dim "
                 f"{self.position_size}, the channels that the indexer rotates; use --dsa-indexer-head-dim "
                 f"{self.position_size}"
             )
@@ -343,6 +355,12 @@ class LatentAttention(Attention):
         ):
             if is_given:
                 yield f"{flag} with {asked}: neither hides nor measures keys that are not chosen; leave {flag} out"
+
+    def numbers(self, config: Config) -> Iterator[Number]:
+        """Yield the loss of the indexer, where there is one, without its coefficient."""
+        yield from super().numbers(config)
+        if self.indexer is not None:
+            yield INDEXER_LOSS
 
     def mean_keys(self, length: int) -> float:
         """Return the number of keys that a query attends to on average."""
@@ -366,46 +384,68 @@ class LatentAttention(Attention):
 
 def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAttention:
     """Return the latent attention of layer `number`, with norms of this kind."""
-    rotary = Rotary(model.rotary_base, 1.0, scaling_of(model), interleaved=True)
+    flags, scaling = flags_of(model, LatentAttentionFlags), scaling_of(model)
+    if scaling is not None and scaling.kind == "yarn":
+        scaling = replace(scaling, of_scores=yarn_length(model.mscale_all_dim, scaling.factors[0]) ** 2)
+    rotary = Rotary(model.rotary_base, 1.0, scaling, interleaved=True)
     return LatentAttention(
         kind="latent",
         query_heads=model.num_attention_heads,
         groups=model.num_attention_heads,
-        head_size=model.qk_head_dim + model.qk_pos_emb_head_dim,
-        value_head_size=model.v_head_dim,
+        head_size=flags.qk_head_dim + flags.qk_pos_emb_head_dim,
+        value_head_size=flags.v_head_dim,
         window=window_of(model, number),
         rotary=None if model.position_embedding_type == "none" else rotary,
         qk_norm="head" if model.qk_layernorm else None,
         qk_norm_after_rotation=False,
-        norm=norm if model.latent_norm_epsilon is None else replace(norm, epsilon=model.latent_norm_epsilon),
+        norm=norm if flags.latent_norm_epsilon is None else replace(norm, epsilon=flags.latent_norm_epsilon),
         qkv_bias=False,
         output_bias=model.has_output_bias,
-        query_rank=model.q_lora_rank,
-        rank=model.kv_lora_rank,
-        position_size=model.qk_pos_emb_head_dim,
+        query_rank=flags.q_lora_rank,
+        rank=flags.kv_lora_rank,
+        position_size=flags.qk_pos_emb_head_dim,
         indexer=_indexer_of(model),
     )
 
 
 def _indexer_of(model: ModelConfig) -> Indexer | None:
     """Return what chooses keys; None where nothing does, or its sizes are not given, which `cannot` says."""
-    sizes = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim, model.dsa_indexer_topk
+    flags = flags_of(model, LatentAttentionFlags)
+    sizes = flags.dsa_indexer_n_heads, flags.dsa_indexer_head_dim, flags.dsa_indexer_topk
     heads, head_size, topk = sizes
-    if model.experimental_attention_variant != "dsa" or None in (*sizes, model.q_lora_rank):
+    if model.experimental_attention_variant != VARIANT or None in (*sizes, flags.q_lora_rank):
         return None
-    epsilon = model.norm_epsilon if model.dsa_indexer_k_norm_epsilon is None else model.dsa_indexer_k_norm_epsilon
+    epsilon = model.norm_epsilon if flags.dsa_indexer_k_norm_epsilon is None else flags.dsa_indexer_k_norm_epsilon
     return Indexer(
         heads=heads or 1,
         head_size=head_size or 1,
         topk=topk or 1,
-        interleaved=model.dsa_indexer_rope_interleaved,
+        interleaved=flags.dsa_indexer_rope_interleaved,
         norm=Norm("LayerNorm", epsilon),
-        loss=model.dsa_indexer_loss_coeff,
-        learns_from_chosen=model.dsa_indexer_use_sparse_loss,
-        warms_up=model.dsa_indexer_warmup,
+        loss=flags.dsa_indexer_loss_coeff,
+        learns_from_chosen=flags.dsa_indexer_use_sparse_loss,
+        warms_up=flags.dsa_indexer_warmup,
     )
 
 
+def draw(random: Random) -> list[str]:
+    """Return flags of latent attention, drawn at random, some with an indexer; most draws have none."""
+    sizes = "--kv-lora-rank 24 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+    query = random.choice(("", " --q-lora-rank 20"))
+    indexer = f"{' --q-lora-rank 20' if not query else ''} --experimental-attention-variant dsa --dsa-indexer-n-heads 8"
+    indexer += f" --dsa-indexer-head-dim 10 --dsa-indexer-topk {random.choice((12, 40))}"
+    indexer += random.choice(("", " --dsa-indexer-use-sparse-loss"))
+    more = taken(random, (0.7, "--qk-layernorm"), (0.3, indexer.strip()))
+    return taken(random, (0.12, " ".join(["--multi-latent-attention", f"{sizes}{query}", *more])))
+
+
 MIXERS = (
-    Mixer(LATENT, latent_attention_of, lambda model, number: model.multi_latent_attention, replaces_attention=True),
+    Mixer(
+        LATENT,
+        latent_attention_of,
+        lambda model, number: flags_of(model, LatentAttentionFlags).multi_latent_attention,
+        replaces_attention=True,
+    ),
 )
+
+DRAWS = (draw,)

@@ -21,17 +21,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.data.packing import Documents, Segment, document_starts
 from megatron_ext.parts.attention import context_parallel
 from megatron_ext.parts.attention.compute import SDPAttention
 from megatron_ext.parts.attention.rope import rotate
-from megatron_ext.parts.experts.router import INDEXER_LOSS
 from megatron_ext.parts.linear.compute import WholeLinear
 from megatron_ext.parts.norm.compute import norm_builder
-from megatron_ext.plugins.latent_attention.describe import Indexer, LatentAttention
+from megatron_ext.parts.numbers import record
+from megatron_ext.plugins.latent_attention.describe import INDEXER_LOSS, Indexer, LatentAttention
 
 _BLOCK_NUMBERS = 1 << 24
 """Numbers of the largest tensor of a block of queries: 64 MiB in fp32."""
@@ -196,7 +195,7 @@ class SparseAttention(SDPAttention):
         if not learns:
             return context
         share = self.tp_group.size() * batch * queries * (1 if group is None else group.size())
-        get_moe_metrics_tracker().record(INDEXER_LOSS, loss.detach() / share, 1, 1)
+        record(INDEXER_LOSS, loss / share)
         return DSAIndexerLossAutoScaler.apply(context, self.described.loss * loss)  # pyright: ignore[reportReturnType]
 
     def blocks(self, query_BHSD: torch.Tensor, keys: int) -> Iterator[slice]:

@@ -5,10 +5,12 @@ from megatron_ext.registry import Plugin
 PLUGIN = Plugin(
     "latent_attention",
     brings={
-        "switches": (
-            ("multi_latent_attention", None),
-            ("experimental_attention_variant", ("dsa",)),
-        ),
+        "flags": "megatron_ext.plugins.latent_attention.flags:FLAGS",
+        "choices": "megatron_ext.plugins.latent_attention.flags:CHOICES",
+        "counts_as": "megatron_ext.plugins.latent_attention.flags:COUNTS_AS",
+        "resolvers": "megatron_ext.plugins.latent_attention.rules:RESOLVERS",
+        "rules": "megatron_ext.plugins.latent_attention.rules:RULES",
+        "draws": "megatron_ext.plugins.latent_attention.describe:DRAWS",
         "mixers": "megatron_ext.plugins.latent_attention.describe:MIXERS",
     },
 )

@@ -10,15 +10,18 @@ Context-parallel ranks send what their parts of a sample make of a state before 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from random import Random
 
 from megatron_ext.config.derived.layer_patterns import MAMBA
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.parts.kinds import Mixer
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.protocol import Exchange, Place, Share
+from megatron_ext.parts.protocol import Exchange, Place, Share, taken
 from megatron_ext.parts.ways import Asked
 from megatron_ext.plugins.gated_delta.describe import CHUNK, SPAN, GatedDelta
+from megatron_ext.plugins.gated_delta.flags import GatedDeltaFlags
+from megatron_ext.plugins.mamba.flags import MambaFlags
 
 _FP32 = 4
 
@@ -93,17 +96,18 @@ class Mamba(GatedDelta):
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what its flags cannot be."""
-        model, groups, ranks = config.model, self.key_heads, config.layout.tensor_model_parallel_size
+        model, flags = config.model, flags_of(config.model, MambaFlags)
+        groups, ranks = self.key_heads, config.layout.tensor_model_parallel_size
         if not (model.hidden_size and self.value_size and groups and ranks):
             return
-        if model.mamba_num_heads is None and 2 * model.hidden_size % self.value_size:
+        if flags.mamba_num_heads is None and 2 * model.hidden_size % self.value_size:
             yield (
                 f"2 x --hidden-size {model.hidden_size} is not divisible by --mamba-head-dim {self.value_size}, so "
                 "that there is no number of heads; use --mamba-num-heads "
                 f"{groups * max(2 * model.hidden_size // self.value_size // groups, 1)}"
             )
         elif self.value_heads % groups:
-            said = "--mamba-num-heads" if model.mamba_num_heads else "2 x --hidden-size / --mamba-head-dim ="
+            said = "--mamba-num-heads" if flags.mamba_num_heads else "2 x --hidden-size / --mamba-head-dim ="
             yield (
                 f"{said} {self.value_heads} is not divisible by --mamba-num-groups {groups}; use --mamba-num-groups 1"
             )
@@ -119,12 +123,23 @@ class Mamba(GatedDelta):
 def mamba_of(model: ModelConfig) -> Mamba:
     """Return the Mamba-2 mixer of the model's layers."""
     # A rule of its own refuses sizes that are missing or 0.
-    heads = model.mamba_num_heads or 2 * (model.hidden_size or 0) // (model.mamba_head_dim or 1)
+    flags, of_rules = flags_of(model, MambaFlags), flags_of(model, GatedDeltaFlags)
+    heads = flags.mamba_num_heads or 2 * (model.hidden_size or 0) // (flags.mamba_head_dim or 1)
     norm = Norm("RMSNorm", model.norm_epsilon)
-    sizes = model.mamba_num_groups, heads, model.mamba_state_dim, model.mamba_head_dim
-    multipliers = model.mamba_multipliers or (1.0,) * 5
-    settings = {"norm_place": model.mamba_norm, "multipliers": multipliers, "kernels": model.recurrence_kernels}
-    return Mamba(*sizes, model.linear_conv_kernel_dim, norm, **settings)
+    sizes = flags.mamba_num_groups, heads, flags.mamba_state_dim, flags.mamba_head_dim
+    multipliers = flags.mamba_multipliers or (1.0,) * 5
+    settings = {"norm_place": flags.mamba_norm, "multipliers": multipliers, "kernels": of_rules.recurrence_kernels}
+    return Mamba(*sizes, of_rules.linear_conv_kernel_dim, norm, **settings)
+
+
+def draw(random: Random) -> list[str]:
+    """Return flags of a hybrid with Mamba-2, drawn at random; most draws have none."""
+    pattern = random.choice(("M-M*", "M*M-", "MMM*", "MEM*", "M-*-M-*-", "MG*-"))
+    norm = random.choice(("after-gate", "before-gate", "none"))
+    sizes = f"--mamba-state-dim 12 --mamba-head-dim 10 --mamba-num-groups 4 --mamba-num-heads 8 --mamba-norm {norm}"
+    return taken(random, (0.1, f"--hybrid-layer-pattern {pattern} {sizes} --norm-epsilon 1e-3"))
 
 
 MIXERS = (Mixer(MAMBA, lambda model, norm, number: mamba_of(model)),)
+
+DRAWS = (draw,)

@@ -6,6 +6,10 @@ PLUGIN = Plugin(
     "mamba",
     needs=("gated_delta",),
     brings={
+        "flags": "megatron_ext.plugins.mamba.flags:FLAGS",
+        "resolvers": "megatron_ext.plugins.mamba.rules:RESOLVERS",
+        "rules": "megatron_ext.plugins.mamba.rules:RULES",
+        "draws": "megatron_ext.plugins.mamba.describe:DRAWS",
         "mixers": "megatron_ext.plugins.mamba.describe:MIXERS",
     },
 )

@@ -12,6 +12,8 @@ from megatron_ext.parts.attention.cached import Sequences
 from megatron_ext.parts.linear.compute import ColumnLinear
 from megatron_ext.parts.norm.compute import norm_builder
 from megatron_ext.parts.norm.describe import Norm
+from megatron_ext.parts.numbers import record
+from megatron_ext.plugins.next_token.describe import loss_of_depth
 
 
 class NextTokenLayer(MultiTokenPredictionLayer):
@@ -41,6 +43,19 @@ class NextTokenLayer(MultiTokenPredictionLayer):
         if self.config.recompute_method == "uniform" and self.training:
             return tensor_parallel.checkpoint(states, False, hidden_SBH, embedded_SBH)
         return states(hidden_SBH, embedded_SBH)
+
+    def report(self, losses: torch.Tensor, weights_BS: torch.Tensor) -> None:
+        """Record the depth's loss in a microbatch.
+
+        Args:
+            losses: nats, of every token [B, S], or already the weighted sum.
+            weights_BS: weights of the tokens; with them the sum over the number of tokens that count in the main loss
+                is the mean over the depth's tokens (`train/step.py`).
+        """
+        assert self.tp_group is not None, "which ranks have the same losses?"
+        if self.tp_group.rank() == 0:
+            total = torch.dot(losses.reshape(-1).float(), weights_BS.reshape(-1).float()) if losses.dim() else losses
+            record(loss_of_depth(self.layer_number - 1), total)
 
 
 def next_token_spec(norm: Norm, layer: ModuleSpec) -> ModuleSpec:

@@ -8,12 +8,19 @@ makes the logits of the token after that one. The last pipeline stage has all de
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from random import Random
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.protocol import Depth, Exchange, Place, Product, Share, State
+from megatron_ext.parts.protocol import Depth, Exchange, Number, Place, Product, Share, State, taken
 from megatron_ext.parts.ways import Asked
+
+
+def loss_of_depth(depth: int) -> Number:
+    """Return the loss of a depth, from 0, as a number: the mean over its tokens."""
+    title = f"mtp_{depth + 1}"
+    return Number(f"{title}_loss", "of tokens", "nats", f"{title} loss", f"{title} loss")
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,10 @@ class NextToken(Depth):
         """Return that it asks for more tokens than the next."""
         return {"next tokens": Asked(f"--mtp-num-layers is {config.model.mtp_num_layers}", "--mtp-num-layers 0")}
 
+    def numbers(self, config: Config) -> Iterator[Number]:
+        """Yield the depth's loss."""
+        yield loss_of_depth(self.depth)
+
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what several predicted tokens do not go with."""
         model, no_copy = config.model, "the last stage would need a copy of"
@@ -83,4 +94,11 @@ def depths_of(model: ModelConfig, norm: Norm) -> list[NextToken]:
     return [NextToken(depth, norm) for depth in range(model.mtp_num_layers or 0)]
 
 
+def draw(random: Random) -> list[str]:
+    """Return flags of depths of multi-token prediction, drawn at random; most draws have none."""
+    return taken(random, (0.15, f"--mtp-num-layers {random.choice((1, 2))} --mtp-loss-scaling-factor 0.5"))
+
+
 NEXT_TOKENS = (depths_of,)
+
+DRAWS = (draw,)

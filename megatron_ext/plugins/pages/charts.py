@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.markup import Content, Markup, document, element, joined, svg_file
-from megatron_ext.telemetry.load_colour import load_colour
+from megatron_ext.parts.experts.load_colour import load_colour
 
 Point = tuple[int, float]
 

@@ -1,7 +1,8 @@
 """Trains a few steps from flags on real ranks, and keeps what two layouts must agree on."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from megatron_ext.train.extensions import NONE, Extensions
 if TYPE_CHECKING:
     from megatron_ext.plugins.prove.gather import ModuleOutput, Shard
     from megatron_ext.train.run import Run
+    from megatron_ext.train.step import StepResult
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class RunRecord:
     flaws: tuple[str, ...]
     """What ranks should hold in common and do not, and vocabulary padding that is not zero: in the initial weights, the
     first gradients and the final weights, by name."""
+    final_weights: dict[str, np.ndarray] = field(default_factory=dict)
+    """Weights after the last step, by global name."""
+    numbers: list[dict[str, float]] = field(default_factory=list)
+    """Auxiliary numbers of each step by name: tokens that counted, losses of routers, indexers and depths, the largest
+    product of a query and a key."""
     outputs: dict[str, list[np.ndarray]] = field(default_factory=dict)
     """What the modules put out in the first step, where it was asked for: `activations.assemble_outputs`."""
 
@@ -52,11 +59,14 @@ def record(
     outputs: bool = False,
     device: str = "cpu",
     extensions: Extensions | Callable[[], Extensions] = NONE,
+    poisons: bool = False,
+    timeout: float = 300.0,
 ) -> RunRecord:
     """Train `steps` steps with `flags` on `world_size` ranks of this machine.
 
     Args:
-        flags: as for pretrain_gpt.py; a run begins with the weights of --load-hf.
+        flags: as for pretrain_gpt.py; a run begins with the weights of --load-hf, or goes on from the checkpoint of
+            --load, and leaves one in --save at its end.
         world_size: number of ranks.
         steps: optimizer steps to run, whatever --train-iters says (which shapes the learning-rate curve).
         sabotage: called on every rank before the run is built; plants a fault.
@@ -64,11 +74,17 @@ def record(
         device: "cpu", or "cuda", which needs a GPU for every rank.
         extensions: a user's own parts of the run, importable by name, or what makes them on each rank; its callbacks
             are called in every step.
+        poisons: whether weights are NaN for as long as a gather has yet to bring them (`sharding/poisoned.py`).
+        timeout: seconds until the ranks are killed.
+    Raises:
+        RankError: a rank raised, or has no result in time.
     """
     from megatron_ext.plugins.prove.gather import assemble
 
     words = [*flags, "--device", device]
-    results = run_ranks(world_size, _train, words, steps, sabotage, outputs, extensions, fresh=device == "cuda")
+    results = run_ranks(
+        world_size, _train, words, steps, sabotage, outputs, extensions, poisons, fresh=device == "cuda"
+    )
     last = results[-1]
     tensors, flaws = {}, []
     for what in ("initial weights", "first gradients", "final weights"):
@@ -82,6 +98,8 @@ def record(
         weights=tensors["initial weights"],
         gradients=tensors["first gradients"],
         flaws=tuple(flaws),
+        final_weights=tensors["final weights"],
+        numbers=last.numbers,
         outputs=_outputs(results) if outputs else {},
     )
 
@@ -100,6 +118,7 @@ class _RankRecord:
     losses: list[float]
     grad_norms: list[float | None]
     validation_loss: float | None
+    numbers: list[dict[str, float]]
     shards: dict[str, list["Shard"]]
     parts: list["ModuleOutput"]
 
@@ -110,26 +129,35 @@ def _train(
     sabotage: Callable[[], None] | None,
     outputs: bool,
     extensions: Extensions | Callable[[], Extensions],
+    poisons: bool,
 ) -> _RankRecord:
     """Train on one rank of `record`."""
     own = extensions if isinstance(extensions, Extensions) else extensions()
     with own.registered():
-        return _trained(flags, steps, sabotage, outputs, own)
+        return _trained(flags, steps, sabotage, outputs, own, poisons)
 
 
 def _trained(
-    flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool, extensions: Extensions
+    flags: list[str],
+    steps: int,
+    sabotage: Callable[[], None] | None,
+    outputs: bool,
+    extensions: Extensions,
+    poisons: bool,
 ) -> _RankRecord:
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.plugins.prove import gather
     from megatron_ext.train.callbacks.evaluation import evaluate
     from megatron_ext.train.trainer import Callback, Trainer
 
-    run = build(flags, extensions, sabotage)
+    with poisoned_gathers() if poisons else nullcontext():
+        run = build(flags, extensions, sabotage)
+    begun, numbers = run.state.iteration, []
     shards = {"initial weights": gather.weights(run)}
 
     class CaptureGradients(Callback):
         def before_update(self, trainer: Trainer) -> None:
-            if trainer.run.state.iteration == 0:
+            if trainer.run.state.iteration == begun:
                 shards["first gradients"] = gather.gradients(trainer.run)
 
     trainer = Trainer(run, [CaptureGradients(), *extensions.made_callbacks()], extensions.learning_rate)
@@ -139,15 +167,39 @@ def _trained(
         result = trainer.step()
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
+        numbers.append(_numbers(result))
         if taps is not None:
             taps.close()
     validation_loss = evaluate(run, run.loaders.valid) if run.loaders.valid is not None else None
     shards["final weights"] = gather.weights(run)
-    return _RankRecord(run.config, losses, grad_norms, validation_loss, shards, taps.parts if taps is not None else [])
+    if run.config.checkpoint.save is not None:
+        save_checkpoint(run, run.config.checkpoint.save)
+    parts = taps.parts if taps is not None else []
+    return _RankRecord(run.config, losses, grad_norms, validation_loss, numbers, shards, parts)
+
+
+def _numbers(result: "StepResult") -> dict[str, float]:
+    """Return the tokens of a step, and the numbers that the parts of the model report, by name."""
+    return {"tokens": float(result.tokens), **result.numbers}
+
+
+@contextmanager
+def poisoned_gathers() -> Iterator[None]:
+    """Poison the sharding scheme of every run that is built inside, for as long as the run lives: see
+    `sharding/poisoned.py`."""
+    from megatron_ext.sharding.poisoned import poisoned
+    from megatron_ext.train import build
+
+    choose = build.sharding_of
+    build.sharding_of = lambda config: poisoned(choose(config))
+    try:
+        yield
+    finally:
+        build.sharding_of = choose
 
 
 def build(flags: Sequence[str], extensions: Extensions, sabotage: Callable[[], None] | None = None) -> "Run":
-    """Return the run of these flags on this rank, which nothing has used before, at its first step.
+    """Return the run of these flags on this rank, which nothing has used before, at its first step here.
 
     Args:
         extensions: as registered.
@@ -165,6 +217,7 @@ def build(flags: Sequence[str], extensions: Extensions, sabotage: Callable[[], N
         fuses=not config.training.disable_jit_fuser,
         own_kernels=not config.training.no_triton_kernels,
         kernels=asked_for(config),
+        nccl_backend=config.layout.nccl_backend,
     )
 
     from megatron_ext.train.build import build_run
@@ -172,7 +225,11 @@ def build(flags: Sequence[str], extensions: Extensions, sabotage: Callable[[], N
     if sabotage is not None:
         sabotage()
     run = build_run(config, installed, configured.resume, extensions)
-    if config.checkpoint.load_hf is not None:
+    if configured.resume is not None:
+        from megatron_ext.checkpoint.native.load_checkpoint import load_saved
+
+        load_saved(run, configured.resume)
+    elif config.checkpoint.load_hf is not None:
         from megatron_ext.plugins.huggingface.load_hf import load_huggingface
 
         load_huggingface(run, config.checkpoint.load_hf)

@@ -150,7 +150,8 @@ def to_words(values: Mapping[str, Any]) -> list[str]:
 
 
 def _steps(configured: Configured, last: int, interval: int, rows: Mapping[int, Mapping[str, Any]]) -> list[Step]:
-    here = devices.install(configured.config.layout.device)
+    layout = configured.config.layout
+    here = devices.install(layout.device, nccl_backend=layout.nccl_backend)
     # Only now may megatron-core be imported.
     from megatron_ext.checkpoint.native.agreed_checkpoint import agree
     from megatron_ext.checkpoint.native.load_checkpoint import load_saved

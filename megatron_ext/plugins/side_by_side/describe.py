@@ -3,16 +3,18 @@ both do, and adds up what both give in one exchange."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from random import Random
 
 from megatron_ext.config.derived.layer_patterns import BOTH
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.parts.attention.describe import Attention, attention_of
 from megatron_ext.parts.kinds import Mixer
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.protocol import Core, Exchange, Place, Product, Share, State
+from megatron_ext.parts.protocol import Core, Exchange, Place, Product, Share, State, taken
 from megatron_ext.parts.ways import Asked
 from megatron_ext.plugins.mamba.describe import Mamba, mamba_of
+from megatron_ext.plugins.side_by_side.flags import SideBySideFlags
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,18 @@ class SideBySide(Attention):
 
 def side_by_side_of(model: ModelConfig, norm: Norm, number: int) -> SideBySide:
     """Return attention and Mamba-2 of layer `number`."""
-    both = {"mamba": mamba_of(model), "multipliers": model.mixer_multipliers or (1.0, 1.0)}
+    both = {"mamba": mamba_of(model), "multipliers": flags_of(model, SideBySideFlags).mixer_multipliers or (1.0, 1.0)}
     return SideBySide(**{**vars(attention_of(model, norm, number)), **both})
 
 
+def draw(random: Random) -> list[str]:
+    """Return flags of attention and Mamba-2 side by side, drawn at random; most draws have none."""
+    sizes = "--mamba-state-dim 12 --mamba-head-dim 10 --mamba-num-groups 4 --mamba-num-heads 8 --norm-epsilon 1e-3"
+    factors = random.choice(("", " --mixer-multipliers 0.7 1.3 --mamba-multipliers 0.6 1.4 0.8 1.2 0.9"))
+    pattern = random.choice(("B-B-", "B-*-", "BBM-"))
+    return taken(random, (0.05, f"--hybrid-layer-pattern {pattern} {sizes}{factors}"))
+
+
 MIXERS = (Mixer(BOTH, side_by_side_of),)
+
+DRAWS = (draw,)

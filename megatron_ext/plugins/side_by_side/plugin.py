@@ -6,6 +6,9 @@ PLUGIN = Plugin(
     "side_by_side",
     needs=("mamba",),
     brings={
+        "flags": "megatron_ext.plugins.side_by_side.flags:FLAGS",
+        "rules": "megatron_ext.plugins.side_by_side.rules:RULES",
+        "draws": "megatron_ext.plugins.side_by_side.describe:DRAWS",
         "mixers": "megatron_ext.plugins.side_by_side.describe:MIXERS",
     },
 )

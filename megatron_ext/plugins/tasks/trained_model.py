@@ -68,7 +68,7 @@ def load_trained(argv: Sequence[str] | Configured, *, depths: bool = False) -> "
     """
     configured = argv if isinstance(argv, Configured) else configure_trained(argv)
     config = configured.config
-    here = device.install(config.layout.device, fuses=False)
+    here = device.install(config.layout.device, fuses=False, nccl_backend=config.layout.nccl_backend)
     # Only now may megatron-core be imported.
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 

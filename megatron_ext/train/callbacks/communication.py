@@ -129,7 +129,7 @@ class Stragglers(Callback):
         new_times = self._clock.take_compute()
         self._known += len(new_times)
         self._times.extend(new_times)
-        own = [self._time(step) for step in range(self._steps - _EVERY, self._steps)]
+        own = [self._time(step)[1:] for step in range(self._steps - _EVERY, self._steps)]
         # Made on a GPU it would wait for what the GPU has been given.
         sent = torch.tensor(own, dtype=torch.float64).view(-1).to(self._run.device.torch_device, non_blocking=True)
         times = sent.new_empty(self._run.world_size * len(sent))
@@ -145,18 +145,19 @@ class Stragglers(Callback):
         """Compare the steps of the exchanges that are there."""
         while self._under_way and (times := self._under_way[0].times(self._run.device)) is not None:
             self._under_way.popleft()
-            for seconds, own, loops in times.view(self._run.world_size, _EVERY, -1).permute(1, 2, 0).tolist():
-                became, ended = self._ranks.add(own, seconds, loops)
+            for own, loops in times.view(self._run.world_size, _EVERY, -1).permute(1, 2, 0).tolist():
+                became, ended = self._ranks.add(own, loops)
                 self._were_slow |= self._ranks.slow
                 if self._run.is_last_rank:
                     self._print(iteration, became, ended)
 
     def _print(self, iteration: int, became: Iterable[Slowness], ended: Iterable[Slowness]) -> None:
         for slow in became:
-            self._say(iteration, slow, _became_text(slow))
+            times = f"{1000.0 * slow.seconds:.1f} ms of a step, {numbers_text(slow.peers)}"
+            peers = f"{times} {1000.0 * slow.peers_seconds:.1f} ms"
+            self._say(iteration, slow, f"computes {slow.ratio:.2f} times as long as its peers: {peers}")
         for slow in ended:
-            shared = " by the clock" if slow.of_a_core is not None else ""
-            self._say(iteration, slow, f"computes as long as its peers again{shared}")
+            self._say(iteration, slow, "computes as long as its peers again")
 
     def _say(self, iteration: int, slow: Slowness, what: str) -> None:
         host = self._hosts[slow.rank]
@@ -178,15 +179,3 @@ class _Exchange:
             self._copied = self._times.to("cpu", non_blocking=True), device.mark()
         times, mark = self._copied
         return times if device.has_passed(mark) else None
-
-
-def _became_text(slow: Slowness) -> str:
-    times = (
-        f"{slow.ratio:.2f} times as long as its peers: {1000.0 * slow.seconds:.1f} ms of a step, "
-        f"{numbers_text(slow.peers)} {1000.0 * slow.peers_seconds:.1f} ms"
-    )
-    if slow.of_a_core is None:
-        return f"computes {times}"
-    if slow.of_the_speed is not None and slow.of_the_speed < slow.of_a_core:
-        return f"has a slower core than its peers, {slow.of_the_speed:.0%} of their speed, and computes {times}"
-    return f"shares its core, which it had {slow.of_a_core:.0%} of the time, and computes {times}"

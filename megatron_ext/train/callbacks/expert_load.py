@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from megatron_ext.model.names import unwrapped
+from megatron_ext.parts.experts.load_report import LayerLoad, load_report
 from megatron_ext.parts.experts.router import Router
+from megatron_ext.parts.protocol import Report
 from megatron_ext.parts.stack import layers
-from megatron_ext.telemetry.metrics import LayerLoad
 from megatron_ext.terminal import warn
 from megatron_ext.train.run import Run
 from megatron_ext.train.trainer import Callback, Trainer
@@ -35,9 +36,9 @@ class ExpertLoad(Callback):
         for _, router in _routers(trainer.run):
             router.load.begin_step()
 
-    def read(self, trainer: Trainer) -> tuple[LayerLoad, ...]:
-        """Return the load of each layer's experts in the step that has ended, over the global batch; equal on all
-        ranks. Collective, and waits for the device.
+    def read(self, trainer: Trainer) -> Report:
+        """Return the report of each layer's load in the step that has ended, over the global batch; equal on all ranks.
+        Collective, and waits for the device.
 
         Experts that had no token in `STEPS_WITHOUT_TOKENS` steps are named in a warning, once until they get one.
         """
@@ -72,7 +73,7 @@ class ExpertLoad(Callback):
                 self._idle[layer.number, expert] = 0 if count else self._idle.get((layer.number, expert), 0) + steps
         if run.rank == 0:
             self._warn(run.state.iteration, steps)
-        return tuple(found)
+        return load_report(found, has_capacity=model.moe_expert_capacity_factor is not None)
 
     def _warn(self, iteration: int, steps: int) -> None:
         """Name the experts that have come to be without tokens for so long."""

@@ -26,6 +26,7 @@ from megatron_ext.model.names import catalogued, global_named_parameters, is_of_
 from megatron_ext.optim.curves import weight_decay
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import local_part
+from megatron_ext.parts.protocol import Report
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.telemetry.communication_clock import CommunicationClock
 from megatron_ext.telemetry.log_line import Console
@@ -33,7 +34,6 @@ from megatron_ext.telemetry.metrics import Evaluated, Metrics, StepMetrics
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
 from megatron_ext.train.callbacks.communication import Stragglers, shares_of_all_ranks
-from megatron_ext.train.callbacks.expert_load import ExpertLoad
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -72,6 +72,14 @@ class Sink(Protocol):
         """Close the place; nothing more is written."""
 
 
+class ReportReader(Protocol):
+    """Reads what parts of the model report besides numbers."""
+
+    def read(self, trainer: Trainer) -> Report:
+        """Return what they report of the step that has ended, equal on all ranks. Collective."""
+        ...
+
+
 class Reporting(Callback):
     """Builds the metrics of a step and hands them on.
 
@@ -79,6 +87,7 @@ class Reporting(Callback):
         step_sinks: get steps that are multiples of `step_interval`, with that step's own loss (TensorBoard).
         log_sinks: get iteration 1 and multiples of `log_interval`, with the mean loss of the steps since the last
             one (log line, metrics file). The sums are part of the saved state: a resumed run logs the same means.
+        parts: asked for their reports of the steps that go to `log_sinks`.
     """
 
     def __init__(
@@ -89,7 +98,7 @@ class Reporting(Callback):
         log_interval: int,
         communication: CommunicationClock | None = None,
         stragglers: Stragglers | None = None,
-        experts: ExpertLoad | None = None,
+        parts: Sequence[ReportReader] = (),
     ):
         self.step_sinks = step_sinks
         self.step_interval = step_interval
@@ -97,7 +106,7 @@ class Reporting(Callback):
         self.log_interval = log_interval
         self._communication = communication
         self._stragglers = stragglers
-        self._experts = experts
+        self._parts = parts
         self._counted_until = 0.0
         self._under_way = 0  # steps begun and not ended
         self._resumed_at: int | None = None
@@ -114,9 +123,9 @@ class Reporting(Callback):
 
     def ends_before_next(self, trainer: Trainer) -> bool:
         to_steps, to_log = self._wanted(trainer.position.iteration)
-        # The next step counts anew what its experts get.
+        # Parts count anew in the next step.
         reads_weights = trainer.run.config.logging.log_params_norm and (to_steps or to_log)
-        return reads_weights or (self._experts is not None and to_log)
+        return reads_weights or (bool(self._parts) and to_log)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         state, config = trainer.run.state, trainer.run.config
@@ -135,14 +144,11 @@ class Reporting(Callback):
         norm = parameters_norm(trainer.run) if config.logging.log_params_norm else None
         clock = self._communication
         shares = shares_of_all_ranks(clock, trainer.run) if clock is not None else None
-        load = self._experts.read(trainer) if self._experts is not None and to_log else ()
+        reports = tuple(part.read(trainer) for part in self._parts) if to_log else ()
         if trainer.run.is_last_rank and (to_log or self.step_sinks):
             slowest = None if self._stragglers is None else self._stragglers.summary()
             metrics = self._metrics(trainer, result, norm)
-            metrics = dataclasses.replace(metrics, time_shares=shares, slowest_rank=slowest, expert_load=load)
-            if load and config.model.moe_expert_capacity_factor is not None:
-                dropped = sum(layer.dropped for layer in load) / len(load)
-                metrics = dataclasses.replace(metrics, dropped_share=dropped)
+            metrics = dataclasses.replace(metrics, time_shares=shares, slowest_rank=slowest, reports=reports)
             tokens = result.global_batch_size * config.model.seq_length
             own = {"lm_loss": result.loss, "elapsed_ms": 1000.0 * seconds, "tokens_per_second": tokens / seconds}
             for sink in self.step_sinks if to_steps else ():
@@ -178,7 +184,6 @@ class Reporting(Callback):
         tokens_per_second = self._interval_tokens / self._interval_seconds
         tflops = tflops_per_gpu(flops_per_token(run.config), tokens_per_second, run.world_size)
         memory = run.device.memory()
-        auxiliary = result.auxiliary_losses
         return StepMetrics(
             iteration=state.iteration,
             train_iters=training_steps(run.config),
@@ -201,13 +206,7 @@ class Reporting(Callback):
             reserved_bytes=memory.reserved,
             num_zeros=None if result.num_zeros is None else int(result.num_zeros),
             params_norm=norm,
-            max_attention_logit=result.max_attention_logit,
-            load_balancing_loss=None if auxiliary is None else auxiliary.load_balancing,
-            seq_load_balancing_loss=None if auxiliary is None else auxiliary.of_samples,
-            global_load_balancing_loss=None if auxiliary is None else auxiliary.of_global_batch,
-            z_loss=None if auxiliary is None else auxiliary.z,
-            indexer_loss=None if auxiliary is None else auxiliary.indexer,
-            mtp_losses=result.mtp_losses,
+            numbers=run.numbers.with_values(result.numbers),
             world_size=run.world_size,
             resumed_at=self._resumed_at or 0,
             consumed_by_source=use_of_sources(run.loaders.samples, state.consumed_samples, run.config.model.seq_length),

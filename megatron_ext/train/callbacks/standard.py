@@ -48,11 +48,11 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     timed = logging.log_communication_share or logging.log_straggler
     clock = CommunicationClock(run.device, run.groups.pp) if timed else None
     stragglers = Stragglers(clock, run) if clock is not None and logging.log_straggler else None
-    experts = None if config.model.num_experts is None else ExpertLoad()
+    parts = [] if config.model.num_experts is None else [ExpertLoad()]
     callbacks: list[Callback] = [
         *([Communication(clock)] if clock is not None else []),
         Status(status),
-        *([experts] if experts is not None else []),
+        *parts,
         *([stragglers] if stragglers is not None else []),
         Profiling(StepProfiler.from_config(config, run.rank, run.device), open_range(config)),
         Reporting(
@@ -62,7 +62,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
             logging.log_interval,
             clock if logging.log_communication_share else None,
             stragglers,
-            experts,
+            parts,
         ),
     ]
     if is_recorded(config, run.rank):

@@ -191,7 +191,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 4}, "num_attention_heads 6 is not divisible by num_key_value_heads 4"),
     (
         {"quantization_config": {}},
-        "quantization_config: quantized weights are not supported; use the unquantized model",
+        "quantization_config: quant_method null with these settings is not read; read are fp8, mxfp4, and of "
+        "compressed-tensors symmetric 8-bit floats and 4-bit integers without reordering. transformers makes a folder "
+        "in bf16 of what it can unquantize: AutoModelForCausalLM.from_pretrained(folder, dtype='bfloat16').dequantize()"
+        ".save_pretrained(another)",
     ),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0, and not a positive integer"),
     *(

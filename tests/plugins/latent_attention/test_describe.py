@@ -77,7 +77,7 @@ def test_scores_are_multiplied_as_published() -> None:
         ("--add-qkv-bias", "leave out --add-qkv-bias", None),
         ("--position-embedding-type alibi", "use --position-embedding-type rope", "--position-embedding-type rope"),
         ("--tensor-model-parallel-size 2 --world-size 2", "--num-attention-heads 5 is not divisible", None),
-        ("--rope-type longrope", "leave out --multi-latent-attention", None),
+        ("--rope-type longrope", "--rope-type longrope needs heads of attention", None),
         ("--rotary-base-local 9", "--rotary-base-local with --multi-latent-attention", None),
         ("--value-channels 9", "--value-channels with --multi-latent-attention", None),
     ],

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron_ext.data.packing import documents_of
 from megatron_ext.parallel import groups
 from megatron_ext.parts.attention.cached import Sequences, TextsInARow
+from megatron_ext.parts.numbers import RecordedNumbers
 from megatron_ext.plugins.latent_attention import indexer
+from megatron_ext.plugins.latent_attention.describe import INDEXER_LOSS
 from tests.support.generated_texts import PROMPTS, going_on
+from tests.support.indexed_attention import written_out
 from tests.support.small_models import INDEXED, build_small_model, small_config
 
 LENGTH, BATCH = 16, 2
@@ -30,27 +32,6 @@ def attention(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
     rotates = sizes["position_embedding_type"] != "none"
     yield layer, lambda positions: rotary.at(positions).double() if rotates else None
     groups.destroy()
-
-
-def written_out(
-    layer: Any, hidden: torch.Tensor, table: torch.Tensor | None, visible: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the layer's output and the indexer's loss, by one mask over all queries and keys."""
-    described, core = layer.described.indexer, layer.core_attention
-    query, latent, shared, of_query, of_key, weights = layer._projected(hidden, table)
-    key, value = layer._keys_and_values(latent, shared)
-    scores = torch.einsum("bqie,bte,bqi->bqit", of_query, of_key, torch.ones_like(weights)).relu()
-    scores = (scores * weights[..., None]).sum(2).masked_fill(~visible, -torch.inf)
-    best = scores.topk(described.topk, dim=-1).indices
-    chosen = torch.zeros_like(visible.expand(scores.shape)).scatter(-1, best, True) & visible
-    logits = query @ key.mT * core.scale
-    seen = visible if described.warms_up else chosen
-    out = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ value
-    judged = chosen if described.learns_from_chosen and not described.warms_up else visible
-    target = logits.detach().masked_fill(~judged[:, None], -torch.inf).softmax(-1).mean(1)
-    predicted = scores.masked_fill(~judged, -torch.inf).log_softmax(-1).masked_fill(~judged, 0.0)
-    loss = torch.nn.functional.kl_div(predicted, target, reduction="sum")
-    return layer.linear_proj(out.permute(2, 0, 1, 3).flatten(2))[0], described.loss * loss
 
 
 @pytest.mark.parametrize("numbers", [1 << 24, 1], ids=["one block", "a query a block"])
@@ -79,11 +60,13 @@ def test_output_loss_and_gradients(attention: Any, numbers: int, packed: bool, m
     if packed:
         visible = visible & (number[:, :, None] == number[:, None])
     expected, loss = written_out(layer, hidden, table, visible)
-    get_moe_metrics_tracker().clear()
-    found = layer(hidden, None, table, sequences)[0]
+    recorded = RecordedNumbers({INDEXER_LOSS: 1}, 1, hidden.device)
+    with recorded.recording():
+        found = layer(hidden, None, table, sequences)[0]
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
-    of_query = get_moe_metrics_tracker().metrics[indexer.INDEXER_LOSS].values.sum()
-    assert float(of_query) == pytest.approx(float(loss.detach()) / layer.described.indexer.loss / (BATCH * LENGTH))
+    assert recorded.sums().item() == pytest.approx(
+        float(loss.detach()) / layer.described.indexer.loss / (BATCH * LENGTH)
+    )
     names, weights = zip(*layer.named_parameters(), strict=True)
     pull = torch.randn_like(found)
     wanted = torch.autograd.grad((expected * pull).sum() + loss, (hidden, *weights))

@@ -16,11 +16,12 @@ import pytest
 
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.parts.experts.load_report import LayerLoad, load_report
 from megatron_ext.plugins.pages.commands import show_run
 from megatron_ext.plugins.pages.loss_curve import RunHistory, loss_chart, read_history, summary
 from megatron_ext.plugins.pages.run_page import run_page, runs_page
 from megatron_ext.plugins.prove.commands import compare_runs
-from megatron_ext.telemetry.metrics import LayerLoad, ValidationMetrics
+from megatron_ext.telemetry.metrics import ValidationMetrics
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from tests.support.pages import HOSTILE, elements
 from tests.support.samples import step
@@ -367,7 +368,7 @@ def test_a_page_shows_the_load_of_experts_layers_against_experts(tmp_path: Path)
     with MetricsFile(tmp_path / "metrics.jsonl", 0) as file:
         for iteration, busiest in ((1, 16), (2, 24)):
             loads = (load(1, 8, 8, 8, 8), load(2, busiest, 32 - busiest, 0, 0))
-            file.write(step(iteration=iteration, expert_load=loads))
+            file.write(step(iteration=iteration, reports=(load_report(loads, has_capacity=False),)))
     page = run_page(read_history(tmp_path), "run")
     picture = svgs(page)[-1]
     cells = [(cell.attrib["fill"], "".join(cell.itertext())) for cell in picture.iter("rect")]

@@ -184,7 +184,7 @@ def test_an_empty_timeline_is_drawn() -> None:
         ("--stages 0", "numbers from 1"),
         ("--stages 4 --chunks 2 --microbatches 6", "leave 2"),
         ("--stages 4 --schedule zvb", "--schedule zvb is none of "),
-        ("--stages 4 --schedule none.csv", "--schedule none.csv: "),
+        ("--stages 4 --chunks 2 --schedule gpipe", "--schedule gpipe is made for another number of chunks"),
         ("--stages 4 --chunks 1 --schedule zbv", "--schedule zbv"),
         ("--microbatches 0 -- --num-layers 4", "--microbatches 0 is not a number from 1"),
         ("-- --num-layers 5 --global-batch-size 4 --pipeline-model-parallel-size 2", "--num-layers"),

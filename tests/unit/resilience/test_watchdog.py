@@ -102,7 +102,7 @@ def is_impatient(seconds: float, **other: float) -> None:
 
 
 def waits_alone(operation: str, group: str | None, since: float, timeout: float, save: Path) -> None:
-    rank = Rank1(save=save, timeout=timeout)
+    rank = Rank1(save=save, timeout=timeout, flight_recorder=lambda: b"what NCCL recorded")
     rank.waits(operation, group, since)
     rank.store.is_gone = True
     rank.runs(1.0 if since < timeout else 60.0)
@@ -126,11 +126,13 @@ def test_a_wait_that_is_too_long_is_named_with_its_stacks(
     code, output = begin(waits_alone, operation, group, 10.0, 9.0, tmp_path).ended()
     line = output.splitlines()[-1]
     assert code == 76
-    said = re.escape(f"{said} Stacks of the ranks that live: {tmp_path}/hang-3. ").replace("SECONDS", r"1\d\.\d")
+    found = f"{tmp_path}/hang-3. What they exchanged: torchfrtrace {tmp_path}/hang-3. "
+    said = re.escape(f"{said} Stacks of the ranks that live: {found}").replace("SECONDS", r"1\d\.\d")
     assert re.match(f"rank 1: hang at iteration 3: {said}", line), line
     assert "raise --distributed-timeout-minutes (now 0.15)" in line
     assert json.loads((tmp_path / "exit.json").read_text())["message"] == line
     assert "in waits_alone" in (tmp_path / "hang-3" / "rank-1.txt").read_text()
+    assert (tmp_path / "hang-3" / "nccl_trace_rank_1").read_bytes() == b"what NCCL recorded"
 
 
 def test_a_wait_within_the_timeout_is_none_too_long(tmp_path: Path, begin: Begin) -> None:

@@ -1,23 +1,31 @@
 """Each of the engine's seams is as this program relies on it, in the versions that are installed."""
 
 import io
+import os
+import pickle
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_ext.checkpoint.native.torch_archive import tensor_pickle
+from megatron_ext.device.nccl_choice import VARIABLE
 from megatron_ext.optim.gradient_norm import l2_norm
 from megatron_ext.seams.seam import Seam, problems
 from megatron_ext.seams.table import SEAMS
+from megatron_ext.train import start_watchdog
 from tests.support.engine_accesses import ROOT, accesses, sources
 
 BY_NAME = {seam.name: seam for seam in SEAMS}
@@ -188,6 +196,52 @@ def _result_queue() -> None:
         filesystem_async._results_queue = before
 
 
+class _Recorded(c10d.Backend):
+    """Stands for NCCL2: a backend without a recorder of its own, whose operations torch's hook records by its name."""
+
+    def getBackendName(self) -> str:
+        return "nccl2"
+
+    def allreduce(self, tensors: list[torch.Tensor], _options: object = None) -> object:
+        done = torch.futures.Future()
+        done.set_result(tensors)
+        return c10d._create_work_from_future(done)
+
+
+def _recorded_by_name() -> None:
+    """An operation of nccl2 is in the recorder of that name, which the group's backend says, and in no other."""
+    dist.Backend.register_backend(
+        "stand-in",
+        lambda options, _: _Recorded(options.group_rank, options.group_size),  # pyright: ignore[reportCallIssue]
+        extended_api=True,
+        devices=["cpu"],
+    )
+    dist.init_process_group("stand-in", store=HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(3))
+        found = {}
+        for name in (start_watchdog._recording_backend(SimpleNamespace(torch_device=torch.device("cpu"))), "nccl"):  # pyright: ignore
+            entries = pickle.loads(start_watchdog._flight_record(name))["entries"]
+            found[name] = [entry["profiling_name"] for entry in entries]
+        assert found == {"nccl2": ["nccl2:all_reduce"], "nccl": []}
+    finally:
+        dist.destroy_process_group()
+
+
+def _chosen_nccl() -> None:
+    """The variable decides when a group first asks for NCCL, whenever torch was imported."""
+    program = (
+        "import torch, torch.distributed; from megatron_ext import device; from megatron_ext.device import nccl_choice;"
+        "device.install('cpu'); import megatron_ext.train.build;"
+        "print(nccl_choice.choose({!r}), nccl_choice.in_use())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    for name in ("nccl-legacy", "nccl2"):
+        command = [sys.executable, "-c", program.format(name)]
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        assert run.stdout.split() == ["None", name]
+
+
 _C10D = "torch.distributed.distributed_c10d"
 _CPU_ATTENTION = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"
 TRIED: dict[str, Callable[[], None]] = {
@@ -201,6 +255,8 @@ TRIED: dict[str, Callable[[], None]] = {
     f"{_CPU_ATTENTION}_backward": _flash_on_cpu,
     "torch.distributed.tensor.DTensor._local_tensor": _local_tensor,
     f"{_C10D}._resolve_process_group": _resolved_group,
+    f"{_C10D}.Backend._plugins": _chosen_nccl,
+    "torch._C._distributed_c10d._dump_fr_trace": _recorded_by_name,
     f"{_C10D}._world": _coalesced_calls,
     f"{_C10D}._coalescing_manager": _coalesced_calls,
     "torch.distributed.ProcessGroup.allreduce": _wrapped_on_the_class,

@@ -2,14 +2,16 @@
 out, or 0, alone."""
 
 import dataclasses
+import shlex
 from datetime import datetime
 from typing import Any
 
 import pytest
 
+from megatron_ext.parts.experts.load_report import LayerLoad, load_report
+from megatron_ext.parts.stack import numbers_of_parts
 from megatron_ext.telemetry.log_line import short_line, step_line
 from megatron_ext.telemetry.metrics import (
-    LayerLoad,
     Sample,
     SampleMetrics,
     SourceLoss,
@@ -21,7 +23,9 @@ from megatron_ext.telemetry.metrics import (
     scalars_against_samples,
 )
 from megatron_ext.telemetry.metrics import TestMetrics as LossOfTest
+from megatron_ext.train.configure import configure
 from megatron_ext.untrusted.metrics_rows import check_row
+from tests.support.small_runs import MODEL
 
 ROW: dict[str, Any] = {
     "iteration": 11,
@@ -45,21 +49,35 @@ ROW: dict[str, Any] = {
     "reserved_bytes": 2500,
     "num_zeros": 26,
     "params_norm": 27.5,
-    "max_attention_logit": 27.75,
-    "load_balancing_loss": 28.5,
-    "seq_load_balancing_loss": 28.6,
-    "global_load_balancing_loss": 28.7,
-    "z_loss": 29.5,
-    "indexer_loss": 29.75,
-    "dropped_share": 0.295,
     "time_shares": {"compute": 0.5, "communication": 0.3, "idle": 0.2},
     "slowest_rank": {"rank": 30, "ratio": 31.5, "slow": [4, 5, 6]},
     "world_size": 32,
     "resumed_at": 6,
     "consumed_by_source": {"a": {"samples": 33, "tokens": 34, "epochs": 0.35}},
 }
-STEP = StepMetrics(**ROW, mtp_losses=(1.5, 1.75))
-OF_DEPTHS = {"mtp_1_loss": 1.5, "mtp_2_loss": 1.75}
+MODELS = (
+    "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss "
+    "--moe-aux-loss-coeff 0.1 0.1 0.1 --moe-z-loss-coeff 0.1 --mtp-num-layers 2 --log-max-attention-logit",
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+    "--experimental-attention-variant dsa --dsa-indexer-topk 4 --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 "
+    "--normalization RMSNorm --disable-bias-linear",
+)
+"""Models whose parts report every number that there is."""
+
+OF_PARTS = {
+    "mtp_1_loss": 1.5,
+    "mtp_2_loss": 1.75,
+    "max_attention_logit": 27.75,
+    "load_balancing_loss": 28.5,
+    "seq_load_balancing_loss": 28.6,
+    "global_load_balancing_loss": 28.7,
+    "z_loss": 29.5,
+    "indexer_loss": 29.75,
+}
+NUMBERS = {
+    one.name: one for flags in MODELS for one in numbers_of_parts(configure([*MODEL, *shlex.split(flags)]).config)
+}
+STEP = StepMetrics(**ROW, numbers=tuple((NUMBERS[name], value) for name, value in OF_PARTS.items()))
 
 TAGS: dict[str, float] = {
     "learning-rate": 0.375,
@@ -78,7 +96,6 @@ TAGS: dict[str, float] = {
     "global_load_balancing_loss": 28.7,
     "z_loss": 29.5,
     "indexer loss": 29.75,
-    "dropped_share": 0.295,
     "iteration-time": 1.9,
     "throughput": 21.5,
     "tokens-per-second": 2000.0,
@@ -109,13 +126,6 @@ MAY_BE_MISSING = {
     "mfu": [],
     "num_zeros": ["num-zeros"],
     "params_norm": ["params-norm"],
-    "max_attention_logit": ["max_attention_logit"],
-    "load_balancing_loss": ["load_balancing_loss"],
-    "seq_load_balancing_loss": ["seq_load_balancing_loss"],
-    "global_load_balancing_loss": ["global_load_balancing_loss"],
-    "z_loss": ["z_loss"],
-    "indexer_loss": ["indexer loss"],
-    "dropped_share": ["dropped_share"],
     "time_shares": ["communication-share", "compute-share", "idle-share"],
     "slowest_rank": ["slow-ranks", "slowest-rank", "slowest-rank-ratio"],
     "consumed_by_source": [],
@@ -125,8 +135,9 @@ MAY_BE_MISSING = {
 
 def test_every_number_of_a_step_has_its_tag() -> None:
     names = [field.name for field in dataclasses.fields(StepMetrics)]
-    assert [*ROW, "mtp_losses", "expert_load"] == names, "the row above has all of them"
-    assert as_row(STEP) == ROW | OF_DEPTHS
+    assert [*ROW, "numbers", "reports"] == names, "the row above has all of them"
+    assert NUMBERS.keys() == OF_PARTS.keys()
+    assert as_row(STEP) == ROW | OF_PARTS
     assert scalars(STEP) == TAGS
     assert scalars_against_samples(STEP) == {f"{tag} vs samples": TAGS[tag] for tag in OF_THE_MODEL}
 
@@ -139,7 +150,20 @@ def test_what_was_not_measured_is_left_out_alone(name: str) -> None:
     assert sorted(scalars_against_samples(STEP).keys() - scalars_against_samples(without).keys()) == [
         f"{tag} vs samples" for tag in gone if tag in OF_THE_MODEL
     ]
-    assert as_row(without) == ROW | OF_DEPTHS | {name: None}
+    assert as_row(without) == ROW | OF_PARTS | {name: None}
+
+
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_a_number_of_parts_is_left_out_alone_or_zero(name: str) -> None:
+    """All numbers differ, so that each tag is known by its value."""
+    [tag] = [tag for tag, value in TAGS.items() if value == OF_PARTS[name]]
+    others = tuple(pair for pair in STEP.numbers if pair[0].name != name)
+    without = dataclasses.replace(STEP, numbers=others)
+    assert as_row(without) == ROW | {one: value for one, value in OF_PARTS.items() if one != name}
+    assert scalars(without) == {one: value for one, value in TAGS.items() if one != tag}
+    zero = dataclasses.replace(STEP, numbers=(*others, (NUMBERS[name], 0.0)))
+    assert as_row(zero) == ROW | OF_PARTS | {name: 0.0}
+    assert scalars(zero) == TAGS | {tag: 0.0}
 
 
 @pytest.mark.parametrize("name", [name for name, value in ROW.items() if isinstance(value, int | float)])
@@ -160,9 +184,11 @@ def test_a_step_in_lines_for_programs_and_for_people() -> None:
         "grad_norm": "grad norm: 2.500 | ",
         "num_zeros": "num zeros: 26 | ",
         "params_norm": "params norm: 27.500 | ",
-        "max_attention_logit": "max attention logit: 27.750 | ",
     }
-    end = "number of skipped iterations:   7 | number of nan iterations:   8 |"
+    end = "max attention logit: 27.750 | number of skipped iterations:   7 | number of nan iterations:   8 |"
+    assert step_line(dataclasses.replace(STEP, numbers=()), now) == (
+        begin + time + rates.replace(losses, "lm loss: 1.250000E+00") + "".join(norms.values()) + end.partition("| ")[2]
+    )
     assert step_line(STEP, now) == begin + time + rates + "".join(norms.values()) + end
     throughput = "throughput per GPU (TFLOP/s/GPU): 21.5 | "
     assert step_line(STEP, now, throughput=True) == begin + time + throughput + rates + "".join(norms.values()) + end
@@ -215,7 +241,7 @@ def test_tags_of_what_is_told_between_steps() -> None:
 def test_the_load_of_experts_is_in_row_and_tags_with_each_layers_extremes() -> None:
     even = LayerLoad(layer=1, tokens=(8, 8, 8, 8), dropped=0.0, router_z=2.0, bias=None)
     uneven = LayerLoad(layer=2, tokens=(16, 0, 0, 16), dropped=0.25, router_z=3.0, bias=(-0.5, 0.75))
-    step = dataclasses.replace(STEP, expert_load=(even, uneven))
+    step = dataclasses.replace(STEP, reports=(load_report((even, uneven), has_capacity=True),))
     row, tags = as_row(step), scalars(step)
     check_row(row)
     assert row["expert_tokens"] == [[8, 8, 8, 8], [16, 0, 0, 16]]
@@ -227,12 +253,14 @@ def test_the_load_of_experts_is_in_row_and_tags_with_each_layers_extremes() -> N
     assert second["bias"] == [-0.5, 0.75]
     assert tags["expert-max-over-mean/layer 2"] == 2.0
     assert tags["expert-dropped/layer 2"] == 0.25
+    assert (row["dropped_share"], tags["dropped_share"]) == (0.125, 0.125)
     assert (tags["expert-bias-least/layer 2"], tags["expert-bias-greatest/layer 2"]) == (-0.5, 0.75)
     assert "expert-bias-least/layer 1" not in tags
 
 
 def test_rows_of_very_many_experts_hold_no_counts() -> None:
     wide = LayerLoad(layer=0, tokens=(1,) * 20_000, dropped=0.0, router_z=2.0, bias=None)
-    row = as_row(dataclasses.replace(STEP, expert_load=(wide,)))
+    row = as_row(dataclasses.replace(STEP, reports=(load_report((wide,), has_capacity=False),)))
     assert "expert_tokens" not in row
     assert row["expert_load"][0]["max_over_mean"] == 1.0
+    assert "dropped_share" not in row

@@ -12,7 +12,6 @@ import pytest
 
 from megatron_ext.telemetry import stragglers
 from megatron_ext.telemetry.stragglers import SlowRanks
-from megatron_ext.train.callbacks.communication import _became_text
 
 STEP = 0.1  # seconds
 RECORDED = Path(__file__).parents[2] / "data" / "compute_times.json"
@@ -66,12 +65,11 @@ def test_a_slow_rank_is_found_while_it_is_slow(ranks: int, factor: float) -> Non
 Times = Sequence[Sequence[float]]
 
 
-def named(own: Times, clock: Times | None = None, loops: Times | None = None) -> list[tuple[int, int]]:
+def named(own: Times, loops: Times | None = None) -> list[tuple[int, int]]:
     """Return (step, rank) of those that become slow; steps count from 1."""
     slow = SlowRanks([0] * len(own[0]))
-    clock = own if clock is None else clock
     loops = [[0.0] * len(own[0])] * len(own) if loops is None else loops
-    became = [slow.add(*times)[0] for times in zip(own, clock, loops, strict=True)]
+    became = [slow.add(*times)[0] for times in zip(own, loops, strict=True)]
     return [(step, one.rank) for step, found in enumerate(became, 1) for one in found]
 
 
@@ -103,45 +101,35 @@ def test_a_core_that_is_taken_for_a_second_makes_nobody_slow(episode: str) -> No
     rows = np.array(json.loads(RECORDED.read_text())[episode]) / 1000.0
     clock, own = rows[:, 0::2].tolist(), rows[:, 1::2].tolist()
     assert len(named(clock)) == 1
-    assert named(own, clock) == []
+    assert named(own) == []
     for rank in range(2):
         slowed = [[value * (2.0 if one == rank else 1.0) for one, value in enumerate(step)] for step in own]
-        assert named(slowed, clock) == [(16, rank)]
-
-
-@pytest.mark.parametrize("ratio", [1.17, 1.19, 1.3, 2.0])
-def test_a_slow_rank_is_named_as_soon_where_cores_are_shared(ratio: float) -> None:
-    own = [[0.1, 0.1]] * 60 + [[0.1, 0.1 * ratio]] * 60
-    expected = [(71, 1)] if ratio > 1.18 else []
-    assert named(own, [[seconds / 0.3 for seconds in step] for step in own]) == expected
-    for rank in range(2):
-        shared = [[step[one] / (0.3 if one == rank else 1.0) for one in range(2)] for step in own]
-        assert named(own, shared)[:1] == named(own)
+        assert named(slowed) == [(16, rank)]
 
 
 @pytest.mark.parametrize("episode", sorted(json.loads(SLOW_CORES.read_text()).keys() - {"about"}))
 def test_a_core_that_is_slow_for_a_second_makes_nobody_slow(episode: str) -> None:
     rows = np.array(json.loads(SLOW_CORES.read_text())[episode])
-    clock, own, loops = (rows[:, column::3] for column in range(3))
+    _, own, loops = (rows[:, column::3] for column in range(3))
     assert len(named(own.tolist())) == 1, "its own time alone would have named a rank"
-    assert named(own.tolist(), clock.tolist(), loops.tolist()) == []
+    assert named(own.tolist(), loops.tolist()) == []
     for rank in range(2):
         slowed = own * [2.0 if one == rank else 1.0 for one in range(2)]
-        ((step, found),) = named(slowed.tolist(), (clock + slowed - own).tolist(), loops.tolist())
+        ((step, found),) = named(slowed.tolist(), loops.tolist())
         assert (step <= 18, found) == (True, rank)
 
 
 def test_only_a_loop_that_is_a_tenth_longer_counts_and_a_step_is_less_longer_than_its_loop() -> None:
     own = [[0.1, 0.13]] * 30
-    assert named(own, own, [[1e-5, 1.09e-5]] * 30) == [(16, 1)]
-    assert named(own, own, [[1e-5, 1.15e-5]] * 30) == [], "1.3 / 1.15 ** 0.75 is less than 1.18"
-    assert named(own, own, [[1.6e-5, 1e-5]] * 30) == [(16, 1)], "a peer's slow core excuses nobody"
-    assert named([[0.1, 0.2]] * 30, None, [[1e-5, 1.6e-5]] * 30) == [(16, 1)], "2 / 1.6 ** 0.75 is 1.41"
-    assert named([[0.1, 0.16]] * 30, None, [[1e-5, 1.6e-5]] * 30) == []
-    assert named(own, own, [[0.0, 0.0]] * 30) == [(16, 1)], "which is what GPUs say"
+    assert named(own, [[1e-5, 1.09e-5]] * 30) == [(16, 1)]
+    assert named(own, [[1e-5, 1.15e-5]] * 30) == [], "1.3 / 1.15 ** 0.75 is less than 1.18"
+    assert named(own, [[1.6e-5, 1e-5]] * 30) == [(16, 1)], "a peer's slow core excuses nobody"
+    assert named([[0.1, 0.2]] * 30, [[1e-5, 1.6e-5]] * 30) == [(16, 1)], "2 / 1.6 ** 0.75 is 1.41"
+    assert named([[0.1, 0.16]] * 30, [[1e-5, 1.6e-5]] * 30) == []
+    assert named(own, [[0.0, 0.0]] * 30) == [(16, 1)], "which is what GPUs say"
     slow = SlowRanks([0, 0])
     for _ in range(16):
-        slow.add([0.1, 0.2], None, [1e-5, 1.6e-5])
+        slow.add([0.1, 0.2], [1e-5, 1.6e-5])
     assert slow.slowest is not None
     assert (slow.slowest.seconds, slow.slowest.peers_seconds) == pytest.approx((0.2 / 1.6**0.75, 0.1))
 
@@ -149,44 +137,12 @@ def test_only_a_loop_that_is_a_tenth_longer_counts_and_a_step_is_less_longer_tha
 def test_a_slow_rank_is_not_well_again_because_its_core_is_slow_as_well() -> None:
     slow = SlowRanks([0, 0])
     equal, slower = [1e-5, 1e-5], [1e-5, 1.6e-5]
-    said = [slow.add([0.1, 0.13], None, equal) for _ in range(16)]
-    said += [slow.add([0.1, 0.13 * 1.05], None, slower) for _ in range(50)]
-    said += [slow.add([0.1, 0.13], None, equal) for _ in range(16)]
+    said = [slow.add([0.1, 0.13], equal) for _ in range(16)]
+    said += [slow.add([0.1, 0.13 * 1.05], slower) for _ in range(50)]
+    said += [slow.add([0.1, 0.13], equal) for _ in range(16)]
     found = [(step, [one.rank for one in became], ended) for step, (became, ended) in enumerate(said, 1)]
     assert [each for each in found if each[1] or each[2]] == [(16, [1], [])]
-    assert [bool(slow.add([0.1, 0.1], None, equal)[1]) for _ in range(9)] == [False] * 8 + [True]
-
-
-def test_a_core_that_is_always_slow_is_named_after_two_hundred_steps() -> None:
-    slow = SlowRanks([0, 0, 0])
-    found = [slow.add([0.1, 0.1, 0.13], None, [1e-5, 1e-5, 1.6e-5])[0] for _ in range(400)]
-    assert [step for step, became in enumerate(found, 1) if became] == [200]
-    (one,) = found[199]
-    assert (one.rank, one.of_a_core) == (2, 1.0)
-    assert (one.ratio, one.of_the_speed) == pytest.approx((1.3, 1.6**-0.75))
-    assert _became_text(one).startswith("has a slower core than its peers, 70% of their speed, and computes 1.30 times")
-
-
-def test_a_core_that_others_always_use_is_named_after_two_hundred_steps() -> None:
-    slow = SlowRanks([0, 0, 0])
-    found = [slow.add([0.1, 0.1, 0.1], [0.1, 0.1, 0.16])[0] for _ in range(400)]
-    assert [step for step, became in enumerate(found, 1) if became] == [200]
-    (one,) = found[199]
-    assert (one.rank, one.peers, slow.slow) == (2, (0, 1), {2})
-    assert (one.ratio, one.seconds, one.peers_seconds, one.of_a_core) == pytest.approx((1.6, 0.16, 0.1, 0.1 / 0.16))
-    assert _became_text(one).startswith("shares its core, which it had 62% of the time, and computes 1.60 times")
-    ended = [slow.add([0.1, 0.1, 0.1])[1] for _ in range(50)]
-    assert [(step, became[0].rank) for step, became in enumerate(ended, 1) if became] == [(50, 2)]
-    assert slow.slow == frozenset()
-
-
-def test_a_core_that_others_often_use_is_not_named() -> None:
-    """For 25 steps in 200 it had its core; or all ranks share theirs; or the time is its own."""
-    shared, alone = [0.1, 0.16], [0.1, 0.1]
-    assert named([alone] * 1000, [*[shared] * 175, *[alone] * 25] * 5) == []
-    assert named([alone] * 1000, [[0.2, 0.2]] * 1000) == []
-    assert named([alone] * 1000, [[0.1, 0.12]] * 1000) == []
-    assert named([[0.1, 0.2]] * 1000, [[0.1, 0.2]] * 1000) == [(16, 1)]
+    assert [bool(slow.add([0.1, 0.1], equal)[1]) for _ in range(9)] == [False] * 8 + [True]
 
 
 def test_each_rank_is_compared_with_the_median_of_all_others() -> None:
@@ -222,36 +178,6 @@ def test_less_than_a_millisecond_is_no_matter() -> None:
     assert [slow.add([0.0010, 0.0019]) for _ in range(30)] == [([], [])] * 30
     assert slow.slowest is not None
     assert slow.slowest.rank == 1
-
-
-def test_a_rank_that_computes_slowly_is_not_named_for_its_core_as_well() -> None:
-    """It is, by its own time; and for a third of the time by the clock others have its core."""
-    ranks, named = SlowRanks([0] * 4), []
-    for step in range(1, 301):
-        became, ended = ranks.add([0.010, 0.013, 0.010, 0.010], [0.010, 0.020, 0.010, 0.010])
-        named += [(step, found.rank, found.of_a_core) for found in became]
-        assert ended == []
-    assert named == [(16, 1, None)]
-    assert ranks.slow == {1}
-
-
-def test_a_shared_core_is_told_by_what_the_rank_had_of_it_and_how_fast_it_was() -> None:
-    """By the clock twice as long as its peers, half of it with its core, which runs a fixed loop 1.6 times as long."""
-    ranks, loops = SlowRanks([0] * 3), [1e-5, 1.6e-5, 1e-5]
-    told = []
-    for step in range(1, 301):
-        clock = [0.1, 0.2, 0.1] if step <= 200 else [0.1, 0.1, 0.1]
-        became, ended = ranks.add([0.1, 0.1, 0.1], clock, loops)
-        told += [(step, "slow", found) for found in became] + [(step, "well", found) for found in ended]
-        assert ranks.slow == ({1} if 200 <= step < 250 else set())
-    speed = 1.6**-0.75
-    (first, is_slow, found), (last, is_well, free) = told
-    assert (first, is_slow, last, is_well) == (200, "slow", 250, "well")
-    assert (found.rank, found.peers) == (1, (0, 2))
-    numbers = (found.ratio, found.seconds, found.peers_seconds, found.of_a_core, found.of_the_speed)
-    assert numbers == pytest.approx((2.0, 0.2, 0.1, 0.5, speed), rel=1e-9)
-    # The last eight groups are six of before and two since then: a mean of 0.175 s, of which it had 0.1.
-    assert (free.ratio, free.seconds, free.of_a_core) == pytest.approx((1.75, 0.175, 0.1 / 0.175), rel=1e-9)
 
 
 @pytest.mark.parametrize("unknown", [0, 1, 2])

@@ -14,7 +14,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_ext import durable
 from megatron_ext.errors import StorageError
-from megatron_ext.telemetry.metrics import LayerLoad, Sample, SampleMetrics, SourceLoss, StepMetrics, ValidationMetrics
+from megatron_ext.parts.experts.load_report import LayerLoad, load_report
+from megatron_ext.telemetry.metrics import Sample, SampleMetrics, SourceLoss, StepMetrics, ValidationMetrics
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter, drop_after
 from tests.support.samples import step
 
@@ -206,7 +207,7 @@ def test_the_picture_of_experts_has_a_line_for_each_layer(tmp_path: Path) -> Non
         LayerLoad(layer=layer, tokens=tokens, dropped=0.0, router_z=1.0, bias=None)
         for layer, tokens in ((1, (8, 8, 8)), (2, (24, 0, 0)))
     )
-    write(tmp_path, [step(iteration=3, expert_load=loads)])
+    write(tmp_path, [step(iteration=3, reports=(load_report(loads, has_capacity=False),))])
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0})
     events.Reload()
     [image] = events.Images("tokens of experts")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 
 from megatron_ext.errors import NumericError
 from megatron_ext.model.names import biases_of_experts
@@ -63,6 +64,17 @@ def test_a_late_step_has_the_bits_of_one_that_is_read_at_once(kind: str) -> None
         assert are_equal(weights(run), expected)
     assert [result for result, _ in late] == [result for result, _ in at_once]
     assert ([votes for _, votes in late], [votes for _, votes in at_once]) == ([VOTES] * 3, [None] * 3)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_scale_of_indexers_losses_is_set_whatever_an_earlier_run_has_left(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core keeps the scale for the process, and the shape of the first."""
+    monkeypatch.setattr(DSAIndexerLossAutoScaler, "main_loss_backward_scale", torch.full(shape, 7.0))
+    with built(INDEXED, reads_wait=True) as run:
+        _begin(run, Guard(run)).result()
+    assert float(DSAIndexerLossAutoScaler.main_loss_backward_scale) != 7.0
 
 
 class Faulty:

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ext import device
 from megatron_ext.config.schema import TrainingConfig
 from megatron_ext.errors import ConfigurationError, DataError, StoppedBySignal
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.train.pretrain import graphs_of, pretrain, require_fp8
+from megatron_ext.train.pretrain import pretrain, require_fp8
 from megatron_ext.train.trainer import Callback
 from tests.support.corpora import write_corpus
 from tests.support.resaving import Saved, assert_same_tensors, tensors_of
-from tests.support.small_models import small_config
 from tests.support.small_runs import MODEL
 
 ALONE = [*MODEL, "--eval-iters", "0"]
@@ -199,16 +197,6 @@ def test_products_in_fp8_that_a_device_does_not_have(
     with pytest.raises(ConfigurationError) as raised:
         require_fp8(training, here)
     assert str(raised.value) == said
-
-
-@pytest.mark.parametrize("asked", ["none", "full_iteration"])
-def test_graphs_are_those_of_a_gpu_that_torch_finds(asked: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    config = small_config(training={"cuda_graph_impl": asked})
-    gpu: Any = Gpu()
-    assert graphs_of(gpu, config).training.cuda_graph_impl == asked
-    assert capsys.readouterr().err == ""
-    assert graphs_of(device.install("cpu"), config).training.cuda_graph_impl == "none"
-    assert ("torch finds no GPU on this machine" in capsys.readouterr().err) == (asked != "none")
 
 
 FLAGS = [*(word for word in MODEL if word != "--mock-data"), "--tokenizer-type", "NullTokenizer", "--eval-iters", "0"]

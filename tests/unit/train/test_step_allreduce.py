@@ -10,11 +10,11 @@ from tests.support.small_runs import built
 
 def test_the_sums_have_their_names() -> None:
     found = named([6.0, 12.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    assert found == (0.5, 12, 1, 2, (), StopVotes(by_sigterm=3, otherwise=4, overdue=5))
+    assert found == (0.5, 12, 1, 2, StopVotes(by_sigterm=3, otherwise=4, overdue=5), ())
     assert named([0.25, 0.5] + [0.0] * 5).loss == 0.5, "weights of tokens may be below one"
     assert math.isnan(named([0.0] * 7).loss)
-    ahead = named([6.0, 12.0, 0.0, 0.0, 3.0, 9.0, 1.0, 0.0, 0.0])
-    assert (ahead.mtp_losses, ahead.votes) == ((0.25, 0.75), StopVotes(by_sigterm=1))
+    parts = named([6.0, 12.0, 0.0, 0.0, 1.0, 0.0, 0.0, 3.0, 9.5])
+    assert (parts.of_parts, parts.votes) == ((3.0, 9.5), StopVotes(by_sigterm=1))
 
 
 def test_each_number_of_a_rank_has_its_place_on_the_device() -> None:

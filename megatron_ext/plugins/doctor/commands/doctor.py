@@ -2,20 +2,16 @@
 
     python tools/doctor.py --nproc-per-node 8 -- <the flags of your launch>
     torchrun --nproc-per-node 8 tools/doctor.py --collectives
-    python tools/doctor.py --flight-recorder checkpoints/run/hang-40
 
 The first looks at this machine, alone: Python and packages, GPUs, where ranks meet, environment variables, limits, room
 for checkpoints and, where they are given, the flags. The second makes all ranks talk, says which of them do not
-answer, and how fast the others are. The third says what the flight recorders of NCCL (or gloo) saw of a hang, which
-its ranks left in that folder. Each finding says what is wrong, why it matters, and what puts it right.
+answer, and how fast the others are. Each finding says what is wrong, why it matters, and what puts it right.
 
-Exit codes: 0 nothing that stops the launch (there may be warnings), 64 the launch cannot work as it is set up, 65 a
-recorder's file is damaged, 74 checkpoints cannot be written, 76 ranks do not answer. torchrun itself returns 1 in place
-of all but the first.
+Exit codes: 0 nothing that stops the launch (there may be warnings), 64 the launch cannot work as it is set up, 74
+checkpoints cannot be written, 76 ranks do not answer. torchrun itself returns 1 in place of all but the first.
 """
 
 import os
-from pathlib import Path
 
 from megatron_ext.commandline import ToolParser, split_at_dashes
 from megatron_ext.config.schema import Config
@@ -64,17 +60,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks on this machine; default one per GPU")
     parser.add_argument("--nnodes", type=int, metavar="N", default=_number("SLURM_NNODES", 1), help="machines")
     parser.add_argument("--collectives", action="store_true", help="make the ranks that torchrun started talk")
-    parser.add_argument("--flight-recorder", type=Path, metavar="FOLDER", help="say what a hang's recorders saw")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", default=20.0, help="of each stage of that")
     parser.add_argument("--megabytes", type=float, metavar="MB", default=64.0, help="of the messages that are timed")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="whose memory is sent")
+    parser.remove_flag("--flight-recorder", "torch's torchfrtrace FOLDER says what it did")
     parser.usage = "%(prog)s [options] [-- <training flags>]"
     options = parser.parse_args(own)
     for flag, number in (("--nproc-per-node", options.nproc_per_node), ("--nnodes", options.nnodes)):
         if number is not None and number < 1:
             parser.error(f"{flag} {number} is not a number from 1")
-    if options.flight_recorder is not None:
-        return _flight_recorder(options.flight_recorder)
     if options.collectives:
         return _collectives(options.device, options.timeout, options.megabytes)
     findings: list[Finding] = []
@@ -98,13 +92,6 @@ def _collectives(kind: str, seconds: float, megabytes: float) -> int:
         if not isinstance(lost, NotTheReporter):
             note(f"error: {lost}")
         end_process(lost.exit_code)  # a collective may hang on
-    return 0
-
-
-def _flight_recorder(folder: Path) -> int:
-    from megatron_ext.plugins.doctor.flight_recorder import explain, read_dumps
-
-    say("\n".join(explain(read_dumps(folder))))
     return 0
 
 

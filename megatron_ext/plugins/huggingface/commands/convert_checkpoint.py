@@ -33,6 +33,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--ema", action="store_true", help="to-hf of the averages that --ema-decay, or the optimizer itself, keeps"
     )
+    parser.add_argument(
+        "--into", metavar="FOLDER", help="to-hf: write a copy of this model whose text model is the checkpoint's"
+    )
     parser.add_argument("--max-shard-size", default="5GB", help="largest file of to-hf, in bytes, KB, MB or GB")
     parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers after to-hf")
     parser.add_argument("--check-loss", metavar="PREFIX", help="compare losses with transformers on a .bin/.idx pair")
@@ -56,17 +59,26 @@ def main(argv: list[str]) -> int:
     from megatron_ext.plugins.huggingface.saved_model import SavedModel
 
     source = SavedModel(options.load, averages=options.ema)
-    dtype = (
-        DTYPES[options.dtype] if options.dtype else SavedModel(source.path).dtype() if options.ema else source.dtype()
-    )
-    exported = export_huggingface(
-        source,
-        options.save,
-        dtype=dtype,
-        max_shard_size=size,
-        with_tokenizer=not options.no_tokenizer,
-        check_tokenizer=None if options.skip_tokenizer_check else _check_tokenizer,
-    )
+    if options.into is not None:
+        from megatron_ext.plugins.huggingface.exported_into import export_into
+        from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
+
+        if options.dtype is not None:
+            raise ConfigurationError(
+                f"--dtype {options.dtype}: --into keeps the dtypes of its folder; leave --dtype out"
+            )
+        exported = export_into(source, options.save, options.into)
+        dtype = HFFolder(options.save).dtype()
+    else:
+        dtype = DTYPES[options.dtype] if options.dtype else _dtype(source, options.ema)
+        exported = export_huggingface(
+            source,
+            options.save,
+            dtype=dtype,
+            max_shard_size=size,
+            with_tokenizer=not options.no_tokenizer,
+            check_tokenizer=None if options.skip_tokenizer_check else _check_tokenizer,
+        )
     say(
         f"wrote {exported.path}: {exported.family.architecture}, {exported.size / 1e9:.3f} GB in {exported.files} "
         f"file(s), {time.perf_counter() - started:.1f} s"
@@ -78,6 +90,13 @@ def main(argv: list[str]) -> int:
     if options.check_loss is not None:
         _check_loss(source, exported.path, dtype, options.check_loss, options.check_samples)
     return 0
+
+
+def _dtype(source, averages: bool) -> str:
+    """Return the dtype of the weights, also where their averages are written."""
+    from megatron_ext.plugins.huggingface.saved_model import SavedModel
+
+    return SavedModel(source.path).dtype() if averages else source.dtype()
 
 
 def _why_no_tokenizer(kind: str | None, left_out: bool) -> str:

@@ -8,13 +8,13 @@
 --profile --use-pytorch-profiler.
 """
 
+import itertools
 import shutil
 import sys
 from pathlib import Path
 
 from megatron_ext.checkpoint.native.resume import look
 from megatron_ext.commandline import ToolParser, split_at_dashes, write_output
-from megatron_ext.config.derived.pipeline_table import flaws
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import resolve
 from megatron_ext.cost.hardware import TABLE, Machine, constants_of, hardware
@@ -68,15 +68,15 @@ def _order_alone(stages: int, chunks: int, microbatches: int | None, group: int 
 
 
 def _of_table(name: str, stages: int, chunks: int, microbatches: int) -> Timeline:
-    if name not in CLASSES and not name.endswith(".csv"):
-        raise ConfigurationError(f"--schedule {name} is none of {', '.join(CLASSES)} and no file that ends in .csv")
+    if name not in CLASSES:
+        raise ConfigurationError(f"--schedule {name} is none of {', '.join(CLASSES)}")
     try:
-        table = named(name, stages, chunks, microbatches)
-    except (OSError, ValueError, AssertionError) as error:  # of torch, for numbers that its schedule does not have
+        table = named(name, stages, chunks, microbatches).rows
+    except (ValueError, AssertionError) as error:  # of torch, for numbers that its schedule does not have
         raise ConfigurationError(f"--schedule {name}: {error}") from error
-    wrong = next(flaws(table.rows, stages, chunks, microbatches, v_shaped=table.v_shaped), None)
-    if wrong is not None:
-        raise ConfigurationError(f"--schedule {name}, --microbatches {microbatches}: {wrong}")
+    forward = {(action.stage, action.microbatch) for row in table for action in row if action.kind == "F"}
+    if forward != set(itertools.product(range(stages * chunks), range(microbatches))):
+        raise ConfigurationError(f"--schedule {name} is made for another number of chunks than --chunks {chunks}")
     return equal_stages(stages, chunks, microbatches, name=name)
 
 
@@ -112,7 +112,7 @@ def _parser() -> ToolParser:
     parser.add_argument("--stages", type=int, metavar="N", help="draw the order of so many equal stages")
     parser.add_argument("--chunks", type=int, default=1, metavar="N", help="with --stages: chunks of each stage")
     parser.add_argument("--group", type=int, metavar="N", help="with --chunks: microbatches that one takes in turn")
-    parser.add_argument("--schedule", metavar="NAME|FILE", help="with --stages: as of --pipeline-schedule")
+    parser.add_argument("--schedule", metavar="NAME", help="with --stages: as of --pipeline-schedule")
     parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches to draw; default a few")
     parser.add_argument("--world-size", type=int, metavar="N", help="devices; default those of one replica")
     parser.add_argument("--device", choices=sorted(TABLE), default="h100", help="row of the table of data sheets")

@@ -201,7 +201,7 @@ def test_the_driver_and_the_connections_are_read():
 @pytest.mark.parametrize(
     ("launch", "found", "words"),
     [
-        (Launch({}), survey(H100, cuda=None), "built without CUDA"),
+        (Launch({}), survey(cuda=None), "built without CUDA"),
         (Launch({"CUDA_VISIBLE_DEVICES": ""}), survey(), "sees no GPU"),
         (Launch({}, ranks=2), survey(H100), "2 ranks on this machine, but 1 GPUs"),
         (Launch({}, ranks=2), survey(H100, H100, nccl=None), "without NCCL"),

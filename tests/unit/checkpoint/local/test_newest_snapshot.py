@@ -137,7 +137,7 @@ def test_every_field_of_the_layout_but_three_must_be_the_same(
     snapshot(config, header)
     assert newest_snapshot(config, search(tmp_path)) is not None
     capsys.readouterr()
-    free = {"distributed_timeout_minutes", "distributed_backend", "elastic"}
+    free = {"distributed_timeout_minutes", "distributed_backend", "nccl_backend", "elastic"}
     fields = {field.name for field in dataclasses.fields(config.layout)}
     assert header["layout"].keys() == (fields - free) | {"optimizer", "params_dtype"}
     other = {**header["layout"], "world_size": 77, "optimizer": "sgd", "params_dtype": "bfloat16"}

@@ -18,7 +18,7 @@ from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.train import configure as configuring
 from megatron_ext.train.configure import Configured, configure
 from megatron_ext.train.extensions import NONE, Extensions
-from megatron_ext.train.pretrain import graphs_of, pretrain
+from megatron_ext.train.pretrain import pretrain
 from tests.support import small_runs
 from tests.support.small_models import small_config
 
@@ -214,21 +214,6 @@ def test_the_library_prints_the_warnings_of_flags(capsys: pytest.CaptureFixture[
     assert f"warning: {SAYS}" in capsys.readouterr().err
     assert len(pretrain(configure(words)).losses) == 3
     assert SAYS not in capsys.readouterr().err, "who configures has the warnings"
-
-
-def test_a_torch_without_cuda_has_no_graphs_either(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the driver of a GPU is there, and torch is one for CPUs."""
-    config = configured("--device auto").config
-    assert makes_graphs(config)
-    here: Any = SimpleNamespace(kind="cpu")
-    assert not makes_graphs(graphs_of(here, config))
-    assert f"warning: {SAYS}--device auto (torch finds no GPU" in capsys.readouterr().err
-    here.kind = "cuda"
-    assert graphs_of(here, config) is config
-    here.kind = "cpu"
-    plain = small_config()
-    assert graphs_of(here, plain) is plain
-    assert capsys.readouterr().err == ""
 
 
 def test_the_start_of_a_run_says_what_is_replayed() -> None:

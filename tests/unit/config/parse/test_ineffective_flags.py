@@ -37,7 +37,7 @@ def test_evaluated_averages_need_averages() -> None:
 def test_latents_that_do_not_rotate_have_no_base(kind: str, is_read: bool) -> None:
     flags = f"--multi-latent-attention --kv-lora-rank 8 --rotary-base 500 --position-embedding-type {kind}"
     found = [text for text in configure([*MODEL, *flags.split()]).typed.warnings if "--rotary-base" in text]
-    unread = "--rotary-base changes nothing here: with --position-embedding-type none latent attention rotates nothing"
+    unread = "--rotary-base changes nothing here: there are no rotary positions"
     assert found == ([] if is_read else [unread])
 
 

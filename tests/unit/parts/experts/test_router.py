@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, sinkhorn
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_ext.parts.experts import compute, router
+from megatron_ext.parts.experts import compute
 from megatron_ext.parts.experts.compute import GroupedExperts, rows_of_biases
 from megatron_ext.parts.experts.describe import Capacity
 from megatron_ext.parts.experts.router import Router, preferred, sparsely_mixed
@@ -113,25 +113,6 @@ def test_weights_of_experts_are_rounded_with_what_they_multiply() -> None:
     assert seen[0].dtype == torch.bfloat16
     assert torch.equal(seen[0], (gated * weights.double()[:, None]).float().bfloat16())
     assert math.isfinite(float(seen[0].sum()))
-
-
-def test_kinds_of_auxiliary_losses_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of microbatches, samples and global batches and of indexers, summed over the layers, are equal on
-    data-parallel ranks, the z-loss a mean over this rank's tokens."""
-    metrics = {
-        "load_balancing_loss": SimpleNamespace(values=torch.tensor([1.0, 2.0])),
-        "seq_load_balancing_loss": SimpleNamespace(values=torch.tensor([4.0, 8.0])),
-        "z_loss": SimpleNamespace(values=torch.tensor([16.0, 20.0])),
-        "indexer_loss": SimpleNamespace(values=torch.tensor([6.0, 9.0])),
-        "another": SimpleNamespace(values=torch.tensor([99.0])),
-    }
-    monkeypatch.setattr(
-        router, "get_moe_metrics_tracker", lambda: SimpleNamespace(metrics=metrics, clear=metrics.clear)
-    )
-    groups: Any = SimpleNamespace(dp=SimpleNamespace(size=lambda: 3), tp_dp_cp=SimpleNamespace(size=lambda: 12))
-    host = torch.device("cpu")
-    assert router.take_auxiliary_losses(groups, host).tolist() == [1.0, 4.0, 0.0, 3.0, 5.0]
-    assert router.take_auxiliary_losses(groups, host).tolist() == [0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -1,16 +1,13 @@
 """A mode of training in which weights are NaN for as long as a gather has yet to bring them.
 
-    with poisoned_gathers():
-        run = build(flags)              # any run that is built inside
-    poisoned(sharding_of(config))       # or a scheme, before it shards
+    poisoned(sharding_of(config))       # a scheme, before it shards
 
 A scheme that gathers weights while a forward pass runs leaves old values where they will come, or none. Who reads a
 weight before the gather has been waited for trains with these in silence, or with the right ones where the network was
 faster. Here every such reader gets NaN, whatever the network does.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import singledispatch, wraps
 from typing import Any
 
@@ -20,18 +17,6 @@ from megatron_ext.sharding.ddp import WritingDataParallel
 from megatron_ext.sharding.fsdp2 import TorchFSDP
 from megatron_ext.sharding.megatron_fsdp import MegatronFSDPChunk
 from megatron_ext.sharding.scheme import Sharding
-from megatron_ext.train import build
-
-
-@contextmanager
-def poisoned_gathers() -> Iterator[None]:
-    """Poison the sharding scheme of every run that is built inside, for as long as the run lives."""
-    choose = build.sharding_of
-    build.sharding_of = lambda config: poisoned(choose(config))
-    try:
-        yield
-    finally:
-        build.sharding_of = choose
 
 
 def poisoned(scheme: Sharding) -> Sharding:

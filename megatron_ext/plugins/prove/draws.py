@@ -1,0 +1,326 @@
+"""Draws models and layouts at random for the comparison of any layout with one process (`trials.py`).
+
+    drawn = draw(Draws(seed=7), number=12)
+    drawn.model                     # ("--num-layers 4", "--position-embedding-type rope", ...)
+    drawn.first, drawn.second       # layouts: the run begins in one, and is resumed in the other
+
+A draw is a function of the seed and its number. Kinds of parts draw themselves: `draw` of the describe.py of each kind
+of the core, and what plugins bring to the extension point `draws`. Optimizers are those of the registry. Whether a draw
+can work is decided by the program itself, `configure`, as before a launch; a refused draw is counted by its reason, and
+another is drawn in its place.
+"""
+
+import itertools
+import math
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
+from megatron_ext.config.derived.sharding import SCHEMES
+from megatron_ext.config.parse.options import flag_of
+from megatron_ext.config.schema import Config
+from megatron_ext.config.schema.layout_flags import SCHEDULES
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts.attention.describe import draw as draw_attention
+from megatron_ext.parts.experts.describe import draw as draw_experts
+from megatron_ext.parts.mlp.describe import draw as draw_mlp
+from megatron_ext.parts.norm.describe import draw as draw_norm
+from megatron_ext.parts.protocol import taken
+from megatron_ext.parts.stack import layers
+from megatron_ext.registry import brought
+from megatron_ext.train.configure import configure
+
+LAYOUTS_OF_A_MODEL = 4
+"""Draws in a row that have the same model, whose one process is then trained once."""
+
+_TRIES = 200
+"""Draws of one model, or of one layout, until one can work."""
+
+_TRIES_OF_KINDS = 40
+"""Draws of what stands around the same kinds of parts, until others are drawn."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Flags of a layout, in pieces that only make sense together, on so many ranks."""
+
+    ranks: int
+    pieces: tuple[str, ...]
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags as words."""
+        return words(self.pieces)
+
+
+ONE_PROCESS = Layout(1, ())
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A model with its data, optimizer and precision, and the layouts that train it."""
+
+    model: tuple[str, ...]
+    """Flags in pieces."""
+
+    first: Layout
+    second: Layout
+    """The layout in which the run is resumed in the middle."""
+
+    kill: float | None = None
+    """Moment at which a rank is killed, as a share of the steps; None: nobody is. The run is then resumed in the first
+    layout, and must be equal bit for bit with one that nobody has killed."""
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of the model as words."""
+        return words(self.model)
+
+
+def words(pieces: Sequence[str]) -> list[str]:
+    """Return the words of pieces of flags."""
+    return [word for piece in pieces for word in shlex.split(piece)]
+
+
+@dataclass
+class Draws:
+    """Draws of one seed, and the reasons for which others were refused.
+
+    Args:
+        seed: seed of all draws.
+        data: flags of the data.
+        ranks: numbers of ranks to draw from.
+    """
+
+    seed: int
+    data: Sequence[str]
+    ranks: Sequence[int] = (2, 4)
+    refused: Counter[str] = field(default_factory=Counter)
+    """How many draws each reason has refused; numbers in it are written as N."""
+
+    def model_of(self, number: int) -> tuple[tuple[str, ...], Config]:
+        """Return the pieces of the model of draw `number`, and their configuration in one process."""
+        random = Random(f"{self.seed} model {number // LAYOUTS_OF_A_MODEL}")
+        tries, kinds = itertools.count(), list[str]()
+
+        def drawn() -> tuple[str, ...]:
+            # Kinds that refuse much would hardly ever be tried, were they drawn anew with the rest.
+            if next(tries) % _TRIES_OF_KINDS == 0:
+                kinds[:] = _kinds(random)
+            return tuple(_model(random, kinds))
+
+        return self._first_legal(drawn, lambda pieces: self.configured(pieces, ONE_PROCESS))
+
+    def layout_of(self, random: Random, model: tuple[str, ...], alone: Config) -> Layout:
+        """Return a layout that can train the model."""
+
+        def drawn() -> Layout:
+            ranks = random.choice(list(self.ranks))
+            return Layout(ranks, tuple(_layout(random, ranks, alone)))
+
+        return self._first_legal(drawn, lambda layout: self.configured(model, layout))[0]
+
+    def configured(self, model: Sequence[str], layout: Layout) -> Config:
+        """Return the configuration of the model in the layout.
+
+        Raises:
+            ConfigurationError: they cannot work.
+        """
+        argv = [*self.data, *words(model), *layout.flags, "--device", "cpu"]
+        return configure(argv, world_size=layout.ranks).config
+
+    def _first_legal[T](self, draw: Callable[[], T], check: Callable[[T], Config]) -> tuple[T, Config]:
+        for _ in range(_TRIES):
+            drawn = draw()
+            try:
+                return drawn, check(drawn)
+            except ConfigurationError as error:
+                self.refused[reason(error)] += 1
+        raise AssertionError(f"none of {_TRIES} draws could work: {self.refused.most_common(5)}")
+
+
+def reason(error: ConfigurationError) -> str:
+    """Return the first problem with its numbers as N and without paths, so that draws refused alike count together."""
+    return re.sub(r"\d+(\.\d+)?", "N", re.sub(r"(?<=\s)/\S+", "PATH", str(error.problems[0])))[:200]
+
+
+def draw(draws: Draws, number: int) -> Draw:
+    """Return draw `number` of the seed. One in ten is killed at a random moment."""
+    random = Random(f"{draws.seed} layout {number}")
+    model, alone = draws.model_of(number)
+    first = draws.layout_of(random, model, alone)
+    if random.random() < 0.1:
+        return Draw(model, first, first, kill=random.random())
+    return Draw(model, first, draws.layout_of(random, model, alone))
+
+
+RECIPE = (
+    "--hidden-size 64 --num-attention-heads 4 --init-method-std 0.1 --train-iters 20 --lr 1e-3 --lr-warmup-iters 10 "
+    "--lr-warmup-init 1e-4 --lr-decay-style constant --hidden-dropout 0 --attention-dropout 0"
+)
+
+
+def _kinds(random: Random) -> list[str]:
+    """Return the flags of kinds of parts that not every model has, and of the optimizer."""
+    experts = draw_experts(random) if random.random() < 0.3 else []
+    return [*experts, *(piece for one in brought("draws") for piece in one(random)), *_optimizer(random)]
+
+
+def _model(random: Random, kinds: Sequence[str]) -> list[str]:
+    """Return the flags of a model with these kinds of parts, its data and its precision."""
+    depth = [] if "--hybrid-layer-pattern" in words(kinds) else [f"--num-layers {random.choice((2, 4, 4, 4, 8))}"]
+    logits = ("--lm-head-bias", "--logits-multiplier 0.3", "--final-logit-softcapping 4", "--z-loss-strength 0.01")
+    # Many pieces together are refused for some other kind; few leave it room.
+    kept = random.choice((0.2, 0.6, 1.0, 1.0))
+    pieces = [*draw_norm(random), *draw_attention(random), *draw_mlp(random)]
+    return [
+        RECIPE,
+        *depth,
+        *(piece for piece in pieces if random.random() < kept),
+        *kinds,
+        *taken(random, (0.5, "--untie-embeddings-and-output-weights"), (0.7, "--disable-bias-linear")),
+        *taken(random, (0.2, random.choice(logits)), (0.1, "--embedding-multiplier 8")),
+        *taken(random, (0.1, "--residual-multiplier 0.7"), (0.05, "--use-mup --mup-base-hidden-size 16")),
+        *_data(random),
+        *taken(random, (0.1, random.choice(("--bf16", "--bf16 --accumulate-allreduce-grads-in-fp32")))),
+    ]
+
+
+def _data(random: Random) -> list[str]:
+    """Return the flags of batches, and of documents packed into samples."""
+    batch, micro = random.choice((4, 8, 8)), random.choice((1, 1, 2))
+    packed = ("--reset-position-ids", "--reset-attention-mask", "--reset-position-ids --reset-attention-mask")
+    return [
+        f"--micro-batch-size {micro} --global-batch-size {batch}",
+        *taken(random, (0.35, random.choice(packed)), (0.3, "--make-vocab-size-divisible-by 32")),
+    ]
+
+
+def _optimizer(random: Random) -> list[str]:
+    """Return the flags of an optimizer: any of those that are installed, half of the time Adam."""
+    name = random.choice(["adam"] * len(OPTIMIZERS) + list(OPTIMIZERS))
+    more = ("--clip-grad 0", "--clip-grad 0.1", "--weight-decay 0.1", "--ema-decay 0.9", "--decoupled-lr 5e-4")
+    more += ("--lr-group decoder.layers.1.*=0.5", "--qk-clip --qk-clip-threshold 2.4", "--weight-decay 0")
+    return [f"--optimizer {name}", *taken(random, (0.4, random.choice(more)), (0.1, random.choice(more)))]
+
+
+def _layout(random: Random, ranks: int, alone: Config) -> list[str]:
+    """Return the flags of a layout.
+
+    Args:
+        alone: the configuration of the model in one process.
+    """
+    sizes = dict.fromkeys(("tensor", "context", "pipeline", "data"), 1)
+    for prime in _primes(ranks):
+        sizes[random.choice(list(sizes))] *= prime
+    pieces = [f"--{axis}-model-parallel-size {sizes[axis]}" for axis in ("tensor", "pipeline") if sizes[axis] > 1]
+    if sizes["tensor"] > 1:
+        kept = random.choice(("", "", " --sequence-parallel-keep-gathered"))
+        pieces += taken(random, (0.65, f"--sequence-parallel{kept}"))
+    if sizes["context"] > 1:
+        pieces.append(f"--context-parallel-size {sizes['context']} --cp-comm-type {_exchange(random, alone)}")
+    if sizes["pipeline"] > 1:
+        pieces += _pipeline(random, sizes["pipeline"], alone)
+    if alone.model.num_experts is not None:
+        pieces += _experts(random, ranks // sizes["pipeline"])
+    return [*pieces, *_sharding(random), *_computation(random, alone)]
+
+
+def _primes(number: int) -> list[int]:
+    """Return the prime factors of the number."""
+    found = next((prime for prime in range(2, math.isqrt(number) + 1) if number % prime == 0), number)
+    return [] if number == 1 else [found, *_primes(number // found)]
+
+
+def _exchange(random: Random, alone: Config) -> str:
+    """Return how context-parallel ranks exchange keys and values: one way, or one for each layer."""
+    ways = ("p2p", "all_gather", "a2a")
+    if random.random() < 0.2:
+        return " ".join(random.choice(ways) for _ in layers(alone))
+    return random.choice(ways)
+
+
+def _pipeline(random: Random, stages: int, alone: Config) -> list[str]:
+    """Return how layers are divided over stages, and in which order these take their passes."""
+    depths = alone.model.mtp_num_layers or 0
+    chunks = random.choice((1, 2, 2, 3))
+    interleaved = [f"--num-virtual-stages-per-pipeline-rank {chunks}"] if chunks > 1 else []
+    counted = taken(
+        random, (0.6, "--account-for-embedding-in-pipeline-split"), (0.6, "--account-for-loss-in-pipeline-split")
+    )
+    uneven = random.choice(("--decoder-first-pipeline-num-layers 1", "--decoder-last-pipeline-num-layers 1"))
+    split = random.choice(
+        (
+            interleaved,
+            interleaved,
+            [*interleaved, *counted],
+            [uneven],
+            [_named_stages(random, stages * chunks, len(layers(alone)), depths)],
+        )
+    )
+    more = (f"--microbatch-group-size-per-virtual-pipeline-stage {2 * stages}", "--no-overlap-p2p-communication")
+    return [
+        *split,
+        *taken(random, (0.4, f"--pipeline-schedule {random.choice(SCHEDULES)}")),
+        *taken(random, (0.15 * (chunks > 1), random.choice(more)), (0.15, "--use-tp-pp-dp-mapping")),
+    ]
+
+
+def _named_stages(random: Random, chunks: int, count: int, depths: int) -> str:
+    """Return --pipeline-model-parallel-layout: layers are dealt to the chunks at random, depths to the last."""
+    cuts = sorted(random.randint(0, count) for _ in range(chunks - 1))
+    counts = [end - begin for begin, end in zip([0, *cuts], [*cuts, count], strict=True)]
+    stages = ["t" * number for number in counts]
+    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}{'m' * depths}L"
+    return f"--pipeline-model-parallel-layout '{'|'.join(stages)}'"
+
+
+def _experts(random: Random, ranks: int) -> list[str]:
+    """Return how `ranks` of one stage share experts."""
+    size = random.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
+    return [
+        *([f"--expert-model-parallel-size {size}"] if size > 1 else []),
+        *taken(random, (0.3, "--expert-tensor-parallel-size 1"), (0.5, "--moe-token-dispatcher-type alltoall")),
+    ]
+
+
+def _sharding(random: Random) -> list[str]:
+    """Return what data-parallel ranks divide, and when they exchange it: any of the schemes."""
+    scheme = random.choice((*SCHEMES[:2], *SCHEMES[:2], *SCHEMES))
+    asked = " ".join(
+        flag_of(name) if value is True else f"{flag_of(name)} {value}" for name, value in scheme.values.items() if value
+    )
+    own = [
+        f"{flag_of(name)}" for name in scheme.own if name not in scheme.values and name != "outer_dp_sharding_strategy"
+    ]
+    overlap = ["--overlap-grad-reduce", "--overlap-grad-reduce --overlap-param-gather"]
+    in_host = (f"--optimizer-cpu-offload{share}" for share in ("", " --optimizer-offload-fraction 0.5"))
+    copies = "--num-distributed-optimizer-instances 2"
+    copies += random.choice(("", " --outer-dp-sharding-strategy optim"))
+    return [
+        *([asked] if asked else []),
+        *taken(random, (0.5, random.choice(overlap)), (0.4, f"--ddp-bucket-size {random.choice((1, 5000, 20000))}")),
+        *taken(random, *((0.2, flag) for flag in own), (0.15, copies), (0.08, random.choice([*in_host]))),
+    ]
+
+
+def _computation(random: Random, alone: Config) -> list[str]:
+    """Return what changes how, and not what, is computed."""
+    each = random.choice((1, 1, 2))
+    modules = random.sample(("core_attn", "mlp", "layernorm", "moe"), random.choice((1, 2, 3)))
+    if alone.model.num_experts is None and "moe" in modules:
+        modules[modules.index("moe")] = "core_attn"
+    again = (
+        f"--recompute-granularity full --recompute-num-layers {each} --recompute-method uniform",
+        f"--recompute-granularity full --recompute-num-layers {each} --recompute-method block",
+        f"--recompute-granularity selective --recompute-modules {' '.join(dict.fromkeys(modules))}",
+    )
+    return [
+        *taken(random, (0.35, random.choice(again)), (0.2, "--linear-cross-entropy")),
+        *taken(random, (0.2, "--gradient-accumulation-fusion"), (0.03, "--cuda-graph-impl full_iteration")),
+        *taken(random, (0.05, "--deterministic-mode"), (0.05, "--check-for-large-grads")),
+    ]

@@ -1,0 +1,21 @@
+"""The flag of layers with attention and Mamba-2 side by side."""
+
+from dataclasses import dataclass
+
+from megatron_ext.config.schema.option import option
+from megatron_ext.plugins.mamba.flags import PATTERN
+
+
+@dataclass(frozen=True)
+class SideBySideFlags:
+    """Options of layers with attention and Mamba-2 side by side."""
+
+    mixer_multipliers: tuple[float, ...] | None = option(
+        None,
+        "Factors of what attention and Mamba-2 give in layers that have both (B); default 1.",
+        resume="function",
+        read_with=PATTERN,
+    )
+
+
+FLAGS = (("model", SideBySideFlags),)
