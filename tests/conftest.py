@@ -16,6 +16,7 @@ if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.support import tiers
 from tests.support.crashes import Disk
 from tests.support.file_times import FileTimes
 
@@ -81,13 +82,12 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run the tests that are marked slow")
+    tiers.add_options(parser)
     parser.addoption("--file-times", action="store_true", help="say what each test file costs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--all") and config.option.markexpr == "not slow":  # what pyproject.toml says
-        config.option.markexpr = ""
+    tiers.choose(config)
     if config.getoption("--file-times"):
         config.pluginmanager.register(FileTimes())
     if _only_hands_out(config):

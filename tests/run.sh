@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Runs all checks and tests: lint, types, pytest. Arguments go to pytest, e.g. `bash tests/run.sh -k parity`.
-# Where an argument is a file or folder, as in `bash tests/run.sh tests/unit/train`, the types are left to a plain run.
-# With --all it also runs the tests that are marked slow, with -m slow these alone; CONTRIBUTING.md says when.
-# On a processor with AVX-512, a run without arguments repeats the numeric files as a processor without it computes.
+# Runs checks and tests; CONTRIBUTING.md (Tiers of tests) says what each tier guards. Other arguments go to pytest.
+#   bash tests/run.sh                      checks of style, types, the first tier: minutes
+#   bash tests/run.sh --full               the second tier, and numeric files as a processor without AVX-512 computes
+#   bash tests/run.sh --slow, --all        what repeats promises over more layouts: an hour; everything: hours
+#   bash tests/run.sh --changed [COMMIT]   of the first tier the files that a change since a commit (HEAD) may concern
+#   bash tests/run.sh tests/unit/train     the tests of a folder or file, but the slow ones
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh requirements-dev.txt
@@ -10,17 +12,27 @@ export OMP_NUM_THREADS=1
 # Tests start some hundred interpreters, and each would compile the package anew.
 unset PYTHONDONTWRITEBYTECODE
 
-echo "== ruff"
-python -m ruff check .
-python -m ruff format --check .
-checker=""
-types="$(mktemp)"
-trap 'kill $checker 2>/dev/null || true; rm -f "$types"' EXIT
 part=""
+if [[ "${1:-}" == --changed ]]; then
+    shift
+    commit=HEAD
+    if [[ -n "${1:-}" && "$1" != -* ]]; then
+        commit="$1"
+        shift
+    fi
+    mapfile -t chosen < <(python -m tests.support.changed "$commit")
+    echo "== ${#chosen[@]} files of tests concern what has changed since $commit"
+    if ((${#chosen[@]} == 0)); then exec bash tests/checks.sh; fi
+    set -- --quick "$@" "${chosen[@]}"
+fi
 for argument in "$@"; do
     [[ -e "${argument%%::*}" ]] && part="$argument"
 done
-if [[ -z "$part" ]]; then
+checker=""
+types="$(mktemp)"
+trap 'kill $checker 2>/dev/null || true; rm -f "$types"' EXIT
+if (($# == 0)); then
+    bash tests/checks.sh
     echo "== pyright, while the tests run"
     python -m pyright --pythonpath "$(command -v python)" >"$types" 2>&1 &
     checker=$!
@@ -30,8 +42,9 @@ echo "== pytest"
 # they share what they trained.
 code=0
 tested=(python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder)
+[[ -n "$part" ]] || tested+=(--ignore tests/checks)
 "${tested[@]}" "$@" || code=$?
-if (($# == 0)) && python -c 'import sys, torch; sys.exit(torch.backends.cpu.get_cpu_capability() != "AVX512")'; then
+if [[ "$*" == --full ]] && python -c 'import sys, torch; sys.exit(torch.backends.cpu.get_cpu_capability() != "AVX512")'; then
     # Numeric is what is compared with a tolerance: found by how that is written, lest a list of files goes stale.
     tolerance='approx\(|assert_close|allclose|TOLERANCE|CLEAR|[<>]=? [^"]*[0-9]e-[0-9]'
     mapfile -t numeric < <(grep -rlE --include='test_*.py' "$tolerance" tests/distributed tests/unit/{model,optim,parts} tests/plugins)

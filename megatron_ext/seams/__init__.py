@@ -3,7 +3,7 @@
 A seam is a name that the engine promises to nobody: a private attribute, function or module; a method of one of
 megatron-core's classes that a class of ours overrides; an attribute that we set in place of the engine's own; and
 those internals of its FSDP, buffers and optimizers without an underscore that we read. When a new version of torch or
-megatron-core changes one of them, `problems` says so by its name. `tests/unit/seams/test_table.py` walks the source
+megatron-core changes one of them, `problems` says so by its name. `tests/checks/test_seams.py` walks the source
 and fails for an access that the table does not name, and for a row that nothing uses any more;
 `tests/unit/seams/test_seam_canaries.py` checks every row against the installed versions. What megatron-core assumes
 about CUDA, and what stands in for it on a CPU, is the other table: `device/adaptation.py`.

@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_ext.plugins.prove.cases import CASES
 from megatron_ext.plugins.prove.parity import CURVE_TOLERANCE, GRADIENT_TOLERANCE
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs/parity.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs/parity.md").read_text()
 
 
 def rows(table: str) -> list[list[str]]:

@@ -5,7 +5,7 @@ import functools
 import re
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
 PAGE = (TESTS.parent / "docs" / "faults.md").read_text()
 NAMED_IN_A_ROW = re.compile(r"`([a-z]+/(?:\w+/)*test_\w+\.py)::(\w+)`")
 NAMED = NAMED_IN_A_ROW.findall(PAGE)

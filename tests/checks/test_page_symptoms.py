@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ext.config.parse.options import options_by_flag
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/symptoms.md").read_text()
 # torchrun's and docker's, and those of other programs that the page compares with
 OF_OTHERS = {

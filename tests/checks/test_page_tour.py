@@ -6,7 +6,7 @@ from pathlib import Path
 import megatron.core
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "docs/tour.md", *sorted((ROOT / "docs/inside").glob("*.md"))]
 FOLDERS = ("megatron_ext", "tests", "tools", "tasks", "examples", "benchmarks")
 
