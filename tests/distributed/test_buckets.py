@@ -95,6 +95,7 @@ def _samples(flags: list[str], steps: int, load: str | None, save: str | None) -
     return seen
 
 
+@pytest.mark.full
 def test_another_batch_and_number_of_ranks_on_resume_repeats_and_skips_nothing(tmp_path: Path) -> None:
     length = ["--train-samples", "64"]
     [whole] = run_ranks(1, _samples, [*FLAGS, *length, "--global-batch-size", "32"], 1, None, None)
@@ -208,6 +209,7 @@ def _numbers(flags: list[str]) -> list[str]:
 
 
 # Slow: untied weights that the pipelined cases gather, too.
+@pytest.mark.first("DP2, tied")
 @pytest.mark.parametrize("name", marked(GATHERING, slow={"DP2, untied", "TP2 SP DP2, untied"}))
 def test_weights_that_are_gathered_late_are_those_that_are_gathered_at_once(name: str) -> None:
     ranks, layout = GATHERING[name]

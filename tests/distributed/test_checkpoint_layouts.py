@@ -85,6 +85,7 @@ def test_and_back(divided: tuple[int, str], saved: Saved, saved_again: Callable[
     assert back.losses == saved.losses
 
 
+@pytest.mark.full
 def test_the_fp32_copies_of_bf16_weights_go_along(tmp_path: Path) -> None:
     flags = [*FLAGS, "--bf16"]
     saved = saved_by((4, "--tensor-model-parallel-size 2 " + BUCKETS), flags, None, tmp_path / "saved", steps=0)
@@ -107,6 +108,7 @@ def test_what_shards_saved_goes_to_one_process_and_back_to_others(tmp_path: Path
 
 
 # Without a common matrix only what is divided in another way than by layers is another case.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("tied", "others"),
     [
@@ -143,6 +145,7 @@ def test_depths_of_multi_token_prediction_are_shared_by_layouts(
     assert back.losses == saved.losses
 
 
+@pytest.mark.full
 def test_what_tensor_parallel_ranks_share_of_an_activation_is_saved_once(tmp_path: Path) -> None:
     """xIELU's two numbers of a layer are on every tensor-parallel rank, and once in a checkpoint."""
     flags = [*(flag for flag in FLAGS if flag != "--swiglu"), "--xielu"]

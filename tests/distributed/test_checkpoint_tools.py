@@ -22,6 +22,9 @@ from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as
 from tests.support.checkpoints import FLAGS, load, save_at
 from tests.support.launched import ROOT
 
+# Of the second tier: tests/distributed/test_checkpoint_layouts.py reads what tools read.
+pytestmark = pytest.mark.full
+
 TOOL = ROOT / "tools" / "inspect_checkpoint.py"
 
 

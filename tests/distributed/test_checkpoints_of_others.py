@@ -105,6 +105,7 @@ def test_weights_and_moments_are_theirs(name: str, more: list[str], written: Pat
     assert (common["optimizer_step"], common["train_state"]["consumed_samples"]) == (3, 12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -126,6 +127,7 @@ def test_another_precision_goes_on_with_their_fp32_weights(
         assert torch.equal(ours.read(key), ours.read(found).to(ours.dtype(key))), key
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("more", "steps"), [([], 1), (["--no-load-optim"], 0), (["--finetune"], 0)])
 def test_flat_optimizer_state_needs_a_word(more: list[str], steps: int, written: Path, tmp_path: Path) -> None:
     flags = _flags(written, "fp32-dp2", *more)
@@ -246,6 +248,7 @@ def _go_on_from_deepspeed(flags: list[str], rows: list[list[int]]) -> list[float
 _TP, _PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 
 
+@pytest.mark.first("deepspeed_0.19.8-")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -18,6 +18,9 @@ from megatron_ext.plugins.latent_attention import indexer
 from tests.support.several_models import in_turn
 from tests.support.small_models import INDEXED, build_small_model, small_config
 
+# Of the second tier: a row of tests/parity/test_matrix.py chooses keys.
+pytestmark = pytest.mark.full
+
 LENGTH, ROWS, HIDDEN = 32, 2, 64
 EOD = 7
 SIZES = {**INDEXED, "seq_length": LENGTH, "max_position_embeddings": LENGTH, "dsa_indexer_head_dim": 12}

@@ -24,6 +24,9 @@ from megatron_ext.untrusted.metrics_rows import read_rows
 from tests.support.launched import reproducible_rows
 from tests.support.program import run_program, tiny
 
+# Of the second tier: tests/unit/telemetry computes the shares.
+pytestmark = pytest.mark.full
+
 LATE = 0.6  # seconds
 
 

@@ -18,6 +18,9 @@ from tests.support.hf_composites import COMPOSITES, write_composite
 from tests.support.hf_models import flags, our_logits, quiet_transformers, reference_logits, whole_vocabulary
 from tests.support.several_models import in_turn
 
+# Of the second tier: a type in tests/distributed/test_huggingface.py.
+pytestmark = pytest.mark.full
+
 quiet_transformers()
 
 TOLERANCE = 1e-5

@@ -17,6 +17,9 @@ from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.checkpoints import FLAGS, save_at
 from tests.support.program import Ended, run_program
 
+# Of the second tier: tests/unit/untrusted bounds what is read.
+pytestmark = pytest.mark.full
+
 GIGABYTE = 1 << 30
 
 

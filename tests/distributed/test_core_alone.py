@@ -11,6 +11,9 @@ import pytest
 
 from tests.support.launched import reproducible_rows
 
+# Of the second tier: tests/checks holds that the core imports no plugin; here it trains without them.
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = shlex.split("""
     --device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --position-embedding-type rope

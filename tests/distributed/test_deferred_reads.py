@@ -64,6 +64,7 @@ def _both_of_layout(name: str) -> BothWays:
     return trained_both_ways(f"{OF_LAYOUTS} {layouts.MODELS[layout.model]} {layout.flags}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_every_layout_of_the_comparison_is_the_same_both_ways(ranks: int) -> None:
     """Some need their numbers before the update, whatever the device: a loss scale, what is updated in host memory,

@@ -18,6 +18,9 @@ from megatron_ext.plugins.doctor.collectives import NotTheReporter
 from megatron_ext.plugins.doctor.commands.doctor import main
 from tests.support.launched import finish, start_torchrun
 
+# Of the second tier: tests/plugins/doctor.
+pytestmark = pytest.mark.full
+
 
 def exercise(seconds: float, absent: int | None = None) -> list[str]:
     """What a rank says; `absent` does not take part."""

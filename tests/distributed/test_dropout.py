@@ -134,6 +134,7 @@ def _loss_and_gradients(config: Config) -> tuple[torch.Tensor, dict[str, torch.T
 
 
 # Slow: sequence parallelism divides more of the same.
+@pytest.mark.first("GPT-2, TP2 SP")
 @pytest.mark.parametrize("case", marked(CASES, slow={"GPT-2, TP2", "Llama, TP2"}))
 def test_recompute_is_bitwise_the_same(case: str) -> None:
     model, divided, training = CASES[case]

@@ -22,6 +22,9 @@ from tests.support.launched import (
 from tests.support.program import run_program, tiny
 from tests.support.warm_python import warm_python
 
+# Of the second tier: tests/distributed/test_restarts.py restarts ranks of one machine.
+pytestmark = pytest.mark.full
+
 FLAGS = tiny("""
     --attention-dropout 0 --hidden-dropout 0 --global-batch-size 8 --use-distributed-optimizer --train-iters 20
     --lr-warmup-iters 10 --log-interval 1 --save-interval 5

@@ -22,6 +22,9 @@ from benchmarks.killed_training import (
     summary,
 )
 
+# Of the second tier: tests/distributed/test_resume.py resumes.
+pytestmark = pytest.mark.full
+
 STEPS = 24
 
 

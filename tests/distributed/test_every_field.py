@@ -23,6 +23,9 @@ from megatron_ext.config.schema import Config
 from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.plugins.prove.parity import write_corpus
 
+# Of the second tier: a field that nobody reads is found by tests/unit/config; here each is trained with two values.
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 
 BASE = """

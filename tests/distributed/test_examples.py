@@ -14,6 +14,9 @@ from megatron_ext.untrusted.metrics_rows import read_rows
 from tests.support.fresh_environment import make_environment
 from tests.support.warm_python import warm_python
 
+# Of the second tier: the steps of the quickstart are those of the guides and of examples/, whose launches are read.
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -12,6 +12,9 @@ import pytest
 from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.program import Ended, run_program
 
+# Of the second tier: tests/distributed/test_numbers_of_parts.py compares what parts report.
+pytestmark = pytest.mark.full
+
 MODEL = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --disable-bias-linear
     --position-embedding-type rope --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --seq-length 16

@@ -212,6 +212,7 @@ def saved(flags: list[str], pytestconfig: pytest.Config, tmp_path_factory: pytes
     return saved_by(divided, flags, None, tmp_path_factory.mktemp("saved"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -235,6 +236,7 @@ def test_layouts_share_checkpoints(ranks: int, layout: str, flags: list[str], sa
     assert found.losses == pytest.approx(saved.losses, rel=1e-6)
 
 
+@pytest.mark.full
 def test_layouts_share_checkpoints_of_experts_with_biases(tmp_path: Path) -> None:
     """Of ranks that divide every expert, and all of which have the bias of its second matrix; read by ranks that have
     whole ones."""
@@ -263,6 +265,7 @@ def _dropped(flags: list[str]) -> float:
     return sum(layer["dropped"] for layer in loads) / len(loads)
 
 
+@pytest.mark.first("probs")
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_the_share_of_dropped_tokens_is_that_of_one_process(policy: str) -> None:
     """Of 16 tokens with 2 of 4 experts each an expert takes 4 at most: at least half of all is left out."""

@@ -25,6 +25,9 @@ from tests.support.corpora import write_documents
 from tests.support.hf_models import quiet_transformers, write_model
 from tests.support.hf_shapes import VOCABULARY
 
+# Of the second tier: tests/unit/tokenizer, and a type in tests/distributed/test_huggingface.py.
+pytestmark = pytest.mark.full
+
 quiet_transformers()
 
 ROOT = Path(__file__).parents[2]

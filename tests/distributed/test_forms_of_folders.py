@@ -15,6 +15,9 @@ from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
 from megatron_ext.plugins.huggingface.load_hf import read_rows
 from tests.support.hf_models import quiet_transformers, write_model
 
+# Of the second tier: a type in tests/distributed/test_huggingface.py.
+pytestmark = pytest.mark.full
+
 quiet_transformers()
 
 

@@ -25,6 +25,9 @@ from megatron_ext.plugins.prove.parity import (
 )
 from megatron_ext.plugins.prove.recorded_training import RunRecord, record
 
+# Of the second tier: tests/unit/parts/linear computes the products.
+pytestmark = pytest.mark.full
+
 TOKENS, INPUTS, OUTPUTS = 512, 256, 512
 FUSION = "--gradient-accumulation-fusion"
 TP2 = "--tensor-model-parallel-size 2"

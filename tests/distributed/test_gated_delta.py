@@ -81,6 +81,7 @@ KINDS = ("gated_delta_net", "kda", "mamba")
 CASES = [*itertools.product((False, True), (4,), (1024, 7), KINDS), *itertools.product((True,), (1,), (1024,), KINDS)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_of_samples_are_computed_as_whole_ones(size: int) -> None:
     """On two ranks, of which none has two neighbours, documents alone."""
@@ -119,6 +120,7 @@ def _losses(flags: str) -> list[float]:
     return list(pretrain(shlex.split(flags)).losses)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["delta rules", "Kimi Linear", "OLMo hybrid", "Mamba-2 hybrid", "chosen keys"])
 def test_a_run_goes_on_in_this_layout_and_in_others(model: str, tmp_path: Path) -> None:
     """With the optimizer's state of the convolution and of each head's numbers."""

@@ -103,6 +103,7 @@ def results_of(request: pytest.FixtureRequest) -> Callable[[str, int, bool], lis
     return lambda model, tp, sequence_parallel: list(of_size(tp)[model, sequence_parallel])
 
 
+@pytest.mark.first("GPT-2-2-False", "GPT-2-2-True")
 @pytest.mark.parametrize(("model", "tp", "sequence_parallel"), CASES)
 def test_gradients_equal_those_of_one_process(model: str, tp: int, sequence_parallel: bool, results_of: Any) -> None:
     config = _config(model, tp, sequence_parallel)
@@ -151,6 +152,7 @@ FREQUENT_TOKENS += shlex.split("--seq-length 512 --max-position-embeddings 512 -
 FREQUENT_TOKENS += shlex.split("--global-batch-size 4 --split 100,0,0")
 
 
+@pytest.mark.first("1-learned positions, biases---bf16 ")
 @pytest.mark.parametrize(("ranks", "model", "flags"), IN_16_BITS)
 def test_gradients_in_16_bits_count_every_token_of_a_repetitive_text(
     ranks: int, model: str, flags: str, tmp_path: Path

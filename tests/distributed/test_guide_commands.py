@@ -13,6 +13,9 @@ import pytest
 from tests.support.command_blocks import DOCS, blocks, script
 from tests.support.warm_python import warm_python
 
+# Of the second tier: the programs that guides call have tests of their own.
+pytestmark = pytest.mark.full
+
 ROOT = DOCS.parent
 FIRST = "first_model.md"
 OWN_TEST = {"data.md"}  # tests/unit/docs/test_data.py

@@ -128,6 +128,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.first("Llama 2-1-1", "Llama 2-2-2")
 @pytest.mark.parametrize(("name", "tp", "pp"), LAYOUTS)
 def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any) -> None:
     expected = models[name][1]
@@ -175,6 +176,7 @@ def gradients(
     return of_layout
 
 
+@pytest.mark.first("Llama 2-1-1")
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
     # Slow: test_load_hf has the same cuts of the same tensors, and test_matrix.py the gradients of cut ones. One stays
@@ -215,6 +217,7 @@ def written_on(imported: dict[str, str]) -> dict[str, list[list[int]]]:
     return dict(zip(imported, found, strict=True))
 
 
+@pytest.mark.first("Llama 2")
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_transformers(name: str, written_on: dict[str, Any], theirs: dict[str, Any]) -> None:
     found = written_on[name]
@@ -239,6 +242,7 @@ def test_load_hf_into_shards(name: str, sharding: str, models: dict[str, Any]) -
         assert (whole_vocabulary([logits]) - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "heads", "tp"),
     [
@@ -253,6 +257,7 @@ def test_query_groups(name: str, heads: int, tp: int, tmp_path: Path) -> None:
     assert _difference(tp, flags(["--load-hf", str(tmp_path)], tp), expected) < TOLERANCE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
@@ -297,6 +302,7 @@ def imported(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
     return found
 
 
+@pytest.mark.first("Llama 2-1-1")
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
     # What a checkpoint of ours holds one process shows; that layouts share it is no matter of the family.
@@ -309,6 +315,7 @@ def test_from_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any)
     assert (ours(tp, pp)["--load", name] - models[name][1]).abs().max() < TOLERANCE
 
 
+@pytest.mark.first("Llama 2-False")
 @pytest.mark.parametrize(
     ("name", "verified"),
     # Verifying takes another interpreter with transformers in it; test_a_trained_model_exports does it in every run.
@@ -351,6 +358,7 @@ def _added(folder: Path) -> dict[str, float]:
     return {name: mapping.added for mapping in mappings for name in mapping.tensor_shapes()}
 
 
+@pytest.mark.full
 def test_the_text_model_inside_of_gemma_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of a model of text and images: its text model has the logits of the whole without an image; the rest is
     left out, and said to be."""
@@ -399,6 +407,7 @@ def _train(arguments: list[str], save: str | None) -> tuple[float, torch.Tensor 
     return losses[-1], forward(run)
 
 
+@pytest.mark.full
 def test_training_goes_on_from_either_way_in(imported: dict[str, str], models: dict[str, Any], tmp_path: Path) -> None:
     """From weights in bf16: of those in fp32 a checkpoint of ours keeps masters, which --load-hf with --bf16 rounds."""
     folder, saved = str(tmp_path / "bf16"), str(tmp_path / "ours")
@@ -440,6 +449,7 @@ def test_a_trained_model_exports(models: dict[str, Any], tmp_path: Path, capsys:
     assert (whole_vocabulary(parts) - reference_logits(model)).abs().max() < TOLERANCE
 
 
+@pytest.mark.full
 def test_an_fp16_run_goes_out_and_in(models: dict[str, Any], tmp_path: Path) -> None:
     saved, written, back = (tmp_path / name for name in ("saved", "hf", "back"))
     fp16 = ["--fp16", "--initial-loss-scale", "65536", "--global-batch-size", "4", "--use-distributed-optimizer"]
@@ -505,6 +515,7 @@ def _with_depths(source: Path, folder: Path, depths: int) -> dict[str, torch.Ten
     return tensors
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("kept_interpreter")
 @pytest.mark.parametrize(
     ("name", "depths"), [("DeepSeek-V3, dense", 2), ("GLM-4.5", 2), ("GLM-4.7 Flash", 2), ("Qwen3-Next", 1)]
@@ -538,6 +549,7 @@ def test_depths_of_multi_token_prediction_go_in_and_out(
         assert (before[:rows] == after[:rows]).all(), name
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("kept_interpreter")
 @pytest.mark.parametrize(
     "layout",
@@ -593,6 +605,7 @@ def _load_and_save(arguments: list[str], folder: str) -> None:
     save_checkpoint(run, folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["DeepSeek-V3.2", "GLM-5"])
 def test_a_prefix_of_a_text_keeps_its_logits_next_to_an_indexer(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,6 +16,9 @@ from megatron_ext.plugins.tasks.scoring import Scorable, score
 from megatron_ext.plugins.tasks.trained_model import _saved_flags, load_trained
 from tests.support.checkpoints import save_at
 
+# Of the second tier: tests/distributed/test_inference.py generates.
+pytestmark = pytest.mark.full
+
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 --mock-data
     --position-embedding-type rope --init-method-std 0.3 --tokenizer-type ByteTokenizer --micro-batch-size 1 --lr 1e-2

@@ -14,6 +14,9 @@ from tests.support.hf_models import quiet_transformers, write_model
 from tests.support.instructions import conversations, write_lines, write_tokenizer
 from tests.support.plain_process import in_plain_process
 
+# Of the second tier: tests/plugins/prepare encodes conversations.
+pytestmark = pytest.mark.full
+
 quiet_transformers()
 
 STEPS = 4

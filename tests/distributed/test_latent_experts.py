@@ -14,6 +14,9 @@ from megatron_ext.forkserver.ranks import run_ranks
 from tests.support.program import run_program
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
+# Of the second tier: a row of tests/parity/test_matrix.py has a latent width.
+pytestmark = pytest.mark.full
+
 MODEL = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --disable-bias-linear --swiglu
     --position-embedding-type rope --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --seq-length 16

@@ -72,6 +72,7 @@ def test_losses_and_norms_are_those_of_one_rank_in_every_layout(tmp_path: Path) 
             assert one == pytest.approx(other, rel=2e-3), name
 
 
+@pytest.mark.full
 def test_a_dynamic_scale_settles_where_that_of_the_mean_does_whatever_the_replicas(tmp_path: Path) -> None:
     """A scale of the sum over 512 tokens would settle nine halvings lower, one of each replica's mean another one."""
     flags = f"{_masked(tmp_path)} --train-iters 9 --initial-loss-scale 268435456 --hysteresis 1"
@@ -143,6 +144,7 @@ def _norm_after(flags: str, overflowing: str | None) -> tuple[float | None, floa
     return result.grad_norm, result.loss_scale, updated
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("distributed", ["", "--use-distributed-optimizer"])
 @pytest.mark.parametrize("overflowing", ["input_layernorm", "experts"])
 def test_experts_have_the_scale_of_the_rest(overflowing: str, distributed: str) -> None:
@@ -155,6 +157,7 @@ def test_experts_have_the_scale_of_the_rest(overflowing: str, distributed: str) 
     assert alone[0][0] is not None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flag", ["--loss-scale", "--min-loss-scale"])
 def test_steps_that_overflow_for_ever_end_the_run_and_name_a_scale_that_works(flag: str, tmp_path: Path) -> None:
     sizes = f"{TOKENS} --train-iters 6 --initial-loss-scale 5e9 --hysteresis 1"

@@ -78,6 +78,7 @@ def _losses(steps: int, flags: str) -> tuple[list[str], int]:
     return found, len(judged)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layouts", [pytest.param(LAYOUTS, id="layouts"), pytest.param(SLOW, id="more", marks=pytest.mark.slow)]
 )
@@ -172,6 +173,7 @@ def _ids(path: Path) -> list[list[list[int]]]:
     return [json.loads(line)["samples"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_bad_data_is_written_down_and_left_out(tmp_path: Path) -> None:
     bad = _bad_window(tmp_path / "data", sample=58)
     flags = (

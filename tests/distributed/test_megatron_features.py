@@ -16,6 +16,9 @@ from megatron_ext.plugins.prove.recorded_training import RunRecord, record
 from tests.support.corpora import write_corpus
 from tests.support.resaving import assert_same_tensors, saved_by
 
+# Of the second tier: its flags are held by tests/unit, and by rows of tests/parity/test_matrix.py.
+pytestmark = pytest.mark.full
+
 FLAGS = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --swiglu --position-embedding-type rope --seq-length 16 --mock-data --vocab-size 61

@@ -20,6 +20,9 @@ from tests.support.checkpoints import build, train
 from tests.support.selection import chosen, marked
 from tests.support.several_models import end_layout
 
+# Of the second tier: tests/unit/cost counts the bytes.
+pytestmark = pytest.mark.full
+
 BASE = (
     "--device cpu --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
     "--global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --vocab-size 512 --eval-interval 0 "

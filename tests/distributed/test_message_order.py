@@ -76,6 +76,7 @@ def all_played(cases: list[Case]) -> list[list[list[Event]]]:
     return found
 
 
+@pytest.mark.full
 def test_ranks_finish_on_one_stream_a_group_and_on_one_a_pair() -> None:
     for case, by_rank in zip(CASES, run_ranks(1, all_played, CASES)[0], strict=True):
         assert {"send", "recv", "all", "wait"} <= {event.kind for own in by_rank for event in own}

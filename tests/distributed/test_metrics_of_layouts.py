@@ -52,6 +52,7 @@ def _counted(layout: str) -> list[Any]:
     return [*found, state.iteration, state.consumed_samples, state.consumed_tokens, state.scheduled_samples]
 
 
+@pytest.mark.full
 def test_counts_do_not_depend_on_the_layout(alone: Found, divided: list[Found]) -> None:
     expected = alone["counted", ""]
     assert expected[0][:2] == (4 * 16, 4)

@@ -119,6 +119,7 @@ def by_hand() -> dict[str, float]:
     return run_ranks(1, _by_hand, FLAGS)[0]
 
 
+@pytest.mark.first("PP2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_numbers_are_means_over_the_parts_that_report_them(layout: str, by_hand: dict[str, float]) -> None:
     """Each layer and each depth counts once; a layer without experts does not count in their means."""

@@ -114,6 +114,7 @@ def traces(found: list[Found]) -> list[dict[str, Trace]]:
     return [of_rank for of_rank, _ in found]
 
 
+@pytest.mark.first("all-bf16, distributed optimizer")
 @pytest.mark.parametrize("layout", marked(LAYOUTS, slow=REPEATED))
 @pytest.mark.parametrize("what", ["all", "half"])
 def test_losses_are_the_same_to_the_bit(layout: str, what: str, traces: list[dict[str, Trace]]) -> None:
@@ -249,6 +250,7 @@ def row_traces(request: pytest.FixtureRequest) -> RowTraces:
 
 
 # Slow: less state than the others keep.
+@pytest.mark.full
 @pytest.mark.parametrize("rows", marked(OF_ROWS, slow={"fp32", "SGD"}))
 def test_host_memory_holds_all_and_changes_nothing(rows: str, row_traces: RowTraces) -> None:
     for without, offloaded in row_traces[rows]:

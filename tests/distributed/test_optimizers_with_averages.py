@@ -14,6 +14,9 @@ from megatron_ext.plugins.prove.parity import CURVE_TOLERANCE
 from megatron_ext.train.configure import configure
 from tests.support.resaving import FLAGS, assert_same_tensors, saved_by
 
+# Of the second tier: each optimizer trains in a layout of tests/parity/test_matrix.py.
+pytestmark = pytest.mark.full
+
 OPTIMIZERS = {
     "ademamix": "--optimizer ademamix --ademamix-warmup 4 --ademamix-beta3 0.99",
     "schedule_free": "--optimizer schedule_free --lr-warmup-iters 3",

@@ -22,6 +22,9 @@ from tests.support.resaving import Saved, assert_same_tensors, resave, saved_by,
 from tests.support.selection import marked
 from tests.support.several_models import in_turn
 
+# Of the second tier: tests/distributed/test_checkpoint_layouts.py saves and reads by all ranks.
+pytestmark = pytest.mark.full
+
 FLAGS = [*resaving.FLAGS, "--num-layers", "2", "--micro-batch-size", "1", "--global-batch-size", "4"]
 EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --expert-model-parallel-size 2"
 LAYOUTS = {

@@ -12,6 +12,9 @@ from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as
 from tests.support.hf_models import flags, logits_of_folder, quiet_transformers, write_model
 from tests.support.plain_process import in_plain_process
 
+# Of the second tier: its pieces are rows of tests/parity/test_matrix.py.
+pytestmark = pytest.mark.full
+
 quiet_transformers()
 
 LAYOUTS = {

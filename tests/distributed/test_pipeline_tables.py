@@ -58,6 +58,7 @@ def test_the_passes_of_a_step_are_those_of_the_table(name: str) -> None:
         assert found == [tuple(work)[:3] for work in table.order(rank) if work.half != "weights"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "sharding"), [(2, ""), (4, "--use-torch-fsdp2 --global-batch-size 8")], ids=["", "FSDP2"]
 )
@@ -72,6 +73,7 @@ def test_a_table_trains_what_the_engine_trains(ranks: int, sharding: str, tmp_pa
     assert [row["iteration"] for row in resumed if "lm_loss" in row] == [4]
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_a_v_is_read_by_any_layout(tmp_path: Path) -> None:
     train(tmp_path / "v", f"{TWO_CHUNKS} --pipeline-schedule zbv")
     plain, _ = train(tmp_path / "plain", f"--load {tmp_path / 'v'} --train-iters 5")

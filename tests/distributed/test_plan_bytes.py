@@ -162,6 +162,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, list[dict[str, float]]
     return {flags: [rank[index] for rank in ranks] for index, flags in enumerate(asked)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", marked(RUNS, slow=REPEATED))
 def test_ranks_hold_and_send_what_the_formulas_say(flags: str, measured: dict[str, list[dict[str, float]]]) -> None:
     for found in measured[flags]:

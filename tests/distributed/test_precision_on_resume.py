@@ -104,6 +104,7 @@ def losses_of_one_process(saved: dict[str, Saved], tmp_path_factory: pytest.Temp
     return dict(zip(pairs, losses, strict=True))
 
 
+@pytest.mark.first("ZeRO-1")
 @pytest.mark.parametrize("scheme", marked(SCHEMES, slow=SLOW))
 def test_training_goes_on_with_the_fp32_weights(
     scheme: str, saved: dict[str, Saved], losses_of_one_process: dict[Any, float], tmp_path: Path
@@ -170,6 +171,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(str(exported), saved.tensors, [])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", marked(SCHEMES, slow=SLOW))
 def test_masters_of_a_folder_are_its_fp32_values(scheme: str, folder: Saved, tmp_path: Path) -> None:
     ranks, words = SCHEMES[scheme]

@@ -12,6 +12,9 @@ from benchmarks.rehearsed_rank import rehearse
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.forkserver.ranks import run_ranks
 
+# Of the second tier: an experiment of benchmarks.
+pytestmark = pytest.mark.full
+
 MODEL = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
     --tokenizer-type NullTokenizer --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1

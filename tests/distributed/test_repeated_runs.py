@@ -15,6 +15,9 @@ from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.trainer import Callback
 from tests.support.small_runs import MODEL
 
+# Of the second tier: tests/unit/train/test_pretrain_repeated.py repeats runs in one process.
+pytestmark = pytest.mark.full
+
 FLAGS = [*MODEL, *["--eval-iters", "0", "--hidden-dropout", "0", "--attention-dropout", "0"]]
 PIPELINE = ["--pipeline-model-parallel-size", "2"]
 

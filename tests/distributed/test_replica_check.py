@@ -18,6 +18,9 @@ from tests.support.program import tiny
 from tests.support.selection import marked
 from tests.support.several_models import in_turn
 
+# Of the second tier: tests/unit/train compares replicas.
+pytestmark = pytest.mark.full
+
 FLAGS = tiny("--global-batch-size 2 --train-iters 20")
 THREE = "--global-batch-size 3"  # replicas
 DP = "--check-weight-hash-across-dp-replicas-interval"

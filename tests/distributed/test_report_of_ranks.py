@@ -59,6 +59,7 @@ def test_under_torchrun_a_killed_rank_is_reported_by_the_other(tmp_path: Path):
     assert (record["code"], record["rank"], record["message"]) == (76, 0, line)
 
 
+@pytest.mark.full
 def test_under_torchrun_rank_0_alone_tells_configuration_errors(tmp_path: Path):
     run = torchrun("configuration", Path("-"), tmp_path)
     assert ours(run.output) == [
@@ -71,6 +72,7 @@ def test_under_torchrun_rank_0_alone_tells_configuration_errors(tmp_path: Path):
     )
 
 
+@pytest.mark.first("kill-137-rank 1: ended by SIGKILL")
 @pytest.mark.parametrize(
     ("how", "code", "cause"),
     [

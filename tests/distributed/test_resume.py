@@ -121,6 +121,7 @@ def _train_whole_and_begin_again(flags: list[str], save: str) -> tuple[Trace, Tr
     return whole, _train(flags, None, 3, save)
 
 
+@pytest.mark.first("fp32, distributed optimizer", "bf16, TP2 PP2 VPP2, tied")
 @pytest.mark.parametrize("case", marked(CASES, slow=REPEATED))
 def test_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     world_size, flags = CASES[case]

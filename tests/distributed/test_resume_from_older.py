@@ -18,6 +18,9 @@ from tests.support.checkpoints import flip
 from tests.support.corpora import write_windows
 from tests.support.program import Ended, run_program
 
+# Of the second tier: tests/distributed/test_resume.py resumes.
+pytestmark = pytest.mark.full
+
 BASE = """
     --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --position-embedding-type rope
     --tokenizer-type NullTokenizer --vocab-size 61 --make-vocab-size-divisible-by 16 --eval-interval 0

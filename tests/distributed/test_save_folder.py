@@ -23,6 +23,9 @@ from tests.support.checkpoints import build
 from tests.support.program import Ended, run_program, tiny
 from tests.support.save_lock import held
 
+# Of the second tier: tests/distributed/test_checkpoint.py kills ranks in a save.
+pytestmark = pytest.mark.full
+
 FLAGS = tiny("--num-layers 1 --hidden-size 16 --global-batch-size 1 --lr-decay-iters 100 --log-interval 1")
 SNAPSHOTS = shlex.split("--non-persistent-save-interval 2 --non-persistent-ckpt-type local")
 

@@ -10,6 +10,9 @@ import pytest
 
 from tests.support.fresh_environment import make_environment
 
+# Of the second tier: every run of the tests has set up an environment.
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("megatron_ext", "tools", "tasks", "examples")
 FILES = ("pretrain_gpt.py", "pyproject.toml", "README.md", "LICENSE", "requirements.txt", "requirements-dev.txt")

@@ -163,6 +163,7 @@ def _to_one_process(flags: list[str], folder: str) -> float:
     return parameters_norm(run)
 
 
+@pytest.mark.first("ZeRO-3")
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_what_is_sharded_resumes_reshards_and_exports(name: str, tmp_path: Path) -> None:
     ranks, words = {**FAST, **SLOW}[name]

@@ -28,6 +28,9 @@ from tests.support.launched import reproducible_rows
 from tests.support.program import Ended, run_program, tiny
 from tests.support.small_models import small_config
 
+# Of the second tier: tests/unit/checkpoint/local.
+pytestmark = pytest.mark.full
+
 FLAGS = tiny("""
     --attention-dropout 0.1 --hidden-dropout 0.1 --global-batch-size 2 --train-iters 8 --lr 1e-2 --lr-warmup-iters 4
     --log-interval 3

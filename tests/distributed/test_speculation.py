@@ -14,6 +14,9 @@ from tests.support.launched import ROOT
 from tests.support.several_models import in_turn
 from tests.support.trained_models import TEXT, write_corpus
 
+# Of the second tier: tests/distributed/test_inference.py generates.
+pytestmark = pytest.mark.full
+
 STEPS = 80
 FLAGS = f"""
     --num-layers 2 --hidden-size 48 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu

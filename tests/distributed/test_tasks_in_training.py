@@ -14,6 +14,9 @@ from tests.support.evaluation_tasks import write_tasks
 from tests.support.several_models import in_turn
 from tests.support.trained_models import write_corpus
 
+# Of the second tier: tests/plugins/tasks evaluates.
+pytestmark = pytest.mark.full
+
 FLAGS = """
     --num-layers 4 --hidden-size 48 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0.1 --attention-dropout 0.1
     --tokenizer-type ByteTokenizer --split 80,20,0 --micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 5e-3

@@ -11,6 +11,9 @@ from megatron_ext.config.parse.arguments import parse
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.forkserver.ranks import run_ranks
 
+# Of the second tier: what the planner counts, tests/unit/cost computes.
+pytestmark = pytest.mark.full
+
 KILO = 1000  # elements
 RANKS = 4
 

@@ -45,6 +45,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, flo
     return found
 
 
+@pytest.mark.first("--squared-relu-flags6-4")
 @pytest.mark.parametrize(
     ("activation", "flags", "ranks"),
     [

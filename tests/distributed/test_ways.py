@@ -311,6 +311,7 @@ def _of_models(pairs: list[tuple[str, str]]) -> list[float]:
     ]
 
 
+@pytest.mark.full
 def test_models_are_what_they_are_in_the_plain_way() -> None:
     """To the bit where something is computed again; FP8 has 3 bits of a number, and 2 of a gradient."""
     pairs = [pair for pair in COMPUTED if pair[1] in PARTS]

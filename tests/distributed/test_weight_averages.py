@@ -76,6 +76,7 @@ def averages() -> list[dict[str, Any]]:
     return run_ranks(2, _averages, LAYOUTS)
 
 
+@pytest.mark.first("DDP")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_averages_follow_the_weights(layout: str, averages: list[dict[str, Any]]) -> None:
     for of_rank in averages:
@@ -120,6 +121,7 @@ def test_a_run_goes_on_bit_for_bit_and_evaluates_its_averages(flags: str, tmp_pa
     assert len(averages) == len({name for name in one if name.startswith("optimizer.state.exp_avg.")}) > 0
 
 
+@pytest.mark.full
 def test_averages_go_to_other_layouts(tmp_path: Path) -> None:
     flags = [*FLAGS, "--ema-decay", str(DECAY)]
     saved = saved_by((2, "--use-distributed-optimizer"), flags, None, tmp_path / "saved")
@@ -137,6 +139,7 @@ def test_averages_begin_where_the_checkpoint_has_none(tmp_path: Path) -> None:
             assert torch.equal(again.tensors[f"optimizer.state.average.{name}"], tensor)
 
 
+@pytest.mark.full
 def test_averages_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
     words = f"{model} --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --bf16"

@@ -50,6 +50,7 @@ def one_process(*left_out: str, steps: int = STEPS) -> RunRecord:
 
 
 # TP2 PP2 is slow: the others divide by each.
+@pytest.mark.first("TP2 SP", "PP2 VPP2")
 @pytest.mark.parametrize("name", marked(LAYOUTS, slow={"TP2 PP2"}))
 def test_the_example_has_one_loss_curve(name: str, steps: int) -> None:
     world_size, flags = LAYOUTS[name]
@@ -108,6 +109,7 @@ def test_the_cross_entropy_over_shards_is_torchs() -> None:
     assert first == second
 
 
+@pytest.mark.full
 def test_the_example_runs_as_a_program(tmp_path: Path) -> None:
     """It resumes as any run does: the own optimizer's state is saved by its name."""
     program = [str(ROOT / "examples" / "extension" / "extension.py"), *FLAGS, "--device", "cpu"]
@@ -149,6 +151,7 @@ def _own_run(flags: list[str], folder: str, loads: bool, more: Extensions = EXTE
 OWN = ("down.weight", "up.weight", "scale", "mix")
 
 
+@pytest.mark.full
 def test_own_parameters_are_saved_whole_and_read_in_another_layout(tmp_path: Path) -> None:
     """Two ranks save halves of three of them; one process reads them whole, and so does an export, which refuses."""
     flags, ours = [*FLAGS, "--device", "cpu"], EXTENSIONS  # whose optimizer no export knows, nor needs
@@ -334,6 +337,7 @@ def test_the_first_batch_shows_what_an_own_part_reads(
     assert re.search(said, log.read_text()), log.read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["DP2 gathers overlapped", "DP2 FSDP2"])
 def test_the_first_batch_is_looked_at_by_ranks_that_gather_weights(layout: str, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[layout]
@@ -355,6 +359,7 @@ def test_an_own_part_that_reads_whole_sequences_is_not_given_a_part_of_them(layo
         record([*FLAGS, *flags.split()], ranks, 1, extensions=script)
 
 
+@pytest.mark.full
 def test_the_parity_tool_compares_the_parts_of_a_script(tmp_path: Path) -> None:
     """And shows what a wrong declaration hides: a convolution that only has a part of each sequence."""
     for reads, layout, verdict in (("", "--tensor-model-parallel-size 2", 0), ("share", LAYOUTS["CP2"][1], 1)):

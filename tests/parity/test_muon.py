@@ -78,6 +78,7 @@ def _unnumbered(name: str) -> str:
 
 
 # Slow: the others read what these write.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "before", "after"),
     [
@@ -101,6 +102,7 @@ def test_a_run_goes_on_in_another_layout(
     assert first + then == pytest.approx(whole, abs=CURVE_TOLERANCE)
 
 
+@pytest.mark.full
 def test_parts_as_matrices_are_asked_for_and_warned_of() -> None:
     """Blocks make another curve, as the warning says; the two other ways of tensor parallelism do not."""
     words = [*FLAGS, *shlex.split(f"{MODELS['untied, Muon']} --muon-tp-mode blockwise")]

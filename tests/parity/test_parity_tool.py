@@ -22,6 +22,9 @@ from tests.support import planted_faults as planted
 from tests.support.pages import texts
 from tests.support.selection import marked
 
+# Of the second tier: tests/parity/test_matrix.py compares.
+pytestmark = pytest.mark.full
+
 STEPS = 2
 TP2, TP2_SP, PP2 = (
     "--tensor-model-parallel-size 2",

@@ -19,6 +19,9 @@ from megatron_ext.plugins.prove.parity import (
 )
 from tests.support import planted_faults as planted
 
+# Of the second tier: it guards the comparison, not the program.
+pytestmark = pytest.mark.full
+
 
 def differences(experiment: Experiment, name: str, sabotage: Callable[[], None]) -> Differences:
     case = CASES[name]

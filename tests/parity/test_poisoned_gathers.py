@@ -65,6 +65,7 @@ def _flags(name: str, computed: str, data: list[str]) -> list[str]:
     return flags if computed == "eager" or "--recompute-granularity" in flags else [*flags, *RECOMPUTED]
 
 
+@pytest.mark.first("PP2 DP2 distributed optimizer, overlap, one token ahead-eager")
 @pytest.mark.parametrize(
     ("name", "computed"),
     [

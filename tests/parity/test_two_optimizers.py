@@ -52,6 +52,7 @@ def one_process(optimizer: str, model: str, steps: int) -> RunRecord:
 
 
 # Slow: host memory updates as the device does, and the others have what each of these combines.
+@pytest.mark.first("TP2 SP", "DP2 distributed optimizer")
 @pytest.mark.parametrize(
     "name", marked(LAYOUTS, slow={"DP2 in host memory", "whole matrices, PP2 DP2 distributed optimizer"})
 )
@@ -77,6 +78,7 @@ def _train(flags: list[str], traits: OptimizerTraits) -> list[float]:
     return list(pretrain(flags, optimizer=traits).losses)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("traits", "ranks", "flags"),
     [
@@ -104,6 +106,7 @@ def test_a_run_goes_on_bit_for_bit(traits: OptimizerTraits, ranks: int, flags: s
         assert of_matrices == any(weight.endswith(name.split(".", 3)[-1]) for name in matrices), key
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_read_in_another_layout(tmp_path: Path) -> None:
     """Two ranks, which share flat ranges of whole matrices, save; one process goes on as they do."""
     words = [*FLAGS, *shlex.split(f"{MODELS['tied']} --device cpu --num-workers 0"), "--save"]

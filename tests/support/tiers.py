@@ -5,7 +5,7 @@ bash tests/run.sh --full     those that are marked full
 bash tests/run.sh FILE       of a file or folder that is named, all but the slow ones
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +44,22 @@ class LeftOut:
     def __init__(self, config: pytest.Config):
         self._config = config
         self._tests = Counter[str]()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
+        """Mark the cases that a test does not name as its first ones: before anything is chosen by marks."""
+        cases: defaultdict[str, dict[str, pytest.Item]] = defaultdict(dict)
+        for item in items:
+            if item.get_closest_marker("first"):
+                name, _, case = item.nodeid.partition("[")
+                cases[name][case.removesuffix("]")] = item
+        for name, of_test in cases.items():
+            [first] = {mark.args for item in of_test.values() for mark in item.iter_markers("first")}
+            if len(of_test) > 1 and not of_test.keys() >= {*first}:
+                raise pytest.UsageError(f"{name} has no case {', '.join({*first} - of_test.keys())}")
+            for case, item in of_test.items():
+                if case not in first:
+                    item.add_marker("full")
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         self._tests += Counter(_tier(item) for item in items)

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+# Of the second tier: what the wheel holds, nobody changes by accident.
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "

@@ -101,6 +101,7 @@ def run_there(name: str, *flags: str, **variables: str) -> None:
     assert " passed" in ended.stdout
 
 
+@pytest.mark.full
 @needs_fla
 def test_kernels_are_our_rule_in_tritons_interpreter() -> None:
     run_there("interpreted_recurrences", TRITON_INTERPRET="1")
@@ -113,6 +114,7 @@ def test_long_sequences_are_our_rule_in_tritons_interpreter() -> None:
     run_there("interpreted_recurrences", "-m", "slow", TRITON_INTERPRET="1")
 
 
+@pytest.mark.full
 @needs_fla
 def test_kernels_are_compiled_for_hopper(tmp_path: Path) -> None:
     run_there("compiled_recurrences", TRITON_CACHE_DIR=str(tmp_path))

@@ -25,6 +25,9 @@ from megatron_ext.rules.validate import problems
 from tests.support.foreign_keys import example
 from tests.support.wrong_flags import BASE
 
+# Of the second tier: tests/plugins/migrate translates files of each program.
+pytestmark = pytest.mark.full
+
 SCHEMAS = Path(__file__).resolve().parents[2] / "golden/foreign_schemas.txt"
 ODD = (7, -1, 0.5, "x", "auto", True, False, math.nan, math.inf, 10**400, None, {}, [], [7], ["x", {}])
 

@@ -33,6 +33,9 @@ from tests.support import plans
 from tests.support.golden_text import section
 from tests.support.wrong_flags import BASE, EXAMPLES
 
+# Of the second tier: tests/plugins/planner/test_search_answers.py plans.
+pytestmark = pytest.mark.full
+
 _LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --bf16 "
     "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --group-query-attention "

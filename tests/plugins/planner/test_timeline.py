@@ -27,6 +27,9 @@ from tests.support import plans
 from tests.support.golden_text import section
 from tests.support.pages import elements
 
+# Of the second tier: tests/plugins/planner/test_search_answers.py plans.
+pytestmark = pytest.mark.full
+
 TOOL = Path(__file__).parents[3] / "tools" / "draw_pipeline.py"
 MACHINE = Machine(hardware("h100"), gpus_per_node=8, efficiency=0.5, link_efficiency=0.8)
 FLAGS = (

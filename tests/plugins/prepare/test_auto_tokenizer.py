@@ -11,6 +11,9 @@ from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.tokenizer.encode_many import probe_texts
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 
+# Of the second tier: tests/unit/tokenizer compares ids with those of tokenizers.
+pytestmark = pytest.mark.full
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"
 DIGITS_ALONE = {
     "type": "Sequence",

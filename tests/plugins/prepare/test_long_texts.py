@@ -33,6 +33,9 @@ from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer
 from megatron_ext.tokenizer.tokenizer_protocol import beginning, between_words, in_pieces
 
+# Of the second tier: tests/plugins/prepare/test_preprocess.py encodes.
+pytestmark = pytest.mark.full
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"
 TOOL = Path(__file__).parents[3] / "tools" / "preprocess_data.py"
 HF = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(GOLDEN / "hf_bpe")]

@@ -10,6 +10,9 @@ from megatron_ext.plugins.tasks.inference_model import Model
 from megatron_ext.plugins.tasks.sampling import Sampling
 from tests.support.small_models import INDEXED, LATENTS, LLAMA, MIXTURE, build_small_model, small_config
 
+# Of the second tier: tests/plugins/tasks evaluates without drafts.
+pytestmark = pytest.mark.full
+
 TIED = {**LLAMA, "untie_embeddings_and_output_weights": False}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama, tied": {**TIED, "mtp_num_layers": 1},

@@ -71,6 +71,7 @@ PRETRAIN = (
 DOCTOR = ("from megatron_ext.plugins.doctor.commands.doctor import main", "sys.exit(main(sys.argv[2:]))")
 
 
+@pytest.mark.first("cuda")
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_gpu_that_torch_cannot_use_ends_the_run(device: str, tmp_path: Path) -> None:
     """A driver so old that no torch of the supported versions runs with it."""
@@ -82,11 +83,13 @@ def test_a_gpu_that_torch_cannot_use_ends_the_run(device: str, tmp_path: Path) -
     assert torch.version.cuda is None or f"CUDA {torch.version.cuda}" in ended.stderr
 
 
+@pytest.mark.full
 def test_cpu_processes_that_are_asked_for_train_next_to_such_a_gpu(tmp_path: Path) -> None:
     ended = run_with_driver(write_driver(tmp_path, "470.57.02"), *PRETRAIN, tiny("--train-iters 1"))
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.full
 def test_the_doctor_says_so_too(tmp_path: Path) -> None:
     ended = run_with_driver(write_driver(tmp_path, "470.57.02"), *DOCTOR, ["--nproc-per-node", "1"])
     assert ended.returncode == 64, ended.stderr

@@ -12,6 +12,9 @@ import pytest
 from megatron_ext.plugins.pages.commands import api
 from tools.make_docs import PAGES
 
+# Of the second tier: tests/checks follows the links of pages.
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("material") is None,

@@ -18,6 +18,9 @@ from tests.support.near_bounds import NEAR
 from tests.support.near_flags import FACTS, MORE
 from tests.support.wrong_flags import BASE, EXAMPLES, WRONG
 
+# Of the second tier: tests/unit/rules/test_validate.py compares the sentences with the golden ones.
+pytestmark = pytest.mark.full
+
 BASES = {"dense": BASE, "experts": f"{BASE} --disable-bias-linear --num-experts 8"}
 LINES = (
     *(example.flags for example in EXAMPLES.values()),

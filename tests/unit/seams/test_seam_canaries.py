@@ -28,6 +28,9 @@ from megatron_ext.seams.table import SEAMS
 from megatron_ext.train import start_watchdog
 from tests.support.engine_accesses import ROOT, accesses, sources
 
+# Of the second tier: what an upgrade of the engine changes; tests/checks holds the table.
+pytestmark = pytest.mark.full
+
 BY_NAME = {seam.name: seam for seam in SEAMS}
 
 

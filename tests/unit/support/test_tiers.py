@@ -12,7 +12,7 @@ def pytest_addoption(parser):
     tiers.add_options(parser)
 
 def pytest_configure(config):
-    for mark in tiers.MARKS:
+    for mark in (*tiers.MARKS, "first"):
         config.addinivalue_line("markers", mark)
     tiers.choose(config)
 """
@@ -27,6 +27,13 @@ def test_full(): print("ran full")
 @pytest.mark.slow
 @pytest.mark.full
 def test_slow(): print("ran slow")
+"""
+CASES = """
+import pytest
+
+@pytest.mark.first("b c")
+@pytest.mark.parametrize("case", ["a", "b c", pytest.param("d", marks=pytest.mark.slow)])
+def test_cases(case): print("ran", case)
 """
 NO_FULL, NO_SLOW = (
     f"not run: 1 tests that are marked {mark} (bash tests/run.sh --{mark})" for mark in ("full", "slow")
@@ -74,3 +81,14 @@ def test_a_run_takes_its_tier_and_says_what_it_leaves_out(
 
 def test_two_tiers_at_once_are_refused(run: Callable[..., str]) -> None:
     assert "use one of --quick, --full, --slow and --all" in run("--full", "--slow", code=pytest.ExitCode.USAGE_ERROR)
+
+
+def test_of_a_test_with_parameters_some_cases_are_the_first(run: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "test_tiers.py").unlink()
+    (tmp_path / "test_cases.py").write_text(CASES)
+    for words, ran in (((), {"b c"}), (("--full",), {"a"}), (("--slow",), {"d"}), (("test_cases.py",), {"a", "b c"})):
+        printed = run(*words)
+        assert {case for case in ("a", "b c", "d") if f"ran {case}\n" in printed} == ran
+    (tmp_path / "test_cases.py").unlink()
+    (tmp_path / "test_names.py").write_text(CASES.replace('first("b c")', 'first("b")'))
+    assert "test_names.py::test_cases has no case b" in run(code=pytest.ExitCode.USAGE_ERROR)

@@ -256,12 +256,14 @@ def test_stages_are_runs_that_go_on_with_other_flags(flags: list[str], tmp_path:
     assert_same_tensors(one, other)
 
 
+@pytest.mark.full
 def test_a_file_that_changes_nothing_changes_nothing(flags: list[str], tmp_path: Path) -> None:
     once = pretrain(flags[: flags.index("--stages")])
     (tmp_path / "stages.yaml").write_text("1: {seq_length: 16}\n3: {seq_length: 16}")
     assert _run(tmp_path / "same", flags).losses == once.losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_run_goes_on_in_the_middle_of_a_stage_and_between_two(
     step: int, flags: list[str], whole: tuple[list[float], int], tmp_path: Path
@@ -292,6 +294,7 @@ class Asks(Callback):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", ["saved", "gone"])
 def test_sigterm_between_two_stages_stops_in_the_first_step_of_the_next(
     when: str, flags: list[str], whole: tuple[list[float], int], tmp_path: Path
@@ -306,6 +309,7 @@ def test_sigterm_between_two_stages_stops_in_the_first_step_of_the_next(
     assert list(ended.losses) == whole[0][3:]
 
 
+@pytest.mark.full
 def test_data_that_changes_within_a_stage_is_refused(flags: list[str], tmp_path: Path) -> None:
     _run(tmp_path / "save", flags, "--exit-interval", "3")
     write_corpus(tmp_path / "b", 9000)

@@ -24,6 +24,9 @@ from megatron_ext.resilience.process_end import RunStatus, run_guarded
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.trainer import Callback
 
+# Of the second tier: tests/unit/train/test_pretrain.py runs once.
+pytestmark = pytest.mark.full
+
 MODEL = shlex.split(
     "--device cpu --mock-data --vocab-size 64 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
     "--position-embedding-type rope --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-2 "

@@ -13,6 +13,9 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.prepare.commands import new_run
 from tests.support.warm_python import warm_python
 
+# Of the second tier: its parts have tests of their own in tests/plugins/prepare.
+pytestmark = pytest.mark.full
+
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 
 
