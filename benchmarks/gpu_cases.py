@@ -52,6 +52,7 @@ MATCHES = {
     "compiled": LLAMA + "--torch-compile ",
     "loss with its output layer, bf16": LLAMA + "--linear-cross-entropy --bf16 ",
     "weight gradients added by the product, bf16": LLAMA + "--gradient-accumulation-fusion --bf16 ",
+    "weight gradients added after their products, bf16": LLAMA + "--no-gradient-accumulation-fusion --bf16 ",
     "both, fp32": LLAMA + "--linear-cross-entropy --gradient-accumulation-fusion ",
     "optimizer in host memory, bf16": LLAMA + OFFLOAD + "--bf16 ",
     "half of the optimizer in host memory": LLAMA + OFFLOAD + "--optimizer-offload-fraction 0.5 ",
@@ -87,8 +88,8 @@ WIDE = "--ffn-hidden-size 384 "
 """Flags added to SMALL for FP8, whose blocks need sides that are multiples of 128."""
 SWITCHES = {
     "loss with its output layer": "--linear-cross-entropy",
-    "weight gradients added by the product": "--gradient-accumulation-fusion",
-    "both": "--linear-cross-entropy --gradient-accumulation-fusion",
+    "weight gradients added after their products": "--no-gradient-accumulation-fusion",
+    "both": "--linear-cross-entropy --no-gradient-accumulation-fusion",
     "compiled, loss with its output layer": "--torch-compile --linear-cross-entropy",
     "without fused functions": "--disable-jit-fuser",
     "without Triton kernels": "--no-triton-kernels",
@@ -180,8 +181,8 @@ def _smoke(device: str) -> list[Case]:
 def _operators(device: str) -> list[Case]:
     names = ["weight gradient", "loss", "padded vocabulary"]
     if device == "cuda":  # no Triton kernel runs on a CPU
-        names += ["norms", "heads", "SwiGLU", "ceilings"]
-    in_triton = ("norms", "heads", "SwiGLU")
+        names += ["norms", "heads", "SwiGLU", "cross-entropy", "ceilings"]
+    in_triton = ("norms", "heads", "SwiGLU", "cross-entropy")
     return [
         _helper(
             "gpu_operations.py", name, "operators", device, name, alone=True,

@@ -27,6 +27,8 @@ HEADS = {"cuda": ((1024, 32, 12, 1, 64), (2048, 4, 16, 1, 128), (8192, 1, 8, 4, 
 """Sequence, batch, groups, queries of a group, channels."""
 GATES = {"cuda": ((8192, 2048), (8192, 5504), (8192, 14336)), "cpu": ((3, 40),)}
 """Tokens and channels."""
+LOGITS = {"cuda": ((8192, 32_000), (8192, 50_304), (4096, 128_256)), "cpu": ((5, 70),)}
+"""Tokens and entries of the vocabulary."""
 
 
 def main(device: str, name: str) -> None:
@@ -40,6 +42,7 @@ def main(device: str, name: str) -> None:
         "norms": norms,
         "heads": heads,
         "SwiGLU": activation,
+        "cross-entropy": losses_of_tokens,
         "ceilings": ceilings,
     }
     figures = operations[name](device)
@@ -181,6 +184,27 @@ def activation(device: str) -> dict[str, float]:
         both = torch.randn(tokens, 2 * width, device=device, dtype=torch.bfloat16).requires_grad_()
         grads = [torch.randn(tokens, width, device=device, dtype=torch.bfloat16)]
         found |= _beside(f"SwiGLU {width}", ours, plain, [both], grads, device)
+    return found
+
+
+def losses_of_tokens(device: str) -> dict[str, float]:
+    """Return errors and times of the cross-entropy by our kernel, and by torch's operations."""
+    from megatron_ext.device.triton.cross_entropy import cross_entropy
+
+    found: dict[str, float] = {}
+    for tokens, entries in LOGITS[device]:
+        labels = torch.randint(0, entries, (tokens,), device=device)
+
+        def ours(logits: torch.Tensor, labels: torch.Tensor = labels) -> list[torch.Tensor]:
+            return [cross_entropy(logits, labels)]
+
+        def plain(logits: torch.Tensor, labels: torch.Tensor = labels) -> list[torch.Tensor]:
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            return [F.cross_entropy(wide, labels, reduction="none")]
+
+        logits = torch.randn(tokens, entries, device=device, dtype=torch.bfloat16).requires_grad_()
+        grads = [torch.randn(tokens, device=device)]
+        found |= _beside(f"cross-entropy of {entries}", ours, plain, [logits], grads, device)
     return found
 
 

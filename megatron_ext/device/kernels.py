@@ -160,6 +160,15 @@ def _linear_without_gradient(x: torch.Tensor, weight: torch.Tensor, bias: torch.
     return F.linear(x, weight, bias)
 
 
+def cross_entropy(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Return the loss of every token in nats, fp32 [N], computed in fp32."""
+    if kernel_choice.take(logits_NV):
+        from megatron_ext.device.triton.cross_entropy import cross_entropy as kernel
+
+        return kernel(logits_NV, labels_N)
+    return F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension; x: [..., hidden], weight: [hidden]."""
     if nothing_is_trained():
