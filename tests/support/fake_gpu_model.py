@@ -202,6 +202,19 @@ def test_heads_are_not_copied_where_nothing_turns_them(
     assert query.stride(-1) == 1
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "norms of heads", "experts"])
+def test_modules_are_called_whose_weights_are_read(name: str, launches: Launches) -> None:
+    """Where weights are gathered while others compute, a hook of each module waits for its own."""
+    model, layout, training, how, _ = WHOLE[name]
+    called: set[str] = set()
+    with on_a_fake_gpu(small_config({"num_layers": 2, **model}, layout, training)) as (chunk, _):
+        with_weights = {key for key, module in chunk.named_modules() if any(True for _ in module.parameters(False))}
+        for key, module in chunk.named_modules():
+            module.register_forward_pre_hook(lambda *_given, key=key: called.add(key))
+        loss_of(chunk, **how)
+    assert with_weights - called == set()
+
+
 KERNELS = {
     "cuDNN": lambda heads, scale: aten._scaled_dot_product_cudnn_attention(*heads, None, True, scale=scale)[0],
     "flash": lambda heads, scale: aten._scaled_dot_product_flash_attention(*heads, 0.0, True, scale=scale)[0],
