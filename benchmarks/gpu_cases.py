@@ -5,8 +5,10 @@ append a `Case` to the list of its phase, or make a new phase in `PHASES`; the r
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from megatron_ext.plugins.prove.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 90.0
@@ -50,6 +52,7 @@ MATCHES = {
     "compiled": LLAMA + "--torch-compile ",
     "loss with its output layer, bf16": LLAMA + "--linear-cross-entropy --bf16 ",
     "weight gradients added by the product, bf16": LLAMA + "--gradient-accumulation-fusion --bf16 ",
+    "weight gradients added after their products, bf16": LLAMA + "--no-gradient-accumulation-fusion --bf16 ",
     "both, fp32": LLAMA + "--linear-cross-entropy --gradient-accumulation-fusion ",
     "optimizer in host memory, bf16": LLAMA + OFFLOAD + "--bf16 ",
     "half of the optimizer in host memory": LLAMA + OFFLOAD + "--optimizer-offload-fraction 0.5 ",
@@ -85,8 +88,8 @@ WIDE = "--ffn-hidden-size 384 "
 """Flags added to SMALL for FP8, whose blocks need sides that are multiples of 128."""
 SWITCHES = {
     "loss with its output layer": "--linear-cross-entropy",
-    "weight gradients added by the product": "--gradient-accumulation-fusion",
-    "both": "--linear-cross-entropy --gradient-accumulation-fusion",
+    "weight gradients added after their products": "--no-gradient-accumulation-fusion",
+    "both": "--linear-cross-entropy --no-gradient-accumulation-fusion",
     "compiled, loss with its output layer": "--torch-compile --linear-cross-entropy",
     "without fused functions": "--disable-jit-fuser",
     "without Triton kernels": "--no-triton-kernels",
@@ -120,6 +123,18 @@ GRAPHED = {
 much faster."""
 
 
+RANKS = (
+    *("TP2 SP, untied", "PP2, untied", "DP2 distributed optimizer, overlap, untied", "FSDP2, untied", "ZeRO-3, untied"),
+    *("EP2, alltoall, experts", "CP2 p2p, untied", "CP2 all_gather, untied", "CP2 a2a, untied", "PP2 zbv, untied"),
+    *("PP4 VPP2, untied", "TP2 SP PP2 VPP2 DP2 distributed optimizer, overlap, untied"),
+)
+"""Names of layouts of several ranks that are held against one rank (`plugins/prove/cases.py`), the most telling of
+those with as many ranks first. Each communicates in another way."""
+RANKS_LIMIT = 60.0
+BACKENDS = {"cuda": ("nccl-legacy", "nccl2"), "cpu": ("gloo",)}
+"""Implementations of collectives under which they train, the default first."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One process.
@@ -128,6 +143,7 @@ class Case:
         limit: seconds after which it is killed, with whatever it has started.
         alone: whether nothing else may run meanwhile, for its times to count.
         needs: modules without which it cannot run.
+        devices: GPUs that it trains on, or processes of a CPU.
     """
 
     name: str
@@ -136,6 +152,7 @@ class Case:
     limit: float = LIMIT
     alone: bool = False
     needs: tuple[str, ...] = ()
+    devices: int = 1
 
 
 OF_A_RUN = ("torch", "megatron.core", "numpy", "packaging", "psutil", "yaml")
@@ -164,8 +181,8 @@ def _smoke(device: str) -> list[Case]:
 def _operators(device: str) -> list[Case]:
     names = ["weight gradient", "loss", "padded vocabulary"]
     if device == "cuda":  # no Triton kernel runs on a CPU
-        names += ["norms", "heads", "SwiGLU", "ceilings"]
-    in_triton = ("norms", "heads", "SwiGLU")
+        names += ["norms", "heads", "SwiGLU", "cross-entropy", "ceilings"]
+    in_triton = ("norms", "heads", "SwiGLU", "cross-entropy")
     return [
         _helper(
             "gpu_operations.py", name, "operators", device, name, alone=True,
@@ -181,6 +198,23 @@ def _matches(device: str) -> list[Case]:
     return [
         _trial(name, "matches", device, "match", SMALL + flags, limit=limits[name]) for name, flags in MATCHES.items()
     ]
+
+
+def _ranks(device: str) -> list[Case]:
+    """Return one rank of every model, then the layouts of 2, 4 and 8 ranks, under the default backend first."""
+    chosen = [CASES[name] for name in RANKS]
+    models = dict.fromkeys(one.model for one in chosen)
+    found = [_of_ranks(f"one rank, {model}", device, "one-rank", model, 1) for model in models]
+    for backend in BACKENDS[device]:
+        for one in sorted(chosen, key=lambda one: one.world_size):
+            found.append(_of_ranks(f"{one.name}, {backend}", device, backend, one.name, one.world_size))
+    return found
+
+
+def _of_ranks(name: str, device: str, backend: str, what: str, devices: int) -> Case:
+    needs = OF_A_RUN + (("einops",) if "ZeRO-3" in what else ())
+    case = _helper("gpu_ranks.py", name, "ranks", device, backend, what, alone=True, limit=RANKS_LIMIT, needs=needs)
+    return replace(case, devices=devices)
 
 
 def _speeds(device: str) -> list[Case]:
@@ -254,6 +288,7 @@ PHASES = {
     "smoke": _smoke,
     "operators": _operators,
     "matches": _matches,
+    "ranks": _ranks,
     "speed": _speeds,
     "stall": _stall,
     "peers": _peers,

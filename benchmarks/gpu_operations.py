@@ -18,12 +18,17 @@ TRUE_ROWS, ROWS = 50_257, 50_304
 BOUND = {"cuda": 1e-3, "cpu": 4e-3}
 """Error of a sum in fp32 of products of bf16; a CPU rounds each product to bf16."""
 
+SHORT, CALLS_OF_A_SHORT_ONE = 0.05, 20
+"""Milliseconds below which a call is timed by so many."""
+
 NORMS = {"cuda": ((32_768, 768), (8192, 2048), (8192, 4096)), "cpu": ((5, 48),)}
 """Tokens and channels; sizes of the CPU are for Triton's interpreter."""
 HEADS = {"cuda": ((1024, 32, 12, 1, 64), (2048, 4, 16, 1, 128), (8192, 1, 8, 4, 128)), "cpu": ((4, 1, 1, 2, 16),)}
 """Sequence, batch, groups, queries of a group, channels."""
 GATES = {"cuda": ((8192, 2048), (8192, 5504), (8192, 14336)), "cpu": ((3, 40),)}
 """Tokens and channels."""
+LOGITS = {"cuda": ((8192, 32_000), (8192, 50_304), (4096, 128_256)), "cpu": ((5, 70),)}
+"""Tokens and entries of the vocabulary."""
 
 
 def main(device: str, name: str) -> None:
@@ -37,6 +42,7 @@ def main(device: str, name: str) -> None:
         "norms": norms,
         "heads": heads,
         "SwiGLU": activation,
+        "cross-entropy": losses_of_tokens,
         "ceilings": ceilings,
     }
     figures = operations[name](device)
@@ -181,6 +187,27 @@ def activation(device: str) -> dict[str, float]:
     return found
 
 
+def losses_of_tokens(device: str) -> dict[str, float]:
+    """Return errors and times of the cross-entropy by our kernel, and by torch's operations."""
+    from megatron_ext.device.triton.cross_entropy import cross_entropy
+
+    found: dict[str, float] = {}
+    for tokens, entries in LOGITS[device]:
+        labels = torch.randint(0, entries, (tokens,), device=device)
+
+        def ours(logits: torch.Tensor, labels: torch.Tensor = labels) -> list[torch.Tensor]:
+            return [cross_entropy(logits, labels)]
+
+        def plain(logits: torch.Tensor, labels: torch.Tensor = labels) -> list[torch.Tensor]:
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            return [F.cross_entropy(wide, labels, reduction="none")]
+
+        logits = torch.randn(tokens, entries, device=device, dtype=torch.bfloat16).requires_grad_()
+        grads = [torch.randn(tokens, device=device)]
+        found |= _beside(f"cross-entropy of {entries}", ours, plain, [logits], grads, device)
+    return found
+
+
 def ceilings(device: str) -> dict[str, float]:
     """Return what large products and copies reach here."""
     from benchmarks.train_step import measured_ceilings
@@ -221,15 +248,45 @@ def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _milliseconds(call: Callable[[], Any], device: str) -> float:
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    seconds = []
-    for _ in range(13):
-        wait()
-        began = time.perf_counter()
+    return median_milliseconds(call, gpu_clock if device == "cuda" else cpu_clock)
+
+
+Clock = Callable[[Callable[[], Any], int], float]
+"""Returns the milliseconds of so many calls, one after the other."""
+
+
+def median_milliseconds(call: Callable[[], Any], clock: Clock) -> float:
+    """Return the median time of a call, after three that warm up.
+
+    What takes less than 50 microseconds is timed by 20 calls between two readings: by itself it would take as long as
+    the host needs to launch it and to read the clock.
+    """
+    for calls in (1, CALLS_OF_A_SHORT_ONE):
+        times = [clock(call, calls) / calls for _ in range(13)]
+        median = statistics.median(times[3:])
+        if median >= SHORT:
+            break
+    return round(median, 5)
+
+
+def gpu_clock(call: Callable[[], Any], calls: int) -> float:
+    """Read two events of the GPU's stream, which is idle before the first."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
         call()
-        wait()
-        seconds.append(time.perf_counter() - began)
-    return round(1000 * statistics.median(seconds[3:]), 3)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def cpu_clock(call: Callable[[], Any], calls: int) -> float:
+    """Read the wall clock."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return 1000.0 * (time.perf_counter() - began)
 
 
 def _peak(call: Callable[[], Any], device: str) -> int:

@@ -5,11 +5,13 @@
 
 Phases, in this order: facts (versions, compiler, attention kernels, a group of one rank), smoke (two small runs),
 operators (each beside its plain reference, by number and time; what the machine's memory and matrix units reach),
-matches (20 steps on the CPU and on the device: the first loss agrees within 1e-5 in fp32, 1e-2 in 16 bits), speed (a
-GPT-2 of 124M parameters and a Llama-shaped 1.3B in bf16), stall (for how long a background save stops the training),
-peers (nanoGPT, where the variable NANOGPT names its folder, and Hugging Face's Trainer, in turns with ours), switches
-(each flag that changes no loss, on and off; what is off runs once a session), graphs (CUDA graphs on and off at 124M
-with microbatches of 4 and 8: equal losses in every step). benchmarks/gpu_cases.py lists the cases.
+matches (20 steps on the CPU and on the device: the first loss agrees within 1e-5 in fp32, 1e-2 in 16 bits), ranks
+(layouts of 2, 4 and 8 ranks against one rank, under both of torch's implementations of NCCL; what needs more GPUs than
+there are is marked "not run"), speed (a GPT-2 of 124M parameters and a Llama-shaped 1.3B in bf16), stall (for how long
+a background save stops the training), peers (nanoGPT, where the variable NANOGPT names its folder, and Hugging Face's
+Trainer, in turns with ours), switches (each flag that changes no loss, on and off; what is off runs once a session),
+graphs (CUDA graphs on and off at 124M with microbatches of 4 and 8: equal losses in every step).
+benchmarks/gpu_cases.py lists the cases.
 
 A machine that has torch and no network needs what requirements.txt names besides: `pip download` the wheels elsewhere,
 carry them along, `pip install --no-index --no-deps --target .site *.whl`, PYTHONPATH=.site. What is missing is said
@@ -18,7 +20,8 @@ first, and what can run without it runs.
 Every case is a process of its own, killed with its children at its limit. Its result is on the disk, a line of
 gpu-session-DEVICE-DATE.jsonl in the output folder, before the next one starts, and its output in a log next to it, as
 is what the machine is (-machine.json); a failure does not keep the rest from running. What the budget has no time for
-is marked "not run". At the end the logs are one file, gpu-session-DEVICE-DATE-logs.zip: whoever lends a machine may
+is marked "not run": the same command with --go-on runs what the records in the output folder lack, call after call. At
+the end the logs are one file, gpu-session-DEVICE-DATE-logs.zip: whoever lends a machine may
 send back few files.
 
 Exit codes: 0 all that ran is right, 70 something is not.
@@ -63,11 +66,15 @@ def main(argv: list[str]) -> int:
         for case in cases(options.device)
         if case.phase in options.phase and re.search(options.only, f"{case.phase}: {case.name}", re.IGNORECASE)
     ]
+    if options.go_on:
+        recorded = have_run(Path(options.output), options.device)
+        chosen = [case for case in chosen if (case.phase, case.name) not in recorded]
     if options.list:
         print("\n".join(f"{case.phase}: {case.name} (<= {options.limit or case.limit:g} s)" for case in chosen))
         return 0
     print(f"missing: {', '.join(missing(PACKAGES)) or 'nothing'}", flush=True)
-    session = Session(Path(options.output), options.device, options.budget_seconds, options.limit)
+    devices = options.devices or count_devices(options.device)
+    session = Session(Path(options.output), options.device, options.budget_seconds, options.limit, devices)
     session.run(chosen, options.jobs)
     session.pack_logs()
     print(session.summary(), flush=True)
@@ -88,8 +95,26 @@ def _options(argv: list[str]) -> Any:
     parser.add_argument("--budget-seconds", type=float, metavar="S", default=570.0, help="for everything together")
     parser.add_argument("--limit", type=float, metavar="S", help="for every case, in place of its own")
     parser.add_argument("--jobs", type=int, metavar="N", default=jobs, help="cases at a time that measure no speed")
+    parser.add_argument("--devices", type=int, metavar="N", help="GPUs that there are, or processes on a CPU")
+    parser.add_argument("--go-on", action="store_true", help="run what the records in the output folder lack")
     parser.add_argument("--list", action="store_true", help="print the cases and start nothing")
     return parser.parse_args(argv)
+
+
+def count_devices(device: str) -> int:
+    """Return how many GPUs torch sees, asked in a process of its own; for a CPU, how many processes have a core."""
+    if device == "cpu":
+        return os.cpu_count() or 1
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(said)
+
+
+def have_run(folder: Path, device: str) -> set[tuple[str, str]]:
+    """Return phases and names of the cases that earlier sessions of a folder have brought to an end."""
+    lines = [line for path in folder.glob(f"gpu-session-{device}-*.jsonl") for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in lines]
+    return {(row["phase"], row["case"]) for row in rows if row["status"] != "not run"}
 
 
 def missing(modules: Sequence[str]) -> list[str]:
@@ -112,12 +137,14 @@ class Session:
         folder: folder of results and logs.
         budget: seconds from now on until no process of a case is left.
         limit: seconds that every case may take, in place of its own.
+        devices: GPUs, or processes on a CPU, that a case may take.
     """
 
     folder: Path
     device: str
     budget: float
     limit: float | None = None
+    devices: int = 1
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -170,6 +197,8 @@ class Session:
         limit = min(wanted, self._deadline - time.monotonic())
         if lacking:
             return "not run", {"reason": f"missing: {', '.join(lacking)}"}
+        if case.devices > self.devices:
+            return "not run", {"reason": f"needs {case.devices} devices of {self.devices}"}
         if self._stopped or limit < min(_SHORTEST, wanted):
             return "not run", {"reason": "stopped" if self._stopped else "no time left"}
         log = self._logs / f"{re.sub('[^a-z0-9]+', '-', f'{case.phase} {case.name}'.lower())}.log"
@@ -187,8 +216,8 @@ class Session:
         figures: dict[str, Any] = _figures(text)
         if code == 0:
             return "passed", figures
-        if self._stopped:
-            return "not run", {"reason": "stopped"}
+        if self._stopped or (code is None and limit < wanted):
+            return "not run", {"reason": "stopped" if self._stopped else "no time left"}
         figures["reason"] = f"more than {limit:.0f} s" if code is None else f"exit code {code}"
         return "timed out" if code is None else "failed", {**figures, "output": text.splitlines()[-20:]}
 

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +127,18 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def timed(device: str, flags: str) -> list[dict[str, Any]]:
     """Return the logged steps of a timed run, which is not made again where the session has made it."""
+    return kept(" ".join([device, *flags.split(), TIMED]), lambda: train(device, f"{flags} {TIMED}"))
+
+
+def kept(name: str, run: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the rows of a run, which a session makes once under this name."""
     folder = os.environ.get(KEPT)
     if folder is None:
-        return train(device, f"{flags} {TIMED}")
-    name = hashlib.sha256(" ".join([device, *flags.split(), TIMED]).encode()).hexdigest()[:16]
-    path = Path(folder) / f"{name}.json"
+        return run()
+    path = Path(folder) / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     if path.exists():
         return json.loads(path.read_text())
-    rows = train(device, f"{flags} {TIMED}")
+    rows = run()
     whole = path.with_suffix(".partial")
     whole.write_text(json.dumps(rows))
     whole.rename(path)
@@ -147,12 +152,19 @@ def train(device: str, flags: str) -> list[dict[str, Any]]:
 
 def logged(device: str, flags: str) -> tuple[list[dict[str, Any]], str]:
     """Return the logged steps of one run of the program, and what it printed, which this process prints as well."""
+    rows, said = metrics(device, flags)
+    return [row for row in rows if "lm_loss" in row], said
+
+
+def metrics(device: str, flags: str, ranks: int = 1) -> tuple[list[dict[str, Any]], str]:
+    """Return all rows of a run's metrics file, of evaluations, too, and what it printed; torchrun starts its ranks."""
     from megatron_ext.untrusted.metrics_rows import read_rows
 
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
     with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / "metrics.jsonl"
-        command = [sys.executable, "pretrain_gpt.py", "--device", device, *shlex.split(flags)]
-        given = [*command, "--metrics-file", str(metrics)]
+        path = Path(folder) / "metrics.jsonl"
+        command = [sys.executable, *torchrun, "pretrain_gpt.py", "--device", device, *shlex.split(flags)]
+        given = [*command, "--metrics-file", str(path)]
         process = subprocess.Popen(given, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         said = []
@@ -161,7 +173,7 @@ def logged(device: str, flags: str) -> tuple[list[dict[str, Any]], str]:
             said.append(line)
         if process.wait() != 0:
             raise subprocess.CalledProcessError(process.returncode, given)
-        return [row for row in read_rows(metrics) if "lm_loss" in row], "".join(said)
+        return list(read_rows(path)), "".join(said)
 
 
 if __name__ == "__main__":

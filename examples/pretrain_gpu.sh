@@ -16,7 +16,7 @@ torchrun --nproc-per-node "${GPUS:-8}" --nnodes "${NODES:-1}" --node-rank "${NOD
     --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --swiglu --ffn-hidden-size 5504 \
     --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights \
     --position-embedding-type rope --seq-length 2048 --hidden-dropout 0 --attention-dropout 0 \
-    --tensor-model-parallel-size "${TP:-2}" --sequence-parallel \
+    --tensor-model-parallel-size "${TP:-1}" --sequence-parallel \
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
     --micro-batch-size 4 --global-batch-size 256 --train-iters 20000 --eval-interval 1000 --eval-iters 20 \
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 500 \

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.batch_size import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
+from megatron_ext.config.derived.gradient_sums import add_by_default
 from megatron_ext.config.derived.layer_patterns import PIPE
 from megatron_ext.config.derived.lr_scale import scale
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
@@ -99,6 +100,8 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
         _fill(values, "metrics_file", default_metrics_file(values["save"]))
     config = _build(values)
     speed = {**_without_kernels(values, config), **_resolved_graphs(config, facts)}
+    if "gradient_accumulation_fusion" not in values and not runs_on_cpu(config, facts):
+        speed["gradient_accumulation_fusion"] = add_by_default(config)
     return _build({**values, **speed}) if speed else config
 
 

@@ -27,6 +27,8 @@ _FEW_ROWS = 32
 _LARGE = 1 << 20
 """Elements of a matrix from which on oneDNN is the faster one with AVX-512, be the rows few or many."""
 
+_BLACKWELL = 10  # compute capability, major
+
 _ROWS = 32
 """Numbers of rows of an expert that oneDNN multiplies are multiples of it."""
 
@@ -121,12 +123,50 @@ def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_E: tor
     return torch.cat([linear(x, weight) if len(x) else F.linear(x, weight) for x, weight in parts])
 
 
+def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_E: torch.Tensor) -> torch.Tensor:
+    """Return what `linear_by_expert` does, in one product, for 16-bit operands."""
+    tokens_E = tokens_E.to(x_TI.device)
+    ends = tokens_E.to(torch.int32).cumsum(0, dtype=torch.int32)
+    if leaves_empty_groups(x_TI):
+        weight_EOI = _ZeroGradientOfEmpty.apply(weight_EOI, tokens_E == 0)  # pyright: ignore[reportAssignmentType]
+    return F.grouped_mm(x_TI, weight_EOI.transpose(1, 2), offs=ends)
+
+
+def leaves_empty_groups(x: torch.Tensor) -> bool:
+    """Return whether torch's grouped product leaves whatever was in memory as the gradient of a matrix without rows, as
+    it does on Blackwell (pytorch/pytorch#172439)."""
+    return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= _BLACKWELL
+
+
+class _ZeroGradientOfEmpty(torch.autograd.Function):
+    """Passes matrices through, and the gradients of those that have rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_EOI: torch.Tensor, empty_E: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(empty_E)
+        return weight_EOI.view_as(weight_EOI)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (empty_E,) = ctx.saved_tensors
+        return grad.masked_fill(empty_E[:, None, None], 0.0), None  # a product with 0 would keep NaN
+
+
 def _linear_without_gradient(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute `linear` in inference mode, where oneDNN's 30 us a call can be more than the product itself."""
     few = x.numel() <= _FEW_ROWS * x.size(-1)
     if _gemm != "blas" and (weight.numel() >= _LARGE or not few) and _is_fp32_on_cpu(x, weight):
         return _product(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def cross_entropy(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Return the loss of every token in nats, fp32 [N], computed in fp32."""
+    if kernel_choice.take(logits_NV):
+        from megatron_ext.device.triton.cross_entropy import cross_entropy as kernel
+
+        return kernel(logits_NV, labels_N)
+    return F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
@@ -20,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.data.microbatch import Ahead
 from megatron_ext.device import split_backward
-from megatron_ext.device.kernels import linear
+from megatron_ext.device.kernels import cross_entropy, linear
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
@@ -254,8 +253,7 @@ class Readout:
             logits = layer(hidden_SBH)[0]
         else:
             logits = layer(hidden_SBH, reads=self._true_logits)
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), labels_SB.flatten(), reduction="none")
-        return losses.view(labels_SB.shape).t()
+        return cross_entropy(logits.flatten(0, 1), labels_SB.flatten()).view(labels_SB.shape).t()
 
     def _summed_loss(
         self, labels_N: torch.Tensor, counts_N: torch.Tensor, hidden_SBH: torch.Tensor, weight: torch.Tensor, bias: None

@@ -87,7 +87,8 @@ class ResidualLayer(TransformerLayer):
             return self._added(attended, hidden_states, self.post_self_attn_layernorm), None
         if self._adds_and_norms_at_once(attended):
             before_mlp: Any = self.pre_mlp_layernorm
-            normed, hidden_states = before_mlp.of_sum(attended[0], hidden_states)
+            # As a module, whose hook waits for its weight (--overlap-param-gather).
+            normed, hidden_states = before_mlp(attended[0], hidden_states)
             return self._added(self._expanded(normed), hidden_states, self.post_mlp_layernorm), None
         return self._with_mlp(self._added(attended, hidden_states, self.post_self_attn_layernorm)), None
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from megatron_ext.config.derived.gradient_sums import obstacles
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import layer_parameters, tensor_size
@@ -29,23 +30,8 @@ def linear_cross_entropy_is_exact(config: Config, facts: Facts) -> Iterator[str]
 
 def products_add_to_main_gradients(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse --gradient-accumulation-fusion where there is no main gradient to add to, or nobody adds."""
-    if not config.training.gradient_accumulation_fusion:
-        return
-    for flag in config.layout.flags_that_divide_weights:
-        yield (
-            f"--gradient-accumulation-fusion adds to the main gradients of whole weights, and under {flag} there "
-            "are none; leave --gradient-accumulation-fusion out"
-        )
-    if config.training.torch_compile:
-        yield (
-            "--gradient-accumulation-fusion writes main gradients inside the backward pass, which --torch-compile "
-            "cannot follow; leave one of the two out"
-        )
-    if config.model.transformer_impl == "transformer_engine":
-        yield (
-            "--gradient-accumulation-fusion is for --transformer-impl local: Transformer Engine's layers with it were "
-            "never run here; leave --gradient-accumulation-fusion out"
-        )
+    if config.training.gradient_accumulation_fusion:
+        yield from obstacles(config)
 
 
 def fp8_has_layers_of_its_own(config: Config, facts: Facts) -> Iterator[str]:

@@ -197,6 +197,7 @@ _OF_GPUS = {
     "nccl_backend": "gloo communicates",
     "check_before_update": "numbers are read before the update in any case",
     "disable_bf16_reduced_precision_matmul": "sums of products in bf16 are in fp32",
+    "no_gradient_accumulation_fusion": "products add only with --gradient-accumulation-fusion",
     "no_triton_kernels": "no Triton kernel runs",
     "muon_fp32_matmul_prec": "Muon's products are in fp32",
 }

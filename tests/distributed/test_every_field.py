@@ -400,7 +400,7 @@ ELSEWHERE: dict[str, str] = {
         "it needs a GPU; tests of device/, parts/ and telemetry/ drive it on stand-ins": (
             "transformer_impl external_kernels attention_backend flash_attention_version tf32 deterministic_mode "
             "recurrence_kernels cuda_graph_warmup_steps disable_bf16_reduced_precision_matmul disable_jit_fuser "
-            "no_bias_dropout_fusion no_bias_swiglu_fusion no_triton_kernels "
+            "no_bias_dropout_fusion no_bias_swiglu_fusion no_triton_kernels no_gradient_accumulation_fusion "
             "nvtx_ranges record_memory_history memory_snapshot_path no_overlap_p2p_communication distributed_backend "
             "nccl_backend"
         ),

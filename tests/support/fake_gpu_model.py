@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.rehearsed_world import played
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import documents_of
-from megatron_ext.device.triton import kernel_choice, norm, rotary, swiglu
+from megatron_ext.device.triton import cross_entropy, kernel_choice, norm, rotary, swiglu
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.loss import summed_loss, token_loss
@@ -55,7 +55,7 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     made = Launches()
-    for module in (norm, rotary, swiglu):
+    for module in (cross_entropy, norm, rotary, swiglu):
         monkeypatch.setattr(module, "launch", made)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_device: (9, 0))
@@ -158,7 +158,8 @@ def test_a_whole_forward_pass(name: str, launches: Launches) -> None:
     )
     assert (losses.dtype, losses.device.type) == (torch.float32, "cuda")
     assert losses.requires_grad
-    assert launches.names == [*of_layer, *of_layer, ALONE]
+    by_kernel = not how.get("summed") and config.layout.tensor_model_parallel_size == 1
+    assert launches.names == [*of_layer, *of_layer, ALONE, *["cross_entropy_forward"] * by_kernel]
     if "num_experts" not in model:
         assert not [func for func, _, _ in calls.calls if "_local_scalar_dense" in str(func)], (
             "nobody waits for the GPU"
@@ -199,6 +200,71 @@ def test_heads_are_not_copied_where_nothing_turns_them(
     assert query.shape == (SAMPLES, 4, SEQUENCE, channels)
     assert query.is_contiguous() == copied
     assert query.stride(-1) == 1
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "norms of heads", "experts"])
+def test_modules_are_called_whose_weights_are_read(name: str, launches: Launches) -> None:
+    """Where weights are gathered while others compute, a hook of each module waits for its own."""
+    model, layout, training, how, _ = WHOLE[name]
+    called: set[str] = set()
+    with on_a_fake_gpu(small_config({"num_layers": 2, **model}, layout, training)) as (chunk, _):
+        with_weights = {key for key, module in chunk.named_modules() if any(True for _ in module.parameters(False))}
+        for key, module in chunk.named_modules():
+            module.register_forward_pre_hook(lambda *_given, key=key: called.add(key))
+        loss_of(chunk, **how)
+    assert with_weights - called == set()
+
+
+KERNELS = {
+    "cuDNN": lambda heads, scale: aten._scaled_dot_product_cudnn_attention(*heads, None, True, scale=scale)[0],
+    "flash": lambda heads, scale: aten._scaled_dot_product_flash_attention(*heads, 0.0, True, scale=scale)[0],
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("model", [{}, {"qk_layernorm": True}, {"rotary_interleaved": True}], ids=str)
+def test_the_context_of_whole_sequences_is_never_copied(
+    model: dict[str, Any], kernel: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of torch's kernels write in the order of the queries: that of tokens, in which the next product reads, and
+    in which the gradient of the context comes back."""
+    contexts: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
+
+    def attend(*heads: torch.Tensor, scale: float, **_how: Any) -> torch.Tensor:
+        assert heads[0].permute(2, 0, 1, 3).is_contiguous()
+        assert heads[1].permute(2, 0, 1, 3).is_contiguous()
+        contexts.append(KERNELS[kernel](heads, scale))
+        return contexts[-1]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    with on_a_fake_gpu(small_config({"num_layers": 1, **LLAMA, **model}, training=BF16)) as (chunk, _):
+        attention: Any = chunk.decoder.layers[0].self_attention
+        attention.linear_proj.register_forward_pre_hook(lambda _linear, given: states.append(given[0]))
+        loss_of(chunk)
+    (context,), (given,) = contexts, states
+    assert given.is_contiguous()
+    assert given.untyped_storage()._cdata == context.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ({"window_size": "7,0"}, {}),
+        ({}, {**CP2, "cp_comm_type": ("all_gather",)}),
+        ({}, {**CP2, "cp_comm_type": ("a2a",)}),
+    ],
+    ids=str,
+)
+def test_other_attention_reads_each_heads_rows_one_after_another(
+    model: dict[str, Any], layout: dict[str, Any], launches: Launches
+) -> None:
+    given: list[torch.Tensor] = []
+    with on_a_fake_gpu(small_config({"num_layers": 1, **LLAMA, **model}, layout, training=BF16)) as (chunk, _):
+        core: Any = chunk.decoder.layers[0].self_attention.core_attention
+        core.register_forward_pre_hook(lambda _core, heads: given.extend(heads[:3]))
+        loss_of(chunk)
+    assert [head.is_contiguous() for head in given] == [True] * 3
 
 
 def test_one_flag_leaves_torchs_operations(launches: Launches) -> None:

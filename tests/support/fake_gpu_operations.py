@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_ext.device.kernels import grouped_linear
 from megatron_ext.device.weight_gradients import ProductsOfTorch, add_product_, stand_in
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 from megatron_ext.model.loss import Readout
-from megatron_ext.parts.experts.compute import grouped_linear, rows_of_biases
+from megatron_ext.parts.experts.compute import rows_of_biases
 from tests.support.fake_tensors import backward, on_gpu
 from tests.support.operator_calls import Calls, aten
 
@@ -47,15 +48,27 @@ def test_the_product_adds_16_bit_factors_to_a_sum_in_fp32() -> None:
     ]
 
 
-def test_experts_are_one_product_that_no_host_waits_for() -> None:
-    """How many rows each has stays on the device."""
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_experts_are_one_product_that_no_host_waits_for(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many rows each has stays on the device, and that some have none, whose gradients Blackwell does not write."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_args: capability)
     with FakeTensorMode(), Calls() as calls:
         counts, rows, matrices = torch.empty(4, device="cuda", dtype=torch.int64), on_gpu(96, 64), on_gpu(4, 80, 64)
-        out = grouped_linear(rows, matrices, counts)
+        out = grouped_linear(rows, matrices.requires_grad_(), counts)
         biased = out + rows_of_biases(on_gpu(4, 80), counts, 96, on_gpu(96, dtype=torch.float32))
+        node: Any = out.grad_fn
+        of_matrices: Any = SimpleNamespace(grad_fn=node.next_functions[1][0])
+        if capability >= (10, 0):
+            (gradient,) = backward(of_matrices, "_ZeroGradientOfEmptyBackward", on_gpu(4, 80, 64))
+            assert (gradient.dtype, tuple(gradient.shape)) == (torch.bfloat16, (4, 80, 64))
+        else:
+            assert type(of_matrices.grad_fn.next_functions[0][0]).__name__ == "AccumulateGrad"
     assert (biased.dtype, tuple(biased.shape), biased.device.type) == (torch.bfloat16, (96, 80), "cuda")
     (_, _, ends, *_), _ = calls.of(aten._grouped_mm)
     assert (ends.dtype, ends.device.type) == (torch.int32, "cuda")
+    assert (aten.masked_fill.Scalar in {func for func, _, _ in calls.calls}) == (capability >= (10, 0))
     names = [str(func) for func, _, _ in calls.calls]
     assert not [name for name in names if "_local_scalar_dense" in name or "nonzero" in name]
 

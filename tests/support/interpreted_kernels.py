@@ -17,8 +17,10 @@ import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import gpu_operations
+from megatron_ext.device.triton import cross_entropy as loss
 from megatron_ext.device.triton import kernel_choice, norm, rotary
 from megatron_ext.device.triton import swiglu as activation
+from megatron_ext.device.triton.cross_entropy import cross_entropy
 from megatron_ext.device.triton.norm import layer_norm, norm_of_sum, rms_norm
 from megatron_ext.device.triton.rotary import rotate, split_heads
 from megatron_ext.device.triton.swiglu import swiglu
@@ -60,6 +62,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "_PROGRAMS", 2)
     monkeypatch.setattr(rotary, "_TILE", 128)
     monkeypatch.setattr(activation, "_BLOCK", 32)
+    monkeypatch.setattr(loss, "_BLOCK", 32)
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -215,18 +218,18 @@ def angles(kind: str, dtype: torch.dtype, samples: int, sequence: int, pairs: in
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "kind", "interleaved"),
-    cases(((12, 4, 3), (16, 8, 1)), DTYPES, ("positions", "documents", "none"), (False, True), daily=11),
+    ("sizes", "dtype", "kind", "interleaved", "by_token"),
+    cases(((12, 4, 3), (16, 8, 1)), DTYPES, ("positions", "documents", "none"), (False, True), (False, True), daily=11),
 )
 def test_heads_out_of_their_product(
-    sizes: tuple[int, int, int], dtype: torch.dtype, kind: str, interleaved: bool
+    sizes: tuple[int, int, int], dtype: torch.dtype, kind: str, interleaved: bool, by_token: bool
 ) -> None:
     """sizes: channels of a head, pairs of them that are turned, and queries of a group."""
     channels, pairs, per_group = sizes
     sequence, batch, groups = 11, 2, 2
     table = angles(kind, dtype, batch, sequence, pairs)
     packed = drawn(sequence, batch, groups, (per_group + 2) * channels + 4, dtype=dtype)[..., :-4].requires_grad_()
-    heads = split_heads(packed, table, channels, interleaved=interleaved)
+    heads = split_heads(packed, table, channels, interleaved=interleaved, by_token=by_token)
     exact = exactly(packed)
     parts = exact.split([per_group * channels, channels, channels], dim=-1)
     expected = [part.reshape(sequence, batch, -1, channels).permute(1, 2, 0, 3) for part in parts]
@@ -237,7 +240,7 @@ def test_heads_out_of_their_product(
     grads[1] = drawn(sequence, batch, groups, channels, dtype=dtype, seed=6).permute(1, 2, 0, 3)
     grads[2] = grads[2].contiguous()
     for got, known in zip(heads, expected, strict=True):
-        assert got.is_contiguous()
+        assert (got.permute(2, 0, 1, 3) if by_token else got).is_contiguous()
         within(got, known.detach(), torch.full_like(known, 8.0), 4)
     (made,) = torch.autograd.grad(heads, packed, grads)
     (known,) = torch.autograd.grad(expected, exact, [grad.double() for grad in grads])
@@ -246,22 +249,58 @@ def test_heads_out_of_their_product(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "interleaved"), cases(DTYPES, ("positions", "documents"), (False, True), daily=5)
+    ("dtype", "kind", "interleaved", "by_token"),
+    cases(DTYPES, ("positions", "documents"), (False, True), (False, True), daily=5),
 )
-def test_rotation_alone(dtype: torch.dtype, kind: str, interleaved: bool) -> None:
+def test_rotation_alone(dtype: torch.dtype, kind: str, interleaved: bool, by_token: bool) -> None:
     sequence, batch, heads, channels, pairs = 11, 2, 3, 20, 6
     table: Any = angles(kind, dtype, batch, sequence, pairs)
     x = drawn(sequence, batch, heads, channels, dtype=dtype).requires_grad_()
-    turned = rotate(x.permute(1, 2, 0, 3), table, interleaved=interleaved)
+    turned = rotate(x.permute(1, 2, 0, 3), table, interleaved=interleaved, by_token=by_token)
     exact = exactly(x)
     expected = rotate_reference(exact.permute(1, 2, 0, 3), table.double(), interleaved=interleaved)
-    assert turned.is_contiguous()
+    assert (turned.permute(2, 0, 1, 3) if by_token else turned).is_contiguous()
     within(turned, expected.detach(), torch.full_like(expected, 8.0), 4)
     grad = drawn(*turned.shape, dtype=dtype, seed=3)
     (made,) = torch.autograd.grad(turned, x, grad)
     (known,) = torch.autograd.grad(expected, exact, grad.double())
     assert made.is_contiguous()
     within(made, known, torch.full_like(known, 8.0), 4)
+
+
+@needs_loops
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [7, 32, 83])
+def test_cross_entropy(columns: int, dtype: torch.dtype, spaced: bool) -> None:
+    """Of logits far from zero, whose padding is masked as the output layer does it."""
+    labels = torch.tensor([0, columns - 4, 3, -100, columns // 2, 1])
+    logits = inner_parts((6, columns), dtype, spaced) * 4 + 30 * torch.arange(6, dtype=dtype)[:, None]
+    logits[:, columns - 3 :] = torch.finfo(dtype).min
+    logits.requires_grad_()
+    losses = cross_entropy(logits, labels)
+    assert losses.dtype == torch.float32
+    exact = exactly(logits)
+    expected = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    # The log-sum-exp is off by a rounding of its own size, and by those of its terms.
+    within(losses, expected.detach(), exact.detach()[:, : columns - 3].abs().amax(-1) + columns, 2)
+    grad = drawn(6, dtype=torch.float32, seed=2)
+    (made,) = torch.autograd.grad(losses, logits, grad)
+    (known,) = torch.autograd.grad(expected, exact, grad.double())
+    assert made.dtype == dtype
+    scale = exact.detach()[:, : columns - 3].abs().amax(-1, keepdim=True) + columns
+    within(made, known, scale.expand_as(known) * known.abs() + grad.abs()[:, None] * 4, 2)
+    assert not made[3].any(), "a token without a label has no gradient"
+    assert not made[:, columns - 3 :].any(), "nor has what is masked"
+
+
+@needs_loops
+def test_a_loss_that_is_no_number_stays_none() -> None:
+    """What guards a run looks for it."""
+    for wrong in (float("nan"), float("inf")):
+        logits = drawn(2, 70, dtype=torch.float32)
+        logits[1, 50] = wrong
+        assert cross_entropy(logits, torch.tensor([3, 3])).isfinite().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -336,8 +375,11 @@ def test_nothing_is_launched_for_no_tokens() -> None:
     assert torch.equal(made[1], torch.zeros(8))
 
 
+MEASURED = [gpu_operations.norms, gpu_operations.heads, gpu_operations.activation, gpu_operations.losses_of_tokens]
+
+
 @needs_loops
-@pytest.mark.parametrize("measured", [gpu_operations.norms, gpu_operations.heads, gpu_operations.activation])
+@pytest.mark.parametrize("measured", MEASURED)
 def test_the_gpu_session_measures_them_beside_torchs(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its figures of a GPU have another exactness in bf16; here they are there, and near."""
     monkeypatch.setattr(gpu_operations, "_milliseconds", lambda call, _device: float(len(call())))

@@ -36,12 +36,6 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "weight gradients are added by the matrix product only where --gradient-accumulation-fusion asks for it",
-        """
-        --no-gradient-accumulation-fusion
-        """,
-    ),
-    (
         "the multiple of the width is --hidden-size over --mup-base-hidden-size, as Megatron computes it anew",
         """
         --mup-width-mult N =1.0

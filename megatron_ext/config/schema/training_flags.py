@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import ReadWith, free
+from megatron_ext.config.schema.option import Need, ReadWith, free
 
 _FP16 = ReadWith("fp16", "without --fp16 there is no loss scale")
 _FP8 = ReadWith("fp8_format", "without --fp8-format nothing is in FP8")
@@ -317,8 +317,8 @@ class TrainingConfig:
     no_bias_swiglu_fusion: bool = free(False, "On GPUs, do not compile SwiGLU and its bias into one kernel.")
     no_triton_kernels: bool = free(
         False,
-        "On GPUs, do without our Triton kernels of norms with their residual, rotary heads and SwiGLU, which compute "
-        "where Triton and a C compiler are found and --torch-compile is not given.",
+        "On GPUs, do without our Triton kernels of norms with their residual, rotary heads, SwiGLU and cross-entropy, "
+        "which compute where Triton and a C compiler are found and --torch-compile is not given.",
     )
     linear_cross_entropy: bool = free(
         False,
@@ -329,7 +329,12 @@ class TrainingConfig:
     gradient_accumulation_fusion: bool = free(
         False,
         "Add the weight gradients of linear layers to the main gradients in the matrix product that computes them, on "
-        "GPUs without rounding them to 16 bits; Megatron's default, with apex.",
+        "GPUs without rounding them to 16 bits. There it is the default, where no other flag stands in the way.",
+    )
+    no_gradient_accumulation_fusion: bool = free(
+        False,
+        "On GPUs, add weight gradients to the main gradients after the matrix product that computes them.",
+        needs={True: [Need("gradient_accumulation_fusion", False, "products that do not add")]},
     )
 
     @property

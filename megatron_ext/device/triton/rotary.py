@@ -1,8 +1,9 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864, equation 15), read where queries and keys lie.
 
-`split_heads` takes the product of a layer's query, key and value weights as it is, and writes each head's rows one
-after another, queries and keys rotated: every number is read once and written once. The gradient goes the same way
-back. `rotate` does it for heads that were normalized in between.
+`split_heads` takes the product of a layer's query, key and value weights as it is, and writes queries, keys and values,
+the first two rotated: every number is read once and written once. Each head's rows lie one after another, or each
+token's heads: then torch's attention writes its context in that order too, which the next product reads without a
+copy. The gradient goes the same way back. `rotate` does it for heads that were normalized in between.
 
 Shapes: S sequence, B batch, H query heads, G key/value heads, D channels of a head.
 """
@@ -22,63 +23,83 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def split_heads(
-    packed_SBGC: torch.Tensor, table: torch.Tensor | None, channels: int, *, interleaved: bool = False
+    packed_SBGC: torch.Tensor,
+    table: torch.Tensor | None,
+    channels: int,
+    *,
+    interleaved: bool = False,
+    by_token: bool = False,
 ) -> Heads:
-    """Return queries [B, H, S, D], keys and values [B, G, S, D], all contiguous; queries and keys are rotated.
+    """Return queries [B, H, S, D], keys and values [B, G, S, D]; queries and keys are rotated.
 
     Args:
         packed_SBGC: each of the G groups has its queries, its key and its value, [S, B, G, (H / G + 2) * D].
         table: from `parts.attention.rope.RotaryTable`, [2, S, half] or [2, B, 1, S, half]; None rotates nothing.
         channels: D.
         interleaved: whether pair i is (channel 2i, channel 2i + 1), and not (channel i, channel i + half).
+        by_token: whether the results lie in memory as [S, B, heads, D], and not as [B, heads, S, D].
     """
-    return _SplitHeads.apply(packed_SBGC, table, channels, interleaved)  # pyright: ignore[reportReturnType]
+    return _SplitHeads.apply(packed_SBGC, table, channels, interleaved, by_token)  # pyright: ignore[reportReturnType]
 
 
-def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
-    """Return `parts.attention.rope.rotate` of heads that may lie in any order; the result is contiguous."""
-    return _Rotation.apply(x_BHSD, table, interleaved)  # pyright: ignore[reportReturnType]
+def rotate(
+    x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False, by_token: bool = False
+) -> torch.Tensor:
+    """Return `parts.attention.rope.rotate` of heads that may lie in any order; the result lies as `split_heads` has
+    it."""
+    return _Rotation.apply(x_BHSD, table, interleaved, by_token)  # pyright: ignore[reportReturnType]
+
+
+def _heads(like: torch.Tensor, sizes: tuple[int, int, int, int], by_token: bool) -> torch.Tensor:
+    """Return heads [B, H, S, D] without values."""
+    batch, heads, sequence, channels = sizes
+    if by_token:
+        return like.new_empty(sequence, batch, heads, channels).permute(1, 2, 0, 3)
+    return like.new_empty(sizes)
 
 
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, packed: torch.Tensor, table: torch.Tensor | None, channels: int, interleaved: bool) -> Heads:
+    def forward(
+        ctx: Any, packed: torch.Tensor, table: torch.Tensor | None, channels: int, interleaved: bool, by_token: bool
+    ) -> Heads:
         packed = packed if packed.stride(-1) == 1 else packed.contiguous()
         sequence, batch, groups, width = packed.shape
         queries = width // channels - 2
-        query = packed.new_empty(batch, groups * queries, sequence, channels)
-        key, value = (packed.new_empty(batch, groups, sequence, channels) for _ in range(2))
+        numbers = groups * queries, groups, groups
+        query, key, value = (_heads(packed, (batch, number, sequence, channels), by_token) for number in numbers)
         _split(packed, (query, key, value), table, interleaved, backward=False)
         ctx.save_for_backward(table)
         ctx.shape, ctx.interleaved = packed.shape, interleaved
         return query, key, value
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (table,) = ctx.saved_tensors
         heads = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
         packed = grads[0].new_empty(ctx.shape)
         _split(packed, heads, table, ctx.interleaved, backward=True)  # pyright: ignore[reportArgumentType]
-        return packed, None, None, None
+        return packed, None, None, None, None
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor, interleaved: bool, by_token: bool) -> torch.Tensor:
         ctx.save_for_backward(table)
         ctx.interleaved = interleaved
-        turned = x.new_empty(x.shape)
+        batch, heads, sequence, channels = x.shape
+        turned = _heads(x, (batch, heads, sequence, channels), by_token)
         _turn(x, turned, table, interleaved, backward=False)
         return turned
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (table,) = ctx.saved_tensors
         batch, heads, sequence, channels = grad.shape
-        # As the norm before it reads its gradient: a token's heads one after another.
-        turned = grad.new_empty(sequence, batch, heads, channels).permute(1, 2, 0, 3)
+        # The norm before it reads its gradient so.
+        turned = _heads(grad, (batch, heads, sequence, channels), by_token=True)
         _turn(grad, turned, table, ctx.interleaved, backward=True)
-        return turned, None, None
+        return turned, None, None, None
 
 
 def _table(table: torch.Tensor | None, like: torch.Tensor) -> tuple[torch.Tensor, list[int], int]:

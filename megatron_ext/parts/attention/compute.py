@@ -74,11 +74,12 @@ class CausalSelfAttention(SelfAttention):
             rotary_pos_emb = None if columns is None else rotary_pos_emb[..., columns].contiguous()
         core: Any = self.core_attention
         attend = core if packed_seq_params is None else packed_seq_params.attention(core, self.layer_number)
-        *heads_BHSD, gate_SBHD = self._heads(hidden_states, None if self.is_heated else rotary_pos_emb)
+        is_plain = isinstance(core, SDPAttention) and packed_seq_params is None
+        by_token = is_plain and core.reads_tokens(hidden_states, self.described.head_size)
+        *heads_BHSD, gate_SBHD = self._heads(hidden_states, None if self.is_heated else rotary_pos_emb, by_token)
         if self.is_heated and rotary_pos_emb is not None:
             heads_BHSD[0] = heated(heads_BHSD[0], rotary_pos_emb)
-        reads_views = isinstance(core, SDPAttention) and packed_seq_params is None and core.reads_views(heads_BHSD)
-        if heads_BHSD[0].size(2) > 1 and not reads_views:
+        if heads_BHSD[0].size(2) > 1 and not (is_plain and core.reads_views(heads_BHSD)):
             # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
             heads_BHSD = [head.contiguous() for head in heads_BHSD]
         if self.checkpoint_core_attention and self.training:
@@ -90,10 +91,14 @@ class CausalSelfAttention(SelfAttention):
             context = packed_seq_params.narrowed(context, self)
         return self.linear_proj(context)
 
-    def _heads(self, hidden_states: torch.Tensor, table: torch.Tensor | TokenAngles | None) -> tuple[Any, ...]:
+    def _heads(
+        self, hidden_states: torch.Tensor, table: torch.Tensor | TokenAngles | None, by_token: bool
+    ) -> tuple[Any, ...]:
         """Return queries, [B, H, S, D], keys and values, [B, G, S, D], rotated if there is a table of angles, and the
-        gate of what they give, [S, B, H, V or 1], if there is one."""
-        interleaved = self.config.rotary_interleaved
+        gate of what they give, [S, B, H, V or 1], if there is one; `by_token` as in `rotate`."""
+        # Norms of rotated heads read rows that are evenly spaced.
+        by_token = by_token and getattr(self.q_layernorm, "of_rotated", None) is None
+        turn: dict[str, bool] = {"interleaved": self.config.rotary_interleaved, "by_token": by_token}
         # A GPU's kernels read heads where they are, where nothing is to be rotated.
         written = table is not None or hidden_states.device.type == "cpu"
         one_token = isinstance(table, TokenAngles)
@@ -102,7 +107,7 @@ class CausalSelfAttention(SelfAttention):
             mixed, groups = self._clipped(product(hidden_states)[0]), self.num_query_groups_per_partition
             per_group = self.num_attention_heads_per_partition // groups
             mixed_SBGM = mixed.view(*mixed.shape[:-1], groups, -1)
-            return *split_and_rotate(mixed_SBGM, per_group, table, interleaved=interleaved), None
+            return *split_and_rotate(mixed_SBGM, per_group, table, **turn), None
         heads_SBHD: Any = self._projected(hidden_states)
         gate_SBHD = heads_SBHD[3] if self.described.gate else None
         heads_SBHD = [self._clipped(heads) for heads in heads_SBHD[:3]]
@@ -111,7 +116,7 @@ class CausalSelfAttention(SelfAttention):
         query, key, value = (heads.permute(1, 2, 0, 3) for heads in heads_SBHD)
         value = value if self.described.of_values == 1.0 else value * self.described.of_values
         if table is not None:
-            query, key = rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved)
+            query, key = rotate(query, table, **turn), rotate(key, table, **turn)
         return *self._rotated_and_normed(query, key), value, gate_SBHD
 
     def _projected(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -247,10 +252,15 @@ class SDPAttention(torch.nn.Module):
         multiples of 16 bytes; a CPU reads any, and views of one product keep no more memory than copies."""
         query, key, value = heads_BHSD
         if key.device.type == "cuda":
-            return self._is_whole(None) and key.size(-1) * key.element_size() % 16 == 0
+            return self.reads_tokens(key, key.size(-1))
         if torch.compiler.is_compiling() or not self._is_whole(None):
             return False
         return query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+
+    def reads_tokens(self, x: torch.Tensor, channels: int) -> bool:
+        """Return whether a GPU's kernels read heads of so many channels, of the type of x, in the order of tokens. They
+        write what they give in the order of the queries."""
+        return x.device.type == "cuda" and self._is_whole(None) and channels * x.element_size() % 16 == 0
 
     def _is_whole(self, documents: Documents | None) -> bool:
         whole = documents is None and self.cp_group is None and self.window is None

@@ -134,29 +134,37 @@ def heated(query_BHSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return (query_BHSD * table.float().sum(dim=0)).to(query_BHSD.dtype)
 
 
-def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+def rotate(
+    x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False, by_token: bool = False
+) -> torch.Tensor:
     """Rotate pairs of the first channels by their position's angles.
 
     Args:
         x_BHSD: queries or keys; channels beyond twice the table's are left alone.
         table: from `RotaryTable`.
         interleaved: whether pair i is (channel 2i, channel 2i + 1), and not (channel i, channel i + half).
+        by_token: whether a GPU's kernel writes a token's heads one after another, [S, B, H, D].
     Returns:
-        A contiguous tensor of the same shape.
+        A tensor of the same shape, else contiguous.
     """
     if torch.compiler.is_compiling():
         return rotate_reference(x_BHSD, table, interleaved=interleaved)
     if kernel_choice.take(x_BHSD):
         from megatron_ext.device.triton import rotary
 
-        return rotary.rotate(x_BHSD, table, interleaved=interleaved)
+        return rotary.rotate(x_BHSD, table, interleaved=interleaved, by_token=by_token)
     if not torch.is_grad_enabled():
         return _turn(x_BHSD, table, 1, interleaved)
     return _Rotation.apply(x_BHSD, table, interleaved)  # pyright: ignore[reportReturnType]
 
 
 def split_and_rotate(
-    mixed_SBGM: torch.Tensor, heads_per_group: int, table: torch.Tensor | None, *, interleaved: bool = False
+    mixed_SBGM: torch.Tensor,
+    heads_per_group: int,
+    table: torch.Tensor | None,
+    *,
+    interleaved: bool = False,
+    by_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries [B, H, S, D], keys and values [B, G, S, D], the first two rotated as `rotate` does.
 
@@ -166,13 +174,13 @@ def split_and_rotate(
         mixed_SBGM: the product that has them all: of each of G groups its queries' heads, its key and its value.
         heads_per_group: query heads of a group.
         table: from `RotaryTable`; None to rotate nothing.
-        interleaved: see `rotate`.
+        interleaved, by_token: see `rotate`.
     """
     if kernel_choice.take(mixed_SBGM):
         from megatron_ext.device.triton import rotary
 
         channels = mixed_SBGM.size(-1) // (heads_per_group + 2)
-        return rotary.split_heads(mixed_SBGM, table, channels, interleaved=interleaved)
+        return rotary.split_heads(mixed_SBGM, table, channels, interleaved=interleaved, by_token=by_token)
     return _SplitRotation.apply(mixed_SBGM, heads_per_group, table, interleaved)  # pyright: ignore[reportReturnType]
 
 

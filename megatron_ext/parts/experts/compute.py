@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
@@ -36,17 +35,6 @@ _NOT_CHOSEN = -1.0
 """Stands for the weight of an expert that a token did not choose, where both are sent."""
 
 
-def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    """Return rows of x times the matrix of their expert, in one product: [T, O]. Products are 16-bit, as in
-    `kernels.linear_by_expert`.
-
-    Args:
-        tokens_per_expert: [E] integers whose sum is T; rows are sorted by expert.
-    """
-    ends = tokens_per_expert.to(device=x_TI.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(x_TI, weight_EOI.transpose(1, 2), offs=ends)
-
-
 def rows_of_biases(
     bias_EO: torch.Tensor, tokens_per_expert: torch.Tensor, rows: int, weights_T: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -63,7 +51,7 @@ def rows_of_biases(
 
 
 def can_group(x_TI: torch.Tensor, weight_EOI: torch.Tensor) -> bool:
-    """Return whether `grouped_linear` takes these operands."""
+    """Return whether `kernels.grouped_linear` takes these operands."""
     aligned = all(size % GROUPED_ALIGNMENT == 0 for size in weight_EOI.shape[1:])
     return x_TI.dtype == weight_EOI.dtype == torch.bfloat16 and aligned
 
@@ -116,7 +104,7 @@ class ExpertMatrices(torch.nn.Module):
             weights_T: what multiplies the bias of each row.
         """
         grouped = self.group_products and can_group(x_TI, self.weight)
-        multiply = grouped_linear if grouped else kernels.linear_by_expert
+        multiply = kernels.grouped_linear if grouped else kernels.linear_by_expert
         if split_backward.splits(self.weight):
             product_TO = split_backward.linear_by_expert(
                 x_TI, self.weight, tokens_per_expert.tolist(), lambda x, weight: multiply(x, weight, tokens_per_expert)

@@ -36,15 +36,14 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         self.weight = uninitialized(config, hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """Return the normalized x, of its shape and dtype, [..., hidden_size]; with a residual, by one kernel
+        (`kernel_choice.take_rows`), the norm of x + residual, and that sum."""
+        if residual is not None:
+            from megatron_ext.device.triton.norm import norm_of_sum
+
+            return norm_of_sum(x, residual, self.weight, None, self.eps)
         return rms_norm(x, self.weight, self.eps)
-
-    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x + residual, and that sum, by one kernel (`kernel_choice.take_rows`)."""
-        from megatron_ext.device.triton.norm import norm_of_sum
-
-        return norm_of_sum(x, residual, self.weight, None, self.eps)
 
 
 class LayerNorm(torch.nn.Module):
@@ -58,19 +57,17 @@ class LayerNorm(torch.nn.Module):
         self.weight = uninitialized(config, hidden_size)
         self.bias = uninitialized(config, hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """Return what `RMSNorm.forward` does."""
+        if residual is not None:
+            from megatron_ext.device.triton.norm import norm_of_sum
+
+            return norm_of_sum(x, residual, self.weight, self.bias, self.eps)
         if kernel_choice.take_rows(x):
             from megatron_ext.device.triton.norm import layer_norm
 
             return layer_norm(x, self.weight, self.bias, self.eps)
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
-
-    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x + residual, and that sum, by one kernel (`kernel_choice.take_rows`)."""
-        from megatron_ext.device.triton.norm import norm_of_sum
-
-        return norm_of_sum(x, residual, self.weight, self.bias, self.eps)
 
 
 class PlainLayerNorm(torch.nn.Module):

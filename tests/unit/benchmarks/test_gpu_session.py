@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import gpu_peers, gpu_trial
-from benchmarks.gpu_cases import GRAPHED, GRAPHS, LLAMA, MATCHES, PHASES, SMALL, SWITCHES, Case, cases
+from benchmarks import gpu_operations, gpu_peers, gpu_ranks, gpu_session, gpu_trial
+from benchmarks.gpu_cases import GRAPHED, GRAPHS, LLAMA, MATCHES, PHASES, RANKS, SMALL, SWITCHES, Case, cases
 from benchmarks.gpu_session import Session
+from megatron_ext.plugins.prove.cases import CASES
 from megatron_ext.train.configure import configure
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,7 +105,11 @@ def test_cases_have_names_of_their_own_and_commands_that_exist(device: str) -> N
     assert len({(case.phase, case.name) for case in found}) == len(found)
     assert {case.phase for case in found} <= PHASES.keys()
     assert all(Path(case.command[1]).exists() and case.command[2] == device for case in found)
-    assert {case.name for case in found if "einops" in case.needs} == {name for name in MATCHES if "ZeRO" in name}
+    for phase in ("matches", "ranks"):
+        names = {case.name for case in found if case.phase == phase}
+        assert {case.name for case in found if case.phase == phase and "einops" in case.needs} == {
+            name for name in names if "ZeRO" in name
+        }
     assert ("speed" in {case.phase for case in found}) == (device == "cuda")
     runs = [case for case in found if Path(case.command[1]).name in ("gpu_trial.py", "gpu_peers.py")]
     assert all({"numpy", "packaging", "psutil", "yaml"} <= {*case.needs} for case in runs), "imported by every run"
@@ -167,3 +174,109 @@ def test_what_a_gpu_trains_can_be_configured(monkeypatch: pytest.MonkeyPatch) ->
     for flags in asked:
         config = configure(["--device", "cuda", *flags.split()]).config
         assert config.training.cuda_graph_impl == ("full_iteration" if GRAPHS in flags else "none")
+
+
+def ranks_cases(device: str) -> list[Case]:
+    return [case for case in cases(device) if case.phase == "ranks"]
+
+
+def test_ranks_are_planned_by_what_they_tell() -> None:
+    planned = ranks_cases("cuda")
+    half = (len(planned) - 3) // 2
+    assert all(case.devices == 1 for case in planned[:3]), "the single ranks, which all others are held against"
+    legacy, other = planned[3 : 3 + half], planned[3 + half :]
+    for backend, part in (("nccl-legacy", legacy), ("nccl2", other)):
+        assert {case.command[3] for case in part} == {backend}
+        assert [case.devices for case in part] == sorted(case.devices for case in part)
+        assert {case.devices for case in part} == {2, 4, 8}
+        assert [case.command[4] for case in part] == [*RANKS]
+    assert {case.command[4] for case in planned[:3]} == {CASES[name].model for name in RANKS}
+    assert all(case.alone and case.limit == 60.0 for case in planned)
+    order = [*PHASES]
+    assert order.index("facts") < order.index("matches") < order.index("ranks"), "one GPU before several"
+
+
+def test_each_way_of_communicating_is_planned() -> None:
+    flags = [" ".join(CASES[name].flags) for name in RANKS]
+    ways = ("--sequence-parallel", "--cp-comm-type p2p", "--cp-comm-type all_gather", "--cp-comm-type a2a", "zbv")
+    ways += ("alltoall", "--use-torch-fsdp2", "optim_grads_params", "--overlap-param-gather", "virtual-pipeline-stage")
+    assert [way for way in ways if not any(way in text for text in flags)] == []
+
+
+@pytest.mark.parametrize(("devices", "unfit"), [(1, {2, 4, 8}), (2, {4, 8}), (4, {8}), (8, set())])
+def test_what_needs_more_devices_is_listed_as_not_run(tmp_path: Path, devices: int, unfit: set[int]) -> None:
+    program = (sys.executable, "-c", "")
+    session = Session(tmp_path, "cpu", budget=120.0, devices=devices)
+    session.run([replace(case, command=program) for case in ranks_cases("cpu")])
+    not_run = {row["case"]: row["reason"] for row in rows(session) if row["status"] == "not run"}
+    assert {case.name for case in ranks_cases("cpu") if case.devices in unfit} == {*not_run}
+    assert all(reason.endswith(f"devices of {devices}") for reason in not_run.values())
+    assert {row["status"] for row in rows(session) if row["case"] not in not_run} == {"passed"}
+
+
+def test_a_case_that_the_budget_cuts_short_is_not_wrong(tmp_path: Path) -> None:
+    session = Session(tmp_path, "cpu", budget=11.0)
+    session.run([case("long", "import time; time.sleep(60)", limit=60.0)])
+    (row,) = rows(session)
+    assert (row["status"], row["reason"]) == ("not run", "no time left")
+
+
+def test_a_session_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = Session(tmp_path, "cpu", budget=120.0)
+    planned = [replace(case, command=(sys.executable, "-c", ""), needs=()) for case in ranks_cases("cpu")]
+    first.run(planned)
+    capsys.readouterr()
+    list_what_is_left = ["--device", "cpu", "--phase", "ranks", "--output", str(tmp_path), "--list", "--go-on"]
+    assert gpu_session.main(list_what_is_left) == 0
+    left = capsys.readouterr().out.splitlines()
+    assert left == [f"ranks: {case.name} (<= 60 s)" for case in planned if case.devices > 1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_layouts_of_several_ranks_can_be_configured(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr("megatron_ext.train.configure.shows_gpu", lambda: device == "cuda")
+    started: set[int] = set()
+
+    def metrics(_device: str, flags: str, ranks: int) -> tuple[list[dict[str, Any]], str]:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        configure(["--device", device, *flags.split()])
+        started.add(ranks)
+        return [{"lm_loss": 6.0, "grad_norm": 1.0}] * 20 + [{"validation_loss": 6.0}], ""
+
+    monkeypatch.setattr(gpu_trial, "metrics", metrics)
+    for case in ranks_cases(device):
+        gpu_ranks.main(*case.command[2:])
+    assert started == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("what", ["lm_loss", "grad_norm", "validation_loss"])
+@pytest.mark.parametrize("off", [1e-6, 1e-4, float("nan")])
+def test_a_layout_with_another_curve_is_wrong(monkeypatch: pytest.MonkeyPatch, what: str, off: float) -> None:
+    def metrics(_device: str, _flags: str, ranks: int) -> tuple[list[dict[str, Any]], str]:
+        found = [{"lm_loss": 6.0, "grad_norm": 1.0} for _ in range(20)] + [{"validation_loss": 6.0}]
+        found[-1 if what == "validation_loss" else 12][what] += off if ranks > 1 else 0.0
+        return found, ""
+
+    monkeypatch.setattr(gpu_trial, "metrics", metrics)
+    found = gpu_ranks.several_ranks("cuda", "nccl2", "PP4 VPP2, untied")
+    assert ("wrong" in found) == (off != 1e-6)
+    if "wrong" in found:
+        assert "--world-size 4" in found["the first tensor that differs"]
+        assert "--nccl-backend nccl2" in found["the first tensor that differs"]
+
+
+@pytest.mark.parametrize(("takes", "asked", "found"), [(0.2, {1}, 0.204), (0.01, {1, 20}, 0.0102)])
+def test_short_calls_are_timed_many_at_a_time(takes: float, asked: set[int], found: float) -> None:
+    """Reading this clock costs 4 microseconds."""
+    seen: set[int] = set()
+
+    def clock(call: Callable[[], Any], calls: int) -> float:
+        seen.add(calls)
+        for _ in range(calls):
+            call()
+        return 0.004 + calls * takes
+
+    count: list[None] = []
+    assert gpu_operations.median_milliseconds(lambda: count.append(None), clock) == pytest.approx(found)
+    assert seen == asked
+    assert len(count) == 13 * sum(asked)

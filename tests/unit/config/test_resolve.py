@@ -169,6 +169,27 @@ def test_which_device_a_run_is_on(device: str, cuda: bool, on_cpu: bool) -> None
     assert runs_on_cpu(Config(layout=LayoutConfig(device=device)), Facts(cuda_available=cuda)) == on_cpu
 
 
+@pytest.mark.parametrize(
+    ("typed", "cuda", "adds"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"device": "cpu"}, True, False),
+        ({"device": "cuda"}, False, True),
+        ({"gradient_accumulation_fusion": False}, True, False),
+        ({"gradient_accumulation_fusion": True}, False, True),
+        ({"no_gradient_accumulation_fusion": True}, True, False),
+        ({"use_torch_fsdp2": True}, True, False),
+        ({"torch_compile": True}, True, False),
+        ({"transformer_impl": "transformer_engine"}, True, False),
+        ({"sequence_parallel_keep_gathered": True}, True, False),
+    ],
+)
+def test_where_products_add_weight_gradients(typed: dict[str, Any], cuda: bool, adds: bool) -> None:
+    config = resolve({**BASE, **typed}, Facts(cuda_available=cuda))
+    assert config.training.gradient_accumulation_fusion == adds
+
+
 def test_a_checkpoints_flags_stand_where_none_is_typed() -> None:
     """--use-checkpoint-args: what was typed stays, for a rule to name it."""
     saved = {"num_layers": 9, "hidden_size": 64, "tokenizer_type": "NullTokenizer", "tokenizer_model": "x", "lr": 0.5}

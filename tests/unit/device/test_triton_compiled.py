@@ -22,13 +22,14 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from megatron_ext.device.triton import kernel_choice, norm, rotary, swiglu
+from megatron_ext.device.triton import cross_entropy, kernel_choice, norm, rotary, swiglu
 
 CAPABILITIES = (80, 90, 100)
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that one program can have (CUDA C++ Programming Guide, table of compute capabilities)."""
 REGISTERS_OF_MULTIPROCESSOR = 65536
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+POINTERS = {**TYPES, torch.int64: "*i64"}
 
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
@@ -66,6 +67,11 @@ def activation(weighted: bool, dtype: torch.dtype) -> None:
     both_passes(swiglu.swiglu(on_meta(8192, 2 * 5504, dtype=dtype), weights))
 
 
+def loss(columns: int, dtype: torch.dtype) -> None:
+    labels = torch.empty(8192, dtype=torch.int64, device="meta")
+    both_passes(cross_entropy.cross_entropy(on_meta(8192, columns, dtype=dtype), labels))
+
+
 TABLE, OF_DOCUMENTS = (torch.empty(*shape, 64, device="meta") for shape in ((2, 2048), (2, 4, 1, 2048)))
 CALLS: dict[str, Callable[[torch.dtype], None]] = {
     **{
@@ -87,6 +93,10 @@ CALLS: dict[str, Callable[[torch.dtype], None]] = {
     "heads, nothing rotated": lambda dtype: heads(None, False, dtype),
     "SwiGLU": lambda dtype: activation(False, dtype),
     "SwiGLU of experts": lambda dtype: activation(True, dtype),
+    **{
+        f"loss of {columns}": lambda dtype, columns=columns: loss(columns, dtype)
+        for columns in (257, 50_304, 128_256, 262_144)
+    },
 }
 
 
@@ -94,7 +104,7 @@ CALLS: dict[str, Callable[[torch.dtype], None]] = {
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Launches that were asked for."""
     made: list[Launch] = []
-    for module in (norm, rotary, swiglu):
+    for module in (cross_entropy, norm, rotary, swiglu):
         monkeypatch.setattr(
             module, "launch", lambda kernel, grid, *given, **constants: made.append((kernel, grid, given, constants))
         )
@@ -113,7 +123,7 @@ def source_of(launch: Launch) -> tuple[Any, dict[str, int]]:
             signature[name], constants[name] = "constexpr", 1
             continue
         if isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
+            signature[name] = POINTERS[value.dtype]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
@@ -168,6 +178,7 @@ WIDE: dict[str, Callable[[], None]] = {
     "heads": lambda: heads(OF_DOCUMENTS, False, torch.bfloat16),
     "rotation": lambda: rotation(TABLE, True, torch.bfloat16),
     "activation": lambda: activation(True, torch.bfloat16),
+    "loss": lambda: loss(50_304, torch.bfloat16),
 }
 
 
@@ -185,6 +196,15 @@ def test_a_norm_with_its_sum_is_compiled_for_hopper(launches: list[Launch], tmp_
     norm_of_sum(2048, False, torch.bfloat16)
     assert [launch[0].__name__ for launch in launches] == ["norm_forward", "norm_backward"]
     check(launches[1], 90, tmp_path)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_loss_of_bf16_logits_is_compiled(capability: int, launches: list[Launch], tmp_path: Path) -> None:
+    """The one that reads most."""
+    loss(50_304, torch.bfloat16)
+    assert [launch[0].__name__ for launch in launches] == ["cross_entropy_forward", "cross_entropy_backward"]
+    for launch in launches:
+        check(launch, capability, tmp_path)
 
 
 # Slow: every kernel, type and GPU; the test above compiles the largest norm for one.

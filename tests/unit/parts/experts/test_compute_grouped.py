@@ -1,10 +1,15 @@
 """The product with the matrices of several experts: in one call, and one after another."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.device.kernels import linear_by_expert
-from megatron_ext.parts.experts.compute import can_group, grouped_linear
+from megatron_ext.device import kernels
+from megatron_ext.device.kernels import grouped_linear, linear_by_expert
+from megatron_ext.parts.experts.compute import can_group
+from tests.support.operator_calls import aten
 
 COUNTS = ([5, 0, 7, 1], [0, 0, 0, 0], [0, 13, 0, 0], [8, 8, 8, 8])
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")))
@@ -27,6 +32,33 @@ def test_one_call_gives_what_one_after_another_gives(device: str, counts: list[i
             assert torch.equal(one, other)
         else:  # other kernels, other orders of summation
             torch.testing.assert_close(one, other)
+
+
+class UnwrittenGroups(TorchDispatchMode):
+    """The grouped product of a Blackwell GPU: what has no rows keeps what was in memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is aten._grouped_mm.default and made.dim() == 3:  # [E, ...]: the gradient of the matrices
+            made[args[2].diff(prepend=args[2].new_zeros(1)) == 0] = float("nan")
+        return made
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("leaves", [False, True])
+def test_matrices_without_rows_get_no_gradient_where_a_gpu_writes_none(
+    counts: list[int], leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "leaves_empty_groups", lambda _x: leaves)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(counts), 24, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(4, 40, 24, generator=generator).bfloat16().requires_grad_()
+    upstream = torch.randn(sum(counts), 40, generator=generator).bfloat16()
+    expected = torch.autograd.grad(linear_by_expert(x, weight, torch.tensor(counts)), (x, weight), upstream)
+    with UnwrittenGroups():
+        made = torch.autograd.grad(grouped_linear(x, weight, torch.tensor(counts)), (x, weight), upstream)
+    assert torch.equal(made[0], expected[0])
+    assert torch.equal(made[1], expected[1]) == (leaves or 0 not in counts)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
