@@ -15,11 +15,11 @@ from megatron_ext.train.build import compile_layers
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 # Of the second tier: an option of speed.
-pytestmark = pytest.mark.full
 
-pytestmark = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler"),
+]
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 LAYOUTS = {

@@ -174,6 +174,7 @@ BIASED_LAYOUTS = {
 }
 
 
+@pytest.mark.full
 def test_the_bias_of_experts_follows_the_load_of_the_global_batch() -> None:
     """Wang et al. 2024 (arXiv:2408.15664), algorithm 1: a step of one size towards experts with fewer tokens than the
     mean. It is the same on all ranks of a layer, whatever the layout."""

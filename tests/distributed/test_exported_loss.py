@@ -20,6 +20,9 @@ from tests.support.corpora import write_documents
 from tests.support.hf_models import quiet_transformers
 from tests.support.plain_process import in_plain_process
 
+# Of the second tier: tests/distributed/test_huggingface.py compares logits.
+pytestmark = pytest.mark.full
+
 quiet_transformers()
 
 FLAGS = shlex.split("""

@@ -9,6 +9,9 @@ import pytest
 from benchmarks import gpu_ranks, gpu_session
 from megatron_ext.plugins.prove.cases import CASES
 
+# Of the second tier: tests/unit/benchmarks lists the cases.
+pytestmark = pytest.mark.full
+
 ONLY = "one rank, untied|ranks: TP2 SP, untied|ranks: PP2, untied|PP4"
 
 

@@ -17,6 +17,9 @@ from tests.support.plain_process import in_plain_process
 from tests.support.terminal_session import at_terminal
 from tests.support.trained_models import FAMILIES, TEXT, export, train_families, write_corpus
 
+# Of the second tier: tests/plugins/tasks generates in one process.
+pytestmark = pytest.mark.full
+
 quiet_transformers()
 
 STEPS = 110
@@ -84,7 +87,6 @@ def _check(trained: Trained, ranks: int, cases: list[tuple[str, list[str], dict[
         trained.check(family, found)
 
 
-@pytest.mark.full
 def test_one_process(trained: Trained) -> None:
     lengths = {family: len(theirs["generated"][0]) for family, theirs in trained.theirs.items()}
     assert lengths["Llama"] == NEW_TOKENS
@@ -107,7 +109,6 @@ def test_two_ranks(trained: Trained) -> None:
     )
 
 
-@pytest.mark.full
 def test_tensor_and_pipeline_parallel(trained: Trained) -> None:
     _check(trained, 4, [("Llama", [*TP2, *PP2], {"generates": 48}), ("Mixtral", [*TP2, *PP2], {"generates": 12})])
 
@@ -181,7 +182,6 @@ def _ways_to_ask(folder: str) -> tuple[list[str], list[list[Any]]]:
     ]
 
 
-@pytest.mark.full
 def test_prompts_from_everywhere(trained: Trained) -> None:
     """What is drawn depends on the seed and the number of the prompt, wherever it comes from."""
     [streamed], made = run_ranks(2, _ways_to_ask, str(trained.folder))[0]

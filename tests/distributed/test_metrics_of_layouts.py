@@ -22,6 +22,9 @@ from tests.support.program import tiny
 from tests.support.several_models import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
+# Of the second tier: tests/parity/test_matrix.py compares losses and norms.
+pytestmark = pytest.mark.full
+
 FLAGS = tiny("""
     --position-embedding-type rope --train-iters 10 --lr 1e-2 --attention-dropout 0 --hidden-dropout 0
     --log-num-zeros-in-grad --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
@@ -52,7 +55,6 @@ def _counted(layout: str) -> list[Any]:
     return [*found, state.iteration, state.consumed_samples, state.consumed_tokens, state.scheduled_samples]
 
 
-@pytest.mark.full
 def test_counts_do_not_depend_on_the_layout(alone: Found, divided: list[Found]) -> None:
     expected = alone["counted", ""]
     assert expected[0][:2] == (4 * 16, 4)

@@ -20,6 +20,9 @@ from tests.support.program import tiny
 from tests.support.selection import chosen, marked
 from tests.support.several_models import end_layout
 
+# Of the second tier: host memory is a matter of size.
+pytestmark = pytest.mark.full
+
 BASE = tiny("""
     --num-layers 1 --ffn-hidden-size 48 --swiglu --global-batch-size 2 --train-iters 8 --lr 1e-2 --attention-dropout 0.1
     --hidden-dropout 0.1
@@ -114,7 +117,6 @@ def traces(found: list[Found]) -> list[dict[str, Trace]]:
     return [of_rank for of_rank, _ in found]
 
 
-@pytest.mark.first("all-bf16, distributed optimizer")
 @pytest.mark.parametrize("layout", marked(LAYOUTS, slow=REPEATED))
 @pytest.mark.parametrize("what", ["all", "half"])
 def test_losses_are_the_same_to_the_bit(layout: str, what: str, traces: list[dict[str, Trace]]) -> None:
@@ -250,7 +252,6 @@ def row_traces(request: pytest.FixtureRequest) -> RowTraces:
 
 
 # Slow: less state than the others keep.
-@pytest.mark.full
 @pytest.mark.parametrize("rows", marked(OF_ROWS, slow={"fp32", "SGD"}))
 def test_host_memory_holds_all_and_changes_nothing(rows: str, row_traces: RowTraces) -> None:
     for without, offloaded in row_traces[rows]:

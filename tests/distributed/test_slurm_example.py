@@ -89,7 +89,7 @@ def test_the_launch_line_is_a_launch_that_works(environment: dict[str, str], tmp
         ["bash", str(SCRIPT), *flags], env=environment | data, capture_output=True, text=True, check=False
     )
     assert said.returncode == 0, said.stdout + said.stderr
-    assert "world size 16 = TP 2 x PP 1 x CP 1 x DP 8" in said.stdout
+    assert "world size 16 = TP 1 x PP 1 x CP 1 x DP 16" in said.stdout
     assert "MASTER_ADDR localhost is" in said.stdout, "the doctor looked first"
 
 

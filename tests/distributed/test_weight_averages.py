@@ -15,6 +15,9 @@ from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as
 from tests.support.resaving import FLAGS, assert_same_tensors, saved_by
 from tests.support.several_models import end_layout
 
+# Of the second tier: a row of tests/parity/test_matrix.py keeps averages.
+pytestmark = pytest.mark.full
+
 BASE = (
     "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 "
     "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1e-2 --eval-interval 0 --init-method-std 0.2 "
@@ -76,7 +79,6 @@ def averages() -> list[dict[str, Any]]:
     return run_ranks(2, _averages, LAYOUTS)
 
 
-@pytest.mark.first("DDP")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_averages_follow_the_weights(layout: str, averages: list[dict[str, Any]]) -> None:
     for of_rank in averages:
@@ -121,7 +123,6 @@ def test_a_run_goes_on_bit_for_bit_and_evaluates_its_averages(flags: str, tmp_pa
     assert len(averages) == len({name for name in one if name.startswith("optimizer.state.exp_avg.")}) > 0
 
 
-@pytest.mark.full
 def test_averages_go_to_other_layouts(tmp_path: Path) -> None:
     flags = [*FLAGS, "--ema-decay", str(DECAY)]
     saved = saved_by((2, "--use-distributed-optimizer"), flags, None, tmp_path / "saved")
@@ -139,7 +140,6 @@ def test_averages_begin_where_the_checkpoint_has_none(tmp_path: Path) -> None:
             assert torch.equal(again.tensors[f"optimizer.state.average.{name}"], tensor)
 
 
-@pytest.mark.full
 def test_averages_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
     words = f"{model} --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --bf16"

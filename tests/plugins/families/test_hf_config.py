@@ -379,6 +379,7 @@ def test_what_transformers_computes_otherwise_is_refused(
 _ABSURD: tuple[Any, ...] = (10**30, 10**310, 1e308, 5e-324, float("inf"), float("nan"), -1, {"a": 1}, ["x"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_value_ends_in_a_traceback_and_none_of_another_kind_is_read_as_absent(family: str, tmp_path: Path) -> None:
     base, keys = {"model_type": family, **BASES[family]}, {*_keys(_classes()[family])}

@@ -19,6 +19,9 @@ from benchmarks.gpu_session import Session
 from megatron_ext.plugins.prove.cases import CASES
 from megatron_ext.train.configure import configure
 
+# Of the second tier: a tool for machines with GPUs.
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[3]
 HANGS = "import signal, subprocess\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\nsignal.pause()"
 

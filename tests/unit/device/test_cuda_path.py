@@ -41,6 +41,7 @@ def run_there(*flags: str) -> None:
     assert " passed" in ended.output
 
 
+@pytest.mark.full
 def test_on_fake_gpus_and_in_tritons_interpreter() -> None:
     run_there()
 

@@ -36,6 +36,7 @@ def test_the_flag_decides(backend: str, before: str | None, after: str, is_told:
         assert choose(other, {VARIABLE: before or ""}) is None, "the fix works"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["nccl-legacy", "nccl2"])
 def test_it_is_set_before_torch_is_there_and_the_banner_says_it(backend: str) -> None:
     program = (

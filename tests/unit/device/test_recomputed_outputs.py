@@ -13,6 +13,8 @@ from torch.utils import cpp_extension
 
 from megatron_ext.device.recomputed_outputs import _copy, share_or_copy
 
+ENGINES_OWN = random._get_share_storage  # before a run of another test in this process replaces it
+
 
 def gradients(*, freed: bool) -> list[torch.Tensor]:
     """Those of x and of the weights of a norm and of a product after it, which reads a view of the norm's output."""
@@ -39,7 +41,7 @@ def test_norms_are_computed_anew_without_ninja_or_a_compiler(missing: str, monke
 
     monkeypatch.setattr(random, "load_inline", build)
     monkeypatch.setattr(random, "_share_storage_ext", None)
-    monkeypatch.setattr(random, "_get_share_storage", random._get_share_storage)
+    monkeypatch.setattr(random, "_get_share_storage", ENGINES_OWN)
     with pytest.raises(RuntimeError, match="Ninja is required"):
         gradients(freed=True)
     monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: missing != "ninja")
@@ -61,7 +63,7 @@ def test_where_it_can_be_built_the_memory_is_shared(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(random, "load_inline", build)
     monkeypatch.setattr(random, "_share_storage_ext", None)
-    monkeypatch.setattr(random, "_get_share_storage", random._get_share_storage)
+    monkeypatch.setattr(random, "_get_share_storage", ENGINES_OWN)
     share_or_copy()
     for here, there in zip(gradients(freed=True), gradients(freed=False), strict=True):
         assert torch.equal(here, there)

@@ -6,7 +6,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support.warm_python import warm_python
+
+# Of the second tier: tests/plugins/prepare has the programs of the page.
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[3]
 

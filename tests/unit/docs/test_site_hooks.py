@@ -13,13 +13,15 @@ from megatron_ext.plugins.pages.commands import api
 from tools.make_docs import PAGES
 
 # Of the second tier: tests/checks follows the links of pages.
-pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("material") is None,
-    reason="mkdocs-material is not installed; pip install -r requirements-dev.txt",
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        importlib.util.find_spec("material") is None,
+        reason="mkdocs-material is not installed; pip install -r requirements-dev.txt",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -193,6 +193,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.full
 def test_a_rank_needs_little_more_memory_than_its_slice(tmp_path: Path) -> None:
     """Shards of 26 MB out of 210: the whole would be seen at once in the peak of a process of its own."""
     program = tmp_path / "program.py"

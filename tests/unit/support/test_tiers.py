@@ -68,6 +68,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         (("-m", "full"), {"full", "slow"}, set()),
     ],
 )
+@pytest.mark.first(*(f"one process-words{n}-ran{n}-said{n}" for n in range(7)), "workers-words0-ran0-said0")
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
 def test_a_run_takes_its_tier_and_says_what_it_leaves_out(
     workers: tuple[str, ...], words: tuple[str, ...], ran: set[str], said: set[str], run: Callable[..., str]
