@@ -26,6 +26,7 @@ from megatron_ext.model.loss import Readout
 from megatron_ext.parallel.groups import as_stage
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.attention.rope import RotaryTable, ScaledRotaryEmbedding
+from megatron_ext.parts.layer import read_ahead
 from megatron_ext.parts.linear.compute import keep_gathered, multiply_in_fp8
 from megatron_ext.parts.norm.compute import norm_builder
 from megatron_ext.parts.spec import OwnSpec, block_spec
@@ -266,6 +267,11 @@ def _build_chunk(
         _normalize_embeddings(gpt, model)
     multiply_in_fp8(gpt, config, pg_collection)
     keep_gathered(gpt, config)
+    recomputes, compiles = config.training.recompute_granularity == "full", config.training.torch_compile
+    if not config.layout.flags_that_divide_weights and not recomputes and not compiles:
+        # Else the next layer's weights are yet to be gathered, it is given a copy of what this one puts out, or the
+        # compiler, which sees one layer at a time, makes the sum.
+        read_ahead(gpt.decoder.layers)
     if on_meta:
         return gpt.to(dtype=transformer_config.params_dtype)
     # megatron-core makes the learned positions in fp32 on the CPU, whatever the rest of the model is.

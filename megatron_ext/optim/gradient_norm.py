@@ -1,9 +1,9 @@
 """Takes the norm of many gradients, and scales them, in a few kernels and without waiting for the device.
 
-Without apex or Transformer Engine megatron-core reads the norm of every gradient back to the host, one by one;
-`replace_loops` has it take norms by `l2_norm`, with the same bits. It also reads the norm over all ranks, for a
-coefficient on the host, and clips by a product and a copy for each gradient. `global_norm`, `clipping_share` and
-`scale_gradients` do the same on the device, and with the same bits.
+Without apex or Transformer Engine megatron-core reads the norm of every gradient back to the host, one by one, and
+copies masters into 16-bit weights one by one; `replace_loops` has it call `l2_norm` and `copy_each`, with the same
+bits. It also reads the norm over all ranks, for a coefficient on the host, and clips by a product and a copy for each
+gradient. `global_norm`, `clipping_share` and `scale_gradients` do the same on the device, and with the same bits.
 """
 
 import math
@@ -13,13 +13,25 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 
 def replace_loops() -> None:
-    """Have megatron-core take norms with the function below, unless it has a kernel of a package."""
+    """Have megatron-core copy and, unless it has a kernel of a package, take norms with the functions below."""
+    core_optimizer._multi_tensor_copy_this_to_that = copy_each
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = l2_norm
+
+
+def copy_each(
+    this: Sequence[torch.Tensor], that: Sequence[torch.Tensor], overflow_buf: torch.Tensor | None = None
+) -> None:
+    """Copy each tensor of `this` into its counterpart of `that`, of whatever type, and say that nothing overflowed."""
+    if overflow_buf is not None:
+        overflow_buf.zero_()
+    if this:
+        torch._foreach_copy_(that, this)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
 
 
 def l2_norm(

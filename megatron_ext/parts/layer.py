@@ -1,7 +1,8 @@
 """The transformer layer: x + after(part(before(x))), for what mixes positions and then for the MLP, or for both at
 once."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ class ResidualLayer(TransformerLayer):
     cross-attention saves what is mostly Python on a CPU: 7% of a step of one small sequence. A layer of one thing alone
     has IdentityOp in the place of the other.
 
+    On a GPU one kernel adds what a part gives to the residual stream, and normalizes the sum for the next part. For the
+    part of the next layer that is so where `read_ahead` has named the layer.
+
     Args:
         norm_after: builds the norms after attention and MLP; None where there are none.
         is_parallel: whether attention and MLP read the same residual stream; through one norm, where only attention
@@ -46,6 +50,8 @@ class ResidualLayer(TransformerLayer):
         **settings: Any,
     ) -> None:
         super().__init__(config, *positional, **settings)
+        self._next: tuple[ResidualLayer, ...] = ()  # in a tuple, it is no part of this layer
+        self._read: tuple[torch.Tensor, torch.Tensor] | None = None
         self.is_parallel = is_parallel
         parts: Any = self
         if is_parallel:
@@ -56,6 +62,11 @@ class ResidualLayer(TransformerLayer):
             alone = (isinstance(part, IdentityOp) for part in (parts.self_attention, parts.mlp))
             norms = (None if is_none else norm_after(*sizes) for is_none in alone)
             self.post_self_attn_layernorm, self.post_mlp_layernorm = norms
+
+    def read_ahead(self, following: "ResidualLayer") -> None:
+        """Have this layer normalize its output for the next one, where one kernel makes both. The next one must be
+        given the same tensor, and its norm's weight be there while this one computes."""
+        self._next = (following,)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -75,7 +86,11 @@ class ResidualLayer(TransformerLayer):
             if packed_seq_params is not None:
                 hidden_states = packed_seq_params.narrowed(hidden_states, self)
             return self._with_mlp(hidden_states), None
-        normed, forget = self._normed(self.input_layernorm, hidden_states, self.recompute_input_layernorm)
+        read, self._read = self._read, None
+        if read is not None and read[0] is hidden_states:
+            normed, forget = read[1], _nothing
+        else:
+            normed, forget = self._normed(self.input_layernorm, hidden_states, self.recompute_input_layernorm)
         attended: Any = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params)
         if packed_seq_params is not None:
             hidden_states = packed_seq_params.narrowed(hidden_states, self)
@@ -85,11 +100,12 @@ class ResidualLayer(TransformerLayer):
         forget(attended[0])
         if isinstance(self.mlp, IdentityOp):
             return self._added(attended, hidden_states, self.post_self_attn_layernorm), None
-        if self._adds_and_norms_at_once(attended):
-            before_mlp: Any = self.pre_mlp_layernorm
+        norm_after: Any = self.post_self_attn_layernorm
+        before_mlp: Any = self.pre_mlp_layernorm
+        if self._adds_and_norms_at_once(attended, norm_after, before_mlp, self.recompute_pre_mlp_layernorm):
             # As a module, whose hook waits for its weight (--overlap-param-gather).
             normed, hidden_states = before_mlp(attended[0], hidden_states)
-            return self._added(self._expanded(normed), hidden_states, self.post_mlp_layernorm), None
+            return self._put_out(self._expanded(normed), hidden_states), None
         return self._with_mlp(self._added(attended, hidden_states, self.post_self_attn_layernorm)), None
 
     def _with_mlp(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -97,6 +113,17 @@ class ResidualLayer(TransformerLayer):
         normed, forget = self._normed(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
         expanded = self._expanded(normed)
         forget(expanded[0])
+        return self._put_out(expanded, hidden_states)
+
+    def _put_out(self, expanded: Branch, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream with what the MLP gives, which the next layer's norm may have read by then."""
+        for following in self._next:
+            norm: Any = following.input_layernorm
+            recomputes = following.recompute_input_layernorm
+            if self._adds_and_norms_at_once(expanded, self.post_mlp_layernorm, norm, recomputes):
+                normed, output = norm(expanded[0], hidden_states)
+                following._read = output, normed
+                return output
         return self._added(expanded, hidden_states, self.post_mlp_layernorm)
 
     def _both(
@@ -135,16 +162,22 @@ class ResidualLayer(TransformerLayer):
         add: Any = get_bias_dropout_add(self.training, fused)
         return add(branch, hidden_states, self.hidden_dropout)
 
-    def _adds_and_norms_at_once(self, attended: Branch) -> bool:
-        """Return whether one kernel of a GPU adds attention's output to the residual stream and normalizes the sum."""
-        output, bias = attended
+    def _adds_and_norms_at_once(self, branch: Branch, norm_after: Any, norm: Any, recomputes_norm: bool) -> bool:
+        """Return whether one kernel of a GPU adds a part's output to the residual stream and normalizes the sum.
+
+        Args:
+            norm_after: what is between the part and the sum.
+            norm: what reads the sum.
+            recomputes_norm: whether its result is computed anew in the backward pass.
+        """
+        output, bias = branch
         return (
             self.config.bias_dropout_fusion
             and bias is None
-            and self.post_self_attn_layernorm is None
+            and norm_after is None
             and (self.hidden_dropout == 0.0 or not self.training)
-            and not self.recompute_pre_mlp_layernorm
-            and isinstance(self.pre_mlp_layernorm, RMSNorm | LayerNorm)
+            and not recomputes_norm
+            and isinstance(norm, RMSNorm | LayerNorm)
             and kernel_choice.take_rows(output)
         )
 
@@ -178,6 +211,15 @@ class ResidualLayer(TransformerLayer):
         # Its default, False, asks Transformer Engine about FP8 all the same; None does not.
         kept = tensor_parallel.CheckpointWithoutOutput(fp8=None)  # pyright: ignore[reportArgumentType]
         return kept.checkpoint(norm, hidden_states), kept.discard_output_and_register_recompute
+
+
+def read_ahead(layers: Iterable[torch.nn.Module]) -> None:
+    """Have each layer normalize its output for the next one, where that begins with attention as this class has it."""
+    for layer, following in itertools.pairwise(layers):
+        if not isinstance(layer, ResidualLayer) or not isinstance(following, ResidualLayer):
+            continue
+        if not isinstance(following.self_attention, IdentityOp):
+            layer.read_ahead(following)
 
 
 def _nothing(_output: torch.Tensor) -> None:

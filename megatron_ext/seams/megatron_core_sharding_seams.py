@@ -162,6 +162,12 @@ OPTIMIZERS = (
         (f"{_CORE}.optimizer.clip_grads.get_grad_norm_fp32",),
     ),
     Seam(
+        f"{_CORE}.optimizer.optimizer._multi_tensor_copy_this_to_that",
+        "set to ours, which copies all tensors at once in place of one after another",
+        ("this", "that", "overflow_buf"),
+        (f"{_OPTIMIZER}.Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",),
+    ),
+    Seam(
         f"{_OPTIMIZER}.FP32Optimizer.prepare_grads",
         "overridden: gradients are this rank's rows; returns whether one is infinite",
         ("self",),

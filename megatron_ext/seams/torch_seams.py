@@ -28,6 +28,7 @@ TORCH = (
     Seam("torch.cuda.memory._record_memory_history", "called for --record-memory-history", ("enabled",)),
     Seam("torch.cuda.memory._dump_snapshot", "called for --record-memory-history", ("filename",)),
     Seam("torch._foreach_norm", "called with a list, an order and a dtype: the norms of many gradients"),
+    Seam("torch._foreach_copy_", "called with two lists, perhaps of other types: copies the second one into the first"),
     Seam("torch._foreach_mul_", "called with a list and a number: scales many gradients"),
     Seam(
         "torch.Tensor._post_accumulate_grad_hooks",

@@ -98,7 +98,8 @@ class PlainRMSNorm(torch.nn.Module):
 class _AfterRotation:
     """Leaves queries or keys alone where megatron-core normalizes them, which is before they are rotated."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        assert residual is None, "heads have none"
         return x
 
     def of_rotated(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,8 +19,10 @@ from megatron_ext.optim.gradient_norm import (
     replace_loops,
     scale_gradients,
 )
+from tests.support.operator_calls import Calls as OperatorCalls
 
 aten: Any = torch.ops.aten
+_LOOP = core_optimizer._multi_tensor_copy_this_to_that
 
 
 class Calls(TorchDispatchMode):
@@ -50,6 +53,29 @@ def test_the_norm_has_the_bits_of_the_loop() -> None:
     assert (norm.shape, norm.dtype, of_each) == (expected.shape, expected.dtype, None)
     assert calls.read == 0
     assert l2_norm(65536, overflow, [also], True)[1].tolist() == [gradient.norm().item() for gradient in also]  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_become_weights_at_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the optimizer's own method, with the bits of its loop."""
+    monkeypatch.setattr(core_optimizer, "_multi_tensor_copy_this_to_that", _LOOP)
+    masters, weights = gradients(), [torch.zeros_like(one, dtype=dtype) for one in gradients()]
+    part: Any = object.__new__(core_optimizer.Float16OptimizerWithFloat16Params)
+    part._dummy_overflow_buf = None if dtype == torch.bfloat16 else torch.ones(1, dtype=torch.int)
+    monkeypatch.setattr(type(part), "_get_model_and_main_params_data_float16", lambda _self: (weights, masters))
+    part._copy_main_params_to_model_params()
+    expected = [weight.clone() for weight in weights]
+    assert all(weight.any() for weight in weights)
+    for weight in weights:
+        weight.zero_()
+    replace_loops()
+    with OperatorCalls() as calls:
+        part._copy_main_params_to_model_params()
+    assert all(map(torch.equal, weights, expected))
+    assert [str(func) for func, _, _ in calls.calls if "copy" in str(func)] == ["aten._foreach_copy_.default"]
+    weights.clear()
+    masters.clear()
+    part._copy_main_params_to_model_params()  # a rank may have none
 
 
 def test_kernels_of_a_package_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,11 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_ext.config.schema import Config
 from megatron_ext.model.config import transformer_config
+from megatron_ext.parts import layer as layer_module
 from megatron_ext.parts.attention import compute as attention
 from megatron_ext.parts.attention.cached import WholeSequences
 from megatron_ext.parts.attention.compute import SDPAttention
+from megatron_ext.parts.norm.compute import LayerNorm, RMSNorm
 from megatron_ext.parts.spec import layer_spec
 from megatron_ext.parts.stack import layers
 from tests.support.small_models import LLAMA, build_small_model, small_config
@@ -117,6 +119,67 @@ def test_inference_goes_on_with_what_is_read(places: str, parallel: str | None) 
             sequences = WholeSequences(wanted)
             sequences.begin(last)
             torch.testing.assert_close(layer(x.clone(), None, angles, sequences)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def sums_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Norms take sums as on a GPU, by torch's operations; names of the norms that did."""
+    made: list[str] = []
+
+    def taking_sums(kind: Any) -> None:
+        plain = kind.forward
+
+        def forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+            if residual is None:
+                return plain(self, x)
+            made.append(self.name)
+            return plain(self, x + residual), x + residual
+
+        monkeypatch.setattr(kind, "forward", forward)
+
+    for kind in (LayerNorm, RMSNorm):
+        taking_sums(kind)
+    monkeypatch.setattr(layer_module, "kernel_choice", SimpleNamespace(take_rows=lambda _x: True))
+    monkeypatch.setattr(layer_module, "get_bias_dropout_add", lambda train, _fused: get_bias_dropout_add(train, False))
+    return made
+
+
+def _loss_and_gradients(model: Any) -> list[torch.Tensor]:
+    tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 250
+    model.zero_grad()
+    losses = model(tokens, torch.arange(LENGTH).expand(ROWS, -1), None, labels=tokens)
+    losses.sum().backward()
+    return [losses.detach(), *(weight.grad.clone() for weight in model.parameters())]
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+@pytest.mark.parametrize("model", [{}, LLAMA], ids=["biases", "rotary"])
+def test_a_layer_normalizes_its_output_for_the_next_one(
+    model: dict[str, Any], recompute: str | None, sums_by_one_kernel: list[str]
+) -> None:
+    """Three layers with the same bits as without. Full recomputation gives the next layer a copy, and reads not ahead;
+    the recomputation of norms leaves them where they are."""
+    how: dict[str, Any] = {
+        None: {},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
+    }[recompute]
+    [built], _ = build_small_model(small_config({**model, "num_layers": 3, "hidden_dropout": 0.0}, training=how))
+    built.train()
+    for name, module in built.named_modules():
+        vars(module)["name"] = name
+    expected = _loss_and_gradients(built)
+    assert sums_by_one_kernel == [], "a CPU does not fuse"
+    built.config.bias_dropout_fusion = True
+    found = _loss_and_gradients(built)
+    assert all(map(torch.equal, found, expected))
+    norms = [f"decoder.layers.{n}.{kind}_layernorm" for n in range(3) for kind in ("input", "pre_mlp")]
+    if recompute is None:
+        assert sums_by_one_kernel == norms[1:], "all but the one that reads the embeddings"
+    elif recompute == "full":
+        assert {name.rsplit(".", 1)[1] for name in sums_by_one_kernel} == {"pre_mlp_layernorm"}
+    else:
+        assert sums_by_one_kernel == []
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
