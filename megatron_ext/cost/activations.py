@@ -248,5 +248,5 @@ class Activations:
     def _rotary_table(self) -> float:
         """Return the bytes of one table for all layers that rotate alike."""
         tables = {kind.rotary_table for kind, _ in self.kinds} - {None}
-        rotated = sum(rotary.channels(size) for rotary, size in filter(None, tables))
+        rotated = sum(2 * rotary.room(size) for rotary, size in filter(None, tables))
         return self.width * self.share.length // self.share.context * rotated

@@ -299,7 +299,7 @@ def rotary_tables(config: Config) -> dict[Table, slice]:
     for kind, _ in stack(config).kinds:
         if kind.rotary_table is not None and kind.rotary_table not in found:
             rotary, head_size = kind.rotary_table
-            start, end = end, end + rotary.channels(head_size) // 2
+            start, end = end, end + rotary.room(head_size)
             found[kind.rotary_table] = slice(start, end)
     return found
 

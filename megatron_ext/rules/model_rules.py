@@ -301,7 +301,8 @@ def positions_by_layer_have_layers(config: Config, facts: Facts) -> Iterator[str
     for flag, value in of_windows.items():
         if value is not None and model.window_size is None:
             yield f"{flag} {value} is of layers with a window; add --window-size 4095,0, or leave it out"
-    if model.attention_temperature_scale is not None and model.no_rope_freq is None:
+    fixed = model.attention_temperature_of == "fixed"
+    if model.attention_temperature_scale is not None and model.no_rope_freq is None and fixed:
         rotating = "" if model.position_embedding_type == "rope" else " --position-embedding-type rope"
         yield (
             f"--attention-temperature-scale {model.attention_temperature_scale:g} is of layers that rotate nothing, "

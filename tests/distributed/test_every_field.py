@@ -187,6 +187,7 @@ CHANGES: dict[str, tuple[str, str]] = {
         "latents", "--original-max-position-embeddings 64 --no-yarn-correction-range-round-to-int"),
     "attention_temperature_scale": ("no rotation in layer 2", "--attention-temperature-scale 5"),
     "attention_temperature_step": ("no rotation in layer 2", "--attention-temperature-step 3"),
+    "attention_temperature_of": ("no rotation in layer 2", "--attention-temperature-of rotated"),
     "qk_l2_norm": ("rope", "--qk-l2-norm"),
     "quick_geglu": ("plain", "--quick-geglu"),
     "activation_func_clamp_value": ("plain", "--swiglu --activation-func-clamp-value 0.01"),

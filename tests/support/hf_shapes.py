@@ -46,6 +46,12 @@ _EXPERTS: dict[str, Any] = {
     **{"n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1},
     **{"n_group": 3, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1},
 }
+_OF_YOUTU = {name: value for name, value in _LATENTS.items() if name != "first_k_dense_replace"}
+_OF_SOLAR: dict[str, Any] = {
+    name: value
+    for name, value in {**_DECODER, **_EXPERTS}.items()
+    if name not in ("intermediate_size", "first_k_dense_replace")
+}
 _OF_MIMO = {
     **{name: value for name, value in _EXPERTS.items() if name not in ("n_shared_experts", "first_k_dense_replace")},
     **{"num_hidden_layers": 4, "pad_token_id": None},
@@ -508,6 +514,130 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"tie_word_embeddings": True, "embedding_multiplier": 0.5},
     },
     "Falcon-H1 with norms before gates": {**{**_FALCON_H1, **_UNTIED, "mamba_rms_norm": True, "head_dim": 10}},
+    "IQuest-Coder": {"model_type": "iquestcoder", **_DECODER, "attention_bias": True, **_UNTIED},
+    "InternLM3": {"model_type": "internlm3", **_DECODER, **_UNTIED},
+    "InternLM3 with biases": {
+        **{"model_type": "internlm3", **_DECODER, "qkv_bias": True, "bias": True, "tie_word_embeddings": True}
+    },
+    "Helium": {
+        **{"model_type": "helium", **_DECODER, "head_dim": 8, "attention_bias": True, "mlp_bias": True, **_UNTIED},
+        "pad_token_id": None,
+    },
+    "Jais 2": {"model_type": "jais2", **_DECODER, **_UNTIED},
+    "Jais 2 with some biases": {"model_type": "jais2", **_DECODER, "mlp_bias": False, "tie_word_embeddings": True},
+    "HyperCLOVA X": {
+        **{"model_type": "hyperclovax", **_DECODER, "embedding_multiplier": 3.0, "residual_multiplier": 1.0},
+        **{"head_dim": 8, "logits_scaling": 0.5, "attention_multiplier": 0.3, **_UNTIED},
+    },
+    "HyperCLOVA X without norms after": {
+        **{"model_type": "hyperclovax", **_DECODER, "use_post_norm": False, "mlp_bias": True, "attention_bias": True},
+        "residual_multiplier": 0.7,
+    },
+    "Code World Model": {
+        **{"model_type": "cwm", **_DECODER, "num_hidden_layers": 4, "sliding_window": 7, **_UNTIED},
+        "rope_scaling": {**_SCALING, "rope_theta": 700.0},
+    },
+    "Youtu": {
+        **{"model_type": "youtu", **_OF_YOUTU, "q_lora_rank": 20, "tie_word_embeddings": True},
+        "initializer_range": 0.02,
+    },
+    "Solar Open": {
+        **{"model_type": "solar_open", **_OF_SOLAR, "attention_bias": True, **_UNTIED},
+    },
+    "Granite with a shared expert": {
+        **{"model_type": "granitemoeshared", **_DECODER, "head_dim": 8, "num_local_experts": 6, "logits_scaling": 2.0},
+        **{"num_experts_per_tok": 3, "shared_intermediate_size": 20, "attention_bias": True, **_UNTIED},
+    },
+    "Granite with windows": {
+        **{"model_type": "granite_swa", **_DECODER, "head_dim": 8, "num_hidden_layers": 4, "sliding_window": 6},
+        **{"layer_rope_theta": [0, 300.0, 300.0, 300.0], "attention_multiplier": 0.3, "mlp_bias": True, **_UNTIED},
+    },
+    "Granite with windows, stretched": {
+        **{"model_type": "granite_swa", **_DECODER, "head_dim": 8, "layer_types": ["sliding_attention"] * 2},
+        **{"sliding_window": 9, "rope_scaling": {**_SCALING, "rope_theta": 700.0}, "tie_word_embeddings": True},
+    },
+    "Granite with windows and experts": {
+        **{"model_type": "granitemoe_swa", **_DECODER, "head_dim": 8, "num_hidden_layers": 4, "sliding_window": 6},
+        **{"layer_rope_theta": [700.0, 300.0, 300.0, 0], "num_local_experts": 6, "num_experts_per_tok": 3},
+        **{"shared_intermediate_size": 20, "embedding_multiplier": 0.3, "tie_word_embeddings": True},
+    },
+    "Hy3": {
+        **{"model_type": "hy_v3", **_DECODER, "num_hidden_layers": 4, "num_experts": 12, "num_experts_per_tok": 4},
+        **{"moe_intermediate_size": 32, "num_shared_experts": 2, "attention_bias": True, **_UNTIED},
+    },
+    "K-EXAONE": {
+        **{"model_type": "exaone_moe", **_DECODER, "num_hidden_layers": 4, "num_experts": 12, "sliding_window": 6},
+        **{"num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_group": 3, "topk_group": 2, "pad_token_id": None},
+        "tie_word_embeddings": True,
+    },
+    "AFM with experts": {
+        **{"model_type": "afmoe", **_DECODER, "num_hidden_layers": 4, "num_experts": 12, "num_experts_per_tok": 4},
+        **{"moe_intermediate_size": 32, "sliding_window": 6, "mup_enabled": True, "route_scale": 1.7, **_UNTIED},
+    },
+    "AFM without experts": {
+        **{"model_type": "afmoe", **_DECODER, "num_dense_layers": 2, "num_key_value_heads": 1, "sliding_window": 9},
+        **{"layer_types": ["full_attention", "sliding_attention"], "head_dim": 8, "tie_word_embeddings": True},
+    },
+    "VaultGemma": {
+        **{"model_type": "vaultgemma", **_DECODER, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 13},
+        **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "pad_token_id": None, **_UNTIED},
+    },
+    "Mellum": {
+        **{"model_type": "mellum", **_DECODER, "num_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 4},
+        **{"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"], **_UNTIED},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6, "norm_topk_prob": False},
+        "rope_parameters": {
+            "full_attention": {
+                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 700.0},
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
+    "Hunyuan with experts": {
+        **{"model_type": "hunyuan_v1_moe", **_DECODER, "num_experts": 6, "moe_topk": 3, "pad_token_id": None},
+        **{"attention_bias": True, "intermediate_size": 32, **_UNTIED},
+    },
+    "Bamba": {
+        **{"model_type": "bamba", **_PLAIN, "num_key_value_heads": 2, "mamba_n_heads": 8, "mamba_d_state": 6},
+        **{"mamba_n_groups": 2, "attn_layer_indices": [1], "pad_token_id": None, **_UNTIED},
+    },
+    "GPT-J": {"model_type": "gptj", **_GPT2, "rotary_dim": 4},
+    "GPT-J, tied": {
+        **{"model_type": "gptj", **_GPT2, "rotary_dim": 8, "n_inner": None, "activation_function": "gelu"},
+        "tie_word_embeddings": True,
+    },
+    "CodeGen": {"model_type": "codegen", **_GPT2, "n_head": 8, "rotary_dim": 4},
+    "GPT-Neo": {
+        **{"model_type": "gpt_neo", "hidden_size": 48, "num_layers": 4, "num_heads": 6, "vocab_size": VOCABULARY},
+        **{"max_position_embeddings": 80, "window_size": 7, "attention_types": [[["global", "local"], 2]]},
+    },
+    "GPT-BigCode": {"model_type": "gpt_bigcode", **_GPT2},
+    "GPT-BigCode with keys of each head": {
+        **{"model_type": "gpt_bigcode", **_GPT2, "multi_query": False, "activation_function": "gelu", **_UNTIED},
+    },
+    "Persimmon": {"model_type": "persimmon", **_PLAIN, **_UNTIED},
+    "Persimmon without norms of heads": {
+        **{"model_type": "persimmon", **_PLAIN, "qk_layernorm": False, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True,
+    },
+    "Ministral 3": {
+        **{"model_type": "ministral3", **_DECODER, "pad_token_id": None, **_UNTIED},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 700.0, "factor": 4.0, "original_max_position_embeddings": 16},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+    },
+    "Ministral 3 with windows": {
+        **{"model_type": "ministral3", **_DECODER, "pad_token_id": None, "head_dim": 8, "sliding_window": 7},
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 700.0, "original_max_position_embeddings": 5},
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "Aria": {
+        **{"model_type": "aria_text", **_DECODER, "moe_num_experts": 6, "moe_topk": 3, "intermediate_size": 32},
+        **{"attention_bias": True, "pad_token_id": None, **_UNTIED},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

@@ -29,6 +29,7 @@ EXAMPLES = {
         "--tensor-model-parallel-size 2",
         "--num-query-groups 4",
     ),
+    "A type of Hugging Face that is not known": Example("--hf-model-type lama", "--hf-model-type llama"),
     "A share of documents that is none": Example("--fim-rate 1.5", "--fim-rate 0.5"),
     "Windows that look ahead": Example("--window-size 7,1 --attention-dropout 0", "--window-size 7,0"),
     "A base of layers with a window where there are none": Example(

@@ -396,8 +396,7 @@ class ModelConfig:
     )
     attention_temperature_scale: float | None = option(
         None,
-        "In layers that rotate nothing (--no-rope-freq), multiply queries by 1 + this x ln(1 + floor((position + 1) / "
-        "--attention-temperature-step)), as Llama 4 does; default they stay.",
+        "Multiply queries by 1 + this x ln(1 + floor(position / --attention-temperature-step)); default they stay.",
         resume="function",
         positive=True,
     )
@@ -406,6 +405,18 @@ class ModelConfig:
         "Positions in which that factor stays as it is.",
         resume="function",
         positive=True,
+        read_with=ReadWith(
+            "attention_temperature_scale", "without --attention-temperature-scale queries stay as they are"
+        ),
+        dropped_unread=True,
+    )
+    attention_temperature_of: str = option(
+        "fixed",
+        "Which layers do so: those that rotate nothing (--no-rope-freq), positions counted from 1, as in Llama 4; or "
+        "those that rotate, counted from 0, as in Ministral 3.",
+        resume="function",
+        choices=("fixed", "rotated"),
+        needs={"rotated": [Need("position_embedding_type", "rope", "rotary positions")]},
         read_with=ReadWith(
             "attention_temperature_scale", "without --attention-temperature-scale queries stay as they are"
         ),

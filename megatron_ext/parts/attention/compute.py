@@ -54,6 +54,7 @@ class CausalSelfAttention(SelfAttention):
         super().__init__(*positional, **settings)
         self.rotary_columns, self.described = rotary_columns, described
         self.is_heated = described.temperature is not None
+        self.heats_rotated = described.rotary is not None and described.rotary.of_queries is not None
         # megatron-core counts them by one configuration of all layers.
         self.num_query_groups_per_partition = max(described.groups // self.world_size, 1)
         self.num_attention_heads_per_partition = described.query_heads // min(described.groups, self.world_size)
@@ -74,9 +75,12 @@ class CausalSelfAttention(SelfAttention):
             rotary_pos_emb = None if columns is None else rotary_pos_emb[..., columns].contiguous()
         core: Any = self.core_attention
         attend = core if packed_seq_params is None else packed_seq_params.attention(core, self.layer_number)
-        *heads_BHSD, gate_SBHD = self._heads(hidden_states, None if self.is_heated else rotary_pos_emb)
-        if self.is_heated and rotary_pos_emb is not None:
-            heads_BHSD[0] = heated(heads_BHSD[0], rotary_pos_emb)
+        table = factors = rotary_pos_emb
+        if self.heats_rotated and rotary_pos_emb is not None:
+            table, factors = rotary_pos_emb[..., :-1].contiguous(), rotary_pos_emb[..., -1:]
+        *heads_BHSD, gate_SBHD = self._heads(hidden_states, None if self.is_heated else table)
+        if (self.is_heated or self.heats_rotated) and factors is not None:
+            heads_BHSD[0] = heated(heads_BHSD[0], factors)
         reads_views = isinstance(core, SDPAttention) and packed_seq_params is None and core.reads_views(heads_BHSD)
         if heads_BHSD[0].size(2) > 1 and not reads_views:
             # Contiguous heads cost a copy, and save more than that in the attention's strided reads.

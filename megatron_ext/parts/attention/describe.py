@@ -81,22 +81,35 @@ class Rotary:
     longest: int | None = None
     """Most positions of a sequence that is rotated so, where longer ones are rotated in another way."""
 
+    of_queries: "Temperature | None" = None
+    """How rotated queries grow with their position."""
+
     def channels(self, head_size: int) -> int:
         """Return the number of rotated channels of a head."""
         return int(head_size * self.percent)
 
+    def room(self, head_size: int) -> int:
+        """Return the columns of its table: one for each pair of channels, and one for the factor of queries."""
+        return self.channels(head_size) // 2 + (self.of_queries is not None)
+
 
 @dataclass(frozen=True)
 class Temperature:
-    """Says how queries that nothing rotates grow with their position (Llama 4; Nakanishi 2025, arXiv:2501.19399): by
-    the factor 1 + scale log(1 + floor((position + 1) / step))."""
+    """Says how queries grow with their position (Llama 4; Nakanishi 2025, arXiv:2501.19399): by the factor
+    1 + scale log(1 + floor((position + first) / step))."""
 
     scale: float
     step: float
+    first: float = 1.0
+    """What the first position counts as."""
 
     def channels(self, head_size: int) -> int:
         """Return the room that the factor takes in a table of angles: that of a pair of channels."""
         return 2
+
+    def room(self, head_size: int) -> int:
+        """Return the columns of its table."""
+        return 1
 
 
 @dataclass(frozen=True)
@@ -359,8 +372,9 @@ class Attention(Part):
             found["rotation by layer"] = Asked(text, "leave --rotary-base-local out")
         if self.rotary is not None and self.rotary.scaling is not None and self.rotary.scaling.of_table != 1.0:
             found["longer queries"] = Asked(f"--rope-type is {config.model.rope_type}", "--rope-type rope")
-        if self.temperature is not None:
-            text = f"--attention-temperature-scale is {self.temperature.scale:g}"
+        temperature = self.temperature if self.rotary is None else self.rotary.of_queries
+        if temperature is not None:
+            text = f"--attention-temperature-scale is {temperature.scale:g}"
             found["temperature"] = Asked(text, "leave --attention-temperature-scale out")
         if self.groups != config.model.num_key_value_heads:
             text = f"--num-query-groups-local is {self.groups}"
@@ -409,7 +423,10 @@ def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
     """Return the attention of layer `number`, with norms of this kind."""
     rotary, window = _rotary(model, number), window_of(model, number)
     without_weight = model.qk_l2_norm and rotary is not None
-    scale = model.attention_temperature_scale if rotary is None else None
+    scale = model.attention_temperature_scale
+    if scale is not None and rotary is not None and model.attention_temperature_of == "rotated":
+        rotary = replace(rotary, of_queries=Temperature(scale, model.attention_temperature_step, 0.0))
+    scale = scale if rotary is None and model.attention_temperature_of == "fixed" else None
     return Attention(
         kind="grouped_query",
         query_heads=model.num_attention_heads,
@@ -540,7 +557,8 @@ def _drawn_positions(random: Random) -> list[str]:
         "--qk-l2-norm",
     ]
     rotated += [f"--no-rope-freq {random.choice(('2', '[0,1,0,0]'))}", "--rotary-base 100"]
-    rotated += ["--no-rope-freq 2 --attention-temperature-scale 0.5 --attention-temperature-step 5"]
+    heated = "--attention-temperature-scale 0.5 --attention-temperature-step 5"
+    rotated += [f"--no-rope-freq 2 {heated}", f"--attention-temperature-of rotated {heated}"]
     rotated += [
         f"--rope-type {random.choice(('yarn', 'rope'))} --rotary-scaling-factor 4 --original-max-position-embeddings 32"
     ]

@@ -6,7 +6,7 @@ moves its frequencies to a GPU whatever the device is.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ class RotaryTable(ScaledRotaryEmbedding):
         others: Sequence[Attention] = (),
     ) -> None:
         super().__init__(attention, config, pg_collection)
+        if attention.rotary is not None and attention.rotary.of_queries is not None:
+            others = (replace(attention, rotary=None, temperature=attention.rotary.of_queries), *others)
         self.others = torch.nn.ModuleList(RotaryTable(other, config, pg_collection) for other in others)
         self.length = 1.0 if self.scaling is None else self.scaling.of_table
         whole = attention.rotary is not None and attention.rotary.percent == 1.0
@@ -104,7 +106,7 @@ class RotaryTable(ScaledRotaryEmbedding):
     def _table(self, angles: torch.Tensor) -> torch.Tensor:
         if isinstance(self.positions, Temperature):
             # The angles of one pair at base 1 are the positions. 16 bits alone would round away how the factor grows.
-            steps = torch.floor((angles + 1.0) / self.positions.step)
+            steps = torch.floor((angles + self.positions.first) / self.positions.step)
             factor = 1.0 + self.positions.scale * torch.log1p(steps)
             rounded = factor.to(self.dtype)
             return torch.stack((rounded, (factor - rounded).to(self.dtype)))

@@ -23,10 +23,11 @@ def _read(reading: Reading) -> dict[str, Any]:
     reading.understand("use_parallel_embedding")
     has_window = shared.typed_windows(reading, shared.all_but_every(reading, every))
     windows = shared.layer_window_values(reading, has_window)
-    return {**COHERE.read(reading), **windows, "no_rope_freq": _fixed(has_window)}
+    return {**COHERE.read(reading), **windows, "no_rope_freq": fixed_without_windows(has_window)}
 
 
-def _fixed(has_window: Iterable[bool]) -> str | None:
+def fixed_without_windows(has_window: Iterable[bool]) -> str | None:
+    """Return the flag of layers that rotate nothing: all without a window."""
     fixed = [not one for one in has_window]
     return shared.pattern(fixed) if any(fixed) else None
 
@@ -35,10 +36,11 @@ def _write(config: Config) -> dict[str, Any]:
     return {**COHERE.write(config), **shared.typed_window_json(config)}
 
 
-def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
+def windows_alone_rotate(model: ModelConfig) -> dict[str, Any]:
+    """Return that layers without a window rotate nothing (`Family.dependent_flags`)."""
     attentions = [attention_of(model, final_norm(model), number) for number in range(model.num_layers)]
-    fixed = _fixed(attention.window is not None for attention in attentions)
-    return {**COHERE.dependent_flags(model), "no_rope_freq": fixed}
+    fixed = fixed_without_windows(attention.window is not None for attention in attentions)
+    return {"no_rope_freq": fixed}
 
 
 COHERE2 = replace(
@@ -48,5 +50,5 @@ COHERE2 = replace(
     read=_read,
     write=_write,
     defaults={**COHERE.defaults, "rope_theta": 10000.0, "sliding_window": 4096},
-    dependent_flags=_dependent_flags,
+    dependent_flags=lambda model: {**COHERE.dependent_flags(model), **windows_alone_rotate(model)},
 )

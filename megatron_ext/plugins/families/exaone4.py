@@ -10,7 +10,8 @@ from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.reading import Reading
 
 
-def _windows(reading: Reading) -> dict[str, Any]:
+def windows_that_rotate(reading: Reading) -> dict[str, Any]:
+    """Return which layers have a window, and that next to these those without one rotate nothing."""
     every = reading.integer("sliding_window_pattern") if reading.get("layer_types") is None else 1
     reading.understand("sliding_window_pattern")
     has_window = shared.typed_windows(reading, shared.all_but_every(reading, every))
@@ -20,7 +21,8 @@ def _windows(reading: Reading) -> dict[str, Any]:
     return {**shared.layer_window_values(reading, has_window), "no_rope_freq": fixed}
 
 
-def _dependent_flags(model: ModelConfig) -> dict[str, Any]:
+def others_rotate_nothing(model: ModelConfig) -> dict[str, Any]:
+    """Return that next to layers with a window those without one rotate nothing (`Family.dependent_flags`)."""
     skips = model.window_attn_skip_freq if model.window_size is not None else None
     if skips is None:
         return {"no_rope_freq": None}
@@ -32,7 +34,7 @@ EXAONE4 = Family(
     "Exaone4ForCausalLM",
     shared.NAMES_WITH_NORMS_AFTER,
     {**shared.DECODER_FLAGS, "norm_position": "after", "qk_layernorm": True, "disable_bias_linear": True},
-    *shared.keys(shared.decoder(), (_windows, shared.typed_window_json)),
+    *shared.keys(shared.decoder(), (windows_that_rotate, shared.typed_window_json)),
     {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
-    dependent_flags=_dependent_flags,
+    dependent_flags=others_rotate_nothing,
 )

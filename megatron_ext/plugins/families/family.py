@@ -77,6 +77,9 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Key -> another name that transformers takes for it."""
 
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Key as `read` and `write` name it -> the only name that the files have for it."""
+
     dropouts: tuple[str, ...] = ("attention_dropout",)
     """Keys of its rates of dropout, as transformers' class has them."""
 
@@ -114,8 +117,15 @@ class Family:
     is_common: bool = False
     """Whether a model that fits several families is exported as one of this."""
 
+    is_seldom: bool = False
+    """Whether a model that fits another family, too, is exported as one of that."""
+
     qkv_by_groups: bool = False
     """Whether queries, keys and values of each group lie together in the fused QKV, as ours do."""
+
+    qkv_blocks: int = 0
+    """Number of blocks of a fused QKV there, each of which has the queries, the values and the keys of its heads; 0:
+    there are none."""
 
     sections: Mapping[str, Sections] = field(default_factory=dict)
     """Modules of ours, besides the fused QKV, whose weight has sections that lie otherwise there."""
@@ -146,5 +156,5 @@ class Family:
     @functools.cached_property
     def fixed(self) -> dict[str, Any]:
         """`flags`, and the usual value of each that its `config.json` cannot say."""
-        said = self.read(Reading({}, self.defaults, self.aliases))
+        said = self.read(Reading({}, self.defaults, self.aliases, self.renamed))
         return {name: value for name, value in usual_values().items() if name not in said} | dict(self.flags)

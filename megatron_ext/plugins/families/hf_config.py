@@ -131,7 +131,8 @@ def _opened(path: Path) -> tuple[Family, Reading, str, list[str]]:
             f"{path}: {prefix}model_type {json.dumps(kind)} is not supported{_nearest(str(kind))}; use one of "
             f"{', '.join(_types())}. docs/huggingface.md says what each of them is, and how a family is added"
         )
-    return family, Reading(_without_axes(content), family.defaults, family.aliases), prefix, problems
+    reading = Reading(_without_axes(content), family.defaults, family.aliases, family.renamed)
+    return family, reading, prefix, problems
 
 
 _WITHOUT_SCALE = "transformers 5.23.0 leaves the logit_scale of its text model out of the logits"
@@ -281,7 +282,8 @@ def hf_config(config: Config, family: Family, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    return {**shared, **family.write(config), **dropout_json(family.dropouts, config.model)}
+    content = {**shared, **family.write(config), **dropout_json(family.dropouts, config.model)}
+    return {family.renamed.get(key, key): value for key, value in content.items()}
 
 
 def _shown(value: Any) -> str:

@@ -9,7 +9,7 @@ from megatron_ext.config.derived.layer_patterns import read_pattern
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.stack import layers
 from megatron_ext.plugins.families.family import EXPERT_BIAS, usual_values
-from megatron_ext.plugins.families.reading import Reading
+from megatron_ext.plugins.families.reading import Reading, refuse_others
 from megatron_ext.plugins.families.shared import (
     DECODER_NAMES,
     Keys,
@@ -64,6 +64,9 @@ class Mixture:
     normalized: bool
     """Whether the weights of a token's experts are divided by their sum."""
 
+    without: tuple[str, ...] = ()
+    """Keys that the class does not have."""
+
     def values(self, reading: Reading, first: int | None = None) -> dict[str, Any]:
         """Return the values of our flags, all usual ones where no layer has experts.
 
@@ -79,6 +82,7 @@ class Mixture:
             for key in _KEYS:  # under each of its names
                 reading.get(key)
             return {name: usual_values()[name] for name in (*_FLAGS, *self.flags)}
+        refuse_others(reading, {key: 1 for key in ("n_group", "topk_group") if key in self.without})
         count, width = reading.integer("n_routed_experts"), reading.integer("moe_intermediate_size")
         values = {**expert_values(reading, count, width, normalized=self.normalized), **self.flags}
         groups, chosen = reading.integer("n_group", 1), reading.integer("topk_group", 1)
@@ -121,7 +125,7 @@ class Mixture:
         first = {"first_k_dense_replace": has.index(True) if True in has else len(has)}
         if model.num_experts is None:
             return first
-        return {
+        content = {
             **first,
             "n_routed_experts": model.num_experts,
             "n_shared_experts": shared_experts(model),
@@ -132,6 +136,7 @@ class Mixture:
             "n_group": model.moe_router_num_groups or 1,
             "topk_group": model.moe_router_group_topk or 1,
         }
+        return {key: value for key, value in content.items() if key not in self.without}
 
     @property
     def typed_keys(self) -> Keys:

@@ -5,4 +5,8 @@ from megatron_ext.registry import Plugin
 PLUGIN = Plugin(
     "families",
     needs=("gated_delta", "latent_attention", "mamba", "next_token", "side_by_side"),
+    brings={
+        "flags": "megatron_ext.plugins.families.flags:FLAGS",
+        "rules": "megatron_ext.plugins.families.rules:RULES",
+    },
 )

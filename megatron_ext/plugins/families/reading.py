@@ -23,27 +23,34 @@ class Reading:
     """
 
     def __init__(
-        self, content: Mapping[str, Any], defaults: Mapping[str, Any], aliases: Mapping[str, str] = MappingProxyType({})
+        self,
+        content: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        renamed: Mapping[str, str] = MappingProxyType({}),
     ):
-        """Take a file's content, what stands for keys that it does not have, and key -> another name of the key."""
+        """Take a file's content, what stands for keys that it does not have, key -> another name of the key, and key
+        that is asked for -> the only name that files have for it."""
         self.content = content
         self.defaults = defaults
         self.aliases = aliases
+        self.renamed = renamed
         self.problems: list[str] = []
         self._understood: set[str] = set()
         self._unread: dict[str, str] = {}
 
     def changed(self, **content: Any) -> "Reading":
         """Return the same file with other content, whose problems and understood keys are those of this one."""
-        other = Reading({**self.content, **content}, self.defaults, self.aliases)
+        other = Reading({**self.content, **content}, self.defaults, self.aliases, self.renamed)
         other.problems, other._understood, other._unread = self.problems, self._understood, self._unread
         return other
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or what stands for one that is missing or null. The key is understood from now
         on, under both of its names; where these say different things, that is a problem."""
+        key = self.renamed.get(key, key)
         names = [key, *([self.aliases[key]] if key in self.aliases else [])]
-        self.understand(*names)
+        self._understood.update(names)
         given = {name: value for name in names if (value := self.content.get(name)) is not None}
         if len(given) == 2 and len(set(map(json.dumps, given.values()))) == 2:
             first, second = (f"{name} is {json.dumps(value)}" for name, value in given.items())
@@ -55,7 +62,7 @@ class Reading:
 
     def understand(self, *keys: str) -> None:
         """Note keys that need not be read: they say nothing next to others, or are refused with them."""
-        self._understood.update(keys)
+        self._understood.update(self.renamed.get(key, key) for key in keys)
 
     def refuse_the_rest(self, why: str, but: Collection[str] = ()) -> None:
         """Note a problem, which `why` explains, for each key that has a value and was not understood."""
@@ -78,7 +85,8 @@ class Reading:
         words = f"and not {'a positive' if least else 'a natural'} integer"
         if type(value) is int and value > MOST:
             words = f"above {MOST}, the largest integer that is read"
-        given = "missing" if value is None and key not in self.content else _short(value)
+        is_missing = value is None and self.renamed.get(key, key) not in self.content
+        given = "missing" if is_missing else _short(value)
         self._cannot_read(key, f"{key} is {given}, {words}")
         return least
 
@@ -137,8 +145,9 @@ class Reading:
             for problem in dict.fromkeys(self.problems)
             if not any(_names(key, problem) and problem != own for key, own in self._unread.items())
         ]
-        for key, other in self.aliases.items():
-            if key not in self.content and other in self.content:
+        named = {key: other for key, other in self.aliases.items() if key not in self.content and other in self.content}
+        for names in (self.renamed, named):
+            for key, other in names.items():
                 problems = [re.sub(rf"\b{key}\b", other, problem) for problem in problems]
         return problems
 
@@ -177,7 +186,14 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
     ),
     "each file of weights says its dtype, and flags that of the run": ("dtype", "torch_dtype", "use_bfloat16"),
     "weights are read, not drawn": (
-        *("initializer_range", "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max"),
+        *(
+            "initializer_range",
+            "embedding_initializer_range",
+            "linear_a_log_min",
+            "linear_a_log_max",
+            "linear_dt_min",
+            "linear_dt_max",
+        ),
         "linear_dt_init_floor",
     ),
     "are about training (`training_numbers.py`), and change no logits": (
@@ -185,8 +201,10 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
         "attn_pdrop",
         "emb_pdrop",
         "embd_pdrop",
+        "embed_dropout",
         "embedding_dropout",
         "hidden_dropout",
+        "resid_dropout",
         "resid_pdrop",
         "residual_dropout",
         "router_aux_loss_coef",
@@ -208,7 +226,9 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
         "torchscript",
         "use_cache",
     ),
-    "name tokens, which the tokenizer does": ("bos_token_id", "eod_token_id", "eos_token_id", "pad_token_id"),
+    "name tokens, which the tokenizer does": (
+        *("bos_token_id", "eod_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+    ),
     "are of generation, whose settings megatron-ext generate takes as flags": (
         "cache_implementation",
         "do_sample",

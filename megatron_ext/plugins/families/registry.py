@@ -8,10 +8,11 @@ from typing import Any
 
 from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
 from megatron_ext.config.parse.options import flag_of
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.stack import stack
 from megatron_ext.plugins.families.family import Family, usual_values
+from megatron_ext.plugins.families.flags import FamilyFlags
 from megatron_ext.plugins.families.shared import pattern
 from megatron_ext.registry import brought
 
@@ -32,22 +33,29 @@ FAMILIES = _found()
 
 
 def family_of(config: Config) -> Family:
-    """Return the family that the configuration is shape-equal to.
+    """Return the family that the configuration is shape-equal to: of several, the one that --hf-model-type names.
 
     Raises:
         ConfigurationError: there is no such family; the message names the flags that stand in the way of the nearest
             one.
     """
+    named = FAMILIES.get(flags_of(config.checkpoint, FamilyFlags).hf_model_type or "")
+    if named is not None and not obstacles(config, named):
+        return named
     found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
     has = _has_experts(config)
     others = {name: family.has_experts != has and not family.may_be_dense for name, family in FAMILIES.items()}
-    nearest = min(found, key=lambda name: (others[name], len(found[name]), not FAMILIES[name].is_common))
+    nearest = min(found, key=lambda name: (others[name], len(found[name]), _seldom(FAMILIES[name])))
     if found[nearest]:
         raise ConfigurationError(
             f"no Hugging Face family has this model's shape; the nearest is {nearest}, which has "
             f"{', '.join(found[nearest])}. Train with the flags of a family to export to it (docs/huggingface.md)"
         )
     return FAMILIES[nearest]
+
+
+def _seldom(family: Family) -> int:
+    return 0 if family.is_common else 2 if family.is_seldom else 1
 
 
 def written_as(config: Config) -> tuple[Family, Config]:

@@ -199,7 +199,7 @@ def rotary_by_layer(reading: Reading, usual: float, key: str | None = None) -> t
 
 def local_base(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values without the base of layers with a window, where there are none or they rotate as the others."""
-    same = values.get("rotary_base") == values["rotary_base_local"] and not _is_stretched(values)
+    same = values.get("rotary_base") == values["rotary_base_local"] and not is_stretched(values)
     return {**values, "rotary_base_local": None} if same or values["window_size"] is None else values
 
 
@@ -207,12 +207,13 @@ def scaled_without_windows(model: ModelConfig) -> dict[str, Any]:
     """Return that layers with a window have a base of their own, where what is stretched is that of the others, and
     what cannot be said of some layers (`Family.dependent_flags`)."""
     values: dict[str, Any] = {"no_yarn_correction_range_round_to_int": False}
-    if model.window_size is not None and model.rotary_base_local is None and _is_stretched(vars(model)):
+    if model.window_size is not None and model.rotary_base_local is None and is_stretched(vars(model)):
         values["rotary_base_local"] = model.rotary_base
     return values
 
 
-def _is_stretched(values: Mapping[str, Any]) -> bool:
+def is_stretched(values: Mapping[str, Any]) -> bool:
+    """Return whether these values of flags stretch frequencies."""
     by_flag = values.get("use_rope_scaling") or values.get("rope_type")
     return bool(by_flag) or values.get("rotary_seq_len_interpolation_factor", 1.0) != 1.0
 

@@ -141,7 +141,8 @@ def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family)
     rows = parameter.true_rows or parameter.shape[0]
     if module == QKV and not family.qkv_by_groups:
         assert held is not None
-        ranges = tuple(_grouped(tensors, held.attention))
+        layout = _in_blocks(tensors, held.attention, family.qkv_blocks) if family.qkv_blocks else None
+        ranges = tuple(layout or _grouped(tensors, held.attention))
     elif module in family.alternating:
         ranges = tuple(RowRange(tensors[0], half, half * rows // 2, rows // 2, 2) for half in range(2))
     elif sections := family.sections.get(module):
@@ -156,7 +157,8 @@ def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family)
 
 def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
     """Yield the rows of megatron-core's fused QKV: for each query group its query heads, then its key head and its
-    value head. With gates these follow the group's queries, and there each follows its own query."""
+    value head. With gates these follow the group's queries; there each follows its own query, or they are a tensor of
+    their own."""
     groups, keys, values = attention.groups, attention.head_size, attention.value_head_size
     parts, heads = 2 if attention.gate else 1, attention.query_heads // groups
     queries = sum(attention.sections[:parts])
@@ -165,10 +167,14 @@ def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
         first_key, first_value = queries * groups, (queries + keys) * groups
     else:
         first_key = first_value = 0
-    query, key, value = tensors
+    query, *gates, key, value = tensors
     for group in range(groups):
         start = group * (queries + keys + values)
-        if attention.gate:
+        if gates:
+            own, gate = attention.query_size // groups, attention.gate_size // groups
+            yield RowRange(query, group * own, start, own)
+            yield RowRange(gates[0], group * gate, start + own, gate)
+        elif attention.gate:
             for part, head in itertools.product(range(parts), range(heads)):
                 there = (group * heads + head) * parts + part
                 yield RowRange(query, there * keys, start + (part * heads + head) * keys, keys)
@@ -176,6 +182,15 @@ def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
             yield RowRange(query, group * queries, start, queries)
         yield RowRange(key, first_key + group * keys, start + queries, keys)
         yield RowRange(value, first_value + group * values, start + queries + keys, values)
+
+
+def _in_blocks(tensors: list[str], attention: Attention, blocks: int) -> Iterator[RowRange]:
+    """Yield the same rows of a fused QKV that lies in blocks of heads: the queries of a block, its values, its keys."""
+    size, heads = attention.head_size, attention.query_heads // blocks
+    for head, (part, place) in itertools.product(range(attention.query_heads), enumerate((0, 2, 1))):
+        block, inside = divmod(head, heads)
+        there = ((block * 3 + place) * heads + inside) * size
+        yield RowRange(tensors[0], there, (head * 3 + part) * size, size)
 
 
 def _in_sections(tensors: list[str], parameter: Parameter, sections: Sections) -> Iterator[RowRange]:

@@ -10,11 +10,11 @@ from megatron_ext.plugins.families.reading import Reading
 
 DROPOUTS = {
     "attention_dropout": ("attention_dropout", "attn_pdrop"),
-    "hidden_dropout": ("resid_pdrop", "hidden_dropout", "residual_dropout"),
+    "hidden_dropout": ("resid_pdrop", "hidden_dropout", "residual_dropout", "resid_dropout"),
 }
 """Flag -> names of its key in the families. A class that has none of them drops nothing."""
 
-_OF_EMBEDDINGS = ("embd_pdrop", "emb_pdrop", "embedding_dropout")
+_OF_EMBEDDINGS = ("embd_pdrop", "emb_pdrop", "embed_dropout", "embedding_dropout")
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_alpha")
 
 TRAINING_FLAGS = (*DROPOUTS, "moe_aux_loss_coeff", "moe_router_load_balancing_type")

@@ -32,14 +32,16 @@ _LARGEST_INDEX = 1 << 26  # bytes; 200,000 tensors have some 20 million
 
 
 def read_model(folder: str | Path) -> tuple[Family, dict[str, Any]]:
-    """Return what `read_hf_config` does, with what the files say better: depths of multi-token prediction are none
-    where they hold none, and a text model inside of another one is tied or not as its output layer is there.
+    """Return what `read_hf_config` does, with the type as which it is exported again, and what the files say better:
+    depths of multi-token prediction are none where they hold none, and a text model inside of another one is tied or
+    not as its output layer is there.
 
     transformers writes `num_nextn_predict_layers` 1 into every file of some families, and leaves their weights out.
     Around a text model it takes what is said next to `text_config`, of some types also what is said inside, or what
     their class has; and it ties no output layer that differs from the embeddings.
     """
     family, values = read_hf_config(folder)
+    values["hf_model_type"] = family.model_type
     outer = outer_config(folder)
     if outer is None and not values.get("mtp_num_layers"):
         return family, values

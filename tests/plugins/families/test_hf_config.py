@@ -33,14 +33,15 @@ _CHOSEN = {
 _SWITCHED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "num_hidden_layers": 3}
 _GROUPS = {"n_group": 4, "topk_group": 2}
 _CHANGES: dict[str, dict[str, Any]] = {
-    **{**dict.fromkeys(("qwen3", "qwen3_moe", "qwen2_moe"), _SWITCHED), "granitemoehybrid": {"mamba_d_head": 12}},
+    **dict.fromkeys(("qwen3", "qwen3_moe", "qwen2_moe"), _SWITCHED),
+    **{hybrid: {"mamba_d_head": 12} for hybrid in ("granitemoehybrid", "bamba")},
     **{**dict.fromkeys(("glm_moe_dsa", "mimo_v2_flash"), _GROUPS), "smollm3": {"no_rope_layer_interval": 2}},
 }
 """What makes a model read every key."""
 
 _LEFT_OUT = {
     **{"gemma3_text": "layer_types", "ministral": "layer_types", "smollm3": "no_rope_layers", "gpt2": "n_inner"},
-    "glm_moe_dsa": "mlp_layer_types",
+    **{"glm_moe_dsa": "mlp_layer_types", "mellum": "layer_types"},
 }
 """Keys of these models that hide another one, or whose list another number of layers would contradict."""
 
@@ -61,7 +62,10 @@ _OTHER = {
     "layers_block_type": ["chunked_attention", "full_attention"],
     "mtp_layers_block_type": ["full_attention"],
     "time_step_rank": 7,
+    "embedding_initializer_range": 0.5,
     "mlp_only_layers": [0],
+    "mtp_layer_types": ["full_attention"],
+    "mtp_mlp_layer_types": ["sparse"],
     "dtype": "bfloat16",
     "problem_type": "regression",
     "architectures": ["Other"],
@@ -80,6 +84,12 @@ _OF_OTHER_SETTINGS = {
     },
     "granitemoehybrid": {"mamba_chunk_size"},
     "falcon_h1": {"mamba_chunk_size", "mamba_expand", "num_logits_to_keep"},
+    "bamba": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
+    "gpt_bigcode": {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"},
+    "gpt_neo": {"classifier_dropout"},
+    "hy_v3": {"enable_moe_fp32_combine"},
+    "mellum": {"mtp_layer_types", "mtp_mlp_layer_types", "sliding_window"},
+    "codegen": {"n_ctx"},
     "qwen2_moe": {"max_window_layers"},
     "qwen3_moe": {"max_window_layers"},
     "phi3": {"original_max_position_embeddings"},

@@ -159,7 +159,7 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
         ({**OLMO2, "norm_position": "before"}, r"is olmo2, which has --norm-position after \(not before\)"),
         ({**LLAMA, "norm_position": "after"}, r"is llama, which has --norm-position before \(not after\)"),
         (
-            {**MIXTRAL, "moe_shared_expert_intermediate_size": 8},
+            {**MIXTRAL, "moe_shared_expert_intermediate_size": 8, "window_size": "7,0"},
             "is mixtral, which has no --moe-shared-expert-intermediate-size",
         ),
         ({**MIXTRAL, "moe_router_pre_softmax": True}, "is mixtral, which has no --moe-router-pre-softmax"),
@@ -253,7 +253,7 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
     [
         (
             {"model_type": "bert"},
-            '"bert" is not supported; use one of apertus, arcee, bloom, cohere, cohere2, deepseek_v2, deepseek_v3, ',
+            '"bert" is not supported; use one of afmoe, apertus, arcee, aria_text, bamba, bloom, codegen, cohere, cohere2, cwm, ',
         ),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
         (
