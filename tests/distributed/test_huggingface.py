@@ -615,6 +615,19 @@ def _load_and_save(arguments: list[str], folder: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "named", "kind"), [("Phi-3", [], "phi3"), ("Llama 2", ["--hf-model-type", "iquestcoder"], "iquestcoder")]
+)
+def test_a_run_is_exported_as_the_type_that_it_began_from_or_names(
+    name: str, named: list[str], kind: str, models: dict[str, Any], tmp_path: Path
+) -> None:
+    saved, written = str(tmp_path / "saved"), tmp_path / "hf"
+    run_ranks(1, _load_and_save, flags(["--load-hf", str(models[name][0]), *named]), saved)
+    assert convert(["to-hf", "--load", saved, "--save", str(written), "--no-verify"]) == 0
+    assert json.loads((written / "config.json").read_text())["model_type"] == kind
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["DeepSeek-V3.2", "GLM-5"])
 def test_a_prefix_of_a_text_keeps_its_logits_next_to_an_indexer(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""Aria's text model: Llama with experts in every layer, whose matrices are one transposed tensor, and shared ones."""
+"""Aria's text model: Llama with experts in every layer, whose matrices are one, transposed tensor, and shared ones."""
 
 from typing import Any
 

@@ -20,6 +20,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.stack import layers
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.reading import WITHOUT_BEARING, Reading
+from megatron_ext.plugins.families.refused import REFUSED
 from megatron_ext.plugins.families.registry import FAMILIES
 from megatron_ext.plugins.families.training_numbers import (
     DROPOUTS,
@@ -119,11 +120,11 @@ def _opened(path: Path) -> tuple[Family, Reading, str, list[str]]:
     wrong around them."""
     content, prefix, problems = _content(path), "", []
     kind = content.get("model_type")
-    if (why := REFUSED.get(str(kind))) is not None:
-        raise ConfigurationError(f"{path}: model_type {kind} is not read: {why}")
+    _require_no_reason(path, kind)
     if outer_config(path.parent) is not None:
         text, prefix = content["text_config"], "text_config: "
         kind = text.get("model_type", f"{kind}_text")
+        _require_no_reason(path, kind)
         problems = _around(content)
         content = _tied_as_a_whole(content, text)
     if (family := _family(str(kind))) is None:
@@ -135,14 +136,9 @@ def _opened(path: Path) -> tuple[Family, Reading, str, list[str]]:
     return family, reading, prefix, problems
 
 
-_WITHOUT_SCALE = "transformers 5.23.0 leaves the logit_scale of its text model out of the logits"
-REFUSED: dict[str, str] = {
-    "aya_vision": f"{_WITHOUT_SCALE} (modeling_aya_vision.py, line 390)",
-    "cohere2_vision": f"{_WITHOUT_SCALE} (modeling_cohere2_vision.py, line 334)",
-    "paligemma": "every token of a prompt attends to all of it, later ones too (transformers 5.23.0, "
-    "modeling_paligemma.py, line 257), and attention here is causal",
-}
-"""Models whose text model computes something else than the one that `text_config` names: type -> why it is not read."""
+def _require_no_reason(path: Path, kind: Any) -> None:
+    if (why := REFUSED.get(str(kind))) is not None:
+        raise ConfigurationError(f"{path}: model_type {kind} is not read: {why}")
 
 
 def _tied_as_a_whole(outer: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

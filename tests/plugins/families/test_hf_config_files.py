@@ -253,7 +253,7 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
     [
         (
             {"model_type": "bert"},
-            '"bert" is not supported; use one of afmoe, apertus, arcee, bamba, bloom, codegen, cohere, cohere2, cwm, ',
+            '"bert" is not supported; use one of afmoe, apertus, arcee, aria_text, bamba, bloom, codegen, cohere, ',
         ),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
         (
