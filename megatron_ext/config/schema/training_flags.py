@@ -120,6 +120,7 @@ class TrainingConfig:
         "gradients in e5m2; on GPUs from compute capability 8.9 on, elsewhere with the same rounding.",
         choices=("e4m3", "hybrid"),
         untried_with_graphs=True,
+        computed_by_ours=True,
     )
     fp8_recipe: str = free(
         "tensorwise",
