@@ -4,5 +4,5 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "families",
-    needs=("gated_delta", "latent_attention", "mamba", "next_token", "side_by_side"),
+    needs=("gated_delta", "latent_attention", "mamba", "next_token", "short_convolution", "side_by_side"),
 )
