@@ -24,6 +24,7 @@ from megatron_ext.errors import ConfigurationError
 EXTENSION_POINTS = {
     "callbacks": "functions from a run to its callbacks (train/callbacks/standard.py)",
     "choices": "values that a plugin adds to a field of the core (config/schema/option.py)",
+    "comparisons": "models with a kind of part, and layouts to compare them in (plugins/prove/cases.py)",
     "checkpoint_formats": "checkpoints that other programs wrote (checkpoint/native/other_formats.py)",
     "counts_as": "functions from values to the fields that count as given next to them (config/parse/options.py)",
     "draws": "functions that draw flags of a kind of part at random (plugins/prove/draws.py)",

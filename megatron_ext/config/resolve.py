@@ -22,6 +22,7 @@ from megatron_ext.config.derived.lr_scale import scale
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
 from megatron_ext.config.derived.sharding import FSDP
+from megatron_ext.config.parse.options import options
 from megatron_ext.config.schema import Config, ModelConfig, TrainingConfig
 from megatron_ext.registry import brought
 
@@ -192,12 +193,15 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
 
 
 def _resolve_implementation(values: dict[str, Any]) -> None:
-    """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides,
-    documents that are kept apart, other mixers than attention, multi-token prediction, and products in FP8, which are
-    torch's. What is computed is the same, in FP8 up to how each rounds."""
-    ours = ("num_experts", *FSDP, "fp8_format", "mtp_num_layers", "reset_attention_mask", "reset_position_ids")
-    if any(values.get(name) for name in (*ours, "experimental_attention_variant", "hybrid_layer_pattern")):
+    """Have the layers computed by ours where Transformer Engine's cannot be, as the fields say that ask for it. What is
+    computed is the same, in FP8 up to how each rounds."""
+    if any(values.get(name) for name in _computed_by_ours()):
         values["transformer_impl"] = "local"
+
+
+@functools.cache
+def _computed_by_ours() -> tuple[str, ...]:
+    return tuple(option.name for option in options() if option.computed_by_ours)
 
 
 def _resolve_exchange(values: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ traffic and the planner sum over the parts of the layers (`parts/stack.py`) and 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -68,6 +68,20 @@ def taken(random: Random, *choices: tuple[float, str]) -> list[str]:
     """Return the flags that a draw takes for the comparison of random layouts (`plugins/prove/draws.py`): of each pair
     the flags, with the probability before them."""
     return [flags for probability, flags in choices if random.random() < probability]
+
+
+class Compared(NamedTuple):
+    """Models with a kind of part, and the layouts in which they are compared with one process: what a plugin brings to
+    the extension point `comparisons`."""
+
+    models: Mapping[str, str]
+    """Name -> flags of the model's shape."""
+
+    layouts: Mapping[str, tuple[int, str]]
+    """Name, which ends with the model's -> ranks and flags."""
+
+    quick: Collection[str]
+    """Names of the layouts that every run of the tests has."""
 
 
 @dataclass(frozen=True)

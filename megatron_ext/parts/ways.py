@@ -5,11 +5,13 @@
 A way is one that the flags choose: for attention whole sequences, documents, an exchange between context-parallel
 ranks, one of the kernels; for a layer products in FP8, recomputation, Transformer Engine. A piece is what a layer may
 have and not every way can compute. A new piece is asked for in `Part.pieces` or `Layer.pieces`, and every way that
-lacks it says so here; nothing is assumed: tests/distributed/test_ways.py computes every piece in every way, or sees it
-refused. What a value needs of one other flag stands at its field (`config.schema.option.Need`).
+lacks it says so here, or the piece says it (`Asked.lacked_by`) where its kind is a plugin's; nothing is assumed:
+tests/distributed/test_ways.py computes every piece in every way, or sees it refused. What a value needs of one other
+flag stands at its field (`config.schema.option.Need`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_ext.config.derived.attention_flags import chooses_nothing
@@ -24,6 +26,9 @@ class Asked(NamedTuple):
 
     without: str = ""
     """Flags that do without it, if that is another setting of the same model."""
+
+    lacked_by: Mapping[str, str] = MappingProxyType({})
+    """Ways that cannot compute it, by name -> why, of those that do not say it themselves (`Way.lacks`)."""
 
 
 class Way(NamedTuple):
@@ -119,9 +124,6 @@ WAYS: dict[str, Way] = {
             "slopes": _NEVER_RUN.format("slopes"),
             "gate": _NEVER_RUN.format("gates"),
             "clip": "which clips nothing",
-            "latent": _NEVER_RUN.format("latents"),
-            "delta": "which has no gated delta rule",
-            "mamba": "which has no Mamba-2 layer here",
             "parallel": "whose MLP reads what attention has added to",
             "rotation by layer": "which has one table of angles",
             "longer queries": "whose angles lengthen nothing",
@@ -142,10 +144,6 @@ WAYS: dict[str, Way] = {
                 "which would scale the tokens of an expert together, and which ranks' tokens these are follows from "
                 "the layout"
             ),
-            "latent": "which has no products for latents",
-            "delta": "which was never compared with another layout in gated delta rules",
-            "mamba": "which was never compared with another layout in Mamba-2 layers",
-            "next tokens": "which was never compared with another layout in the depths of multi-token prediction",
         },
         "leave --fp8-format out to train them in bf16",
     ),
@@ -158,7 +156,7 @@ RECOMPUTATIONS: dict[str, Way] = {
     "several layers": Way(
         lambda of: of.training.recompute_method == "uniform" and (of.training.recompute_num_layers or 1) > 1,
         "--recompute-num-layers {0.recompute_num_layers} computes several layers anew together",
-        {"next tokens": "and a depth of multi-token prediction is one by itself"},
+        {},
         "--recompute-num-layers 1",
     ),
     "norms": Way(
@@ -171,17 +169,20 @@ RECOMPUTATIONS: dict[str, Way] = {
 """What is computed again in the backward pass. Whether it can be depends on no layout: a planner asks once."""
 
 
+def lacks(name: str, way: Way, piece: str, asked: Asked) -> str | None:
+    """Return why the way of this name cannot compute a piece; None where it can."""
+    return way.lacks.get(piece) or asked.lacked_by.get(name)
+
+
 def refusals(config: Config, pieces: Mapping[str, Asked], ways: Mapping[str, Way] = WAYS) -> Iterator[str]:
     """Yield why those of these ways that the configuration takes cannot compute these pieces, each with a setting that
     works."""
-    for way in ways.values():
-        lacking = pieces.keys() & way.lacks.keys()
+    for name, way in ways.items():
+        lacking = {piece: why for piece, asked in pieces.items() if (why := lacks(name, way, piece, asked))}
         if not lacking or not way.is_taken(config):
             continue
         for piece in sorted(lacking):
             asked = pieces[piece]
             does = way.does.format(config.training, exchanges=" ".join(config.layout.cp_comm_type))
             fixes = ", or ".join(filter(None, (asked.without, way.instead)))
-            yield (
-                f"{does}, {way.lacks[piece]}, but {asked.text}; {'' if fixes.startswith('leave') else 'use '}{fixes}"
-            )
+            yield (f"{does}, {lacking[piece]}, but {asked.text}; {'' if fixes.startswith('leave') else 'use '}{fixes}")

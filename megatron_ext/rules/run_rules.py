@@ -28,8 +28,8 @@ def values_are_in_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require that each value is within its field's bounds."""
     for option in _of("at_least", "at_most", "positive", "share"):
         value = _value(config, option)
-        if value is not None:
-            yield from _out_of_range(option, value)
+        for one in value if isinstance(value, tuple) else () if value is None else (value,):
+            yield from _out_of_range(option, one)
 
 
 def _out_of_range(option: Option, value: Any) -> Iterator[str]:

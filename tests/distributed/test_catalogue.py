@@ -20,6 +20,7 @@ from megatron_ext.parts.catalogue import Parameter, count_per_rank, parameters, 
 from megatron_ext.parts.stack import Layer, stack
 from tests.support.several_models import in_turn
 from tests.support.small_models import (
+    CONVOLUTIONS,
     DELTA,
     INDEXED,
     LATENTS,
@@ -83,6 +84,7 @@ MODELS["latents of keys alone, biases"] = {**LATENTS, "q_lora_rank": None, "disa
 MODELS["chosen keys"] = INDEXED
 MODELS["delta rules"] = DELTA
 MODELS["delta rules with LayerNorm"] = {**DELTA, "normalization": "LayerNorm"}
+MODELS["short convolutions"] = {**CONVOLUTIONS, "conv_bias": True}
 MODELS["letters"] = {**MAMBA, "mamba_num_groups": 4, "mamba_num_heads": 8}
 MODELS["side by side"] = {**MODELS["letters"], "hybrid_layer_pattern": "B-BM", "mamba_norm": "none"}
 MODELS["sinks and gates"] = {
@@ -301,7 +303,17 @@ def _saved_besides_parameters(config: Config) -> set[str]:
     return {value.unique_key for value in saved.values() if isinstance(value, ShardedObject)}
 
 
-WITH_STATE = ("GPT-2", "Llama", "OLMo-2", "latents", "chosen keys", "delta rules", "letters", EXPERTS)
+WITH_STATE = (
+    "GPT-2",
+    "Llama",
+    "OLMo-2",
+    "latents",
+    "chosen keys",
+    "delta rules",
+    "short convolutions",
+    "letters",
+    EXPERTS,
+)
 
 
 @pytest.mark.parametrize("model", WITH_STATE)

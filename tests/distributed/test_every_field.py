@@ -61,6 +61,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "delta rules": (1, f"{ROPE} --normalization RMSNorm --disable-bias-linear --experimental-attention-variant "
                        "gated_delta_net --linear-attention-freq [1,0] --linear-num-key-heads 2 "
                        "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"),
+    "short convolutions": (1, "--full-attn-idxs 1"),
     "letters": (1, f"{ROPE} --num-layers 4 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern M-M* "
                    "--mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2"),
     "side by side": (1, f"{ROPE} --num-layers 2 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern "
@@ -154,6 +155,9 @@ CHANGES: dict[str, tuple[str, str]] = {
     "mamba_norm": ("letters", "--mamba-norm before-gate"),
     "mamba_multipliers": ("letters", "--mamba-multipliers 1 1 2 1 1"),
     "mixer_multipliers": ("side by side", "--mixer-multipliers 1 0.5"),
+    "full_attn_idxs": ("plain", "--full-attn-idxs 0"),
+    "conv_l_cache": ("short convolutions", "--conv-l-cache 4"),
+    "conv_bias": ("short convolutions", "--conv-bias"),
     "mlp_multipliers": ("plain", "--swiglu --mlp-multipliers 0.5 1"),
     "linear_attention_freq": ("delta rules", "--linear-attention-freq [0,1]"),
     "linear_conv_kernel_dim": ("delta rules", "--linear-conv-kernel-dim 2"),

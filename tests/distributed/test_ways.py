@@ -14,7 +14,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.stack import layers
-from megatron_ext.parts.ways import RECOMPUTATIONS, WAYS
+from megatron_ext.parts.ways import RECOMPUTATIONS, WAYS, lacks
 from megatron_ext.rules.part_rules import RULES
 
 LENGTH = 64
@@ -108,6 +108,7 @@ PARTS = {
         f"{_LLAMA} --experimental-attention-variant kda --linear-attention-freq 2 --linear-num-key-heads 2 "
         "--linear-num-value-heads 4"
     ),
+    "short convolutions": f"{_LLAMA} --full-attn-idxs 1 --conv-bias",
     "letters": f"{_LLAMA} --hybrid-layer-pattern MG+-|M --mamba-num-groups 2 {_LATENT}",
     "side by side": (
         f"{_LLAMA} --hybrid-layer-pattern B-B- --mamba-num-groups 2 --mamba-norm none --mamba-multipliers 0.5 1 2 1 2 "
@@ -349,7 +350,10 @@ def test_pieces_are_refused_where_a_way_lacks_them() -> None:
     assert len(_refused("Transformer Engine", "norms after")) == 2
     assert len(_refused("FP8", "shared experts")) == 1
     configs = [_config(*pair) for pair in PAIRS]
-    asked = {piece for config in configs for layer in layers(config) for piece in layer.pieces(config)}
-    assert {piece for way in (*WAYS.values(), *RECOMPUTATIONS.values()) for piece in way.lacks} == asked, (
-        "a piece that no test has"
-    )
+    asked = {piece: by for config in configs for layer in layers(config) for piece, by in layer.pieces(config).items()}
+    ways = WAYS | RECOMPUTATIONS
+    assert {piece for way in ways.values() for piece in way.lacks} <= asked.keys(), "a piece that no test has"
+    for piece, by in asked.items():
+        lacking = [name for name, way in ways.items() if lacks(name, way, piece, by)]
+        assert lacking, f"every way has {piece}"
+        assert by.lacked_by.keys() <= {*lacking}, f"{piece} names no way"

@@ -473,6 +473,23 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"mlp_layer_types": ["dense"] * 4, "linear_conv_kernel_dim": 3, **_UNTIED},
         "layer_types": ["full_attention", "linear_attention"] * 2,
     },
+    "LFM2": {
+        **{"model_type": "lfm2", **_PLAIN, "num_hidden_layers": 4, "num_key_value_heads": 2, "norm_eps": 1e-3},
+        **{"layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 20, **_UNTIED},
+        "pad_token_id": None,
+    },
+    "LFM2 with biases": {
+        **{"model_type": "lfm2", **_PLAIN, "num_hidden_layers": 2, "full_attn_idxs": [0], "conv_L_cache": 5},
+        "num_key_value_heads": 3,
+        "pad_token_id": None,
+        **{"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
+    },
+    "LFM2 with experts": {
+        **{"model_type": "lfm2_moe", **_PLAIN, "num_hidden_layers": 4, "num_key_value_heads": 2, "num_experts": 6},
+        **{"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "routed_scaling_factor": 1.7, "tie_word_embeddings": True},
+        "pad_token_id": None,
+    },
     "OLMo hybrid": {
         **{"model_type": "olmo_hybrid", **_DELTA, **_UNTIED, "layer_types": None, "partial_rotary_factor": 1.0},
         **{"pad_token_id": None, "rope_parameters": {"rope_theta": None}},

@@ -28,6 +28,7 @@ _DELTA = (
     "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --experimental-attention-variant "
     "gated_delta_net --linear-attention-freq"
 )
+_CONVOLUTIONS = "--position-embedding-type rope --full-attn-idxs"
 _LETTERS = "--num-layers 8 --position-embedding-type none --mamba-num-groups 2 --hybrid-layer-pattern"
 _FSDP = "--world-size 4 --use-megatron-fsdp --data-parallel-sharding-strategy"
 _FULL = "--recompute-granularity full --recompute-method"
@@ -55,6 +56,18 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"{_CP2} {_DELTA} 2 --seq-length 16 --linear-conv-kernel-dim 6",
         f"{_DELTA} 2 --bf16 --fp8-format hybrid --attention-dropout 0",
         "--linear-attention-freq 4 --linear-num-key-heads 8",
+    ),
+    "gated short convolutions": (
+        f"{_CONVOLUTIONS} 2 5",
+        f"{_CONVOLUTIONS} 2 8",
+        f"{_CONVOLUTIONS} -1 2",
+        f"{_CONVOLUTIONS} 0 1 2 3 4 5 6 7",
+        f"{_CONVOLUTIONS} 2 --hybrid-layer-pattern C-*-C-C-",
+        f"{_CONVOLUTIONS} 2 --experimental-attention-variant kda --linear-attention-freq 2 --disable-bias-linear",
+        f"{_CP2} {_CONVOLUTIONS} 2 --seq-length 16 --conv-l-cache 5",
+        f"{_CP2} {_CONVOLUTIONS} 2 --seq-length 16 --conv-l-cache 6",
+        f"{_CONVOLUTIONS} 2 --bf16 --fp8-format hybrid --attention-dropout 0",
+        "--conv-l-cache 4 --conv-bias",
     ),
     "layers of letters": (
         *(

@@ -49,6 +49,9 @@ MAMBA: dict[str, Any] = {
 }
 """Mamba-2, attention and an MLP in layers of their own."""
 
+CONVOLUTIONS: dict[str, Any] = {**LLAMA, "full_attn_idxs": (1,), "conv_l_cache": 4}
+"""Gated short convolutions in all layers but the second."""
+
 MIXTURE = {
     **{"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "disable_bias_linear": True},
     **{"moe_shared_expert_intermediate_size": 32, "swiglu": True},

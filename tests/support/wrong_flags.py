@@ -59,6 +59,9 @@ EXAMPLES = {
         "--disable-bias-linear",
         "--linear-attention-freq 4",
     ),
+    "A layer with attention after the last one": Example(
+        "--position-embedding-type rope --full-attn-idxs 5 99", "--full-attn-idxs 5"
+    ),
     "A pattern with more letters than layers": Example(
         "--hybrid-layer-pattern M-M-M-M-M* --mamba-num-groups 2", "--num-layers 10"
     ),

@@ -325,6 +325,13 @@ REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "a run ends after 100 steps in a row that overflow at the least loss scale, or half of its steps; leave it "
+        "out, and set the scale with --loss-scale or --min-loss-scale",
+        """
+        --loss-scale-patience N
+        """,
+    ),
+    (
         "of a mixture of experts, this part is not in this version; leave it out, docs/experts.md has the others",
         """
         --first-k-dense-replace N =0;-1, --moe-min-capacity N, --moe-train-capacity-factor N,

@@ -8,9 +8,9 @@ from typing import Literal
 FIELDS = ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "linear_attention_freq")
 """Fields of the model that are read here. One value may be written in several ways."""
 
-MAMBA, GATED_DELTA, ATTENTION, LATENT, MLP, EXPERTS, BOTH = "M", "G", "*", "+", "-", "E", "B"
-"""What a layer of --hybrid-layer-pattern is, alone: Mamba-2, Gated DeltaNet, attention, that of latents
-(--multi-latent-attention), an MLP, experts; or attention and Mamba-2 side by side, which Megatron has no letter for."""
+ATTENTION, MLP, EXPERTS = "*", "-", "E"
+"""What a layer of --hybrid-layer-pattern is, alone: attention, an MLP, experts; plugins bring more letters with their
+mixers (`parts/kinds.py`)."""
 
 PIPE = "|"
 """Where a chunk of the pipeline ends there."""

@@ -61,6 +61,7 @@ class Option:
     """Values that only a GPU can do."""
 
     untried_with_graphs: bool
+    computed_by_ours: bool
 
     @property
     def flag(self) -> str:
@@ -93,9 +94,11 @@ def options() -> tuple[Option, ...]:
             value_type, many = _single_type(hints[field.name])
             told = dict(field.metadata)
             more = [choice for choice in brought("choices") if choice.field == field.name]
-            if more:
-                told["choices"] = (*(told["choices"] or ()), *(choice.value for choice in more))
+            if more and told["choices"] is not None:
+                told["choices"] = (*told["choices"], *(choice.value for choice in more))
                 told["needs"] += tuple((choice.value, need) for choice in more for need in choice.needs)
+            words = ", ".join(f"{choice.value} {choice.words}" for choice in more)
+            told["help"] = told["help"].replace("{choices}", words)
             told["metavar"] = told["metavar"] or _metavar(value_type, many, told["choices"])
             declared.append(
                 Option(name=field.name, group=group.name, type=value_type, many=many, default=field.default, **told)

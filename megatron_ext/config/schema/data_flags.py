@@ -140,8 +140,9 @@ class DataConfig:
         False,
         "Count positions, learned or rotary, from the beginning of each document in a sample.",
         read_with=_POSITIONS,
+        computed_by_ours=True,
     )
-    reset_attention_mask: bool = free(False, "Let no token see another document of its sample.")
+    reset_attention_mask: bool = free(False, "Let no token see another document of its sample.", computed_by_ours=True)
     eod_mask_loss: bool = free(False, "Do not train on predicting what follows an end of document.")
     assistant_only_loss: bool = free(
         False,

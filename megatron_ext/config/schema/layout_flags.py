@@ -126,7 +126,9 @@ class LayoutConfig:
         False, "With the distributed optimizer, gather parameters while the next forward pass runs."
     )
     use_torch_fsdp2: bool = free(
-        False, "Shard weights, gradients and optimizer state over the data-parallel ranks with torch's fully_shard."
+        False,
+        "Shard weights, gradients and optimizer state over the data-parallel ranks with torch's fully_shard.",
+        computed_by_ours=True,
     )
     torch_fsdp2_no_reshard_after_forward: bool = free(
         False, "With FSDP2, keep a layer's gathered weights until its backward pass: fewer gathers, more memory."
@@ -135,7 +137,9 @@ class LayoutConfig:
         False, "With FSDP2, keep weights, gradients and optimizer state in host memory, and update there."
     )
     use_megatron_fsdp: bool = free(
-        False, "Shard over the data-parallel ranks with megatron-core's FSDP, by --data-parallel-sharding-strategy."
+        False,
+        "Shard over the data-parallel ranks with megatron-core's FSDP, by --data-parallel-sharding-strategy.",
+        computed_by_ours=True,
     )
     data_parallel_sharding_strategy: str | None = free(
         None,

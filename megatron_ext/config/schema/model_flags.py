@@ -174,15 +174,16 @@ class ModelConfig:
         "that an indexer chooses, which torch's operations gather for a block of queries at a time, on GPUs too.",
         resume="shape",
         choices=(),
+        computed_by_ours=True,
     )
     hybrid_layer_pattern: str | None = option(
         None,
-        "What each layer is, alone: M Mamba-2, G Gated DeltaNet, * attention, + that of latents, - MLP, E experts; or "
-        "B attention and Mamba-2 side by side. | ends a chunk of the pipeline. A layer has one norm and adds once, and "
-        "there are as many as letters.",
+        "What each layer is, alone: * attention, - MLP, E experts, {choices}. | ends a chunk of the pipeline. A layer "
+        "has one norm and adds once, and there are as many as letters.",
         resume="shape",
         metavar="LETTERS",
         aliases=("--hybrid-override-pattern",),
+        computed_by_ours=True,
     )
     rope_type: str | None = option(
         None,
@@ -518,6 +519,7 @@ class ModelConfig:
         at_least=0,
         at_most=100,
         turns_on_a_plugin=True,
+        computed_by_ours=True,
     )
     mtp_loss_scaling_factor: float = option(
         0.1,
@@ -526,7 +528,12 @@ class ModelConfig:
         read_with=ReadWith("mtp_num_layers", "without --mtp-num-layers one token is predicted"),
     )
     num_experts: int | None = option(
-        None, "Replace each layer's MLP by a mixture of this many experts.", resume="shape", at_least=1, at_most=65_536
+        None,
+        "Replace each layer's MLP by a mixture of this many experts.",
+        resume="shape",
+        at_least=1,
+        at_most=65_536,
+        computed_by_ours=True,
     )
     moe_layer_freq: str | None = option(
         None,

@@ -39,11 +39,13 @@ class Need:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A value that a plugin adds to the choices of a field of the core."""
+    """A value that a plugin adds to the choices of a field of the core, or to what a text of it may be made of."""
 
     field: str
     value: Any
     needs: tuple[Need, ...] = ()
+    words: str = ""
+    """What it stands for, in the place of `{choices}` in the help of the field."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +99,7 @@ def option(
     packages: Mapping[Any, str] | None = None,
     needs_gpu: Sequence[Any] = (),
     untried_with_graphs: bool = False,
+    computed_by_ours: bool = False,
 ) -> Any:
     """Declare one field of the configuration.
 
@@ -124,6 +127,8 @@ def option(
         packages: value -> the package that it needs; None: every value but the default needs it.
         needs_gpu: values that only a GPU can do.
         untried_with_graphs: whether nobody has tried CUDA graphs with another value than the default.
+        computed_by_ours: whether it asks for what layers of this program's own alone compute, so that
+            --transformer-impl is local.
         turns_on_a_plugin: whether it has an effect only where a plugin that brings it as a switch is installed.
     """
     metadata = {
@@ -148,6 +153,7 @@ def option(
         "packages": tuple((packages or {}).items()),
         "needs_gpu": tuple(needs_gpu),
         "untried_with_graphs": untried_with_graphs,
+        "computed_by_ours": computed_by_ours,
     }
     return dataclasses.field(default=default, metadata=metadata)
 

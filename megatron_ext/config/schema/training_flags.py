@@ -120,6 +120,7 @@ class TrainingConfig:
         "gradients in e5m2; on GPUs from compute capability 8.9 on, elsewhere with the same rounding.",
         choices=("e4m3", "hybrid"),
         untried_with_graphs=True,
+        computed_by_ours=True,
     )
     fp8_recipe: str = free(
         "tensorwise",
@@ -184,13 +185,6 @@ class TrainingConfig:
     min_loss_scale: float = free(1.0, "Lowest value of the dynamic loss scale.", read_with=_FP16)
     loss_scale_window: int = free(
         1000, "Good steps after which the dynamic loss scale doubles.", at_least=1, read_with=_FP16
-    )
-    loss_scale_patience: int = free(
-        100,
-        "Steps in a row that may overflow at --loss-scale or --min-loss-scale before the run ends (exit code 70) and "
-        "says which scale would do; at most half of the run's steps.",
-        at_least=1,
-        read_with=_FP16,
     )
     hysteresis: int = free(2, "Bad steps before the dynamic loss scale halves.", at_least=1, read_with=_FP16)
     accumulate_allreduce_grads_in_fp32: bool = free(

@@ -1,7 +1,6 @@
 """Holds what families with gated delta rules in most layers have in common, and Qwen3-Next and Qwen3.5 among them:
 attention with gates in the others, norms that hold what they differ from 1."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron_ext.plugins.families.shared import (
     decoder_values,
     pattern,
     shared_expert_width,
+    typed_layers,
 )
 
 RULE_KINDS = ("full_attention", "linear_attention")
@@ -77,15 +77,7 @@ def delta_values(reading: Reading) -> dict[str, Any]:
 
 def rule_values(reading: Reading, variant: str, usual: Sequence[bool]) -> dict[str, Any]:
     """Return the flags of the layers that have this rule by `layer_types`; `usual`: where it is missing."""
-    kinds, number = reading.get("layer_types"), len(usual)
-    has_rule = usual
-    if isinstance(kinds, list) and len(kinds) == number and {*map(str, kinds)} <= {*RULE_KINDS}:
-        has_rule = [kind == RULE_KINDS[1] for kind in kinds]
-    elif kinds is not None:
-        reading.problems.append(
-            f"layer_types is {json.dumps(kinds)[:80]}; supported is a list of num_hidden_layers {number} times "
-            f"{' or '.join(RULE_KINDS)}"
-        )
+    has_rule = typed_layers(reading, RULE_KINDS, usual)
     return {
         "experimental_attention_variant": variant if any(has_rule) else None,
         "linear_attention_freq": pattern(has_rule) if any(has_rule) else None,

@@ -124,5 +124,8 @@ def _difference(name: str, wanted: Any, given: Any) -> str:
         return f"no {flag}"
     if isinstance(wanted, bool):
         return flag if wanted else f"no {flag}"
-    wanted, given = (f"{one:g}" if isinstance(one, float) else one for one in (wanted, given))
+    wanted, given = (
+        f"{one:g}" if isinstance(one, float) else " ".join(map(str, one)) if isinstance(one, tuple) else one
+        for one in (wanted, given)
+    )
     return f"{flag} {wanted} (not {given})"

@@ -397,6 +397,20 @@ def layer_numbers(reading: Reading) -> range:
     return range(min(reading.integer("num_hidden_layers"), options_by_name()["num_layers"].at_most or 1))
 
 
+def typed_layers(reading: Reading, kinds: tuple[str, str], usual: Sequence[bool]) -> Sequence[bool]:
+    """Return which layers are of the second of these kinds by `layer_types`; `usual`: where it is missing."""
+    typed = reading.get("layer_types")
+    if typed is None:
+        return usual
+    if not isinstance(typed, list) or len(typed) != len(usual) or not {*map(str, typed)} <= {*kinds}:
+        reading.problems.append(
+            f"layer_types is {json.dumps(typed)[:80]}; supported is a list of num_hidden_layers {len(usual)} times "
+            f"{' or '.join(kinds)}"
+        )
+        return usual
+    return [kind == kinds[1] for kind in typed]
+
+
 def window_values(reading: Reading) -> dict[str, Any]:
     """Return the flag of `sliding_window` in families all of whose layers have it."""
     if reading.get("sliding_window") is None:

@@ -201,7 +201,7 @@ class GatedDeltaNet(MegatronModule):
                 latest = inputs_PSBGX[:, -length:]
                 if ids is not None:  # the next piece goes on with the last document alone
                     latest = latest * (ids[:, -length:] == ids[:, -1:])[..., None, None]
-                tail = _before(latest, group)
+                tail = before_pieces(latest, group)
             state = self.states_before(run, tail, state)
         context_PSBC, state = run(tail, state, reading)
         assert context_PSBC is not None, "what is needed for that is given"
@@ -262,12 +262,12 @@ class GatedDeltaNet(MegatronModule):
                 None if ids is None else ids[:, start : end + described.kernel],
                 None if counted_SB is None else counted_SB[start:end],
             )
-            output, state = _AgainInBackward.apply(compute, span, tail, state, *own, *reading)  # pyright: ignore
+            output, state = AgainInBackward.apply(compute, span, tail, state, *own, *reading)  # pyright: ignore
             outputs.append(output)
         return (torch.cat(outputs, dim=1) if reading else None), state
 
 
-class _AgainInBackward(torch.autograd.Function):
+class AgainInBackward(torch.autograd.Function):
     """Computes a function once more in the backward pass, from what it was given. It draws no random numbers, of which
     megatron-core's and torch's checkpoints keep the generators' states."""
 
@@ -386,7 +386,7 @@ def _own(pieces: list[torch.Tensor], group: Any) -> torch.Tensor:
     return torch.stack([pieces[piece] for piece in context_chunks(group.rank(), group.size())])
 
 
-def _before(last: torch.Tensor, group: Any) -> torch.Tensor:
+def before_pieces(last: torch.Tensor, group: Any) -> torch.Tensor:
     """Return what comes before each of this rank's pieces, of the last inputs of all; zeros before the first."""
     every = _gathered(last, group)
     return _own([torch.zeros_like(every[0]), *every[:-1]], group)

@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import ClassVar
 
-from megatron_ext.config.derived.layer_patterns import GATED_DELTA, is_dealt
+from megatron_ext.config.derived.layer_patterns import is_dealt
 from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.parts.kinds import Mixer
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Core, Exchange, Part, Place, Product, Share, State, taken
 from megatron_ext.parts.ways import Asked
-from megatron_ext.plugins.gated_delta.flags import VARIANTS, GatedDeltaFlags
+from megatron_ext.plugins.gated_delta.flags import LETTER, VARIANTS, GatedDeltaFlags
 
 _FP32 = 4
 
@@ -290,7 +290,12 @@ class GatedDelta(Part):
 
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return what it asks of a way of computing it."""
-        return {"delta": Asked(f"--experimental-attention-variant is {config.model.experimental_attention_variant}")}
+        lacked_by = {
+            "Transformer Engine": "which has no gated delta rule",
+            "FP8": "which was never compared with another layout in gated delta rules",
+        }
+        asked = f"--experimental-attention-variant is {config.model.experimental_attention_variant}"
+        return {"delta": Asked(asked, lacked_by=lacked_by)}
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what its flags cannot be."""
@@ -365,6 +370,6 @@ def draw(random: Random) -> list[str]:
     return taken(random, (0.12, f"{given} {random.choice(('', '--linear-allow-neg-eigval'))}".strip()))
 
 
-MIXERS = (Mixer(GATED_DELTA, lambda model, norm, number: gated_delta_of(model, norm), _is_asked),)
+MIXERS = (Mixer(LETTER, lambda model, norm, number: gated_delta_of(model, norm), _is_asked),)
 
 DRAWS = (draw,)

@@ -7,6 +7,9 @@ from megatron_ext.config.schema.option import Choice, Need, ReadWith, option
 VARIANTS = ("gated_delta_net", "kda")
 """Values of --experimental-attention-variant that are gated delta rules."""
 
+LETTER = "G"
+"""Its letter in --hybrid-layer-pattern."""
+
 _VARIANT = ReadWith(
     ("experimental_attention_variant", "hybrid_layer_pattern"),
     "without --experimental-attention-variant gated_delta_net or kda, or G in --hybrid-layer-pattern, no layer has a "
@@ -84,7 +87,10 @@ class GatedDeltaFlags:
 
 
 FLAGS = (("model", GatedDeltaFlags),)
-CHOICES = tuple(
-    Choice("experimental_attention_variant", name, (Need("disable_bias_linear", True, "projections without bias"),))
-    for name in VARIANTS
+CHOICES = (
+    *(
+        Choice("experimental_attention_variant", name, (Need("disable_bias_linear", True, "projections without bias"),))
+        for name in VARIANTS
+    ),
+    Choice("hybrid_layer_pattern", LETTER, words="Gated DeltaNet"),
 )

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 
-from megatron_ext.config.derived.layer_patterns import LATENT
 from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.parts.attention.describe import Attention, Rotary, scaling_of, window_of, yarn_length
 from megatron_ext.parts.kinds import Mixer
@@ -30,7 +29,7 @@ from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Exchange, Number, Place, Product, Share, State, taken
 from megatron_ext.parts.ways import Asked
-from megatron_ext.plugins.latent_attention.flags import VARIANT, LatentAttentionFlags
+from megatron_ext.plugins.latent_attention.flags import LETTER, VARIANT, LatentAttentionFlags
 
 _FP32, _INT64 = 4, 8
 
@@ -378,8 +377,11 @@ class LatentAttention(Attention):
 
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return what it asks of a way of computing it."""
-        own = {"latent": Asked("--multi-latent-attention is given")}
-        return {**super().pieces(config), **own}
+        lacked_by = {
+            "Transformer Engine": "which was never run with latents here",
+            "FP8": "which has no products for latents",
+        }
+        return {**super().pieces(config), "latent": Asked("--multi-latent-attention is given", lacked_by=lacked_by)}
 
 
 def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAttention:
@@ -441,7 +443,7 @@ def draw(random: Random) -> list[str]:
 
 MIXERS = (
     Mixer(
-        LATENT,
+        LETTER,
         latent_attention_of,
         lambda model, number: flags_of(model, LatentAttentionFlags).multi_latent_attention,
         replaces_attention=True,

@@ -6,6 +6,9 @@ from typing import Any
 
 from megatron_ext.config.schema.option import Choice, Need, ReadWith, option
 
+LETTER = "+"
+"""Its letter in --hybrid-layer-pattern."""
+
 VARIANT = "dsa"
 """Value of --experimental-attention-variant that gives latent attention an indexer."""
 
@@ -25,6 +28,7 @@ class LatentAttentionFlags:
         False,
         "Multi-head latent attention: keys and values of all heads out of one small vector of each token.",
         resume="shape",
+        computed_by_ours=True,
         needs={
             True: [
                 Need("rotary_percent", 1.0, "all of --qk-pos-emb-head-dim rotated"),
@@ -138,6 +142,7 @@ def counts_as(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 FLAGS = (("model", LatentAttentionFlags),)
 CHOICES = (
+    Choice("hybrid_layer_pattern", LETTER, words="attention of latents"),
     Choice(
         "experimental_attention_variant", VARIANT, (Need("multi_latent_attention", True, "latents of keys and values"),)
     ),

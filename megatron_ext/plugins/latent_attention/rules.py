@@ -3,21 +3,23 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ext.config.derived.layer_patterns import ATTENTION, BOTH, LATENT
+from megatron_ext.config.derived.layer_patterns import ATTENTION
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config, flags_of
-from megatron_ext.plugins.latent_attention.flags import VARIANT, LatentAttentionFlags
+from megatron_ext.plugins.latent_attention.flags import LETTER, VARIANT, LatentAttentionFlags
+
+_BESIDE_MAMBA = "B"
+"""The other letter of attention without latents; its plugin need not be here."""
 
 
 def resolve(values: dict[str, Any], given: Mapping[str, Any]) -> None:
     """Fill in what latent attention implies: YaRN, heads of its own sizes, and no dropout next to an indexer."""
-    if LATENT in (values.get("hybrid_layer_pattern") or ""):
+    if LETTER in (values.get("hybrid_layer_pattern") or ""):
         values["multi_latent_attention"] = True
     if values.get("experimental_attention_variant") == VARIANT and "attention_dropout" not in given:
         values["attention_dropout"] = 0.0  # as in Megatron-LM, whose default it has no place for
     if not values.get("multi_latent_attention"):
         return
-    values["transformer_impl"] = "local"
     if values.get("position_embedding_type") != "none":
         values["rope_type"] = given.get("rope_type") or "yarn"
     elif given.get("rope_type") is not None:
@@ -33,9 +35,9 @@ def letters_are_of_latents(config: Config, facts: Facts) -> Iterator[str]:
     letters = config.model.hybrid_layer_pattern or ""
     if not flags_of(config.model, LatentAttentionFlags).multi_latent_attention:
         return
-    for letter in (ATTENTION, BOTH):
+    for letter in (ATTENTION, _BESIDE_MAMBA):
         if letter in letters:
-            other = letters.replace(ATTENTION, LATENT).replace(BOTH, LATENT)
+            other = letters.replace(ATTENTION, LETTER).replace(_BESIDE_MAMBA, LETTER)
             yield (
                 f"--hybrid-layer-pattern {letters} names attention, {letter}, with --multi-latent-attention, whose "
                 f"letter is +; use --hybrid-layer-pattern '{other}'"

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from megatron_ext.config.derived.layer_patterns import MAMBA
 from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.parts.kinds import Mixer
 from megatron_ext.parts.norm.describe import Norm
@@ -21,7 +20,7 @@ from megatron_ext.parts.protocol import Exchange, Place, Share, taken
 from megatron_ext.parts.ways import Asked
 from megatron_ext.plugins.gated_delta.describe import CHUNK, SPAN, GatedDelta
 from megatron_ext.plugins.gated_delta.flags import GatedDeltaFlags
-from megatron_ext.plugins.mamba.flags import MambaFlags
+from megatron_ext.plugins.mamba.flags import LETTER, MambaFlags
 
 _FP32 = 4
 
@@ -92,7 +91,11 @@ class Mamba(GatedDelta):
 
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return what it asks of a way of computing it."""
-        return {"mamba": Asked(f"--hybrid-layer-pattern is {config.model.hybrid_layer_pattern}")}
+        lacked_by = {
+            "Transformer Engine": "which has no Mamba-2 layer here",
+            "FP8": "which was never compared with another layout in Mamba-2 layers",
+        }
+        return {"mamba": Asked(f"--hybrid-layer-pattern is {config.model.hybrid_layer_pattern}", lacked_by=lacked_by)}
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield what its flags cannot be."""
@@ -140,6 +143,6 @@ def draw(random: Random) -> list[str]:
     return taken(random, (0.1, f"--hybrid-layer-pattern {pattern} {sizes} --norm-epsilon 1e-3"))
 
 
-MIXERS = (Mixer(MAMBA, lambda model, norm, number: mamba_of(model)),)
+MIXERS = (Mixer(LETTER, lambda model, norm, number: mamba_of(model)),)
 
 DRAWS = (draw,)

@@ -2,9 +2,16 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import ReadWith, option
+from megatron_ext.config.schema.option import Choice, ReadWith, option
 
-PATTERN = ReadWith("hybrid_layer_pattern", "without M or B in --hybrid-layer-pattern no layer is Mamba-2", letters="MB")
+LETTER, BESIDE_ATTENTION = "M", "B"
+"""Its letters in --hybrid-layer-pattern: alone, and side by side with attention, which Megatron has no letter for."""
+
+PATTERN = ReadWith(
+    "hybrid_layer_pattern",
+    "without M or B in --hybrid-layer-pattern no layer is Mamba-2",
+    letters=LETTER + BESIDE_ATTENTION,
+)
 
 
 @dataclass(frozen=True)
@@ -41,3 +48,4 @@ class MambaFlags:
 
 
 FLAGS = (("model", MambaFlags),)
+CHOICES = (Choice("hybrid_layer_pattern", LETTER, words="Mamba-2"),)

@@ -7,6 +7,7 @@ PLUGIN = Plugin(
     needs=("gated_delta",),
     brings={
         "flags": "megatron_ext.plugins.mamba.flags:FLAGS",
+        "choices": "megatron_ext.plugins.mamba.flags:CHOICES",
         "resolvers": "megatron_ext.plugins.mamba.rules:RESOLVERS",
         "rules": "megatron_ext.plugins.mamba.rules:RULES",
         "draws": "megatron_ext.plugins.mamba.describe:DRAWS",

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ext.config.derived.layer_patterns import BOTH, MAMBA
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config, flags_of
-from megatron_ext.plugins.mamba.flags import MambaFlags
+from megatron_ext.plugins.mamba.flags import BESIDE_ATTENTION, LETTER, MambaFlags
 from megatron_ext.rules.suggest import wrong_factors
 
 
@@ -21,7 +20,7 @@ def resolve(values: dict[str, Any], given: Mapping[str, Any]) -> None:
 
 def every_multiplier_is_given(config: Config, facts: Facts) -> Iterator[str]:
     """Require as many factors as there is to multiply, above 0, and that there is a layer of Mamba-2."""
-    has_any = not {MAMBA, BOTH}.isdisjoint(config.model.hybrid_layer_pattern or "")
+    has_any = not {LETTER, BESIDE_ATTENTION}.isdisjoint(config.model.hybrid_layer_pattern or "")
     factors = flags_of(config.model, MambaFlags).mamba_multipliers
     yield from wrong_factors("mamba_multipliers", factors, 5, has_any, "a letter M or B in --hybrid-layer-pattern")
 

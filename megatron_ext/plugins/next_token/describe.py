@@ -71,7 +71,12 @@ class NextToken(Depth):
 
     def pieces(self, config: Config) -> Mapping[str, Asked]:
         """Return that it asks for more tokens than the next."""
-        return {"next tokens": Asked(f"--mtp-num-layers is {config.model.mtp_num_layers}", "--mtp-num-layers 0")}
+        lacked_by = {
+            "FP8": "which was never compared with another layout in the depths of multi-token prediction",
+            "several layers": "and a depth of multi-token prediction is one by itself",
+        }
+        asked = f"--mtp-num-layers is {config.model.mtp_num_layers}"
+        return {"next tokens": Asked(asked, "--mtp-num-layers 0", lacked_by)}
 
     def numbers(self, config: Config) -> Iterator[Number]:
         """Yield the depth's loss."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from megatron_ext.plugins.prove import compared_layouts as layouts
 from megatron_ext.plugins.prove import compared_parts as parts
 from megatron_ext.plugins.prove.compared_models import MODELS
+from megatron_ext.registry import brought
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,9 @@ def _cases() -> list[Case]:
     quick |= parts.QUICK_MAMBA | layouts.QUICK_SCHEDULES | parts.QUICK_INDEXED
     others = parts.WINDOWS | parts.LATENTS | parts.INDEXED | parts.DELTA | parts.MAMBA | parts.AHEAD
     others |= layouts.SCHEDULES
+    for compared in brought("comparisons"):
+        others |= compared.layouts
+        quick |= {*compared.quick}
     for name, (world_size, flags) in others.items():
         cases.append(Case(name, _model(name), world_size, tuple(flags.split()), name not in quick, slow_in_bf16=True))
     for name, (world_size, flags) in parts.PIECES.items():

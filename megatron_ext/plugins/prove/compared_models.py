@@ -1,5 +1,7 @@
 """Lists the models that layouts are compared on (`plugins/prove/cases.py`), as flags of their shapes."""
 
+from megatron_ext.registry import brought
+
 # Weights of about 1 / sqrt(width) rather than the usual 0.02: with those, at this width, attention is nearly uniform
 # and the first loss nearly ln(vocabulary), whatever is wrong.
 RECIPE = (
@@ -269,3 +271,4 @@ MODELS |= {
         "--moe-layer-freq [0,1,1,1] --mtp-num-layers 1"
     ),
 }
+MODELS |= {name: flags for compared in brought("comparisons") for name, flags in compared.models.items()}

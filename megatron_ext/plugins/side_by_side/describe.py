@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from megatron_ext.config.derived.layer_patterns import BOTH
 from megatron_ext.config.schema import Config, ModelConfig, flags_of
 from megatron_ext.parts.attention.describe import Attention, attention_of
 from megatron_ext.parts.kinds import Mixer
@@ -14,6 +13,7 @@ from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Core, Exchange, Place, Product, Share, State, taken
 from megatron_ext.parts.ways import Asked
 from megatron_ext.plugins.mamba.describe import Mamba, mamba_of
+from megatron_ext.plugins.mamba.flags import BESIDE_ATTENTION
 from megatron_ext.plugins.side_by_side.flags import SideBySideFlags
 
 
@@ -109,6 +109,6 @@ def draw(random: Random) -> list[str]:
     return taken(random, (0.05, f"--hybrid-layer-pattern {pattern} {sizes}{factors}"))
 
 
-MIXERS = (Mixer(BOTH, side_by_side_of),)
+MIXERS = (Mixer(BESIDE_ATTENTION, side_by_side_of),)
 
 DRAWS = (draw,)

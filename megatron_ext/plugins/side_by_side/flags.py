@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import option
-from megatron_ext.plugins.mamba.flags import PATTERN
+from megatron_ext.config.schema.option import Choice, option
+from megatron_ext.plugins.mamba.flags import BESIDE_ATTENTION, PATTERN
 
 
 @dataclass(frozen=True)
@@ -19,3 +19,4 @@ class SideBySideFlags:
 
 
 FLAGS = (("model", SideBySideFlags),)
+CHOICES = (Choice("hybrid_layer_pattern", BESIDE_ATTENTION, words="attention and Mamba-2 side by side"),)

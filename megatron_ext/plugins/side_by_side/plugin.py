@@ -7,6 +7,7 @@ PLUGIN = Plugin(
     needs=("mamba",),
     brings={
         "flags": "megatron_ext.plugins.side_by_side.flags:FLAGS",
+        "choices": "megatron_ext.plugins.side_by_side.flags:CHOICES",
         "rules": "megatron_ext.plugins.side_by_side.rules:RULES",
         "draws": "megatron_ext.plugins.side_by_side.describe:DRAWS",
         "mixers": "megatron_ext.plugins.side_by_side.describe:MIXERS",

@@ -47,6 +47,8 @@ class LargeGradients(Callback):
             )
 
 
+_PATIENCE = 100
+"""Steps in a row that may overflow before the run ends; at most half of the run's steps."""
 _HALVINGS = 40
 """How far below the scale of the run a lower one is sought: fp16 holds numbers of 2^-24 to 2^16."""
 _ROOM = 4
@@ -68,7 +70,7 @@ class Overflows(Callback):
         training = config.training
         self._is_fixed = training.loss_scale is not None
         self._least = training.min_loss_scale if training.loss_scale is None else training.loss_scale
-        self._most = min(training.loss_scale_patience, max(1, training_steps(config) // 2))
+        self._most = min(_PATIENCE, max(1, training_steps(config) // 2))
         self._count = 0
         self._is_least = False
 

@@ -13,7 +13,16 @@ from megatron_ext.parts.attention.describe import SHORT
 from megatron_ext.parts.stack import layers, stack
 from megatron_ext.plugins.gated_delta.describe import SPAN
 from tests.support.saved_bytes import bytes_held_for_backward
-from tests.support.small_models import DELTA, LATENTS, LLAMA, MAMBA, OLMO2, build_small_model, small_config
+from tests.support.small_models import (
+    CONVOLUTIONS,
+    DELTA,
+    LATENTS,
+    LLAMA,
+    MAMBA,
+    OLMO2,
+    build_small_model,
+    small_config,
+)
 
 S, B, H, F, HEADS = 32, 2, 64, 96, 4
 UNIT = 4 * S * B * H
@@ -108,6 +117,8 @@ def test_a_layer_is_what_docs_say() -> None:
         {**LATENTS, "q_lora_rank": None, "v_head_dim": 20},
         {**LATENTS, "qk_layernorm": False},
         DELTA,
+        CONVOLUTIONS,
+        {**CONVOLUTIONS, "conv_bias": True, "seq_length": SPAN + 8, "max_position_embeddings": SPAN + 8},
         MAMBA,
         {**MAMBA, "hybrid_layer_pattern": "BB-B", "mlp_multipliers": (0.5, 2.0)},
         {**MAMBA, "hybrid_layer_pattern": "MMGM", "seq_length": SPAN + 8, "max_position_embeddings": SPAN + 8},
