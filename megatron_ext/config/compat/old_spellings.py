@@ -326,7 +326,7 @@ REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "a run ends after 100 steps in a row that overflow at the least loss scale, or half of its steps; leave it "
-        "out, and set the scale with --loss-scale or --min-loss-scale",
+        "out, and set that scale with --min-loss-scale",
         """
         --loss-scale-patience N
         """,

@@ -74,7 +74,8 @@ def test_the_scale_of_indexers_losses_is_set_whatever_an_earlier_run_has_left(
     monkeypatch.setattr(DSAIndexerLossAutoScaler, "main_loss_backward_scale", torch.full(shape, 7.0))
     with built(INDEXED, reads_wait=True) as run:
         _begin(run, Guard(run)).result()
-    assert float(DSAIndexerLossAutoScaler.main_loss_backward_scale) != 7.0
+    scale: Any = DSAIndexerLossAutoScaler.main_loss_backward_scale
+    assert float(scale) != 7.0
 
 
 class Faulty:
