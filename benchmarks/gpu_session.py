@@ -102,12 +102,13 @@ def _options(argv: list[str]) -> Any:
 
 
 def count_devices(device: str) -> int:
-    """Return how many GPUs torch sees, asked in a process of its own; for a CPU, how many processes have a core."""
+    """Return how many GPUs torch sees, asked in a process of its own; for a CPU, how many processes have a core. At
+    least 1: what one GPU is asked then says why there is none."""
     if device == "cpu":
         return os.cpu_count() or 1
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(said)
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return max(1, int(said or 0))
 
 
 def have_run(folder: Path, device: str) -> set[tuple[str, str]]:

@@ -217,6 +217,13 @@ def test_what_needs_more_devices_is_listed_as_not_run(tmp_path: Path, devices: i
     assert {row["status"] for row in rows(session) if row["case"] not in not_run} == {"passed"}
 
 
+def test_a_machine_without_gpus_is_still_asked_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_session.count_devices("cuda") == 1
+    monkeypatch.setattr(gpu_session.sys, "executable", "/bin/false")  # as where torch cannot be imported
+    assert gpu_session.count_devices("cuda") == 1
+
+
 def test_a_case_that_the_budget_cuts_short_is_not_wrong(tmp_path: Path) -> None:
     session = Session(tmp_path, "cpu", budget=11.0)
     session.run([case("long", "import time; time.sleep(60)", limit=60.0)])
