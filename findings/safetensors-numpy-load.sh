@@ -47,7 +47,7 @@ sys.exit(wrong)
 PYTHON
 python3.12 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q safetensors==0.8.0 numpy==2.5.5 ml_dtypes==0.6.0
-"$folder/venv/bin/python" "$folder/read.py" "$folder/x.safetensors" 2> "$folder/errors" || { cat "$folder/errors"; exit 1; }
+"$folder/venv/bin/python" "$folder/read.py" "$folder/x" 2> "$folder/errors" || { cat "$folder/errors"; exit 1; }
 # Output seen on 2026-11-29 (what load and load_file do):
 #   0.8.0 float16 read read
 #   0.8.0 bfloat16 KeyError read

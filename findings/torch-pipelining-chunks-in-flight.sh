@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# torch 2.15.0: InterleavedZeroBubble keeps fewer chunks in flight than Interleaved1F1B, and DualPipeV one more on one rank.
+# torch 2.15.0: InterleavedZeroBubble keeps fewer chunks in flight than Interleaved1F1B; DualPipeV's last rank one more.
 #
 # Question: 4 ranks with 2 chunks of the model each, 8 microbatches. How many chunks of microbatches at most have gone
 # forward on ranks 0 to 3 while the gradient of their input has not been computed?
