@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from megatron_ext.config.derived.optimizers import run_by, traits_of
 from megatron_ext.config.resolve import Facts, positive, runs_on_cpu
 from megatron_ext.config.schema import Config
+from megatron_ext.rules.reads import all_read_the_layout, reads
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, pipeline_sizes, tensor_sizes, use
 
 
@@ -47,6 +48,7 @@ def sequence_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[st
         )
 
 
+@reads("recomputation")
 def kept_gathers_are_those_of_plain_layers(config: Config, facts: Facts) -> Iterator[str]:
     """Require for --sequence-parallel-keep-gathered what gathers, and products that can be given the whole input."""
     layout, training = config.layout, config.training
@@ -191,18 +193,20 @@ def documents_need_all_keys(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
-RULES = (
-    ranks_are_those_of_the_launch,
-    world_is_a_multiple_of_the_model,
-    sequence_divides_by_tensor_size,
-    kept_gathers_are_those_of_plain_layers,
-    parameter_gathering_needs_the_distributed_optimizer,
-    distributed_optimizer_shards_the_state,
-    device_is_there,
-    timeout_is_a_time,
-    exchange_of_keys_is_known,
-    every_layer_has_its_exchange,
-    context_chunks_are_equal,
-    heads_divide_over_context_ranks,
-    documents_need_all_keys,
+RULES = all_read_the_layout(
+    (
+        ranks_are_those_of_the_launch,
+        world_is_a_multiple_of_the_model,
+        sequence_divides_by_tensor_size,
+        kept_gathers_are_those_of_plain_layers,
+        parameter_gathering_needs_the_distributed_optimizer,
+        distributed_optimizer_shards_the_state,
+        device_is_there,
+        timeout_is_a_time,
+        exchange_of_keys_is_known,
+        every_layer_has_its_exchange,
+        context_chunks_are_equal,
+        heads_divide_over_context_ranks,
+        documents_need_all_keys,
+    )
 )

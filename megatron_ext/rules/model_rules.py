@@ -13,6 +13,7 @@ from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.kinds import attention_is_replaced
 from megatron_ext.parts.kinds import letters as known_letters
+from megatron_ext.rules.reads import reads
 from megatron_ext.rules.suggest import (
     divisors,
     groups_fit,
@@ -25,6 +26,7 @@ from megatron_ext.rules.suggest import (
 )
 
 
+@reads()
 def heads_divide_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the attention heads divide by the tensor-parallel size."""
     heads, size = config.model.num_attention_heads, config.layout.tensor_model_parallel_size
@@ -34,6 +36,7 @@ def heads_divide_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
         yield f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {size}; {fix}"
 
 
+@reads()
 def query_groups_fit_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the query groups are a multiple or a divisor of the tensor-parallel size."""
     model, size = config.model, config.layout.tensor_model_parallel_size
@@ -92,6 +95,7 @@ def rotary_channels_are_even(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+@reads()
 def mlp_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the MLP's width divides by the tensor-parallel size."""
     width, size = config.model.ffn_hidden_size, config.layout.tensor_model_parallel_size
@@ -322,6 +326,7 @@ def no_position_embedding_has_rope(config: Config, facts: Facts) -> Iterator[str
         )
 
 
+@reads()
 def vocabulary_fits_its_padding(config: Config, facts: Facts) -> Iterator[str]:
     """Require a padded vocabulary that holds the true one and divides by the tensor-parallel size."""
     model, size = config.model, config.layout.tensor_model_parallel_size

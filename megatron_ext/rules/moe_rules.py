@@ -6,6 +6,7 @@ from megatron_ext.config.derived.layer_patterns import read_pattern
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.experts.describe import asked
+from megatron_ext.rules.reads import all_read_the_layout
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, unreadable_pattern, use
 
 
@@ -251,17 +252,19 @@ def stages_between_data_parallel_ranks_have_their_experts(config: Config, facts:
         )
 
 
-RULES = (
-    auxiliary_losses_are_losses,
-    groups_of_experts_hold_the_experts_of_a_token,
-    what_sinkhorn_chooses_is_asked_of_it_alone,
-    layers_with_experts_are_named,
-    expert_flags_need_experts,
-    experts_come_from_an_mlp,
-    a_gate_has_shared_experts,
-    experts_divide_over_ranks,
-    a_token_has_enough_experts,
-    expert_ranks_fit_the_stage,
-    expert_width_divides_by_tensor_size,
-    stages_between_data_parallel_ranks_have_their_experts,
+RULES = all_read_the_layout(
+    (
+        auxiliary_losses_are_losses,
+        groups_of_experts_hold_the_experts_of_a_token,
+        what_sinkhorn_chooses_is_asked_of_it_alone,
+        layers_with_experts_are_named,
+        expert_flags_need_experts,
+        experts_come_from_an_mlp,
+        a_gate_has_shared_experts,
+        experts_divide_over_ranks,
+        a_token_has_enough_experts,
+        expert_ranks_fit_the_stage,
+        expert_width_divides_by_tensor_size,
+        stages_between_data_parallel_ranks_have_their_experts,
+    )
 )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts, runs_on_cpu
 from megatron_ext.config.schema import Config
+from megatron_ext.rules.reads import reads
 
 _OF_TORCH = ("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack", "pytorch_profiler_collect_chakra")
 _OF_NSIGHT = {
@@ -64,6 +65,7 @@ def recorded_memory_is_of_a_gpu(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+@reads()
 def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse to time communication where it cannot be done: where one stream of a GPU waits for another."""
     layout, logging = config.layout, config.logging

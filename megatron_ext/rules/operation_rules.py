@@ -9,6 +9,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import layer_parameters, tensor_size
 from megatron_ext.parts.linear.describe import FP8_BLOCK, layers_in_fp8, multiple_of
 from megatron_ext.parts.stack import stack
+from megatron_ext.rules.reads import reads
 from megatron_ext.rules.suggest import groups_fit, listed
 
 
@@ -28,12 +29,14 @@ def linear_cross_entropy_is_exact(config: Config, facts: Facts) -> Iterator[str]
         )
 
 
+@reads()
 def products_add_to_main_gradients(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse --gradient-accumulation-fusion where there is no main gradient to add to, or nobody adds."""
     if config.training.gradient_accumulation_fusion:
         yield from obstacles(config)
 
 
+@reads()
 def fp8_has_layers_of_its_own(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse --fp8-format where it reaches no layer, and next to another scale of gradients."""
     model, training = config.model, config.training
@@ -52,6 +55,7 @@ def fp8_has_layers_of_its_own(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+@reads()
 def fp8_takes_whole_blocks(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the matrices that a rank multiplies in FP8 have sides that the kernels take."""
     model, layout, training = config.model, config.layout, config.training
@@ -79,6 +83,7 @@ def fp8_takes_whole_blocks(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+@reads("micro batch")
 def fp8_sums_over_whole_blocks_of_tokens(config: Config, facts: Facts) -> Iterator[str]:
     """Require as many tokens in a microbatch as the product for a weight's gradient can sum over."""
     model, layout, training = config.model, config.layout, config.training

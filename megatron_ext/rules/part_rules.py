@@ -12,6 +12,7 @@ from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.stack import Layer, stack
 from megatron_ext.parts.update_factors import read_group
 from megatron_ext.parts.ways import RECOMPUTATIONS, refusals
+from megatron_ext.rules.reads import all_read_the_layout, reads
 
 
 def parts_are_computed(config: Config, facts: Facts) -> Iterator[str]:
@@ -19,6 +20,7 @@ def parts_are_computed(config: Config, facts: Facts) -> Iterator[str]:
     yield from _of_kinds(config, lambda kind: kind.cannot(config))
 
 
+@reads("recomputation")
 def parts_are_computed_again(config: Config, facts: Facts) -> Iterator[str]:
     """Require that what the flags ask for can be computed again in the backward pass."""
     yield from _of_kinds(config, lambda kind: refusals(config, kind.pieces(config), RECOMPUTATIONS))
@@ -78,4 +80,4 @@ def _of_kinds(config: Config, problems: Callable[[Layer], Iterator[str]]) -> Ite
     return dict.fromkeys(problem for kind, _ in stack(config).kinds for problem in problems(kind))
 
 
-RULES = (parts_are_computed, parts_are_computed_again, groups_name_weights, matrices_have_a_rule)
+RULES = all_read_the_layout((parts_are_computed, parts_are_computed_again, groups_name_weights, matrices_have_a_rule))

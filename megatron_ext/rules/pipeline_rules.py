@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from megatron_ext.config.derived.pipeline_split import counted_as_layers, read_pipeline_layout, splits_backward
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config, LayoutConfig
+from megatron_ext.rules.reads import all_read_the_layout, reads
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, pipeline_sizes
 
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
@@ -157,6 +158,7 @@ def _does_not_divide(config: Config, sizes: list[int], flag: str, number: int) -
     return f"{flag} {number} does not divide {of_a_stage}; use {flag} {working}"
 
 
+@reads("micro batch")
 def interleaving_needs_stages(config: Config, facts: Facts) -> Iterator[str]:
     """Require at least two pipeline stages for interleaving."""
     layout = config.layout
@@ -193,6 +195,7 @@ def _interleaved_layout(config: Config) -> str:
     return f", or use --pipeline-model-parallel-size {stages} --global-batch-size {rounds * per_round}"
 
 
+@reads("micro batch")
 def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[str]:
     """Require what megatron-core does: groups of N microbatches, PP <= N <= all of them, and a last one of none or at
     least PP."""
@@ -230,6 +233,7 @@ def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[
     )
 
 
+@reads("micro batch")
 def schedule_suits_the_layout(config: Config, facts: Facts) -> Iterator[str]:
     """Require the model chunks and microbatches that a schedule is made for."""
     layout, name = config.layout, config.layout.pipeline_schedule
@@ -353,9 +357,11 @@ _OF_THE_SPLIT = (
     layers_divide_over_chunks,
 )
 
-RULES = (
-    *_OF_THE_SPLIT,
-    interleaving_needs_stages,
-    microbatches_pass_in_whole_groups,
-    schedule_suits_the_layout,
+RULES = all_read_the_layout(
+    (
+        *_OF_THE_SPLIT,
+        interleaving_needs_stages,
+        microbatches_pass_in_whole_groups,
+        schedule_suits_the_layout,
+    )
 )

@@ -12,6 +12,7 @@ from megatron_ext.config.parse.saved import model_names
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.registry import brought
+from megatron_ext.rules.reads import reads
 
 
 def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
@@ -378,6 +379,7 @@ def metrics_services_are_installed(config: Config, facts: Facts) -> Iterator[str
             )
 
 
+@reads()
 def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
     """Require what compiling needs on this machine for --torch-compile."""
     if not config.training.torch_compile:

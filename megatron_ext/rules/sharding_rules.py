@@ -9,6 +9,7 @@ from megatron_ext.config.derived.sharding import FLAGS, given_schemes
 from megatron_ext.config.parse.options import flag_of, options_by_name
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
+from megatron_ext.rules.reads import all_read_the_layout
 from megatron_ext.rules.suggest import divisors, listed
 
 
@@ -125,14 +126,16 @@ def optimizer_instances_divide_the_ranks(config: Config, facts: Facts) -> Iterat
         )
 
 
-RULES = (
-    flags_belong_to_their_scheme,
-    schemes_go_with_the_rest,
-    sharded_weights_have_no_replicas,
-    megatron_fsdp_shards_the_state,
-    matrices_are_whole,
-    copies_are_divided_by_megatron_fsdp,
-    optimizer_instances_divide_the_ranks,
+RULES = all_read_the_layout(
+    (
+        flags_belong_to_their_scheme,
+        schemes_go_with_the_rest,
+        sharded_weights_have_no_replicas,
+        megatron_fsdp_shards_the_state,
+        matrices_are_whole,
+        copies_are_divided_by_megatron_fsdp,
+        optimizer_instances_divide_the_ranks,
+    )
 )
 
 # Those that ask which kinds of parallelism there are, but not how many ranks each has.

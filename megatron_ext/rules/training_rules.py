@@ -11,6 +11,7 @@ from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.kinds import attention_is_replaced
 from megatron_ext.rules.pipeline_rules import split_is_right
+from megatron_ext.rules.reads import reads
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
 
 _MOST_PHASES = 10_000  # of a batch ramp-up: each is counted by itself
@@ -27,6 +28,7 @@ def one_length(config: Config, facts: Facts) -> Iterator[str]:
         yield f"--train-iters {iters} and --train-samples {samples} both give the length of the run; keep one of them"
 
 
+@reads("micro batch")
 def global_batch_divides(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the global batch divides into microbatches of the data-parallel ranks."""
     batch, samples_at_once = config.training.global_batch_size, _samples_at_once(config)
@@ -39,6 +41,7 @@ def global_batch_divides(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+@reads("micro batch")
 def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
     """Require a batch ramp-up that can be carried out."""
     rampup, full = config.training.rampup_batch_size, config.training.global_batch_size
@@ -76,6 +79,7 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+@reads("micro batch")
 def schedule_of_batches_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
     """Require a --step-batch-size-schedule that can be carried out, and that is the only thing that sets the batch."""
     training, text, length = config.training, config.training.step_batch_size_schedule, config.model.seq_length
@@ -107,6 +111,7 @@ def schedule_of_batches_is_well_formed(config: Config, facts: Facts) -> Iterator
         )
 
 
+@reads("micro batch")
 def evaluation_batch_divides(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the global batch of an evaluation divides into its microbatches."""
     training, layout = config.training, config.layout
@@ -135,6 +140,7 @@ def evaluation_alone_evaluates(config: Config, facts: Facts) -> Iterator[str]:
         yield f"--skip-train with {off} trains nothing and evaluates nothing; use --eval-interval 1 --eval-iters 100"
 
 
+@reads()
 def gradients_have_one_precision(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse --grad-reduce-in-bf16 together with --accumulate-allreduce-grads-in-fp32."""
     training = config.training
@@ -174,6 +180,7 @@ def flags_belong_to_their_optimizer(config: Config, facts: Facts) -> Iterator[st
                 yield f"{given} belongs to {owner}, but the optimizer is {chosen}; leave it out"
 
 
+@reads()
 def averages_are_kept_once(config: Config, facts: Facts) -> Iterator[str]:
     """Require of an optimizer that averages its weights that nothing else does: no decay, and no --ema-decay."""
     optimizer, chosen = config.optimizer, f"--optimizer {config.optimizer.optimizer}"
@@ -208,6 +215,7 @@ def loss_scales_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+@reads("recomputation")
 def recomputation_is_complete(config: Config, facts: Facts) -> Iterator[str]:
     """Require everything that a kind of recomputation needs."""
     training = config.training
@@ -241,6 +249,7 @@ def recomputation_is_complete(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+@reads("recomputation")
 def recomputed_parts_are_known(config: Config, facts: Facts) -> Iterator[str]:
     """Require names of parts that can be recomputed."""
     training, parts = config.training, config.training.recompute_modules
@@ -286,6 +295,7 @@ def _at_once_text(config: Config, rounds: int = 1) -> str:
     return f"--micro-batch-size {micro} x data-parallel size {at_once // micro}{group} = {at_once * rounds}"
 
 
+@reads()
 def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse flags of offloading that offload nothing."""
     optimizer = config.optimizer
@@ -321,6 +331,7 @@ def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]
             yield f"{flag} belongs to --optimizer-cpu-offload; add that, or leave it out"
 
 
+@reads()
 def products_can_be_bounded(config: Config, facts: Facts) -> Iterator[str]:
     """Require weights for --qk-clip that make the products of queries and keys, and nothing else, and attention that
     measures these."""

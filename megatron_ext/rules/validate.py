@@ -24,6 +24,7 @@ from megatron_ext.rules import (
     sharding_rules,
     training_rules,
 )
+from megatron_ext.rules.reads import rules_that_read
 
 Rule = Callable[[Config, Facts], Iterable[str]]
 
@@ -42,49 +43,13 @@ RULES: tuple[Rule, ...] = (
     *brought("rules"),
 )
 
-RULES_OF_RECOMPUTATION: tuple[Rule, ...] = (
-    training_rules.recomputation_is_complete,
-    training_rules.recomputed_parts_are_known,
-    part_rules.parts_are_computed_again,
-    layout_rules.kept_gathers_are_those_of_plain_layers,
-)
+RULES_OF_RECOMPUTATION = rules_that_read("recomputation", RULES)
 """All rules that ask what is recomputed: where nothing else changes, a search asks no others."""
 
-RULES_OF_MICRO_BATCHES: tuple[Rule, ...] = (
-    pipeline_rules.interleaving_needs_stages,
-    pipeline_rules.microbatches_pass_in_whole_groups,
-    pipeline_rules.schedule_suits_the_layout,
-    training_rules.global_batch_divides,
-    training_rules.rampup_is_well_formed,
-    training_rules.schedule_of_batches_is_well_formed,
-    training_rules.evaluation_batch_divides,
-    operation_rules.fp8_sums_over_whole_blocks_of_tokens,
-)
+RULES_OF_MICRO_BATCHES = rules_that_read("micro batch", RULES)
 """All rules that ask for the micro batch size."""
 
-_OF_LAYOUTS = {
-    *layout_rules.RULES,
-    *moe_rules.RULES,
-    *part_rules.RULES,
-    *pipeline_rules.RULES,
-    *sharding_rules.RULES,
-    *RULES_OF_RECOMPUTATION,
-    *RULES_OF_MICRO_BATCHES,
-    run_rules.compiling_is_possible,
-    model_rules.heads_divide_by_tensor_size,
-    model_rules.query_groups_fit_tensor_size,
-    model_rules.mlp_divides_by_tensor_size,
-    model_rules.vocabulary_fits_its_padding,
-    training_rules.products_can_be_bounded,
-    training_rules.gradients_have_one_precision,
-    training_rules.averages_are_kept_once,
-    training_rules.offloading_offloads_something,
-    operation_rules.products_add_to_main_gradients,
-    operation_rules.fp8_has_layers_of_its_own,
-    operation_rules.fp8_takes_whole_blocks,
-    observation_rules.communication_can_be_timed,
-}
-RULES_OF_LAYOUTS: tuple[Rule, ...] = tuple(rule for rule in RULES if rule in _OF_LAYOUTS)
+RULES_OF_LAYOUTS = rules_that_read("layout", RULES)
 """All rules that ask for anything that a search chooses, in the order of the rules. The bounds of single values are not
 among them: a search chooses no value that is out of them."""
 

@@ -22,7 +22,7 @@ from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.parse.blend import missing_paths
 from megatron_ext.config.parse.command_line import read
-from megatron_ext.config.parse.options import flag_of, names_by_resume, options_by_name
+from megatron_ext.config.parse.options import flag_of, names_by_resume, options, options_by_name
 from megatron_ext.config.parse.paths import path_problems
 from megatron_ext.config.parse.saved import adopt, shapes_and_function
 from megatron_ext.config.parse.stages import Stage, at_iteration, largest, read_stages
@@ -193,17 +193,6 @@ def next_stage(configured: Configured) -> Configured:
     return _configured(replace(configured.command_line, values=values), search, resume)
 
 
-_OF_GPUS = {
-    "nccl_backend": "gloo communicates",
-    "check_before_update": "numbers are read before the update in any case",
-    "disable_bf16_reduced_precision_matmul": "sums of products in bf16 are in fp32",
-    "no_gradient_accumulation_fusion": "products add only with --gradient-accumulation-fusion",
-    "no_triton_kernels": "no Triton kernel runs",
-    "muon_fp32_matmul_prec": "Muon's products are in fp32",
-}
-"""Flags of what only GPUs do -> why they change nothing elsewhere."""
-
-
 def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
     """Return a warning for each flag that changes nothing, or something else, together with the others."""
     warnings = []
@@ -250,9 +239,9 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
         )
     if config.layout.device == "cpu":
         warnings += [
-            f"{flag_of(name)} changes nothing here: with --device cpu {reason}"
-            for name, reason in _OF_GPUS.items()
-            if typed.values.get(name)
+            f"{option.flag} changes nothing here: with --device cpu {option.unread_on_cpu}"
+            for option in options()
+            if option.unread_on_cpu and typed.values.get(option.name)
         ]
     if config.model.moe_grouped_gemm and (reason := _not_grouped(config)) is not None:
         warnings.append(f"--moe-grouped-gemm changes nothing here: {reason}")

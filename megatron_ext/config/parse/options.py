@@ -62,6 +62,7 @@ class Option:
 
     untried_with_graphs: bool
     computed_by_ours: bool
+    unread_on_cpu: str
 
     @property
     def flag(self) -> str:

@@ -170,6 +170,7 @@ class LayoutConfig:
         "Implementation of NCCL process groups: nccl-legacy, with a communicator for each pair of ranks that send to "
         "each other, or nccl2, torch's own default since 2.15, with one for each group.",
         choices=("nccl-legacy", "nccl2"),
+        unread_on_cpu="gloo communicates",
     )
     distributed_timeout_minutes: float = free(
         10.0,

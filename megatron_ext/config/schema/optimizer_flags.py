@@ -221,6 +221,7 @@ class OptimizerConfig:
         "in fp32. (Of emerging-optimizers, which Megatron-LM calls, medium is bf16 on both.)",
         choices=("highest", "high", "medium"),
         refused={"low": "torch has no such precision"},
+        unread_on_cpu="Muon's products are in fp32",
     )
     adaptive_muon_moment2_method: str = free(
         "adamuon",

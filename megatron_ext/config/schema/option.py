@@ -100,6 +100,7 @@ def option(
     needs_gpu: Sequence[Any] = (),
     untried_with_graphs: bool = False,
     computed_by_ours: bool = False,
+    unread_on_cpu: str = "",
 ) -> Any:
     """Declare one field of the configuration.
 
@@ -129,6 +130,7 @@ def option(
         untried_with_graphs: whether nobody has tried CUDA graphs with another value than the default.
         computed_by_ours: whether it asks for what layers of this program's own alone compute, so that
             --transformer-impl is local.
+        unread_on_cpu: why it changes nothing with --device cpu, where it is of what only GPUs do.
         turns_on_a_plugin: whether it has an effect only where a plugin that brings it as a switch is installed.
     """
     metadata = {
@@ -154,6 +156,7 @@ def option(
         "needs_gpu": tuple(needs_gpu),
         "untried_with_graphs": untried_with_graphs,
         "computed_by_ours": computed_by_ours,
+        "unread_on_cpu": unread_on_cpu,
     }
     return dataclasses.field(default=default, metadata=metadata)
 

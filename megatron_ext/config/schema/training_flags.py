@@ -174,7 +174,9 @@ class TrainingConfig:
     )
     tf32: bool = free(False, "Let fp32 matrix products use TF32 on GPUs that have it.")
     disable_bf16_reduced_precision_matmul: bool = free(
-        False, "On GPUs, let no bf16 matrix product add up parts of its sums in bf16."
+        False,
+        "On GPUs, let no bf16 matrix product add up parts of its sums in bf16.",
+        unread_on_cpu="sums of products in bf16 are in fp32",
     )
     loss_scale: float | None = free(
         None,
@@ -253,6 +255,7 @@ class TrainingConfig:
         False,
         "On GPUs, wait for the loss and the norm of the gradients before every update, as a CPU process does, instead "
         "of reading them when the next step is under way.",
+        unread_on_cpu="numbers are read before the update in any case",
     )
     spike_threshold: float | None = free(
         None,
@@ -313,6 +316,7 @@ class TrainingConfig:
         False,
         "On GPUs, do without our Triton kernels of norms with their residual, rotary heads, SwiGLU and cross-entropy, "
         "which compute where Triton and a C compiler are found and --torch-compile is not given.",
+        unread_on_cpu="no Triton kernel runs",
     )
     linear_cross_entropy: bool = free(
         False,
@@ -329,6 +333,7 @@ class TrainingConfig:
         False,
         "On GPUs, add weight gradients to the main gradients after the matrix product that computes them.",
         needs={True: [Need("gradient_accumulation_fusion", False, "products that do not add")]},
+        unread_on_cpu="products add only with --gradient-accumulation-fusion",
     )
 
     @property
