@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from megatron_ext.config.schema import Config
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.reading import Reading, refuse_others
 from megatron_ext.plugins.families.shared import (
     PLAIN_KEYS,
     QKV,
-    gelu_values,
+    gelu_mlp,
     heads_fill_width,
+    keys,
     plain_json,
     plain_values,
 )
@@ -38,17 +38,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     )
     values, positions = plain_values(reading, *_KEYS), reading.integer("n_positions")
     reading.refuse_unless("n_ctx", positions, positions, f"but n_positions is {positions}, and both are the positions")
-    width = {"ffn_hidden_size": reading.integer("n_inner", values["ffn_hidden_size"])}
-    return {**values, **width, **gelu_values(reading, "activation_function", "gelu_new")}
-
-
-def _write(config: Config) -> dict[str, Any]:
-    model = config.model
-    return {
-        **plain_json(model, *_KEYS),
-        "n_inner": model.ffn_hidden_size,
-        "activation_function": "gelu_new" if model.openai_gelu else "gelu",
-    }
+    return values
 
 
 GPT2 = Family(
@@ -56,8 +46,7 @@ GPT2 = Family(
     "GPT2LMHeadModel",
     _NAMES,
     {},
-    _read,
-    _write,
+    *keys((_read, lambda config: plain_json(config.model, *_KEYS)), gelu_mlp("n_inner", "n_embd")),
     dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1),
     aliases=dict(zip(_KEYS, PLAIN_KEYS, strict=False)),
     dependent_flags=heads_fill_width,

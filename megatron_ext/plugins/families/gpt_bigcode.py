@@ -15,7 +15,7 @@ _IN_FP32 = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
 def _read(reading: Reading) -> dict[str, Any]:
     reading.understand(*_IN_FP32, "num_key_value_heads", "inference_runner", "max_batch_size", "max_sequence_length")
     reading.understand("pad_key_length", "pre_allocate_kv_cache", "validate_runner_input", "attention_softmax_in_fp32")
-    values = {**GPT2.read(reading), **shared.gelu_values(reading, "activation_function", "gelu_pytorch_tanh")}
+    values = GPT2.read(reading)
     heads = values["num_attention_heads"]
     groups = 1 if reading.boolean("multi_query", True) else heads
     return {**values, "group_query_attention": groups != heads, "num_query_groups": groups}

@@ -37,20 +37,14 @@ def _read(reading: Reading) -> dict[str, Any]:
     sized = reading.changed(sliding_window=reading.integer("window_size", 256), num_hidden_layers=values["num_layers"])
     has_window = _layers_with_window(reading, len(shared.layer_numbers(sized)))
     reading.understand("window_size", "classifier_dropout", "tokenizer_class")
-    return {
-        **{**values, **shared.layer_window_values(sized, has_window)},
-        **shared.gelu_values(reading, "activation_function", "gelu_new"),
-        "ffn_hidden_size": reading.integer("intermediate_size", values["ffn_hidden_size"]),
-    }
+    return {**values, **shared.layer_window_values(sized, has_window)}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    model, window = config.model, shared.window_json(config)["sliding_window"]
+    window = shared.window_json(config)["sliding_window"]
     has_window = [layer.attention.window is not None for layer in layers(config)]
     return {
-        **shared.plain_json(model, *_KEYS),
-        "intermediate_size": model.ffn_hidden_size,
-        "activation_function": "gelu_new" if model.openai_gelu else "gelu",
+        **shared.plain_json(config.model, *_KEYS),
         "window_size": window or 256,
         _TYPES: [[[_KINDS[one]], 1] for one in has_window],
     }
@@ -65,8 +59,7 @@ GPT_NEO = Family(
         "self_attention.linear_proj": (f"{_ATTENTION}.out_proj",),
     },
     {**shared.bias_flags(False, True, True), "softmax_scale": 1.0},
-    _read,
-    _write,
+    *shared.keys((_read, _write), shared.gelu_mlp("intermediate_size", "hidden_size")),
     {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "vocab_size": 50257},
     aliases={"num_heads": "num_attention_heads", "num_layers": "num_hidden_layers"},
     dependent_flags=shared.heads_fill_width,

@@ -15,29 +15,19 @@ _ROTATED = "rotary_dim"
 
 def _read(reading: Reading) -> dict[str, Any]:
     values = shared.plain_values(reading, *_KEYS)
-    head, width = values["kv_channels"], reading.integer("n_inner", values["ffn_hidden_size"])
-    rotated = reading.integer(_ROTATED)
+    head, rotated = values["kv_channels"], reading.integer(_ROTATED)
     if (rotated > head or rotated % 2) and reading.is_readable:
         reading.problems.append(
             f"{_ROTATED} is {rotated}, and not an even number of the {head} channels of a head by n_head"
         )
     shared.refuse_others(reading, {"scale_attn_weights": True})
     reading.understand("n_ctx", "rotary", "gradient_checkpointing", "tokenizer_class")
-    return {
-        **values,
-        **shared.gelu_values(reading, "activation_function", "gelu_new"),
-        "ffn_hidden_size": width,
-        "rotary_percent": min(rotated / head, 1.0),
-    }
+    return {**values, "rotary_percent": min(rotated / head, 1.0)}
 
 
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
-    return {
-        **{**shared.plain_json(model, *_KEYS), "n_inner": model.ffn_hidden_size},
-        "activation_function": "gelu_new" if model.openai_gelu else "gelu",
-        _ROTATED: int(model.kv_channels * model.rotary_percent),
-    }
+    return {**shared.plain_json(model, *_KEYS), _ROTATED: int(model.kv_channels * model.rotary_percent)}
 
 
 def whole_channels(model: ModelConfig) -> dict[str, Any]:
@@ -60,8 +50,7 @@ GPTJ = Family(
         **{"position_embedding_type": "rope", "rotary_interleaved": True, "parallel_residual": "one-norm"},
         **{**shared.bias_flags(False, False, True), "lm_head_bias": True},
     },
-    _read,
-    _write,
+    *shared.keys((_read, _write), shared.gelu_mlp("n_inner", "n_embd")),
     {"tie_word_embeddings": False, _ROTATED: 64, "n_embd": 4096, "n_layer": 28, "n_head": 16, "vocab_size": 50400},
     aliases=GPT2.aliases,
     dependent_flags=whole_channels,

@@ -1,12 +1,11 @@
 """Mellum 2: Qwen3 with experts in its layers, or in some of them, and a rotary base of layers with a window."""
 
-import json
 from typing import Any
 
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family
-from megatron_ext.plugins.families.mixtures import MLP_KINDS, typed_json
+from megatron_ext.plugins.families.mixtures import mixtures_by_kind, typed_json
 from megatron_ext.plugins.families.qwen3_moe import QWEN3_MOE
 from megatron_ext.plugins.families.reading import Reading
 from megatron_ext.plugins.families.rotary import (
@@ -15,19 +14,6 @@ from megatron_ext.plugins.families.rotary import (
     rotary_by_layer_json,
     scaled_without_windows,
 )
-
-
-def mixtures_by_kind(reading: Reading, usual: list[bool]) -> dict[str, Any]:
-    """Return which layers have experts by `mlp_layer_types`; `usual`: where it is missing."""
-    kinds = reading.get("mlp_layer_types", [MLP_KINDS[one] for one in usual])
-    known = isinstance(kinds, list) and len(kinds) == len(usual) and {*map(str, kinds)} <= {*MLP_KINDS}
-    has = [one == MLP_KINDS[1] for one in kinds] if known else usual
-    if not known or not any(has):
-        reading.problems.append(
-            f"mlp_layer_types is {json.dumps(kinds)[:80]}; supported is a list of num_hidden_layers {len(usual)} times "
-            f"{' or '.join(MLP_KINDS)}, some of them {MLP_KINDS[1]}"
-        )
-    return {"moe_layer_freq": None if all(has) else shared.pattern(has)}
 
 
 def _read(reading: Reading) -> dict[str, Any]:

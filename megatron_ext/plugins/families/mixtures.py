@@ -1,7 +1,8 @@
 """Holds what families with experts have in common: DeepSeek's mixture (experts chosen from groups, weights that are
 scaled, shared experts of a multiple of an expert's width, first layers without experts), and Qwen's layers."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,6 +186,19 @@ def first_typed(reading: Reading, usual: int) -> int:
     words = f"but supported are dense layers first and sparse ones after them, of num_hidden_layers {len(numbers)}"
     reading.refuse_unless("mlp_layer_types", expected, expected, words)
     return first
+
+
+def mixtures_by_kind(reading: Reading, usual: Sequence[bool]) -> dict[str, Any]:
+    """Return which layers have experts by `mlp_layer_types`; `usual`: where it is missing."""
+    kinds = reading.get("mlp_layer_types", [MLP_KINDS[one] for one in usual])
+    known = isinstance(kinds, list) and len(kinds) == len(usual) and {*map(str, kinds)} <= {*MLP_KINDS}
+    has = [one == MLP_KINDS[1] for one in kinds] if known else usual
+    if not known or not any(has):
+        reading.problems.append(
+            f"mlp_layer_types is {json.dumps(kinds)[:80]}; supported is a list of num_hidden_layers {len(usual)} times "
+            f"{' or '.join(MLP_KINDS)}, some of them {MLP_KINDS[1]}"
+        )
+    return {"moe_layer_freq": None if all(has) else pattern(has)}
 
 
 def consecutive_mixtures(model: ModelConfig, *, to_the_end: bool) -> dict[str, Any]:

@@ -293,6 +293,20 @@ def gelu_values(reading: Reading, key: str, usual: str) -> dict[str, Any]:
     return {"openai_gelu": _GELUS.get(str(activation), False)}
 
 
+def gelu_mlp(width: str, hidden: str) -> Keys:
+    """Return the keys of an MLP with GELU: its width, by default four times `hidden`, and the form of GELU."""
+    return (
+        lambda reading: {
+            "ffn_hidden_size": reading.integer(width, 4 * reading.integer(hidden)),
+            **gelu_values(reading, "activation_function", "gelu_new"),
+        },
+        lambda config: {
+            width: config.model.ffn_hidden_size,
+            "activation_function": "gelu_new" if config.model.openai_gelu else "gelu",
+        },
+    )
+
+
 NO_PADDING = {"pad_token_id": None}
 """What is written in families whose default is an entry that a smaller vocabulary does not have."""
 
