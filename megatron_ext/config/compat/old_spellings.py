@@ -325,8 +325,8 @@ REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "a run ends after 100 steps in a row that overflow at the least loss scale, or half of its steps; leave it "
-        "out, and set that scale with --min-loss-scale",
+        "a run ends after 100 steps in a row that overflow at the least loss scale, or half of its steps, and names a "
+        "scale that would do; leave it out",
         """
         --loss-scale-patience N
         """,
