@@ -4,9 +4,9 @@
 # Question: a layer of 64 x 64 has weights of standard deviation 0.02, so of norm 1.29. get_optimizer_state_dict of
 # torch.distributed.checkpoint (which loading a checkpoint calls first, too) is called before the first step. With which
 # of the optimizers of emerging-optimizers and of torch.optim do the weights change, and to which norm?
-# Guessed before measuring: with Spel to 7.2, with both oblique ones to 8; a reader who does not know that the function
-# takes a step with a rate of 0 and zero gradients says "none". Measured: Spel 8.03, ObliqueSGD 8, ObliqueAdam 8; 21
-# others keep them to the bit. Those three project the weights after every step, whatever the rate is.
+# Expected: with none, for asking is no step. Measured: Spel 8.03, ObliqueSGD 8, ObliqueAdam 8; 21 others keep them to
+# the bit. The function takes a step with a rate of 0 and gradients of zero where there is no state yet, and those three
+# project the weights after every step, whatever the rate is.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
