@@ -57,11 +57,11 @@ class Configured:
 
     config: Config
     typed: Typed
-    """What the user typed, with what the flags ask for from the checkpoint."""
+    """The flags that the user typed, with the values that these take from the checkpoint."""
     command_line: Typed
-    """What the user typed."""
+    """The flags as the user typed them."""
     search: Search | None = None
-    """What is in the --load folder; None without --load."""
+    """Contents of the --load folder; None without --load."""
     resume: Resume | None = None
     """The checkpoint that `config` was made with."""
     begins_stage: bool = False
@@ -75,9 +75,9 @@ def configure(argv: Sequence[str], *, believing: bool = False, world_size: int |
 
     Args:
         argv: the command line, without the program's name.
-        believing: whether --dry-run believes what this machine does not have (`train.dry_run_assumptions`), as where
-            only a layout is asked for.
-        world_size: number of ranks; default that of the launch.
+        believing: whether --dry-run assumes what this machine does not have (`train.dry_run_assumptions`), for example
+            where only a layout is asked for.
+        world_size: number of ranks; default: the world size of the launch.
     Raises:
         ConfigurationError: the flags cannot work; the message has every problem that was found.
         DataError: the configuration of the checkpoint is no file, or a link out of it.
@@ -177,7 +177,7 @@ def _configured(
 
 
 _NOT_AGAIN = ("finetune", "no_load_optim", "no_load_rng", "ckpt_step", "moe_use_upcycling")
-"""Fields of what is loaded at the start of a run, and not at that of its later stages."""
+"""Flags about loading that hold at the start of a run, and not at the start of its later stages."""
 
 
 def next_stage(configured: Configured) -> Configured:
@@ -465,7 +465,7 @@ def _unreadable_samples(words: Sequence[str] | None) -> str | None:
 
 
 def _missing_compiler() -> str | None:
-    """Return the C++ compiler that is not there, looked for as torch's compiler does."""
+    """Return the C++ compiler that torch's compiler would call, if it is not installed; None if it is."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     return compiler if shutil.which(compiler) is None else None
 

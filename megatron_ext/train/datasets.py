@@ -1,7 +1,7 @@
-"""Makes the datasets of a run, and checks whether they are those of the checkpoint that it goes on from.
+"""Makes the datasets of a run, and checks whether they match the checkpoint that the run resumes from.
 
-Also which data files a rank compares with the checksums of their manifests, and when (--verify-data): before the first
-step, or while the run trains on them.
+It also says which data files a rank compares with the checksums of their manifests, and when (--verify-data): before
+the first step, or while the run trains on them.
 """
 
 import os
@@ -64,8 +64,8 @@ def samples_of_step(config: Config, step: int) -> range:
 def samples_of_order(config: Config, resume: Resume | None) -> int:
     """Return the number of samples that the training order is made for.
 
-    megatron-core's order depends on it where the data is read more than once. A run that goes on from a checkpoint,
-    with another batch size or end, therefore takes that of the checkpoint, as long as it is enough.
+    megatron-core's order depends on it where the data is read more than once. A run that resumes with another batch
+    size or end therefore takes the number in the checkpoint's data record, as long as it is enough.
     """
     needed = samples_of_run(config).train
     record = resume.data_record if resume is not None else None

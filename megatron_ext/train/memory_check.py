@@ -1,6 +1,6 @@
-"""Will the run fit into memory, and where it did not: what held how much, and which flag helps.
+"""Checks whether the run fits into memory; after running out of memory, says what held how much and which flag helps.
 
-The bytes are those of the planner's formulas (`cost/memory.py`), which know nothing of libraries, communication buffers
+The bytes come from the planner's formulas (`cost/memory.py`), which know nothing of libraries, communication buffers
 and what the allocator loses between blocks. A run is refused only if weights, gradients and optimizer alone cannot fit,
 and warned of if everything together comes near to what there is.
 """

@@ -63,7 +63,8 @@ def pretrain(
     Args:
         config: flags as for pretrain_gpt.py, or what `configure` made of them.
         status: kept up to date for the report of a failure; `megatron_ext.cli.pretrain.start` makes that report.
-        callbacks: called after those that the flags ask for; or functions that make one, once the engine is there.
+        callbacks: called after those that the flags ask for; or functions that make one, once megatron-core may be
+            imported.
         datasets: makes the datasets of the run, in place of those that the flags name.
         loss: returns the loss of every token, in place of the cross-entropy.
         layer_spec: changes the spec of each layer.
@@ -120,8 +121,9 @@ def pretrain(
 
 
 class _Requests(ExitStack):
-    """Watches for requests to stop, from the steps of the first stage to the end of those of the last: one that comes
-    while a stage is saved or the next is built stops the run after the first step of that one, and is saved."""
+    """Watches for requests to stop, from the first step of the first stage to the last step of the last stage. A
+    request that comes while a stage is saved or the next is built stops the run after the next stage's first step,
+    which is saved."""
 
     signals: SignalWatcher | None = None
 
@@ -397,7 +399,7 @@ def _record_end(status: RunStatus, iteration: int, stop_reason: str | None) -> N
 
 
 def _begun(run: "Run", extensions: Extensions, attention: str | None) -> Begun:
-    """Return what the banner says besides the configuration."""
+    """Return the facts that the banner prints besides the configuration."""
     return Begun(
         device=run.device.model_name,
         backend=run.device.backend_text(),

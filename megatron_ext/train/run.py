@@ -141,7 +141,7 @@ class Run:
     """Timers of the parts of a step; those above --timing-log-level do nothing."""
     loaders: Loaders
     numbers: RecordedNumbers
-    """What the parts of the model record in a step."""
+    """Numbers that the parts of the model record in a step."""
     state: TrainState
     data_record: Mapping[str, Any] | None = None
     """Record of what the samples follow from, for the checkpoint; None with synthetic data, and on all but one rank of
@@ -149,9 +149,9 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     """Where this rank is; the watch reads it."""
     qk_clip: QKClip | None = None
-    """What bounds the products of queries and keys; None without --qk-clip."""
+    """QK-clip, which bounds the products of queries and keys; None without --qk-clip."""
     captured_passes: CapturedPasses | None = None
-    """What replays the passes of a step; None where they run as they are."""
+    """CUDA graphs that replay the passes of a step; None where the passes run without graphs."""
 
     @property
     def rank(self) -> int:

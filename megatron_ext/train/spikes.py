@@ -26,14 +26,14 @@ RandomState = Any
 
 
 class Place(NamedTuple):
-    """Where a microbatch belongs: the replica that has it in training, and its number there."""
+    """Place of a microbatch: the replica that has it in training, and its number on that replica."""
 
     replica: int
     microbatch: int
 
 
 class Computed(NamedTuple):
-    """What a replica computed for a microbatch."""
+    """Result that a replica computed for a microbatch."""
 
     replica: int
     loss: float
@@ -45,7 +45,7 @@ Results = dict[Place, list[Computed]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs of a batch say; equal on every rank."""
+    """Outcome of the repeated runs of a batch; equal on every rank."""
 
     results: Results
     """The runs of each microbatch, in their order."""
@@ -114,7 +114,7 @@ def _run_again(run: Run, count: int, samples: range, states: Sequence[RandomStat
 
 
 def _of_all(run: Run, losses: torch.Tensor) -> dict[int, list[float]]:
-    """Return what every replica computed: the mean losses of its microbatches, in their order. Collective."""
+    """Return every replica's results: the mean losses of its microbatches, in their order. Collective."""
     holds = run.is_last_stage and run.groups.tp.rank() == 0
     own = (run.groups.dp.rank(), run.groups.cp.rank(), losses.double().tolist()) if holds else None
     of_ranks: list[tuple[int, int, list[list[float]]] | None] = [None] * run.world_size

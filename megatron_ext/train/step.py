@@ -75,7 +75,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the forward and backward passes of a step have left, next to the gradients themselves."""
+    """Results of a step's forward and backward passes, besides the gradients themselves."""
 
     samples: range
     """Positions of the samples of the global batch."""
@@ -87,7 +87,7 @@ class Gradients:
     """This rank's part of the numbers of all ranks, with its loss."""
 
     evidence: Evidence
-    """What the watch has seen."""
+    """Observations of the gradient watch."""
 
     biases: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """Biases by which experts are chosen, and what the update makes of each."""
@@ -184,8 +184,8 @@ def train_step(
     Args:
         samples: positions of its samples.
         before_update: called between the two.
-        on_loss: called with the loss after that, also where it is NaN, when the weights are still those of the loss;
-            never called with a guard.
+        on_loss: called with the loss after that, also where it is NaN, while the weights are still the ones that gave
+            the loss; never called with a guard.
         guard: keeps a bad step from changing anything; None where the numbers are read before the update.
         votes: whether this rank asks to stop, where all ranks' votes are to be added up.
     Raises:
@@ -288,11 +288,12 @@ def run_microbatches(
     """Run the schedule over `microbatches` on every stage.
 
     Args:
-        micro_batch_size: samples in one of them; default that of the training.
+        micro_batch_size: samples in one of them; default: --micro-batch-size.
 
     Returns:
-        fp32 [microbatches, 2]: for each the sum of the losses of this rank's tokens that count, and their number. Zero
-        but on one rank of those that hold the same loss, so that the sum over all ranks is that over the global batch.
+        fp32 [microbatches, 2]: for each the sum of the losses of this rank's tokens that count, and their number. Of
+        the ranks that hold the same loss all but one return zeros, so that the sum over all ranks is the sum over the
+        global batch.
     """
     config = run.config
     depths = 0 if forward_only else config.model.mtp_num_layers or 0

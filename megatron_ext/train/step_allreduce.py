@@ -32,7 +32,7 @@ _OF_PARTS = _VOTES + len(StopVotes._fields)
 
 
 class Summed(NamedTuple):
-    """What all ranks have together."""
+    """Numbers of a step over all ranks."""
 
     loss: float
     """Mean loss per token; NaN where no token counts."""
@@ -43,7 +43,7 @@ class Summed(NamedTuple):
     """Number of ranks in which the loss scale overflowed."""
     votes: StopVotes
     of_parts: tuple[float, ...]
-    """Sums of what the parts of the model have recorded, see `RecordedNumbers.sums`."""
+    """Sums of the numbers that the parts of the model have recorded, see `RecordedNumbers.sums`."""
 
 
 class SharedNumbers:

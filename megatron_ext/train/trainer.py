@@ -75,7 +75,8 @@ class Trainer:
         return self._rate(self.run.state.scheduled_samples)
 
     def _rate(self, samples: int) -> float:
-        """Return the rate after so many samples: that of the flags, or what a user's own schedule makes of it."""
+        """Return the learning rate after so many samples: the flags' rate, or the rate that a user's own schedule makes
+        of it."""
         rate = learning_rate(samples, self.learning_rate_curve)
         return rate if self._schedule is None else _checked_rate(self._schedule(samples, rate), samples)
 
@@ -193,7 +194,7 @@ class Callback:
     """
 
     phase = "a report or check"
-    """What the rank does meanwhile, for the one who reads of a hang."""
+    """Activity of the rank during the callback, named in the report of a hang."""
 
     def on_start(self, trainer: Trainer) -> None:
         """Run before the first step; the state may come from a checkpoint."""
@@ -202,7 +203,7 @@ class Callback:
         """Run before the microbatches of a step, which begins at `trainer.position`."""
 
     def before_update(self, trainer: Trainer) -> None:
-        """Run within a step, when its gradients are there and the weights are still those that they belong to."""
+        """Run within a step, when its gradients are computed and the weights not yet updated."""
 
     def on_loss(self, trainer: Trainer, loss: BatchLoss) -> None:
         """Run after `before_update`, when the loss over all ranks is known, be it NaN, and no weight has changed."""
@@ -214,7 +215,7 @@ class Callback:
         """Return whether `on_step_end` must run before the next step begins; `trainer.position` counts the step.
 
         If not, a GPU may have the next step by then, and its weights, gradients and random numbers may be later ones,
-        while result and state are those of the step that `on_step_end` is told of.
+        while result and state belong to the step that `on_step_end` is told of.
         """
         return True
 
@@ -239,7 +240,7 @@ class Callback:
 
 
 def _checked_rate(rate: object, samples: int) -> float:
-    """Return what a user's own schedule has returned.
+    """Return the rate of a user's own schedule as a float.
 
     Raises:
         ConfigurationError: it is no rate.

@@ -48,7 +48,7 @@ class Checkpointing(Callback):
         return bool(self.interval) and iteration % self.interval == 0
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
-        """Finish a background save of an earlier step where all ranks are there for it, else give it up aloud."""
+        """Finish a background save of an earlier step where all ranks can take part, else warn that it is given up."""
         if self._save is None:
             return
         save = self._save
@@ -72,7 +72,8 @@ class Checkpointing(Callback):
             self._finish(last=True)
 
     def close(self) -> None:
-        """Let a background save that an error has given up end: nobody writes there once the run is over."""
+        """Wait for the thread of a background save that an error has given up: nobody writes to the folder once the run
+        is over."""
         if self._save is not None:
             self._save.join()
 

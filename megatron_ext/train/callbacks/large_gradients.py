@@ -1,5 +1,5 @@
-"""Warns of gradients far above those of the first steps (--check-for-large-grads), and ends a run whose gradients
-overflow at every step of a loss scale that cannot fall, with the scale that would do.
+"""Warns of gradients far larger than in the first steps (--check-for-large-grads), and ends a run whose gradients
+overflow at every step of a loss scale that cannot fall, and names the scale that would work.
 """
 
 import math
@@ -113,7 +113,7 @@ def largest_scale_without_overflow(run: Run, samples: range) -> float | None:
     """Return the largest power of 2 up to the present loss scale at which the gradients of these samples do not
     overflow; None where they do at 2^-40 of it. Collective.
 
-    It computes them six times, and leaves those of the last time. No weight changes.
+    It computes the gradients six times; the last ones stay in place. No weight changes.
     """
     loss_scale = loss_scale_of(run.optimizer)
     assert loss_scale is not None

@@ -26,13 +26,13 @@ _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of one own module on one rank."""
+    """Observations of one of the user's modules on one rank."""
 
     title: str
     place: str
     is_causal: bool
     reads_token_alone: bool
-    """False where it declares so and its output depends on an earlier position."""
+    """False where the module declares it and its output nevertheless depends on an earlier position."""
 
 
 class OwnParts(Callback):
