@@ -137,7 +137,7 @@ def _set_scale_of_indexers(scale: torch.Tensor) -> None:
 
 
 def _kernels_of_transformer_engine(config: Config) -> dict[str, Any]:
-    """Return which kernels of attention Transformer Engine may choose; those of torch are set elsewhere."""
+    """Return the attention kernels that Transformer Engine may choose; torch's kernels are set elsewhere."""
     training, backend = config.training, config.training.attention_backend
     if config.model.transformer_impl != "transformer_engine":
         return {}

@@ -42,7 +42,7 @@ _VARIABLES_OF_KERNELS = (*_KINDS_OF_KERNELS, *(f"NVTE_FLASH_ATTN_V{version}" for
 
 class GPT(GPTModel):
     """megatron-core's GPTModel with a loss that knows the vocabulary's true size, by `model.loss.Readout`, and with
-    positions that are those of `position_ids` where they begin anew with each document."""
+    positions taken from `position_ids` where they begin anew with each document."""
 
     def __init__(self, *, restarts_positions: bool, of_readout: Mapping[str, Any], **of_engine: Any) -> None:
         super().__init__(**of_engine)
@@ -93,14 +93,14 @@ class GPT(GPTModel):
         """Run one forward pass. The arguments are [batch, sequence]; a stage without a use for one ignores it.
 
         With `documents`, tokens see their own document alone. With `inference`, which then says how tokens see each
-        other, positions are those of `position_ids`, and the last stage returns what it reads from the hidden states.
+        other, positions come from `position_ids`, and the last stage returns `inference.read` of the hidden states.
 
         Returns:
             On the last stage with labels the loss of every token in nats, fp32 [batch, sequence], or with `loss_mask`
-            (1.0 where a token's loss counts) their sum over the tokens that count, a scalar, for which no logits
-            are kept; without labels the logits, [batch, sequence, this rank's vocabulary]; on other stages the hidden
-            states for the next one, [sequence, batch, hidden]. With `ahead`, the last stage's has a first dimension
-            more, of the main loss and that of each depth of multi-token prediction.
+            (1.0 where a token's loss counts) their sum over the tokens that count, a scalar, for which no logits are
+            kept; without labels the logits, [batch, sequence, this rank's vocabulary]; on other stages the hidden
+            states for the next one, [sequence, batch, hidden]. With `ahead`, the last stage's result has one more
+            leading dimension: the main loss, then the loss of each depth of multi-token prediction.
         """
         output = super().forward(
             input_ids,  # pyright: ignore[reportArgumentType]
@@ -161,7 +161,8 @@ class GPT(GPTModel):
         return hidden, self.readout(hidden, self.output_layer, shared, packed_seq_params=sequences)
 
     def _angles(self, positions: torch.Tensor) -> Any:
-        """Return what turns queries and keys at these positions, [B, S] or [1, S]; None where nothing does."""
+        """Return the table of angles for queries and keys at these positions, [B, S] or [1, S]; None where the model
+        has none."""
         rotary: Any = getattr(self, "rotary_pos_emb", None)
         return rotary and (rotary.at if positions.size(1) > 1 else rotary.at_token)(positions)
 

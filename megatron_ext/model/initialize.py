@@ -80,7 +80,7 @@ def fill(
     """Give one tensor-parallel shard of `parameter`, or some rows of it, its initial value, in place.
 
     Args:
-        first_row: index in the tensor-parallel shard; `shard` holds the rows from there on.
+        first_row: index in the tensor-parallel shard; `shard` holds the rows from this one on.
     """
     if shard.dim() != 2 and parameter.init in _DRAWN:
         matrix = replace(parameter, shape=(parameter.shape[0], math.prod(parameter.shape[1:])))
@@ -116,7 +116,7 @@ def _touched(parameter: Parameter, held: Sequence[slices.Piece], first_row: int,
 
     Args:
         held: rows of the whole that make the tensor-parallel shard.
-        first_row: index in it; the shard begins there and has `length` rows.
+        first_row: index, in the tensor-parallel shard, of the first of the `length` rows.
     """
     rows = parameter.true_rows or parameter.shape[0]
     rows_per_block = _rows_per_block(parameter)

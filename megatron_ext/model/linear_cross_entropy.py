@@ -49,8 +49,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the sum over tokens of counts * -log softmax(hidden weight^T)[label], an fp32 scalar in nats.
 
-    Collective over the vocabulary's group, one gather for each chunk. The gradient of `hidden_NH` is that of this
-    rank's rows alone, to be added over the group.
+    Collective over the vocabulary's group, one gather for each chunk. The gradient of `hidden_NH` comes from this
+    rank's vocabulary rows alone, and is to be added over the group.
 
     Args:
         labels_N: int64, places in the whole vocabulary.
@@ -158,7 +158,7 @@ def _losses(
 def _over_ranks(
     normalizer_C1: torch.Tensor, of_label_C1: torch.Tensor, group: ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-sum-exp over the whole vocabulary, and each label's logit, from those of every rank's part."""
+    """Return the log-sum-exp over the whole vocabulary, and each label's logit, combined from every rank's part."""
     own = torch.cat((normalizer_C1, of_label_C1), 1)
     gathered = own.new_empty(group.size() * len(own), 2)
     torch.distributed.all_gather_into_tensor(gathered, own, group=group)

@@ -53,7 +53,8 @@ def token_loss(
 def summed_loss(
     loss_mask: torch.Tensor, loss_sum: torch.Tensor, share: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return what `token_loss` does, of a model that was given the mask and has summed the losses itself."""
+    """Return loss, token count and report as `token_loss` does, for a model that was given the mask and has summed the
+    losses itself."""
     num_tokens = loss_mask.sum()
     main, *depths = loss_sum.unbind() if loss_sum.dim() else (loss_sum,)
     report = torch.stack([main.detach(), num_tokens.float()])
@@ -63,7 +64,7 @@ def summed_loss(
 
 
 def checked_losses(losses: object, labels_BS: torch.Tensor) -> torch.Tensor:
-    """Return what a user's own loss has returned.
+    """Return the losses of a user's own loss function, checked.
 
     Raises:
         ConfigurationError: it is not the loss of every token, [B, S], or cannot be differentiated.

@@ -33,7 +33,7 @@ def forward_place(name: str, parameter: torch.nn.Parameter, modules: Sequence[Se
 
     Args:
         name: its global name.
-        parameter: the last stage's copy of tied word embeddings is used there, at the end.
+        parameter: the last stage's copy of tied word embeddings counts as used at the end.
         modules: of each layer of the model, its modules in the order of a forward pass (`Layer.modules`).
     """
     if getattr(parameter, "shared", False):
@@ -81,7 +81,8 @@ def _unwrapped(module: Any) -> Any:
 
 
 def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that the catalogue names: those of single experts (views) for a stacked one, else itself.
+    """Yield the tensors that the catalogue names: views of the single experts' tensors for a stacked one, else the
+    tensor itself.
 
     Args:
         name: from `global_named_parameters`.
@@ -106,7 +107,7 @@ def catalogued(model_chunks: Sequence[torch.nn.Module], config: Config) -> dict[
 
 
 def is_of_an_expert(name: str) -> bool:
-    """Return whether a global name, stacked or not, is that of a routed expert's matrix."""
+    """Return whether a global name, stacked or not, belongs to a routed expert's matrix."""
     return f".{_EXPERTS}" in name
 
 

@@ -170,7 +170,7 @@ def mark_own_parameters(chunks: Sequence[torch.nn.Module], config: Config) -> No
 
 
 def _own(catalogue: Mapping[str, Parameter], config: Config) -> list[str]:
-    """Return which names of the catalogue are those of own parameters."""
+    """Return the names in the catalogue that belong to the user's own parameters."""
     ends = tuple(f".{name}" for name in own_parameters.names(config))
     return [name for name, parameter in catalogue.items() if isinstance(parameter.stage, int) and name.endswith(ends)]
 
