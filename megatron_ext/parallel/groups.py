@@ -171,8 +171,8 @@ def _expert_tensor_size(layout: LayoutConfig) -> int:
 
 @contextmanager
 def as_stage(groups: ProcessGroupCollection, stage: int) -> Iterator[ProcessGroupCollection]:
-    """Return a context, and groups, in which this rank builds what another stage of the pipeline would have: in a V the
-    second chunk of a rank is that of the stage as far from the other end."""
+    """Yield the groups with which this rank builds a model chunk of another pipeline stage, inside the context: in a
+    V-shaped schedule a rank's second chunk belongs to the stage as far from the other end."""
     if stage == groups.pp.rank():
         yield groups
         return
@@ -192,7 +192,7 @@ def _alone() -> tuple[Store, int, int]:
 
 
 def tensor_group(groups: ProcessGroupCollection, *, expert: bool) -> torch.distributed.ProcessGroup:
-    """Return the ranks that share the matrices of the routed experts, or those of everything else."""
+    """Return the tensor-parallel group of the routed experts' matrices, or the group of all other weights."""
     return groups.expt_tp if expert else groups.tp
 
 

@@ -12,8 +12,8 @@ from megatron_ext.parallel.rows import RowShard
 
 @dataclass(frozen=True)
 class Matrix:
-    """Where in a matrix, or a stack of those of experts, that lies which a rank updates. An attribute of this name
-    marks what is updated."""
+    """Place of the part that a rank updates, in a matrix or in a stack of experts' matrices. Tensors that are updated
+    have it as their attribute `matrix`."""
 
     shape: tuple[int, ...]
     """Shape of a tensor-parallel rank's part: [rows, columns], or [experts, rows, columns]."""

@@ -61,6 +61,6 @@ def row_shard(weight: torch.Tensor) -> RowShard | None:
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of the weight: its rows, or all of it."""
+    """Return this rank's part of the weight: its rows, or all of it."""
     shard = row_shard(weight)
     return weight.detach() if shard is None else shard.local
