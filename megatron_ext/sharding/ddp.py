@@ -3,15 +3,18 @@ in shards, each a flat range of all weights one after another.
 
 megatron-core's DDP, whose first gradient of a step is written to the buffer in place of being added to zeros.
 
-megatron-core zeroes its buffers at the beginning of a step, and every microbatch adds to them. Here they keep what the
-step before has left, and each weight's part expects its first gradient (device/weight_gradients.py). What expects it
-still when its bucket is about to be reduced (of one rank alone, too) is zeroed: a weight that a step does not use has
-no gradient of the step before. Padding between weights is zero from the start, and nothing writes there.
+megatron-core zeroes its buffers at the beginning of a step, and every microbatch adds to them. Here the buffers keep
+the gradients of the step before, and each weight's part expects its first gradient (device/weight_gradients.py). A part
+that still expects it when its bucket is about to be reduced (on one rank alone, too) is zeroed, so that a weight that a
+step does not use has no gradient of the step before. Padding between weights is zero from the start, and nothing writes
+to it.
 
-On a CPU, where no reduction waits for a gradient, autograd adds those of all microbatches up by itself, and they go to
-the buffer when the last backward pass is done; products write there at once (device/kernels.py).
+On a CPU, where no reduction waits for a gradient, autograd adds up the gradients of all microbatches by itself, and
+they go to the buffer when the last backward pass is done; matrix products write to the buffer at once
+(device/kernels.py).
 
-The bits are those of sums with zeros; only products that write themselves could leave a -0.0, of a sum that underflows.
+The results equal sums with zeros bit for bit; only products that write to the buffer themselves could leave a -0.0, of
+a sum that underflows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +58,7 @@ class WritingDataParallel(DistributedDataParallel):
     Args:
         writes: whether first gradients are written. False where a package's kernel adds by itself: then buffers are
             zeroed.
-        settings: those of megatron-core's class.
+        settings: arguments of megatron-core's class.
     """
 
     def __init__(self, *, writes: bool, **settings: Any):
@@ -118,7 +121,7 @@ def completed(
         group: a group of buckets.
         start: its `start_grad_sync`.
         watchers: they look at the complete gradients of this rank.
-        hooks: weights whose gradients autograd has kept, each with what takes it from there.
+        hooks: weights whose gradients autograd has kept, each with the function that moves its gradient to the buffer.
     """
 
     @wraps(start)
@@ -259,8 +262,8 @@ class DataParallel(Sharding):
 
     @contextmanager
     def gathered_before_update(self, chunks: Sequence[Any]) -> Iterator[None]:
-        """Switch off the gathers of the hooks: one that is begun here would count as that of the next step, which would
-        compute with weights of before the update."""
+        """Switch off the gathers that hooks begin: one begun here would count as the next step's gather, and the next
+        step would compute with weights from before the update."""
         overlaps = self.config.layout.overlap_param_gather
         for chunk in chunks if overlaps else ():
             chunk.disable_forward_pre_hook(param_sync=False)

@@ -1,4 +1,4 @@
-"""What the schemes have in common: what they ask of megatron-core, from our configuration."""
+"""Wraps model chunks and builds optimizers with megatron-core, from our configuration, for all sharding schemes."""
 
 import importlib
 from collections.abc import Sequence
@@ -71,8 +71,8 @@ def build_optimizer(
 ) -> Any:
     """Build megatron-core's optimizer over wrapped chunks whose weights are already initialized.
 
-    What updates inside of it is the optimizer that `config` chooses, as config/derived/optimizers.py registers it. Its
-    parameter groups are those of the catalogue: what decays, at which rate it learns, and which of two optimizers
+    Inside of it updates the optimizer that `config` chooses, as config/derived/optimizers.py registers it. Its
+    parameter groups follow the catalogue: whether a parameter decays, its learning rate, and which of two optimizers
     updates it.
     """
     replace_loops()
@@ -102,7 +102,8 @@ def _mark_matrices(chunks: Sequence[torch.nn.Module], config: Config, groups: Pr
 
 
 def _of_groups(chunks: Sequence[torch.nn.Module], config: Config) -> dict[Any, Any]:
-    """Return what the groups of some parameters have in place of what others have."""
+    """Return megatron-core's overrides of parameter groups: a predicate of parameters -> the values of their group that
+    are not the default."""
     own = {key: _group(parameter, config) for key, parameter in catalogued(chunks, config).items()}
     distinct = {str(values): values for values in own.values() if values}
     return {
@@ -112,7 +113,7 @@ def _of_groups(chunks: Sequence[torch.nn.Module], config: Config) -> dict[Any, A
 
 
 def _group(parameter: Parameter, config: Config) -> dict[str, Any]:
-    """Return what a parameter's group has in place of what others have."""
+    """Return the values of a parameter's group that are not the default."""
     found = factors(config, parameter)
     values: dict[str, Any] = {"wd_mult": found.weight_decay, "lr_mult": found.rate, "eps_mult": found.epsilon}
     values = {name: factor for name, factor in values.items() if factor != 1.0}
@@ -136,5 +137,5 @@ def updating(optimizer: ChainedOptimizer, kind: type[OptimizerPart]) -> list[Opt
 
 
 def for_chunks(functions: list) -> Any:
-    """Return what megatron-core wants: a function for one model chunk and a list for several."""
+    """Return the form that megatron-core wants: a function for one model chunk, a list for several."""
     return functions[0] if len(functions) == 1 else functions

@@ -207,8 +207,9 @@ class TorchFSDP(TorchFullyShardedDataParallel):
             parameter.grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Reduce the gradients of a step whose backward passes were split. Let gradients that megatron-core is to add
-        up over tensor-parallel ranks wait on the device until `scale_gradients`: it puts what it has added up there."""
+        """Reduce the gradients of a step whose backward passes were split. Gradients that megatron-core is to add up
+        over tensor-parallel ranks wait on the device until `scale_gradients`, since megatron-core puts their sum in
+        `main_grad`."""
         if self.reduces_once:
             module: Any = self.module
             module.set_requires_gradient_sync(True)
@@ -239,7 +240,7 @@ def _reshard(chunks: Sequence[Any]) -> None:
 
 
 def _units(module: torch.nn.Module, *, shared: bool) -> list[torch.nn.Module]:
-    """Return what is gathered at a time, inner modules first.
+    """Return the modules whose weights are gathered together, inner modules first.
 
     The output layer's weight is read outside of its own forward pass, and belongs to the model itself; so do shared
     word embeddings, which are needed at both ends.
@@ -271,7 +272,7 @@ def _rows(parameter: DTensor, groups: ProcessGroupCollection) -> RowShard:
 
 
 def unsharded_parameters(unit: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Return inside of the unit's forward pass its own weights, gathered, without those of the units in it."""
+    """Yield the unit's own weights, gathered, inside of its forward pass; weights of units within it are left out."""
     for name, parameter in unit.named_parameters():
         if not isinstance(parameter, DTensor):
             yield name, parameter

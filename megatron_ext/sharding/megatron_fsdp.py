@@ -134,7 +134,7 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
         """Do not do what the name says: tensor-parallel ranks would draw the same dropout for different units."""
 
     def sharded_parameters(self) -> list[Any]:
-        """Return what the optimizer updates: fp32 masters, or fp32 weights themselves, as DTensors."""
+        """Return the DTensors that the optimizer updates: fp32 masters, or the fp32 weights themselves."""
         return [parameter for _, parameter in self.param_and_grad_buffer.optimizer_named_parameters]
 
     @contextmanager

@@ -109,7 +109,7 @@ class OptimizerPart:
         return weight.dtype != torch.float32
 
     def own(self, weight: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-        """Return those of `values`, which are shaped as `weight` is on this rank, that this rank updates."""
+        """Return the part of `values` that this rank updates; `values` has the shape of `weight` on this rank."""
         return values
 
     def rows_to_read(self, weight: torch.nn.Parameter) -> Sequence[RowShard] | None:
@@ -118,16 +118,16 @@ class OptimizerPart:
         return None if shard is None else [shard]
 
     def to_read(self, weight: torch.nn.Parameter, state: State) -> State:
-        """Return tensors that a checkpoint's state of `weight` can be read into: of all its rows, or of those of
+        """Return tensors into which the state of `weight` can be read from a checkpoint: for all its rows, or for
         `rows_to_read`.
 
         Args:
-            state: of `weight`, as this rank keeps it.
+            state: optimizer state of `weight`, as this rank keeps it.
         """
         return state
 
     def own_of_rows(self, weight: torch.nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
-        """Return what this rank keeps of the state of `weight`, from that of the rows of `rows_to_read`."""
+        """Return the state of `weight` that this rank keeps, cut out of the state of `rows_to_read`."""
         return rows
 
     def to_save(

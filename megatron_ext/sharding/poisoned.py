@@ -42,7 +42,7 @@ def poisoned(scheme: Sharding) -> Sharding:
 
 @singledispatch
 def _poison_of(chunk: Any) -> Callable[[], None]:
-    """Return what puts NaN in the place of the weights of `chunk` that are gathered before their next use."""
+    """Return a function that overwrites with NaN the weights of `chunk` that are gathered before their next use."""
     raise AssertionError(f"{type(chunk).__name__}: what does it gather?")
 
 

@@ -1,5 +1,5 @@
-"""What FSDP2 and Megatron-FSDP have in common: rows of every weight, and optimizers over this rank's as plain tensors.
-torch's optimizers, norms and clipping then do not know of shards."""
+"""Row shards, for FSDP2 and Megatron-FSDP: every weight is divided by rows, and optimizers see this rank's rows as
+plain tensors. torch's optimizers, norms and clipping then do not know of shards."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -100,11 +100,11 @@ class RowShardOptimizer(RowShards, FP32Optimizer):
 
 
 class HostRowOptimizer(RowShardOptimizer):
-    """The same over rows in host memory, which torch updates there.
+    """megatron-core's fp32 optimizer over rows in host memory, where torch updates them.
 
     Args:
-        device: what computes, and adds up norms.
-        config: says which optimizer of torch updates.
+        device: device of the forward and backward passes; norms are added up on it.
+        config: chooses the torch optimizer.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class HostRowOptimizer(RowShardOptimizer):
             self.optimizer = over(self.optimizer.param_groups, config)
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """Return one element on the device, whose norm is that of this rank's gradients."""
+        """Return one element on the device, whose norm equals the norm of this rank's gradients."""
         norms = [torch.norm(gradient) for gradient in super().get_grads_for_grad_norm(grad_norm_group)]
         return [torch.norm(torch.stack(norms)).view(1).to(self._device)] if norms else []
 

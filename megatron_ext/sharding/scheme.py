@@ -1,4 +1,4 @@
-"""What a sharding scheme does for the rest of the program, which does not ask which scheme it is."""
+"""The interface of a sharding scheme: the rest of the program calls it and does not ask which scheme it is."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ Reduced = Iterator[tuple[torch.nn.Parameter, torch.Tensor]]
 
 
 class Watcher(Protocol):
-    """Who wants to see this rank's own gradients before they are mixed with those of other ranks."""
+    """An observer of this rank's own gradients before their reduction over ranks."""
 
     def register(self, chunk: _BaseDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
         """Learn the parameters of `chunk`, and return them with their global names. Call it once for each chunk."""
@@ -50,7 +50,7 @@ class Sharding(ABC):
     """Whether the output layer's weight stays where its forward pass has it, or is gathered again for the backward."""
 
     lives_on_host = False
-    """Whether weights, gradients and optimizer state are kept in host memory, and are communicated from there."""
+    """Whether weights, gradients and optimizer state are kept in host memory and communicated from host memory."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -89,8 +89,8 @@ class Sharding(ABC):
         """Return a context in which all parameters of the chunks are up to date."""
 
     def gathered_before_update(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
-        """Return a context for another forward pass between the gradients of a step and its update: the weights are
-        those of the passes before, and the next step must still fetch what the update makes of them."""
+        """Return a context for another forward pass between the gradients of a step and its update: the weights are the
+        ones that the passes before used, and the next step must still gather the updated ones."""
         return self.gathered(chunks)
 
     def averaged(
@@ -119,7 +119,7 @@ class Sharding(ABC):
         """Return the ranks that hold one copy of the model together.
 
         Returns:
-            Those of all weights but the matrices of routed experts, and those of these.
+            The group for all weights but the matrices of routed experts, and the group for these matrices.
         """
 
     @abstractmethod
@@ -144,7 +144,7 @@ def averaged(parts: Sequence[OptimizerPart]) -> Iterator[None]:
     """Exchange weights and averages inside, in whatever scheme; before the first update nothing. Collective.
 
     Args:
-        parts: those of the run's optimizer, none in host memory.
+        parts: parts of the run's optimizer, none in host memory.
     """
     _exchange(parts)
     try:
