@@ -37,8 +37,8 @@ def copy_each(
 def l2_norm(
     chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the L2 norm over all tensors of the first list, fp32 [1] on their device, and with `per_tensor` those of
-    each."""
+    """Return the L2 norm over all tensors of the first list, fp32 [1] on their device, and with `per_tensor` the norm
+    of each tensor."""
     norms = torch.stack([*torch._foreach_norm(lists[0], 2)])  # pyright: ignore[reportPrivateImportUsage]
     return torch.linalg.vector_norm(norms).to(torch.float32).view(1), norms if per_tensor else None
 

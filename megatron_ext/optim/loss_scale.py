@@ -47,7 +47,7 @@ class LossScale:
 
     @property
     def inv_scale(self) -> torch.Tensor:
-        """What the optimizers multiply gradients by, fp32 [1]."""
+        """Factor by which the optimizers multiply gradients, fp32 [1]."""
         return self.scale.double().reciprocal().float()
 
     def update(self, found_inf: bool) -> None:
@@ -70,10 +70,10 @@ class LossScale:
         pg_collection: ProcessGroupCollection,
         force_all_reduce: bool = False,
     ) -> None:
-        """Reduce the gradients as megatron-core does, and make them those of the mean over the tokens that count, times
-        the scale. Collective.
+        """Reduce the gradients as megatron-core does, and turn them into gradients of the mean loss over the tokens
+        that count, times the scale. Collective.
 
-        megatron-core itself would divide by all tokens, where nothing in 16 bits would be left.
+        megatron-core itself would divide by all tokens at once, and gradients in 16 bits would underflow.
 
         Args:
             model: the chunks.
@@ -97,7 +97,7 @@ class LossScale:
             self._trial = None
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return what a checkpoint holds, as plain numbers; nothing of a fixed scale."""
+        """Return the scaler's state for a checkpoint, as plain numbers; empty for a fixed scale."""
         state = self._scaler.state_dict()
         plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
         return {**plain, _OF_MEAN: True} if plain else {}
@@ -133,6 +133,6 @@ def share_loss_scale(optimizer: ChainedOptimizer) -> LossScale | None:
 
 
 def loss_scale_of(optimizer: ChainedOptimizer) -> LossScale | None:
-    """Return what `share_loss_scale` did."""
+    """Return the loss scale that `share_loss_scale` gave to the optimizers; None where they have none."""
     scalers = (getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers)
     return next((scaler for scaler in scalers if isinstance(scaler, LossScale)), None)

@@ -1,8 +1,8 @@
 """Muon: the momentum of each matrix, made orthogonal, is its update.
 
 Source: Jordan et al. 2024, Muon (https://kellerjordan.github.io/posts/muon/); its scale: Liu et al. 2025, Muon is
-Scalable for LLM Training (arXiv:2502.16982). The arithmetic is that of the package emerging-optimizers 0.3, which
-Megatron-LM takes it from, and which cannot be imported without Triton.
+Scalable for LLM Training (arXiv:2502.16982). The arithmetic follows the package emerging-optimizers 0.3, which
+Megatron-LM uses and which cannot be imported without Triton.
 """
 
 import math
@@ -31,8 +31,8 @@ class Muon(torch.optim.Optimizer):
         W <- W - lr weight_decay W
         W <- W - lr scale newton_schulz(D)
 
-    What is updated may be a part of a matrix, or a stack of those of experts (`parallel/matrices.py`). Matrices of one
-    shape are computed together.
+    An updated tensor may be a part of a matrix, or a stack of experts' matrices (`parallel/matrices.py`). Matrices of
+    one shape are computed together.
 
     Args:
         params: matrices, or parameter groups of them.
@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
                     weight.add_(update, alpha=-group["lr"])
 
     def _made(self, directions: Sequence[torch.Tensor], matrices: Sequence[Matrix]) -> list[torch.Tensor]:
-        """Return the update of each, those of one shape together."""
+        """Return the update of each direction; matrices of one shape are computed together."""
         found: dict[int, torch.Tensor] = {}
         for some in _alike(directions, matrices):
             updates = self._update(torch.stack([directions[index] for index in some]), matrices[some[0]])
@@ -100,7 +100,7 @@ class Muon(torch.optim.Optimizer):
         return [found[index] for index in range(len(directions))]
 
     def _direction(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add the gradient to the momentum, and return what is to be made orthogonal."""
+        """Add the gradient to the momentum, and return the direction, which is to be made orthogonal."""
         state, gradient = self.state[weight], weight.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(momentum, self._momentum) if self._nesterov else momentum
 
     def _adapted(self, weight: torch.Tensor, direction: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """Return the update of this rank's part, from what was `made` of its direction."""
+        """Return the update of this rank's part, from its direction and the orthogonal matrices `made` of it."""
         return made
 
     def _update(self, directions: torch.Tensor, matrix: Matrix) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Muon(torch.optim.Optimizer):
         return self._scaled(made, size[0], size[1])
 
     def _scaled(self, made: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """Return what was made orthogonal in the size of an update."""
+        """Return orthogonal matrices scaled to the size of an update."""
         return made * scale(self._scale_mode, rows, columns) * self._extra_scale
 
 
@@ -162,7 +162,7 @@ def newton_schulz(
     Args:
         parts: the matrices, or parts of them that lie side by side, or one above another where `transposed`.
         iterations: coefficients of each iteration.
-        transposed: whether the products are those of columns: the smaller number is the cheaper.
+        transposed: whether the Gram matrix is over columns and not over rows: the smaller number is the cheaper.
         group: ranks that have one part each; None: they are whole. Collective over it.
     """
     x = parts.mT if transposed else parts

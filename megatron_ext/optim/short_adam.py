@@ -20,8 +20,8 @@ from megatron_ext.optim.torch_optimizer import ByTensor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _SCALES = {"exp_avg": 2.0**11, "exp_avg_sq": 2.0**8}
-"""What the root of an average is multiplied by in fp16. fp16 holds 2^-24 to 2^16: gradients of 2^-70 to 2^10 in the
-first average, of 2^-32 to 2^8 in the second."""
+"""Factor of the root of an average when it is stored in fp16. fp16 holds 2^-24 to 2^16: gradients of 2^-70 to 2^10 in
+the first average, of 2^-32 to 2^8 in the second."""
 
 _LARGEST = torch.finfo(torch.float16).max
 

@@ -24,7 +24,7 @@ _OF_EVERY_OPTIMIZER = ("lr", "weight_decay")
 
 
 def torch_optimizer(settings: OptimizerConfig) -> Any:
-    """Return what makes the torch optimizer of the settings, of parameters or groups of them."""
+    """Return the constructor of the torch optimizer of the settings; it takes parameters or parameter groups."""
     traits = traits_of(settings)
     return (
         _alone(traits, settings) if traits.of_elements is None else partial(Together, traits=traits, settings=settings)
@@ -32,7 +32,7 @@ def torch_optimizer(settings: OptimizerConfig) -> Any:
 
 
 def _alone(traits: OptimizerTraits, settings: OptimizerConfig) -> Any:
-    """Return what makes one of the optimizers of a run."""
+    """Return the constructor of one of the torch optimizers of a run."""
     make = partial(_torch_class(traits), **traits.values(settings), **traits.torch_options)
     if traits.is_the_engines:
         return make
@@ -89,11 +89,11 @@ def over(groups: Sequence[Group], settings: OptimizerConfig) -> torch.optim.Opti
 
 
 def as_registered(built: torch.optim.Optimizer, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return what is to take the place of an optimizer that megatron-core has built and not yet used.
+    """Return the optimizer to use in place of one that megatron-core has built and not yet used.
 
-    That is itself, with the options that torch's gets, or, where the engine does not have the optimizer of the
-    settings, ours over the same groups without what belongs to the one that was built. Its groups have their own
-    epsilon, where they have a factor of it.
+    The result is `built` itself, with our options for torch's optimizers, or, where megatron-core does not have the
+    optimizer of the settings, ours over the same groups, without the options that belong to `built`. Groups with a
+    factor of epsilon have it multiplied in.
     """
     traits = traits_of(settings)
     if not traits.is_the_engines:
@@ -128,14 +128,14 @@ def begin_state(main: torch.Tensor, group: Group, optimizer: torch.optim.Optimiz
 
 
 def in_shape(main: torch.Tensor) -> torch.Tensor:
-    """Return what is updated of a matrix, which may be a flat range, by the shape of its rows."""
+    """Return the updated part of a matrix, which may be a flat range, as rows: [rows, ...]."""
     return main.detach().view(-1, *matrix_of(main).shape[1:])
 
 
 class Together(torch.optim.Optimizer):
     """Optimizers of torch as one of them: each updates the parameter groups whose `update` says that they are its own.
 
-    Groups and states are those of this object, whoever replaces them, and keep the shapes of what is updated.
+    This object owns groups and states, whoever replaces them; states keep the shapes of the updated tensors.
     """
 
     found_inf: torch.Tensor | None = None
