@@ -22,10 +22,10 @@ from megatron_ext.errors import ConfigurationError
 
 
 def average_checkpoints(checkpoints: Sequence[Path], destination: str | Path) -> Path:
-    """Write a checkpoint of iteration 0, weights alone, whose weights are the means of those of the `checkpoints`.
+    """Write a checkpoint of iteration 0, weights alone, whose weights are the means over the `checkpoints`.
 
     Args:
-        checkpoints: folders `iter_*`, of one model; its configuration and tokenizer are those of the last.
+        checkpoints: folders `iter_*`, of one model; configuration and tokenizer are copied from the last.
         destination: a folder without checkpoints.
     Returns:
         The new checkpoint's own folder.

@@ -193,7 +193,7 @@ def write_all(descriptor: int, offset: int, source: memoryview) -> None:
 
 
 def combined_crc32(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two byte strings one after the other, from that of each and the length in bytes of the
+    """Return the CRC-32 of two byte strings one after the other, from the CRC-32 of each and the length in bytes of the
     second.
 
     The CRCs are polynomials over the field of two elements: first * x^(8 length) + second, modulo the CRC's own.

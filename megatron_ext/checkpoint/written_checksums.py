@@ -1,7 +1,7 @@
 """Takes sizes and checksums of the files that the engine writes, while it writes them.
 
 The engine gives every tensor to a transform of its stream (torch's hook for compression and the like), and all bytes of
-a file pass there: they need not be read again for the manifest. torch's own checksum of every tensor in its zip
+a file pass through it: they need not be read again for the manifest. torch's own checksum of every tensor in its zip
 archives, which nobody reads, is switched off meanwhile; it takes longer than ours.
 """
 

@@ -62,8 +62,8 @@ def contents_of(config: Config) -> str | None:
 
 
 def _seen(folder: Path, config: Config, *, checkpoint: int, contents: str | None) -> dict[int, dict[int, str]]:
-    """Return what lies on this rank's machine, newer than the checkpoint: by iteration and rank, why it cannot be
-    used, or nothing."""
+    """Return the snapshots on this rank's machine that are newer than the checkpoint: iteration -> rank -> why the file
+    cannot be used, empty if it can."""
     layout, save = layout_of(config), config.checkpoint.save or ""
     return {
         iteration: {

@@ -47,7 +47,7 @@ def file_of(folder: Path, iteration: int, rank: int, *, copy: bool = False) -> P
 
 
 def layout_of(config: Config) -> dict[str, Any]:
-    """Return what must be the same for a rank to read what its like has written."""
+    """Return the settings that must be equal for a rank to read the snapshot of the rank of the same number."""
     layout = {name: value for name, value in dataclasses.asdict(config.layout).items() if name not in _FREE}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in layout.items()}
     return {**plain, "optimizer": config.optimizer.optimizer, "params_dtype": config.training.params_dtype}
@@ -169,8 +169,8 @@ def _opened(temporary: Path, files: contextlib.ExitStack) -> tuple[Any, str | No
 
 
 def _ended(temporary: Path, target: Path | None, problem: str | None) -> str | None:
-    """Give a file that was received its name; where something failed, or it has no `target`, remove it. Return what
-    failed."""
+    """Give a file that was received its name; where something failed, or it has no `target`, remove it. Return the
+    failure in words, or None."""
     try:
         if problem is None and target is not None:
             os.replace(temporary, target)

@@ -101,7 +101,7 @@ def _warn(text: str) -> None:
 
 
 def damage(checkpoint: Path) -> list[str] | None:
-    """Return what is wrong with the checkpoint; empty where it is as it was written. Collective; equal on every rank.
+    """Return the problems of the checkpoint; empty where it is whole. Collective; equal on every rank.
 
     Returns:
         None where it has no manifest, so that nothing can be said.

@@ -244,7 +244,7 @@ def _remove_entry(path: Path) -> None:
 
 
 def _tracked(tracker: Path) -> str | None:
-    """Return what the tracker says; None where there is none, and nothing where it is no file."""
+    """Return the tracker's text; None where there is no tracker, empty where it is no file."""
     if not tracker.exists():
         return None
     if not tracker.is_file():

@@ -106,7 +106,8 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapsh
 
 
 def to_save(snapshot: RunSnapshot, exchange: Exchange) -> ShardedStateDict:
-    """Return what this rank writes. Collective over the data-parallel ranks where they have shards of the optimizer."""
+    """Return the sharded state dict that this rank writes. Collective over the data-parallel ranks where they have
+    shards of the optimizer."""
     state_dict = {**snapshot.state_dict, **snapshot.others}
     if snapshot.optimizer:
         state_dict["optimizer"] = optimizer_state.state_to_save(
@@ -294,7 +295,7 @@ def models_of(run: Saveable) -> Contents:
 
 
 def _dtype(run: Saveable) -> torch.dtype:
-    """Return the dtype in which a checkpoint holds the weights: that of the forward pass. Their fp32 masters are
+    """Return the dtype in which a checkpoint holds the weights: the dtype of the forward pass. Their fp32 masters are
     optimizer state."""
     return getattr(torch, run.config.training.params_dtype)
 

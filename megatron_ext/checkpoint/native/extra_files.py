@@ -54,7 +54,7 @@ def keep_tokenizer(data: DataConfig, checkpoint: Path, earlier: Iterable[Path]) 
 
 
 def tokenizer_files(data: DataConfig) -> dict[str, Path]:
-    """Return name of the copy -> file, whether it is there or not."""
+    """Return name of the copy -> file of the tokenizer, whether the file exists or not."""
     if data.tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is not None:
         folder = Path(data.tokenizer_model)
         files = {name: folder / name for name in HUGGINGFACE_FILES if (folder / name).is_file()}
@@ -64,7 +64,7 @@ def tokenizer_files(data: DataConfig) -> dict[str, Path]:
 
 
 def kept_tokenizer(values: Mapping[str, Any], checkpoint: Path) -> dict[str, str]:
-    """Return the copies in `checkpoint` by the flag that names such a file; only what is there."""
+    """Return the copies in `checkpoint` by the flag that names such a file; only copies that exist."""
     folder = checkpoint / TOKENIZER
     if folder.is_symlink():
         return {}

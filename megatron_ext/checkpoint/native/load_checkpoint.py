@@ -176,7 +176,7 @@ def _say_what_is_lost(run: Saveable, path: Path, changed: list[str], saved: Mapp
 
 
 def _metadata(path: Path) -> Any:
-    """Return what the checkpoint says of its tensors, by name."""
+    """Return the checkpoint's metadata of its tensors, by name."""
     return SafeReader(path).read_metadata().state_dict_metadata
 
 
@@ -202,7 +202,7 @@ def _reading(run: Saveable) -> Any:
 
 
 def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> checkpoint_state_dict.Parts:
-    """Return what the flags ask for, of what is there."""
+    """Return the parts of the checkpoint that the flags ask to load."""
     path = checkpoint.path
     # Made from a Hugging Face model, or released by somebody: training begins with a new optimizer.
     if common.get("weights_only") or checkpoint.path.name == RELEASE:
@@ -239,7 +239,7 @@ def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any
 
 
 def _saved(path: Path, name: str) -> Any:
-    """Return a flag of the run that saved the checkpoint; None where its configuration is not there."""
+    """Return a flag of the run that saved the checkpoint; None where the checkpoint has no configuration file."""
     saved = read_saved(file_inside(path, CONFIG)) if (path / CONFIG).exists() else None
     return None if saved is None else saved.get(name, options_by_name()[name].default)
 

@@ -94,7 +94,7 @@ def give_up(folder: str | Path) -> None:
 
 
 def is_lost(folder: str | Path) -> bool:
-    """Return whether this process has locked the folder, and its lock is not there any more."""
+    """Return whether this process has locked the folder and its lock file has since been removed or replaced."""
     lock_file = _held.get(os.path.realpath(folder))
     if lock_file is None:
         return False

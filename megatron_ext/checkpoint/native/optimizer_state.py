@@ -190,7 +190,7 @@ def restore(
 
 
 def _torch_optimizers(parts: Sequence[OptimizerPart]) -> list[torch.optim.Optimizer]:
-    """torch's optimizers in those of megatron-core."""
+    """Return torch's optimizers inside megatron-core's optimizers."""
     return [torch_optimizer for part in parts for torch_optimizer in part.updater.torch_optimizers]
 
 
@@ -228,7 +228,8 @@ def set_step_count(parts: Sequence[OptimizerPart], config: OptimizerConfig, coun
 
 
 def numbers(parts: Sequence[OptimizerPart], config: OptimizerConfig) -> dict[str, float]:
-    """Return what the optimizer keeps besides its states and the count, the same for all parameters."""
+    """Return the numbers that the optimizer keeps besides its states and the update count, the same for all
+    parameters."""
     names = traits_of(config).numbers
     states = (state for torch_optimizer in _torch_optimizers(parts) for state in torch_optimizer.state.values())
     return next(({name: float(state[name]) for name in names} for state in states if names and names[0] in state), {})
@@ -295,7 +296,7 @@ def _like_weights(
     """Cut every tensor as its weight is cut. Weights without values (another rank writes them) are left out.
 
     Args:
-        rows: those of the weight that the values are of, by the id() that `values` has; None where they are of all.
+        rows: rows of each weight that its values cover, by the keys of `values`; None where they cover all rows.
     """
     contents: Contents = {}
     for name, weight in weights.items():

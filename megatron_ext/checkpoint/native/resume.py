@@ -31,9 +31,9 @@ class Resume(SavedCheckpoint):
     saved: Mapping[str, Any] | None = None
     """The values of the flags that it was saved with; None where it has none that can be read."""
     data_record: Mapping[str, Any] | None = None
-    """What its samples follow from (`data.data_record`); None where it has none."""
+    """Its data record, from which its samples follow (`data.data_record`); None where it has none."""
     damaged: tuple[str, ...] = ()
-    """What is wrong with each checkpoint that comes before it and was passed over."""
+    """Problem of each checkpoint that comes before it and was passed over."""
     is_snapshot: bool = False
     """Whether it is one of the snapshots in the machines' memory (`checkpoint.local`) and no checkpoint."""
 

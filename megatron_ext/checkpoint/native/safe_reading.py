@@ -3,8 +3,8 @@
 The format keeps two kinds of pickle: `.metadata`, which says where every tensor lies, and small objects (the state of
 the random generators) inside the shards. torch reads both with an unpickler that builds whatever they ask for. Inside
 `no_code_from_files()` torch's objects are made here from the first, read as plain data (`torch_dist.py`), and the
-second is read as `torch.load(weights_only=True)` reads it, without those of the classes added by megatron-core that do
-more than to hold what they are given. No archive is read of which a record is compressed: it could fill the memory.
+second is read as `torch.load(weights_only=True)` reads it, except the classes added by megatron-core that do more than
+hold the values they are given. No archive is read of which a record is compressed: it could fill the memory.
 """
 
 import math
@@ -58,15 +58,15 @@ UNREADABLE = (
     AttributeError,
     AssertionError,
 )
-"""What the engine and torch raise for a file that is cut short, altered or missing, or holds something else than is
-wanted."""
+"""Errors that megatron-core and torch raise for a file that is cut short, altered or missing, or holds something else
+than is wanted."""
 
 
 class SafeReader(FileSystemReader):
     """Torch's reader of a checkpoint folder, made safe for a folder that anybody may have written."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Return what the checkpoint holds and where.
+        """Return the metadata of the checkpoint: its entries, and the file and place of each.
 
         Raises:
             pickle.UnpicklingError: the file is damaged, or asks for something else than metadata.
@@ -126,7 +126,7 @@ class SafeReader(FileSystemReader):
 
 
 def _check(file: BinaryIO, offset: int, length: int, name: str, most: int | None = None) -> None:
-    """Check that torch may unpickle what lies there. Raises pickle.UnpicklingError."""
+    """Check that torch may unpickle the archive at `offset` of the file. Raises pickle.UnpicklingError."""
     try:
         check_archive(file, offset, length, most)
     except pickle.UnpicklingError as error:
@@ -217,8 +217,8 @@ def _inert(kind: Any) -> Any:
 
 
 def _place_of_tensor(file: BinaryIO, offset: int, length: int, shape: Sequence[int], dtype: torch.dtype) -> int | None:
-    """Return where in the file the elements begin of a tensor that torch wrote there; None where it must read it
-    itself.
+    """Return the position in the file at which the elements of a tensor begin that torch wrote at `offset`; None where
+    torch must read the tensor itself.
 
     Raises:
         OSError: the file cannot be read.

@@ -46,7 +46,7 @@ from megatron_ext.sharding.parts import IN_PLACE, Exchange
 
 
 def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
-    """Save all of `run` into `folder`, and make it the latest checkpoint there. Collective.
+    """Save all of `run` into `folder`, and make it the folder's latest checkpoint. Collective.
 
     Returns:
         The checkpoint, `folder/iter_*`. It is on the disk when the function returns.
@@ -106,7 +106,7 @@ class Save:
     """
 
     _asked: Callable[[], list[float]] | None = None
-    """What waits for the answer of the last `written`, where there was one."""
+    """Reads the answer that the last call of `written` asked for; None before the first call."""
 
     def __init__(self, run: Saveable, folder: str | Path, *, background: bool, kept: Kept | None = None):
         self.run, self.folder, self.iteration = run, folder, run.state.iteration
@@ -137,7 +137,7 @@ class Save:
     def written(self) -> bool:
         """Return whether all ranks have written their shards, so that `finish` need not wait. Collective.
 
-        Where reads wait, the answer is that of the call before, which is there by now: the training has given the
+        Where reads wait, the answer belongs to the call before, and has arrived by now: the training has given the
         device another step since, and nobody is to wait for that.
         """
         device, writes = self.run.device, self._thread is not None and self._thread.is_alive()
@@ -360,7 +360,8 @@ def _gather_files(folder: str | Path, own: checkpoint_manifest.Files | str) -> c
 
 
 def _gathered_by_first_rank(own: Any) -> list[Any]:
-    """Return what all ranks give, on rank 0; on the others, to which it is not sent, an empty list. Collective."""
+    """Return the objects of all ranks on rank 0; on the others, to which they are not sent, an empty list.
+    Collective."""
     is_first = torch.distributed.get_rank() == 0
     gathered: list[Any] = [None] * torch.distributed.get_world_size() if is_first else []
     torch.distributed.gather_object(own, gathered if is_first else None, dst=0)
@@ -368,10 +369,10 @@ def _gathered_by_first_rank(own: Any) -> list[Any]:
 
 
 def _metadata_on_first_rank(sharded_state_dict: ShardedStateDict, process_group: Any = None) -> tuple[list, list]:
-    """Return what this rank saves, without values, and on rank 0 that of all ranks.
+    """Return this rank's entries to save, without values, and on rank 0 the entries of all ranks.
 
-    The engine's function sends that of all to all, tens of megabytes with a thousand ranks, of which only rank 0 makes
-    any use.
+    megatron-core's function sends the entries of all ranks to all: tens of megabytes with a thousand ranks, which only
+    rank 0 uses.
     """
     assert process_group is None
     own = [value.without_data() for value in nested_values(sharded_state_dict)]
@@ -379,7 +380,7 @@ def _metadata_on_first_rank(sharded_state_dict: ShardedStateDict, process_group:
 
 
 def _text(error: OSError) -> str:
-    """Return what went wrong and where, as far as the error says."""
+    """Return the reason and the file of the error, as far as it has them."""
     return ": ".join(str(part) for part in (error.strerror or str(error), error.filename) if part)
 
 

@@ -39,7 +39,7 @@ class HostMemory:
         return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
 
     def copy(self, copies: Copies, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is going to be a copy, which `copies` begins."""
+        """Return the host tensor that receives the copy, which `copies` begins."""
         kept = self._copies.get(name)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
             on_host = tensor.device.type == "cpu"

@@ -78,7 +78,7 @@ class Tensors:
             )
 
     def common(self) -> dict[str, Any]:
-        """Return what is no tensor: iteration, training state, versions.
+        """Return the entries that are no tensors: iteration, training state, versions.
 
         Raises:
             DataError: it cannot be read.

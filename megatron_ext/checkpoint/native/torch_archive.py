@@ -1,12 +1,12 @@
-"""Writes and finds what `torch.save` writes, without torch: the zip archives of which the shards of a checkpoint are
-made.
+"""Writes the zip archives of which a checkpoint's shards are made as `torch.save` does, and finds the elements in them,
+without torch.
 
     head, tail = archive(tensor_pickle((1, 32, 64), "BF16"), 4096)     # the elements lie between the two
     place = place_of_elements(file, offset, length, (1, 32, 64), "BF16")
 
-Importing torch takes as long as copying a gigabyte. The bytes are those of `torch.save` with its checksums switched
-off (`torch.serialization.set_crc32_options(False)`): nobody reads those, and the manifest has one of every file. A
-test holds them to torch's.
+Importing torch takes as long as copying a gigabyte. The bytes equal the output of `torch.save` with its checksums
+switched off (`torch.serialization.set_crc32_options(False)`): nobody reads these, and the manifest has one of every
+file. A test compares the bytes with torch's.
 """
 
 import math
@@ -45,7 +45,8 @@ _FINGERPRINTS = {True: b"1572819951185464302603005401530805769991", False: b"029
 
 
 def archive(pickled: bytes, size: int | None) -> tuple[bytes, bytes]:
-    """Return what lies before and behind `size` bytes of elements; with None, all of an archive that has no elements.
+    """Return the bytes of an archive before and behind `size` bytes of elements; with None, all of an archive that has
+    no elements.
 
     Args:
         pickled: the pickled object, or `tensor_pickle` of a tensor.
@@ -88,7 +89,7 @@ def _padding(start: int, path: bytes) -> int:
 
 
 def _end(count: int, size: int, position: int) -> bytes:
-    """Return what closes an archive whose table of `count` records lies at `position`."""
+    """Return the end records of an archive whose table of `count` records, `size` bytes, lies at `position`."""
     return _ENDS.pack(
         *(b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, position), *(b"PK\6\7", 0, position + size, 1)
     ) + _END.pack(b"PK\5\6", 0, 0, count, count, size, position, 0)
@@ -260,6 +261,7 @@ def _no_archive() -> pickle.UnpicklingError:
 
 
 def _content(file: BinaryIO, offset: int, header: int) -> int:
-    """Return where the content of the record begins in the file whose header is there in the range."""
+    """Return the position in the file at which a record's content begins; its header lies at `header` bytes after
+    `offset`."""
     *_, name, extra = _LOCAL_HEADER.unpack(os.pread(file.fileno(), _LOCAL_HEADER.size, offset + header))
     return offset + header + _LOCAL_HEADER.size + name + extra

@@ -32,8 +32,8 @@ class Upcycling:
     """Reads a dense checkpoint into a model with experts.
 
     Args:
-        contents: where the tensors are to be read into; those of experts are replaced by the MLP's, and those of
-            routers, which the checkpoint does not have, left out.
+        contents: tensors to read into; experts' tensors are replaced by the MLP's, and routers' tensors, which the
+            checkpoint does not have, are left out.
     """
 
     def __init__(self, run: Saveable, contents: Contents):
