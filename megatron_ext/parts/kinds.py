@@ -33,7 +33,7 @@ class Mixer:
 
 
 def mixer_of(model: ModelConfig, letter: str | None, number: int) -> Callable[[ModelConfig, Norm, int], Part]:
-    """Return what describes the mixer of layer `number`.
+    """Return the function that describes the mixer of layer `number`.
 
     Args:
         letter: the layer's letter in --hybrid-layer-pattern; None without a pattern.
@@ -51,5 +51,5 @@ def attention_is_replaced(model: ModelConfig) -> bool:
 
 
 def letters() -> str:
-    """Return the letters of --hybrid-layer-pattern: the core's, and those of the mixers that are installed."""
+    """Return the letters of --hybrid-layer-pattern: the core's letters, and the letters of the installed mixers."""
     return ATTENTION + MLP + EXPERTS + "".join(kind.letter for kind in brought("mixers"))

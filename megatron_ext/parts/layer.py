@@ -19,7 +19,7 @@ from megatron_ext.parts.linear.compute import leave_sums, summed
 from megatron_ext.parts.norm.compute import LayerNorm, NormBuilder, RMSNorm
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
-"""What a part gives: its output, and a bias that is still to be added."""
+"""Result of a part: its output, and a bias that is still to be added."""
 
 
 class ResidualLayer(TransformerLayer):
@@ -64,8 +64,8 @@ class ResidualLayer(TransformerLayer):
             self.post_self_attn_layernorm, self.post_mlp_layernorm = norms
 
     def read_ahead(self, following: "ResidualLayer") -> None:
-        """Have this layer normalize its output for the next one, where one kernel makes both. The next one must be
-        given the same tensor, and its norm's weight be there while this one computes."""
+        """Have this layer normalize its output for the next one, where one kernel makes both. The next layer must be
+        given the same tensor, and its norm's weight must be gathered while this layer computes."""
         self._next = (following,)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -200,9 +200,10 @@ class ResidualLayer(TransformerLayer):
     def _normed(
         self, norm: Any, hidden_states: torch.Tensor, recompute: bool
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], object]]:
-        """Return the normalized states, and what to call with the output that was computed from them.
+        """Return the normalized states, and a function to call with the output that was computed from them.
 
-        With --recompute-modules layernorm that frees them, and computes them anew when the output's gradient is there.
+        With --recompute-modules layernorm the function frees the states, and recomputes them when the output's gradient
+        arrives.
         """
         if isinstance(norm, IdentityOp):
             return hidden_states, _nothing

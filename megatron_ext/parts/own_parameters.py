@@ -53,7 +53,7 @@ def names(config: Config) -> list[str]:
 
 
 def _listed(config: Config, layer: Layer) -> list[Parameter]:
-    """Return what the own function lists for a layer.
+    """Return the parameters that the user's function lists for a layer.
 
     Raises:
         ConfigurationError: it lists something else than parameters.

@@ -48,13 +48,13 @@ class Parameter:
     group of heads after another. Empty: it is one."""
 
     by_element: bool | None = None
-    """Of a layer's two dimensions: whether they are no channels, so that its update is element by element and not that
-    of a matrix. None: nobody has said so, and an optimizer of whole matrices is refused."""
+    """Whether the two dimensions of a layer's parameter are no channels, so that it is updated element by element and
+    not as a matrix. None: nobody has said so, and an optimizer of whole matrices is refused."""
 
     @property
     def decay(self) -> bool:
         """Whether weight decay applies: it is for matrices; norms and biases have none, unless
-        --apply-wd-to-qk-layernorm gives it to those of queries and keys."""
+        --apply-wd-to-qk-layernorm gives it to the norms of queries and keys."""
         return len(self.shape) > 1 and not self.is_query_or_key_norm
 
     @property
@@ -64,8 +64,8 @@ class Parameter:
 
     @property
     def update(self) -> Literal["matrix", "element"]:
-        """What an optimizer may update as one: matrices of layers as a whole, whose rows and columns are both channels;
-        embeddings, the output layer, norms, biases and routers element by element."""
+        """Unit of an optimizer's update: "matrix" for matrices of layers whose rows and columns are both channels;
+        "element" for embeddings, the output layer, norms, biases and routers."""
         is_matrix = len(self.shape) == 2 and isinstance(self.stage, int) and not self.by_element
         return "matrix" if is_matrix else "element"
 

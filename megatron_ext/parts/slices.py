@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 
 
 def pieces(length: int, stride: int, rank: int, ranks: int) -> list[Piece]:
-    """Return what a rank holds of a dimension of `length` indices: as many pieces as the stride, in shard order."""
+    """Return the pieces of a dimension of `length` indices that a rank holds: as many as the stride, in shard order."""
     size = length // (ranks * stride)
     return [Piece((part * ranks + rank) * size, part * size, size) for part in range(stride)]
 

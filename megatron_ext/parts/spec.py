@@ -61,7 +61,7 @@ def block_spec(
 
 
 def _checked(spec: object, layer: Layer) -> ModuleSpec:
-    """Return what a user's function made of the spec of a layer.
+    """Return the spec that a user's function made of a layer's spec, checked.
 
     Raises:
         ConfigurationError: it is no spec.

@@ -27,11 +27,11 @@ from megatron_ext.parts.ways import Asked, refusals
 from megatron_ext.registry import brought
 
 Table = tuple[Rotary | Temperature, int]
-"""What says which table of angles a layer reads: what position does, and to channels of what."""
+"""Key of the table of angles that a layer reads: how positions change queries and keys, and the size of the heads."""
 
 
 class Branch(NamedTuple):
-    """What a layer adds to the residual stream x: after(part(before(x))), with the names of its modules."""
+    """One addition to the residual stream x: after(part(before(x))), with the names of its modules."""
 
     name: str
     part: Part
@@ -49,13 +49,13 @@ class Layer:
     """Index in the whole model, from 0."""
 
     mixer: Part | None
-    """What mixes positions; None in a layer of an MLP alone."""
+    """Part that mixes positions; None in a layer of an MLP alone."""
 
     mlp: Part | None
-    """What computes each position by itself; None in a layer of a mixer alone."""
+    """Part that computes each position by itself; None in a layer of a mixer alone."""
 
     norm: Norm
-    """What every norm of the layer is."""
+    """Description of every norm of the layer."""
 
     norm_places: Literal["before", "after", "both"]
     """Whether norms stand before mixer and MLP (on what they take in), after them (on what they give, before it is
@@ -66,7 +66,7 @@ class Layer:
     reads what the mixer has added to."""
 
     next_token: Depth | None = None
-    """What stands around it where it is a depth of multi-token prediction."""
+    """Modules around the layer where it is a depth of multi-token prediction; None elsewhere."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -84,7 +84,7 @@ class Layer:
 
     @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """What the layer adds to the residual stream, one after another."""
+        """Additions of the layer to the residual stream, one after another."""
         before, after = self.norms_before, self.norms_after
         of_mlp = None if self.parallel == "one-norm" else "pre_mlp_layernorm"
         pieces = (
@@ -121,13 +121,13 @@ class Layer:
 
     @property
     def inner(self) -> Mlp | None:
-        """The layer's MLP, or that of one of its experts."""
+        """The layer's MLP, or the MLP of one of its experts."""
         inner = self.mlp.mlp if isinstance(self.mlp, Experts) else self.mlp
         return inner if isinstance(inner, Mlp) else None
 
     @property
     def rotary_table(self) -> Table | None:
-        """What says which table of angles the layer reads."""
+        """Key of the table of angles that the layer reads; None where it reads none."""
         if not isinstance(self.mixer, Attention) or self.mixer.positions is None:
             return None
         return self.mixer.positions, self.mixer.rotary_size
@@ -159,7 +159,7 @@ class Layer:
         return tuple(name for names in every for name in names if name is not None)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it that not every one has (`parts/ways.py`)."""
+        """Return the pieces that the layer asks for and that not every way of computing it has (`parts/ways.py`)."""
         asked = Asked(f"--norm-position is {self.norm_places}", "--norm-position before")
         places = {"norms after": self.norms_after, "no norms before": not self.norms_before}
         pieces = {place: asked for place, is_so in places.items() if is_so}
@@ -181,7 +181,7 @@ class Layer:
 
 
 class Stack:
-    """Consecutive layers of the model, such as all of them, or those of a pipeline stage's chunk.
+    """Consecutive layers of the model, such as all of them, or the layers of a pipeline stage's chunk.
 
     A sum over its layers computes each kind of layer once.
     """

@@ -74,7 +74,7 @@ def block_backward(
 ) -> _Blocks:
     """Return this block's share of the gradients of query, key and value.
 
-    `out` and `log_sum_exp` are those of the whole attention: over all keys that the queries see, in this block or not.
+    `out` and `log_sum_exp` belong to the whole attention: over all keys that the queries see, in this block or not.
     """
     tensors = grad_BHQD, query_BHQD, key_BGKD, value_BGKD, out_BHQD, log_sum_exp_BHQ
     if value_BGKD.size(-1) != query_BHQD.size(-1):

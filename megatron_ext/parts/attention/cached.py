@@ -1,4 +1,4 @@
-"""Holds what a forward pass carries through the layers: how its tokens see each other, and where it is read.
+"""Objects that a forward pass carries through the layers: how its tokens see each other, and where it is read.
 
 In training that is nothing, or `Sequences`. Without training there are three: `WholeSequences` attends as
 training does, `TextsInARow` within each of several texts that need not be filled up to one length, and `KeyValueCache`
@@ -38,8 +38,8 @@ class Sequences:
         self.documents = documents
 
     def attention(self, core: Any, layer_number: int) -> Callable[..., torch.Tensor]:
-        """Return what attends in a layer, in the place of its `core`: from queries [B, H, S, D], keys and values [B, G,
-        S, D] to their context, [S, B, H x D]."""
+        """Return the attention function of a layer, in place of its `core`: from queries [B, H, S, D], keys and values
+        [B, G, S, D] to the context, [S, B, H x D]."""
         return partial(core, documents=self.documents)
 
     def begins(self, rows: int, length: int) -> torch.Tensor | None:
@@ -86,7 +86,7 @@ class WholeSequences(Sequences):
         return None
 
     def recurrent(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what a layer with a recurrence goes on from: its latest inputs, and its state; None in a first
+        """Return the latest inputs and the state that a layer with a recurrence continues from; None in a first
         pass."""
         return None
 
@@ -106,7 +106,8 @@ class WholeSequences(Sequences):
         self._last_layer, self._is_narrow = last_layer, False
 
     def attention(self, core: Any, layer_number: int) -> Callable[..., torch.Tensor]:
-        """Return `attend` as the core attends, which trains and computes gradients."""
+        """Return `attend` with the scale, window and scores of the core, which attends in training and computes
+        gradients."""
         how = {"scale": core.softmax_scale, "window": core.window, "scores": core.scores}
         return partial(self.attend, layer_number, **how)
 
@@ -135,7 +136,7 @@ class WholeSequences(Sequences):
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
-        """Return the states as they are, or in the model's last layer those of `wanted` alone, [N, 1, hidden]."""
+        """Return the states as they are, or in the model's last layer the states at `wanted` alone, [N, 1, hidden]."""
         if module.layer_number != self._last_layer:
             return states_SBH
         self._is_narrow = True
@@ -146,7 +147,7 @@ class WholeSequences(Sequences):
         return (hidden_SBH if self._is_narrow else self._of_wanted(hidden_SBH)).flatten(0, 1)
 
     def read(self, hidden_SBH: torch.Tensor, project: Project) -> torch.Tensor:
-        """Return what the last stage is asked for: the logits, [N, V]."""
+        """Return the result of the last stage: the logits, [N, V]."""
         return project(self.hidden(hidden_SBH))
 
     def _of_wanted(self, states_SBH: torch.Tensor) -> torch.Tensor:

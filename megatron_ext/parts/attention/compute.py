@@ -162,7 +162,7 @@ class CausalSelfAttention(SelfAttention):
         return [self.linear_qkv.weight]  # pyright: ignore[reportReturnType]
 
     def query_key_rows(self, factors: QueryKeyFactors) -> list[torch.Tensor]:
-        """Return what its rows are multiplied by, group by group."""
+        """Return the factors of the QKV weight's rows, group by group."""
         queries, *gates, keys, values = self.described.sections
         others = ((factors.one, gate) for gate in gates)
         parts = ((factors.query, queries), *others, (factors.key, keys), (factors.one, values))
@@ -229,7 +229,7 @@ class SDPAttention(torch.nn.Module):
 
     @property
     def scores(self) -> Scores:
-        """What becomes of the products of this rank's heads."""
+        """Cap, slopes and sink of the scores of this rank's heads."""
         if self.softmax == VANILLA:
             return PLAIN
         sinks = {"vanilla": None, "off-by-one": 0.0}

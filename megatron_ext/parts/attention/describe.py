@@ -51,7 +51,7 @@ class Scaling:
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
     factors: tuple[float, ...]
-    """Factors by which wavelengths are stretched: one for all pairs, or that of each."""
+    """Factors by which wavelengths are stretched: one for all pairs, or one for each pair."""
 
     original_positions: int = 1
     slow: float = 1.0
@@ -60,10 +60,10 @@ class Scaling:
     """Whether YaRN rounds the indices of the pairs that turn so often outwards."""
 
     of_table: float = 1.0
-    """What the cosines and sines of rotated channels are multiplied by (YaRN, section 3.4)."""
+    """Factor of the cosines and sines of rotated channels (YaRN, section 3.4)."""
 
     of_scores: float = 1.0
-    """What the scores of all channels are multiplied by."""
+    """Factor of the scores of all channels."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class Temperature:
     scale: float
     step: float
     first: float = 1.0
-    """What the first position counts as."""
+    """Number that the first position counts as."""
 
     def channels(self, head_size: int) -> int:
-        """Return the room that the factor takes in a table of angles: that of a pair of channels."""
+        """Return the channels that the factor takes in a table of angles: one pair."""
         return 2
 
     def room(self, head_size: int) -> int:
@@ -127,9 +127,9 @@ class Softmax:
     """Whether scores fall with the distance from query to key (ALiBi, arXiv:2108.12409)."""
 
     def slopes(self, heads: int) -> tuple[float, ...] | None:
-        """Return what the scores of each of `heads` heads lose for every position between query and key: a geometric
-        series from 2^(-8/n) with n heads, a power of two; for those beyond it, every second one of the series of 2n
-        (the paper's published code)."""
+        """Return the slope of each of `heads` heads, which its scores lose for every position between query and key: a
+        geometric series from 2^(-8/n) with n heads, n a power of two; heads beyond n take every second slope of the
+        series of 2n (the paper's published code)."""
         if not self.has_slopes:
             return None
         power = 1 << (heads.bit_length() - 1)
@@ -148,7 +148,7 @@ class Attention(Part):
     builder = "megatron_ext.parts.attention.build:attention_spec"
 
     kind: Literal["grouped_query", "latent"]
-    """How queries, keys and values come about; multi-head attention is that of one query head a group."""
+    """How queries, keys and values are computed; multi-head attention is grouped_query with one query head a group."""
 
     query_heads: int
     groups: int
@@ -172,14 +172,14 @@ class Attention(Part):
     """Whether that is done to rotated queries and keys."""
 
     norm: Norm
-    """What these norms are."""
+    """Description of the norms of queries and keys."""
 
     qkv_bias: bool
     output_bias: bool
     softmax: Softmax = VANILLA
     gate: Literal["channel", "head"] | None = None
-    """What of that which queries attended to is multiplied by the sigmoid of one channel more of the QKV projection:
-    each channel, or all of a head together (arXiv:2505.06708)."""
+    """Whether the attention output is multiplied by the sigmoid of additional channels of the QKV projection: one for
+    each channel of the output, or one for each head (arXiv:2505.06708)."""
 
     clip: float | None = None
     """Bound of the size of each number in queries, keys and values, where they go into rotation."""
@@ -190,7 +190,7 @@ class Attention(Part):
 
     @property
     def positions(self) -> Rotary | Temperature | None:
-        """What position does to queries and keys, by a table."""
+        """Description of how positions change queries and keys, by a table of angles; None where they do not."""
         return self.rotary or self.temperature
 
     @property
@@ -306,7 +306,7 @@ class Attention(Part):
         return whole and plain and not share.fused and share.width == _FP32 and share.length <= SHORT
 
     def gradients(self, share: Share) -> float:
-        """Return those of queries, keys and values."""
+        """Return gradient bytes: of queries, keys and values."""
         return self.held(share)["heads"]
 
     def sent(self, share: Share) -> Iterator[Exchange]:
@@ -348,7 +348,7 @@ class Attention(Part):
             yield LARGEST_SCORE
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks for besides causal softmax over grouped heads."""
+        """Return the pieces that it asks for besides causal softmax over grouped heads."""
         found = {}
         if config.model.attention_dropout > 0.0:
             text = f"--attention-dropout is {config.model.attention_dropout:g}"

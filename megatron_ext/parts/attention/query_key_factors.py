@@ -31,5 +31,5 @@ class HasQueryKeyWeights(Protocol):
         ...
 
     def query_key_rows(self, factors: QueryKeyFactors) -> list[torch.Tensor]:
-        """Return what the rows of each of `query_key_weights` are multiplied by."""
+        """Return the factors of the rows of each of `query_key_weights`."""
         ...

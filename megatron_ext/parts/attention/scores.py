@@ -26,13 +26,14 @@ Places = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of scale Q K^T before the softmax, and what else this sums over, for the heads of one rank."""
+    """Changes to the scores, scale Q K^T, before the softmax, and one more term of its sum, for the heads of one
+    rank."""
 
     cap: float | None = None
     """Bound of the scores, as cap tanh(scores / cap)."""
 
     slopes: tuple[float, ...] | None = None
-    """What the scores of each head lose for every position from query to key (ALiBi, arXiv:2108.12409)."""
+    """Slopes, which the scores of each head lose for every position from query to key (ALiBi, arXiv:2108.12409)."""
 
     sink_H: torch.Tensor | float | None = None
     """Score of one more key, which every query sees, and whose value is 0: of each head, or the same for all."""
@@ -54,8 +55,8 @@ PLAIN = Scores()
 
 @functools.lru_cache(maxsize=1)  # all layers keep the same one for their backward passes
 def causal_slopes(slopes: tuple[float, ...], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return what the scores of each head lose, and -inf where a query sees no key, [1, H, Q, K]: for kernels with
-    dropout, which blocks that are put together later do not have."""
+    """Return the bias that slopes add to the scores of each head, and -inf where a query does not see a key, [1, H, Q,
+    K]: for kernels with dropout, which attention in blocks does not have."""
     places = torch.arange(length, device=device)
     distance_QK = (places - places[:, None]).to(torch.promote_types(dtype, torch.float32))
     lost_HQK = distance_QK.new_tensor(slopes)[:, None, None] * distance_QK

@@ -21,8 +21,7 @@ from megatron_ext.parts.ways import Asked
 _OF_A_PAIR, _OF_A_LOGIT = 24, 5
 
 GROUPED_ALIGNMENT = 8
-"""What rows and columns of an expert must be multiples of for a grouped product, whose kernel reads 16 bytes of bf16 at
-once."""
+"""Divisor that an expert's rows and columns need for a grouped product, whose kernel reads 16 bytes of bf16 at once."""
 
 # By megatron-core's names, under which its router records them, and Megatron-LM's tags. A balanced load has the loss 1.
 _BALANCE = {
@@ -44,7 +43,8 @@ class Capacity(NamedTuple):
     """The same over an even load."""
 
     policy: str
-    """Which tokens it takes then: those of the greatest weight ("probs"), or the first ("position")."""
+    """Which tokens a full expert takes: the tokens with the greatest weights ("probs"), or the first ones
+    ("position")."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Experts(Part):
     """Number of experts that compute each token."""
 
     mlp: Mlp
-    """What each of them is."""
+    """MLP that each routed expert is."""
 
     shared: Mlp | None
-    """What computes every token next to them: the shared experts together."""
+    """MLP of the shared experts together, which computes every token; None without shared experts."""
 
     shared_gate: bool = False
     """Whether a sigmoid gate of each token multiplies what the shared experts give."""
@@ -82,7 +82,7 @@ class Experts(Part):
 
     @property
     def blocks(self) -> int:
-        """The shared experts' input is gathered; that of routed ones goes its own way."""
+        """Number of gathers of the shared experts' input; tokens of routed experts are exchanged by `sent`."""
         return 0 if self.shared is None else self.shared.blocks
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
@@ -143,7 +143,7 @@ class Experts(Part):
         return self.latent or share.hidden
 
     def gradients(self, share: Share) -> float:
-        """Return those of half of what it holds."""
+        """Return gradient bytes: half of the held activations."""
         return self.held(share)["mlp"] / 2
 
     def numbers(self, config: Config) -> Iterator[Number]:
@@ -225,7 +225,7 @@ _USUAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def asked(model: ModelConfig, *names: str) -> list[str]:
-    """Return the flags of those of the named fields whose value asks for something."""
+    """Return the flags, of the named fields, whose value asks for something."""
     values = ((name, getattr(model, name)) for name in names)
     asking = ((name, value) for name, value in values if value is not None and value is not False)
     return [flag_of(name) for name, value in asking if value not in _USUAL.get(name, ())]

@@ -49,7 +49,7 @@ def sparsely_mixed(logits_TE: torch.Tensor, eps: float, *, draws: bool) -> tuple
 
     Each expert's weight is its softmax among the logits that are left and near the largest of them: of the largest one,
     or of one that is drawn. A drawn one that is not the largest has a third of it with the probability 3/4, so that the
-    weight's plain gradient is the third-order estimate of that of the draw.
+    weight's plain gradient is the third-order estimate of the draw's gradient.
 
     Args:
         eps: logits are near if they differ from the largest by less than 2 eps of it, or of themselves.
@@ -180,14 +180,14 @@ class Router(TopKRouter):
         routing_map: torch.Tensor,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        """Return the weights, to whose gradient that of the load-balancing loss with the load of the global batch is
-        added (Qiu et al. 2025, arXiv:2501.11873, section 3).
+        """Return the weights; their gradient gets the gradient of the load-balancing loss with the load of the global
+        batch added (Qiu et al. 2025, arXiv:2501.11873, section 3).
 
         The loss of a microbatch is E sum_i f_i P_i, P_i being the mean score of expert i in this microbatch, and f_i
         its share of the tokens in this and all earlier microbatches of the global batch. Microbatches are ordered as
-        their samples are, so that data-parallel ranks take turns. For one data-parallel rank that is megatron-core's
-        own loss. With more it counts the microbatches of all ranks at once, and divides the loss by the number of
-        ranks, so that another layout would train another model.
+        their samples are, so that data-parallel ranks take turns. For one data-parallel rank it equals megatron-core's
+        own loss. With more, megatron-core counts the microbatches of all ranks at once, and divides the loss by the
+        number of ranks, so that another layout would train another model.
         """
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if coefficient == 0:
@@ -227,10 +227,11 @@ class Router(TopKRouter):
         tokens.
 
         Experts are chosen by Sinkhorn's balanced assignment (Clark et al. 2022, arXiv:2202.01169, section 3.1), in an
-        evaluation by the weights alone. megatron-core balances the tokens of each rank; here it is those of the whole
-        microbatch, so that the choice is the same in every layout.
+        evaluation by the weights alone. megatron-core balances the tokens of each rank; here the tokens of the whole
+        microbatch are balanced, so that the choice is the same in every layout.
 
-        With `sparse_mixer` that chooses them, in training by numbers that each rank draws for tokens of its own.
+        With `sparse_mixer`, `sparsely_mixed` chooses the experts, in training by random numbers that each rank draws
+        for its own tokens.
         """
         if self.sparse_mixer is not None:
             if not self.training:

@@ -33,7 +33,7 @@ class Mlp(Part):
     """Largest value of what the gate's activation takes, and largest size of what the gate multiplies."""
 
     offset: float = 0.0
-    """What is added to what the gate multiplies."""
+    """Number added to the values that the gate multiplies."""
 
     of_gate: float = 1.0
     """Factor of what the gate's activation takes."""
