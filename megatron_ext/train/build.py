@@ -1,6 +1,6 @@
-"""Wire a run: groups, model, what divides it over data-parallel ranks, optimizer, data, in this order.
+"""Wire a run: groups, model, sharding scheme, optimizer, data, in this order.
 
-Each room makes its own part of it; this file alone calls them together, and hands what one has made to the next.
+Each room makes its own part of it; this file alone calls them together, and hands the results of one to the next.
 """
 
 import hashlib

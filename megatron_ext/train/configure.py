@@ -53,7 +53,7 @@ _OPTIONAL_PACKAGES = ("apex", "comet_ml", "fla", "mlflow", "trackio", "transform
 
 @dataclass(frozen=True)
 class Configured:
-    """A checked configuration, and what it was made from."""
+    """A checked configuration, and the inputs that it was made from."""
 
     config: Config
     typed: Typed
@@ -87,7 +87,7 @@ def configure(argv: Sequence[str], *, believing: bool = False, world_size: int |
 
 
 def configure_typed(typed: Typed, *, believing: bool = False, world_size: int | None = None) -> Configured:
-    """Resolve and validate what was parsed; arguments and errors as `configure`."""
+    """Resolve and validate parsed flags; arguments and errors as `configure`."""
     unusable = path_problems(typed.values)
     if unusable:
         raise ConfigurationError([*typed.problems, *unusable])
@@ -112,7 +112,7 @@ def configure_for(configured: Configured, resume: Resume | None) -> Configured:
 
     Args:
         configured: result of `configure`.
-        resume: what all ranks have agreed on; None where nothing will be loaded.
+        resume: the checkpoint that all ranks have agreed on; None where nothing will be loaded.
     Raises:
         ConfigurationError: the flags do not fit that checkpoint.
     """
@@ -181,7 +181,7 @@ _NOT_AGAIN = ("finetune", "no_load_optim", "no_load_rng", "ckpt_step", "moe_use_
 
 
 def next_stage(configured: Configured) -> Configured:
-    """Return the configuration of the stage that follows, which goes on from what this one has saved.
+    """Return the configuration of the stage that follows, which resumes from the checkpoint that this one has saved.
 
     Raises:
         ConfigurationError: the flags do not fit that checkpoint.
@@ -276,7 +276,7 @@ def _not_grouped(config: Config) -> str | None:
 
 
 def _without_graphs(typed: Typed, config: Config, facts: Facts) -> Iterator[str]:
-    """Yield what a run that was to have CUDA graphs says where it has none, or others than the flags say."""
+    """Yield warnings of a run that asks for CUDA graphs and has none, or others than the flags say."""
     if typed.values.get("cuda_graph_impl") != FULL_ITERATION:
         return  # config/parse/ineffective_flags.py knows the others
     steps = typed.values.get("cuda_graph_warmup_steps")
@@ -304,7 +304,7 @@ def _other_seed(config: Config, facts: Facts) -> list[str]:
 
 
 def _forgetful_restarts(config: Config) -> list[str]:
-    """Return a warning where torchrun's restarts do not go on from what the run saves."""
+    """Return a warning where torchrun's restarts do not resume from the run's own checkpoints."""
     save, load, left = config.checkpoint.save, config.checkpoint.load, environment.attempts_left()
     if not left or save is None or (load is not None and os.path.realpath(load) == os.path.realpath(save)):
         return []
@@ -374,8 +374,8 @@ def _other_curves(config: Config, facts: Facts, iteration: int = 0) -> list[str]
 def _differences_of_curves(config: Config, before: Config, position: int) -> list[str]:
     """Return how the curves that make the values of the steps from `position` on (in samples) other than `before`.
 
-    A curve whose length is the run's says nothing of what comes after the run's last step. That step is always
-    compared: a rate that has decayed does not rise again unnoticed.
+    A curve whose length is the run's says nothing of steps after the run's last one. That step is always compared: a
+    rate that has decayed does not rise again unnoticed.
     """
     ended, end = run_samples(before), run_samples(config)
     first = min(position, max(ended - before.training.global_batch_size, 0))
@@ -415,8 +415,8 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
     """Read what the configuration depends on outside of the flags: ranks, the machine, files, the vocabulary.
 
     Args:
-        typed: what the user typed.
-        search: what is in its --load folder; default nothing is said of it.
+        typed: the flags that the user typed.
+        search: contents of its --load folder; default: unknown.
     """
     found = {name: value for facts_of in brought("facts") for name, value in facts_of(typed.values).items()}
     # NullTokenizer has as many ids as are asked for: those of the model, if it has a size.

@@ -1,4 +1,5 @@
-"""Believes what a dry run cannot see: the layout is judged for the machines that it is meant for, not for this one."""
+"""Assumes facts that a dry run cannot see: the layout is judged for the machines that it is meant for, not for this
+one."""
 
 import os
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ from megatron_ext.sharding.scheme import Sharding
 
 
 class Finding(NamedTuple):
-    """Says what a rank found wrong."""
+    """A problem that a rank found in its gradients."""
 
     position: tuple[int, int]
     """Place in the order of a forward pass. NaN spreads backward, so the finding with the last place is the cause."""
@@ -150,7 +150,8 @@ class GradientWatch:
         return Seen(tuple(self._reduced), tuple(self._evidence.norms))
 
     def see_again(self, seen: Seen) -> None:
-        """See what passes of this step have replayed: copies, which stay as they are when the next step is replayed."""
+        """Take over the observations of this step's replayed passes: copies, which stay as they are when the next step
+        is replayed."""
         assert self._evidence is not None, "no step was begun"
         self._reduced[:] = seen.reduced
         self._evidence.norms[:] = [(parameters, torch.stack([*norms]).unbind()) for parameters, norms in seen.norms]

@@ -23,10 +23,10 @@ _TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "n
 
 
 def check_it_fits(config: Config, device: Device) -> None:
-    """Compare what the run will need with what this machine has; one rank of each machine warns.
+    """Compare the memory that the run will need with this machine's; one rank of each machine warns.
 
     Raises:
-        ConfigurationError: what a rank keeps between steps is more than all memory.
+        ConfigurationError: weights, gradients and optimizer state of a rank are more than all memory.
     """
     ranks = environment.local_world_size()
     if device.kind == "cpu":  # its memory is that of all its ranks, of whatever stages

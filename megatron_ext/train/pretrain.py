@@ -150,7 +150,7 @@ def _train_stage(
     ends: ExitStack,
     requests: _Requests,
 ) -> "tuple[Run, History, str | None]":
-    """Build the run, load what it goes on from, and train to the end of its stage, or of the run.
+    """Build the run, load its checkpoint, and train to the end of its stage, or of the run.
 
     Returns:
         The run, its losses, and why it ended before the planned end.
@@ -182,7 +182,7 @@ def _process_given_back(config: Config, status: RunStatus | None) -> Iterator[tu
     """Leave the process as it was, unless somebody ends it.
 
     Yields:
-        The status, and what gets what gives back what the run holds. A run that ends well closes it; after an error it
+        The status, and an ExitStack that collects the run's cleanups. A run that ends well closes it; after an error it
         is closed here.
     """
     ends = ExitStack()
@@ -211,7 +211,7 @@ def _process_given_back(config: Config, status: RunStatus | None) -> Iterator[tu
 
 
 def _install_device(config: Config, status: RunStatus) -> "Device":
-    """Return the device, and import what computes on it."""
+    """Return the device, and import the modules that compute on it."""
     warning = hardware_queues.prepare(config.layout)
     if warning and status.rank == 0:
         warn(warning)
@@ -295,7 +295,7 @@ def require_fp8(training: TrainingConfig, here: "Device") -> None:
 
 
 def _with_chosen_kernels(configured: Configured, here: "Device") -> tuple[Configured, str | None]:
-    """Return the configuration with the kernels that compute on this device, and what the banner says of attention."""
+    """Return the configuration with the kernels that compute on this device, and the banner's text about attention."""
     from megatron_ext.parts.attention import choice
     from megatron_ext.train.build import with_chosen_gemm
 

@@ -1,6 +1,6 @@
 """Holds the parts of one run, wired once by `build` and handed to whoever needs them.
 
-Holds what changes while a run trains, besides weights and optimizer state. All of it is saved and restored.
+Holds the state that changes while a run trains, besides weights and optimizer state. All of it is saved and restored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from megatron_ext.train.gradient_watch import GradientWatch
 
 
 class Position(NamedTuple):
-    """The part of the progress that does not depend on what a step computes."""
+    """The part of the progress that does not depend on a step's results."""
 
     iteration: int
     consumed_samples: int
@@ -144,8 +144,8 @@ class Run:
     """Numbers that the parts of the model record in a step."""
     state: TrainState
     data_record: Mapping[str, Any] | None = None
-    """Record of what the samples follow from, for the checkpoint; None with synthetic data, and on all but one rank of
-    a node."""
+    """Data record, from which the samples follow, for the checkpoint; None with synthetic data, and on all but one rank
+    of a node."""
     progress: Progress = field(default_factory=Progress)
     """Where this rank is; the watch reads it."""
     qk_clip: QKClip | None = None
@@ -179,7 +179,7 @@ class Run:
         return self.rank == self.world_size - 1
 
     def release_graph(self) -> None:
-        """Free what replays the passes, before the process groups end; training could begin anew."""
+        """Free the CUDA graphs, before the process groups end; training could begin anew."""
         if self.captured_passes is not None:
             self.captured_passes.release()
 

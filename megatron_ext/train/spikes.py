@@ -1,9 +1,9 @@
 """Runs the batch of a loss spike again, from the same weights, and judges whether the data or a machine made it.
 
-A replica is what holds the model once: the tensor-, context- and pipeline-parallel ranks of one data-parallel rank. In
-the second run each replica computes the microbatches of another one, with its dropout masks. A microbatch is then the
-same samples, the same weights and the same kernels on other hardware: its loss must be the same but for rounding. Where
-one is not, a third run, in yet another place where there is one, tells who is wrong.
+A replica is the ranks that hold the model once: the tensor-, context- and pipeline-parallel ranks of one data-parallel
+rank. In the second run each replica computes the microbatches of another one, with its dropout masks. A microbatch is
+then the same samples, the same weights and the same kernels on other hardware: its loss must be the same but for
+rounding. Where one is not, a third run, in yet another place where there is one, tells who is wrong.
 """
 
 import math

@@ -50,7 +50,7 @@ class BatchLoss:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Reports what a step did. It is equal on every rank."""
+    """Result of a step, equal on every rank."""
 
     loss: float
     """Mean loss per token over the global batch, in nats."""
@@ -90,7 +90,7 @@ class Gradients:
     """Observations of the gradient watch."""
 
     biases: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """Biases by which experts are chosen, and what the update makes of each."""
+    """Biases by which experts are chosen, each with its updated value."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class TakenStep:
     """Whether the weights are updated."""
 
     result: Callable[[], tuple[StepResult, StopVotes | None]]
-    """Waits for the step's numbers, with `run.state` as it was before the step. Returns what the step did, and who asks
+    """Waits for the step's numbers, with `run.state` as it was before the step. Returns the step's result, and who asks
     to stop; None where the ranks agree on that by themselves. Raises as `train_step` where that has not; then neither
     this step nor one after it has changed a weight."""
 
@@ -111,7 +111,7 @@ class StepNumbers:
 
     Args:
         on_device: vectors of any length: "shared" of `SharedNumbers.summed`, the "squares" of the norm, the "share" of
-            clipping, and the "largest" of what parts recorded.
+            clipping, and the "largest" numbers that parts recorded.
         guard: as in `train_step`.
     """
 
@@ -337,7 +337,7 @@ def _scales_of_depths(run: Run, microbatches: list[Batch]) -> torch.Tensor | Non
 
 
 def _sum(losses: torch.Tensor) -> torch.Tensor:
-    """Return the sum of what `run_microbatches` gives, fp64 [2]."""
+    """Return the sum over the microbatches of `run_microbatches`, fp64 [2]."""
     return losses.sum(dim=0, dtype=torch.float64)
 
 

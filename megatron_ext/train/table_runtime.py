@@ -35,7 +35,8 @@ _FORWARD, _BACKWARD = "F", "B"
 
 
 class TableRuntime:
-    """Calls of the runtime take the arguments of megatron-core's forward_backward functions, and return what these do.
+    """Calls of the runtime take the arguments of megatron-core's forward_backward functions, and return the same
+    results.
 
     Args:
         schedule_for: returns the table for a number of microbatches.

@@ -159,7 +159,7 @@ class Snapshots(Callback):
         self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
-        """Say once what a snapshot costs, and once that one could not be written."""
+        """Print once the cost of a snapshot, and once that a snapshot could not be written."""
         self._writer.join()
         if self._writer.problem is not None and not self._warned:
             self._warned = True

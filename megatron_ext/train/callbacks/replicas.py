@@ -110,7 +110,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _raise_together(run: Run, differing: list[str], iteration: int, last_good: int) -> None:
-    """Let every rank know what one of them found, and raise it on all."""
+    """Tell every rank the differences that any rank found, and raise them on all."""
     anything = torch.tensor(len(differing), device=run.device.torch_device)
     torch.distributed.all_reduce(anything, op=torch.distributed.ReduceOp.MAX)
     if not int(anything):

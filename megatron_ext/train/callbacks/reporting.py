@@ -73,7 +73,7 @@ class Sink(Protocol):
 
 
 class ReportReader(Protocol):
-    """Reads what parts of the model report besides numbers."""
+    """Reads the reports of the model's parts, besides single numbers."""
 
     def read(self, trainer: Trainer) -> Report:
         """Return the report of the step that has ended, equal on all ranks. Collective."""
