@@ -93,7 +93,8 @@ class GPT(GPTModel):
         """Run one forward pass. The arguments are [batch, sequence]; a stage without a use for one ignores it.
 
         With `documents`, tokens see their own document alone. With `inference`, which then says how tokens see each
-        other, positions come from `position_ids`, and the last stage returns `inference.read` of the hidden states.
+        other, positions come from `position_ids`, and the last stage returns the result of its `read` for the hidden
+        states.
 
         Returns:
             On the last stage with labels the loss of every token in nats, fp32 [batch, sequence], or with `loss_mask`
@@ -146,12 +147,13 @@ class GPT(GPTModel):
         positions: torch.Tensor,
         sequences: WholeSequences,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return in inference the hidden states of a depth of multi-token prediction, [S, B, H], and what `sequences`
-        reads of them. The last stage has the depths.
+        """Return in inference the hidden states of a depth of multi-token prediction, [S, B, H], and the result of
+        `sequences.read` for them. The last stage has the depths.
 
         Args:
             depth: its index, from 0.
-            hidden_SBH: hidden states of the depth before; for the first one those that the model's logits are made of.
+            hidden_SBH: hidden states of the depth before; for the first one the hidden states that the model's logits
+                are computed from.
             tokens_BS: the token that stands depth + 1 places after each of these.
             positions: int64 [B, S] or [1, S], of the hidden states.
         """
@@ -167,8 +169,8 @@ class GPT(GPTModel):
         return rotary and (rotary.at if positions.size(1) > 1 else rotary.at_token)(positions)
 
     def _preprocess(self, **inputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run megatron-core's preprocessing, with rotary angles by `position_ids` where these restart; or what it comes
-        to in inference: embedded tokens on the first stage, rotary angles, and four times nothing."""
+        """Run megatron-core's preprocessing, with rotary angles by `position_ids` where these restart; or its results
+        in inference: embedded tokens on the first stage, rotary angles, and None for the four unused outputs."""
         sequences, rotary = inputs.get("packed_seq_params"), getattr(self, "rotary_pos_emb", None)
         if isinstance(sequences, WholeSequences):
             has_last = self.post_process and len(self.decoder.layers) > 0

@@ -159,8 +159,8 @@ class OutputLayer(ColumnParallelLinear):
         *,
         reads: Callable[[torch.Tensor, Any, Any], torch.Tensor] | None = None,
     ) -> Any:
-        """Return the logits, [..., this rank's rows], and no bias; or what `reads` makes of the input, the
-        weight and the bias."""
+        """Return the logits, [..., this rank's rows], and no bias; or the result of `reads` for the input, the weight
+        and the bias."""
         if reads is not None:
             return reads(input_, self.weight if weight is None else weight, self.bias)
         logits, bias = super().forward(input_, weight, runtime_gather_output)
@@ -175,7 +175,7 @@ class OutputLayer(ColumnParallelLinear):
 
 @dataclass(frozen=True)
 class Readout:
-    """Reads losses, or what inference wants, off the last hidden states: GPTModel's `output_processor`.
+    """Computes losses, or the results of inference, from the last hidden states: GPTModel's `output_processor`.
 
     Shape legend: S = tokens of a sample on this context-parallel rank (with sequence parallelism a part of them), B =
     samples, H = hidden size, N = tokens that are read.
@@ -224,7 +224,8 @@ class Readout:
         **_: object,
     ) -> torch.Tensor:
         """Return the loss of every token of `labels`, [B, S], in nats, fp32 [B, S]; with `loss_mask`, [B, S], the sum
-        of those that count, for which no logits are kept; in inference what is read. hidden_states: [S, B, H]."""
+        over the tokens that count, for which no logits are kept; in inference the result of `WholeSequences.read`.
+        hidden_states: [S, B, H]."""
         layer = partial(output_layer, weight=output_weight)
         if isinstance(packed_seq_params, WholeSequences):
             return packed_seq_params.read(hidden_states, partial(self._logits, layer))

@@ -1,4 +1,4 @@
-"""Defines global parameter names: what a parameter is called whatever rank, stage or chunk holds it."""
+"""Defines global parameter names: the same whatever rank, stage or chunk holds the parameter."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -70,7 +70,7 @@ def biases_of_experts(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple
 
 
 def unwrapped(model_chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    """Return the chunks without what data parallelism and 16-bit training put around them."""
+    """Return the chunks without the wrappers of data parallelism and 16-bit training."""
     return [_unwrapped(chunk) for chunk in model_chunks]
 
 

@@ -69,7 +69,7 @@ def own_modules(chunks: Sequence[torch.nn.Module]) -> list[OwnModule]:
     unless that is the layer.
 
     Raises:
-        ConfigurationError: one declares something unknown as what it reads.
+        ConfigurationError: one declares an unknown value of `reads`.
     """
     layers = (one for chunk in chunks for one in chunk.modules() if isinstance(one, TransformerLayer))
     found = []
@@ -99,7 +99,8 @@ def _described(layer: int, path: str, module: torch.nn.Module) -> OwnModule:
 
 
 def check_own_modules(chunks: Sequence[torch.nn.Module], config: Config) -> None:
-    """Check that the layout divides no sequence that an own module reads whole; look at what own modules return.
+    """Check that the layout divides no sequence that a user's module reads whole; check the shapes that these modules
+    return.
 
     Raises:
         ConfigurationError: it divides one; a module, once it is called, returns hidden states of another shape.
@@ -150,7 +151,7 @@ def _check_output(
 
 
 def mark_own_parameters(chunks: Sequence[torch.nn.Module], config: Config) -> None:
-    """Set what the engine wants to know of each own parameter, as the catalogue has it.
+    """Set megatron-core's attributes of each of the user's own parameters, from the catalogue.
 
     Raises:
         ConfigurationError: a layer has a parameter that the catalogue lacks, or lacks one, or has it in another shape.
