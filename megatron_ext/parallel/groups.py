@@ -197,7 +197,7 @@ def tensor_group(groups: ProcessGroupCollection, *, expert: bool) -> torch.distr
 
 
 def destroy() -> None:
-    """End megatron-core's groups, what else it keeps for the process of a run, and torch.distributed."""
+    """End megatron-core's groups, its other state of the process, and torch.distributed."""
     parallel_state.destroy_model_parallel()
     destroy_moe_metrics_tracker()  # whose tensors have the number of layers of this run
     if torch.distributed.is_initialized():

@@ -1,10 +1,10 @@
 """Lets the ranks of one attempt meet, apart from ranks of earlier attempts.
 
-torchrun starts all ranks again after a failure, and lends every attempt the same store, which its own process hosts.
-The gloo and NCCL addresses that an earlier attempt left in the store belong to dead processes, and a rank that takes
-them for a peer's fails with "connection refused" or "Connect timeout", until the restarts are used up. No variable
-tells attempts apart on several machines: a torchrun that restarts because another one did raises no count. So the ranks
-agree:
+torchrun starts all ranks again after a failure, and lends every attempt the same store, which torchrun's own process
+hosts. The gloo and NCCL addresses that an earlier attempt left in the store belong to dead processes, and a rank that
+takes them for a peer's fails with "connection refused" or "Connect timeout", until the restarts are used up. No
+variable tells attempts apart on several machines: a torchrun that restarts because another one did raises no count. So
+the ranks agree:
 
 1. Rank 0 offers a random token. It replaces the token of an earlier attempt.
 2. Every other rank joins the offered token with a random name of its own, and does so again if the token changes.
@@ -158,7 +158,8 @@ def meet(timeout: timedelta, before: Store | None = None) -> tuple[Store, int, i
 
     Args:
         timeout: how long they wait for each other.
-        before: what this returned before in these processes, whose ranks meet again: its host has not let go of it.
+        before: earlier result of this function in these processes, whose ranks meet again: the store's host still has
+            it open.
     Raises:
         PeerLostError: some ranks did not come within `timeout`.
         ConfigurationError: the launcher's variables do not say where the ranks meet, or not the same to all.

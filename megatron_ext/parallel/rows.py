@@ -1,4 +1,4 @@
-"""Row shards are what a rank holds of a weight that data-parallel ranks divide among themselves (ZeRO-3, FSDP).
+"""A row shard is a rank's part of a weight that data-parallel ranks divide among themselves (ZeRO-3, FSDP).
 
 Both of them cut along the first dimension, into whole rows, unevenly where the ranks do not divide the rows. A
 wrapper that shards weights puts a `RowShard` on each (`mark`); everyone else asks `row_shard(weight)`.
@@ -15,8 +15,8 @@ class RowShard:
     """This rank's rows of a weight."""
 
     local: torch.Tensor
-    """Values of the rows, [rows, ...], in use by the model: what is written here is what the next forward pass computes
-    with."""
+    """Values of the rows, [rows, ...], in use by the model: the next forward pass computes with the values that are
+    written into it."""
 
     first: int
     """Index of the first row."""
