@@ -143,7 +143,7 @@ def completed(
 
 
 def _require_no_gradient(parameter: Any) -> None:
-    """Raise where somebody has added a gradient to what the step before left, which zeroes would take away."""
+    """Raise where somebody has added a gradient to the gradient of the step before: zeroes would remove it."""
     if getattr(parameter, "grad_added_to_main_grad", False):
         raise TrainingError(
             f"a layer has added the gradient of a weight {tuple(parameter.shape)} to its main_grad itself, which holds "
@@ -253,8 +253,8 @@ class DataParallel(Sharding):
 
     @contextmanager
     def averaged(self, optimizer: ChainedOptimizer, chunks: Sequence[Any]) -> Iterator[None]:
-        """Gather the weights afterwards: the next forward pass does so after an update alone, and would compute with
-        the averages of what other ranks hold."""
+        """Gather the weights afterwards: the next forward pass gathers after an update alone, and would compute with
+        the averages of other ranks' shards."""
         with super().averaged(optimizer, chunks):
             yield
         with self.gathered(chunks):
@@ -314,8 +314,8 @@ def _buffers(chunk: Any) -> list[Any]:
 
 
 def _hook_modules_that_read(chunk: Any) -> None:
-    """Have every module wait for the weights that it reads. megatron-core has each wait for what it holds itself: half
-    of them hold nothing, and the output layer of tied embeddings is given their weight.
+    """Have every module wait for the weights that it reads. megatron-core has each wait for the weights that it holds
+    itself: half of them hold nothing, and the output layer of tied embeddings is given their weight.
 
     The handles stay, for megatron-core removes them all.
     """

@@ -36,7 +36,7 @@ def ddp_config(config: Config, **scheme: Any) -> DistributedDataParallelConfig:
     """Return megatron-core's settings of how gradients are reduced over the data-parallel ranks.
 
     Args:
-        scheme: settings of one scheme, added to or in place of what all have in common.
+        scheme: settings of one scheme, added to or in place of the settings that all schemes share.
     """
     training, layout = config.training, config.layout
     common = {
@@ -71,7 +71,7 @@ def build_optimizer(
 ) -> Any:
     """Build megatron-core's optimizer over wrapped chunks whose weights are already initialized.
 
-    Inside of it updates the optimizer that `config` chooses, as config/derived/optimizers.py registers it. Its
+    The torch optimizer inside of it is the one that `config` chooses, as config/derived/optimizers.py registers it. Its
     parameter groups follow the catalogue: whether a parameter decays, its learning rate, and which of two optimizers
     updates it.
     """
@@ -125,8 +125,8 @@ def _group(parameter: Parameter, config: Config) -> dict[str, Any]:
 
 
 def reset_routers(config: TransformerConfig, model: Sequence[torch.nn.Module]) -> None:
-    """Reset what the routers of experts counted in a step: megatron-core walks over all modules for it, experts or
-    none."""
+    """Reset the counts that the routers of experts made in a step: megatron-core walks over all modules for it, experts
+    or none."""
     if config.num_moe_experts is not None:
         _reset_of_routers(config, model)
 

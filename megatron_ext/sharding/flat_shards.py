@@ -81,7 +81,7 @@ def _gather(
     memory.
 
     A weight is written by the rank whose shard holds its beginning, so that every rank writes about as much as its
-    shard, and receives no more than what the last of its weights has on the ranks after it.
+    shard, and receives no more than the part of its last weight that lies on the ranks after it.
     """
     group = exchange.group_of(core.data_parallel_group)
     for buffer, ranges in zip(core.buffers, core.gbuf_ranges, strict=True):

@@ -1,9 +1,9 @@
 """`--use-torch-fsdp2` keeps weights, gradients and optimizer state in shards, by torch's `fully_shard`.
 
-Each rank keeps its rows of every weight in fp32: at once the master copy and what is gathered (in bf16 under --bf16)
-for the forward and backward pass of a layer, and freed after it. Gradients are summed in fp32 over the data-parallel
-ranks after the backward pass of every microbatch, so that they are never whole either, and divided once, by the
-tokens of the global batch. The optimizer updates the rows as plain tensors.
+Each rank keeps its rows of every weight in fp32: at once the master copy, and the source that is gathered (in bf16
+under --bf16) for the forward and backward pass of a layer and freed after it. Gradients are summed in fp32 over the
+data-parallel ranks after the backward pass of every microbatch, so that they are never whole either, and divided once,
+by the tokens of the global batch. The optimizer updates the rows as plain tensors.
 
 Where a pipeline's schedule splits backward passes, products of weights come after the pass in which torch reduces. Then
 gradients stay whole, in fp32, until the step's last product, and are summed over the ranks once. The products need no
@@ -133,7 +133,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
 
     Args:
         module: module on the meta device, so that no rank ever holds a whole weight.
-        device: what computes, and where the shards live unless they are offloaded.
+        device: device of the forward and backward passes, and of the shards unless they are offloaded.
     """
 
     def __init__(
@@ -208,8 +208,8 @@ class TorchFSDP(TorchFullyShardedDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Reduce the gradients of a step whose backward passes were split. Gradients that megatron-core is to add up
-        over tensor-parallel ranks wait on the device until `scale_gradients`, since megatron-core puts their sum in
-        `main_grad`."""
+        over tensor-parallel ranks wait on the device in `main_grad`, where megatron-core puts their sum, until
+        `scale_gradients`."""
         if self.reduces_once:
             module: Any = self.module
             module.set_requires_gradient_sync(True)

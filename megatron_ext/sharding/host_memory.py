@@ -35,7 +35,7 @@ from megatron_ext.sharding.scheme import Reduced, Sharding, Watcher
 
 
 class InHostMemory(Sharding):
-    """Another scheme, whose optimizer updates in host memory what the flags say."""
+    """Wraps a scheme; the optimizer state chosen by flags lives and updates in host memory."""
 
     def __init__(self, scheme: Sharding):
         super().__init__(scheme.config)

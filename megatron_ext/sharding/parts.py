@@ -1,5 +1,5 @@
-"""The optimizers of a run as the rest of the program sees them: what they update, who updates it, and what of the state
-this rank keeps, saves and reads."""
+"""The optimizers of a run as the rest of the program sees them: the tensors that they update, who updates them, and the
+state that this rank keeps, saves and reads."""
 
 import operator
 import weakref
@@ -94,7 +94,8 @@ class OptimizerPart:
         self.updater: Updater = OnDevice(self.core.optimizer)
 
     def main_parameters(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yield every weight of the model with what is updated: itself, its fp32 copy, or a shard of either."""
+        """Yield every weight of the model with the tensor that is updated: itself, its fp32 copy, or a shard of
+        either."""
         if isinstance(self.core, FP32Optimizer):
             for group in self.core.optimizer.param_groups:
                 yield from zip(group["params"], group["params"], strict=True)
@@ -113,7 +114,7 @@ class OptimizerPart:
         return values
 
     def rows_to_read(self, weight: torch.nn.Parameter) -> Sequence[RowShard] | None:
-        """Return the rows of `weight`, in their order, whose state holds what this rank keeps of it; None for all."""
+        """Return the rows of `weight`, in their order, whose state includes this rank's part of it; None for all."""
         shard = row_shard(weight)
         return None if shard is None else [shard]
 
@@ -136,7 +137,7 @@ class OptimizerPart:
         """Return the state that this rank writes. Collective over data-parallel ranks that divide it in flat ranges.
 
         Args:
-            states: what this rank keeps (or a copy of it), by the weight's id().
+            states: state that this rank keeps (or a copy of it), by the weight's id().
             moments: names of the optimizer's tensors, masters aside.
             exchange: how shards move between ranks.
         Returns:
@@ -159,8 +160,8 @@ _left_out: weakref.WeakKeyDictionary[Any, _LeftOut] = weakref.WeakKeyDictionary(
 def outside_norm(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
     """Yield this rank's gradients that are not in the global norm.
 
-    The norm leaves out what it would count twice: all but the first tensor-parallel rank's gradient of a replicated
-    parameter, and the last stage's of tied embeddings. They update copies of the weight all the same.
+    The norm leaves out gradients that it would count twice: all but the first tensor-parallel rank's gradient of a
+    replicated parameter, and the last stage's of tied embeddings. They update copies of the weight all the same.
     """
     for part in optimizer.chained_optimizers:
         having = [main for main in part.get_parameters() if main.grad is not None]

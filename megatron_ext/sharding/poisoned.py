@@ -20,8 +20,8 @@ from megatron_ext.sharding.scheme import Sharding
 
 
 def poisoned(scheme: Sharding) -> Sharding:
-    """Return the scheme, whose chunks hold NaN in the place of what is gathered later: after an update, and wherever a
-    pass frees what it has gathered."""
+    """Return the scheme, whose chunks hold NaN in place of weights that are gathered later: after an update, and
+    wherever a pass frees the weights that it has gathered."""
     shard, finish_update = scheme.shard, scheme.finish_update
     poisons: list[Callable[[], None]] = []
 

@@ -38,7 +38,7 @@ class RowSharding(Sharding):
 
 
 class RowShards:
-    """Holds what such optimizers have in common. Made from what megatron-core builds over the weights, before its
+    """Base of the optimizers over rows. Made from the optimizer that megatron-core builds over the weights, before its
     use."""
 
     optimizer: torch.optim.Optimizer
@@ -54,7 +54,8 @@ class RowShards:
         """Optimize rows in place of whole parameters.
 
         Args:
-            weight_of: from what the optimizer was built over, which gets the gradients, to the model's weight.
+            weight_of: maps a parameter that the optimizer was built over, which gets the gradients, to the model's
+                weight.
         """
         self.compute_dtype = compute_dtype
         self.weights, self._sources = [], []

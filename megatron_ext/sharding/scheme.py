@@ -128,10 +128,10 @@ class Sharding(ABC):
 
     @abstractmethod
     def held_gradients(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
-        """Yield the tensors that hold its gradients, but for the `grad` of what the optimizer updates."""
+        """Yield the tensors that hold its gradients, except the `grad` of tensors that the optimizer updates."""
 
     def finish_update(self, optimizer: ChainedOptimizer) -> None:  # noqa: B027 (most have nothing to free)
-        """Free what only the update needed. Call it after every update."""
+        """Free memory that only the update needed. Call it after every update."""
 
     def reload_masters(self, optimizer: ChainedOptimizer) -> None:
         """Make every fp32 master from the weights of the model; where rows are the masters, the weights from them."""
