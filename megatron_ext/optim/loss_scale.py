@@ -1,7 +1,7 @@
 """The loss scale of a run: one number, by which the mean loss of the global batch is multiplied before its backward
 pass, so that gradients do not vanish in fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 
-The loss of a microbatch is a sum over its tokens, and what divides it is known only after the backward pass
+The loss of a microbatch is a sum over its tokens, and its divisor is known only after the backward pass
 (model/loss.py). A scale of the sum would overflow fp16 where one of the mean, which Megatron-LM's flags give, is far
 from it. So the sum is divided beforehand by the number of tokens in the global batch, which is the same in every
 layout; what the loss masks leave out of them is made up for after the reduction.
@@ -73,7 +73,7 @@ class LossScale:
         """Reduce the gradients as megatron-core does, and turn them into gradients of the mean loss over the tokens
         that count, times the scale. Collective.
 
-        megatron-core itself would divide by all tokens at once, and gradients in 16 bits would underflow.
+        megatron-core itself would divide the gradients by all tokens, which in 16 bits would leave nothing.
 
         Args:
             model: the chunks.
@@ -103,8 +103,8 @@ class LossScale:
         return {**plain, _OF_MEAN: True} if plain else {}
 
     def load_state_dict(self, state: dict[str, float | int], tokens: int) -> None:
-        """Restore what `state_dict` returned. The scale of an earlier version, which belonged to the sum of the losses,
-        becomes the power of 2 times as large at which gradients are about what they were.
+        """Restore the state that `state_dict` returned. The scale of an earlier version, which belonged to the sum of
+        the losses, becomes the power of 2 times as large at which gradients are about what they were.
 
         Args:
             tokens: of a global batch.

@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: the share of the weights that a step of length 1 takes away.
         momentum: the decay of the momentum.
         nesterov: whether the direction looks ahead by a momentum.
-        scale_mode, extra_scale_factor: what the update is multiplied by (`config/derived/newton_schulz.py`).
+        scale_mode, extra_scale_factor: factors of the update (`config/derived/newton_schulz.py`).
         num_ns_steps, coefficient_type: the number of iterations, and their coefficients.
         no_split_qkv: whether queries, keys and values are one matrix, not three.
         tp_mode: how tensor-parallel ranks compute a matrix that they divide: each gathers it (duplicated), or its own
@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(momentum, self._momentum) if self._nesterov else momentum
 
     def _adapted(self, weight: torch.Tensor, direction: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """Return the update of this rank's part, from its direction and the orthogonal matrices `made` of it."""
+        """Return the update of this rank's part, from its direction and the update `made` of it."""
         return made
 
     def _update(self, directions: torch.Tensor, matrix: Matrix) -> torch.Tensor:

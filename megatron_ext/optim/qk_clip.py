@@ -1,10 +1,10 @@
 """Rescales the weights of queries and keys whose products have become too large, after each update (QK-clip, of
 MuonClip: Kimi K2, arXiv:2507.20534, section 2.1, algorithm 1).
 
-With the largest product S of a head in a step, over the global batch, and a threshold t, a head with S > t gets e = t /
-S: its queries are multiplied by e^alpha and its keys by e^(1-alpha). Heads that share keys share the smallest e. With
-latent attention the key's rotated channels belong to all heads and stay; the query's rotated channels are multiplied by
-e. It is megatron-core's rule (`clip_qk` of its attention), for weights that ranks divide in any way.
+With the largest product S of a head in a step, over the global batch, and a threshold t, a head with S > t gets the
+factor e = t / S: its queries are multiplied by e^alpha and its keys by e^(1-alpha). Heads that share keys share the
+smallest e. With latent attention the key's rotated channels belong to all heads and stay; the query's rotated channels
+are multiplied by e. It is megatron-core's rule (`clip_qk` of its attention), for weights that ranks divide in any way.
 """
 
 from collections.abc import Iterable

@@ -59,7 +59,7 @@ def _require_named_states(optimizer: torch.optim.Optimizer, traits: OptimizerTra
 
 
 def is_torchs(optimizer: torch.optim.Optimizer | None, settings: OptimizerConfig) -> bool:
-    """Return whether it is what `torch_optimizer` makes, and not Transformer Engine's or apex's of the same name."""
+    """Return whether `torch_optimizer` made it, and it is not Transformer Engine's or apex's of the same name."""
     traits = traits_of(settings)
     return isinstance(optimizer, _torch_class(traits) if traits.of_elements is None else Together)
 
@@ -108,7 +108,7 @@ def as_registered(built: torch.optim.Optimizer, settings: OptimizerConfig) -> to
 
 
 def begin_state(main: torch.Tensor, group: Group, optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> None:
-    """Give what the optimizer of the settings updates the state that it lacks, as the first update begins from it.
+    """Give `main` the state that it lacks of the settings' optimizer, as the first update begins from it.
 
     Args:
         group: the parameter group of `main`.
@@ -238,7 +238,7 @@ class ByTensor(torch.optim.Optimizer):
     def _masked_update(
         self, weights: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], leave_out: torch.Tensor
     ) -> None:
-        """Update, and put back what was there before where `leave_out`; a state that begins is 0 then."""
+        """Update, and restore the earlier values where `leave_out`; a state that begins is 0 then."""
         before = {name: kept.clone() for name, kept in self.state[weights].items()}
         weights_before = weights.clone()
         self._update(weights, gradient, group)
