@@ -144,7 +144,7 @@ def _configured(
     made: list[tuple[Stage, dict[str, Any], Facts, Config]] = []
     for stage in stages:
         values = stage.of(typed.values)
-        # Where a stage begins, the checkpoint is that of the one before.
+        # Where a stage begins, the checkpoint is from the stage before.
         was = saved if saved is None or stage.first < begun else stage.of(saved)
         missing = missing_paths(values) if stage.values and not believing else facts.missing_paths
         of_stage = replace(facts, saved=was, missing_paths=missing)
@@ -419,7 +419,7 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         search: contents of its --load folder; default: unknown.
     """
     found = {name: value for facts_of in brought("facts") for name, value in facts_of(typed.values).items()}
-    # NullTokenizer has as many ids as are asked for: those of the model, if it has a size.
+    # NullTokenizer has as many ids as are asked for: the number of the model, if it has a size.
     model = found.get("huggingface", {})
     sizes = {"vocab_size": model["vocab_size"]} if "vocab_size" in model else {}
     vocab_size, tokenizer_error = _vocabulary({**sizes, **typed.values})

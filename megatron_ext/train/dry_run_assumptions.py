@@ -17,10 +17,10 @@ _USUAL_VOCABULARIES = {"SentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 
 
 
 def assumed_facts(facts: Facts, typed: Typed) -> tuple[Facts, list[str]]:
-    """Return the facts of a machine that has what the flags of a dry run name, and one warning about what this machine
-    does not have of it; none where it has all.
+    """Return the facts of a machine that has everything that the flags of a dry run name, and one warning about the
+    things that this machine lacks; none where it has all.
 
-    What the flags say against each other is not believed: `--device cpu` has no GPU.
+    Flags that contradict each other are not believed: `--device cpu` has no GPU.
     """
     missing = dict(_missing(facts, typed))
     if not missing:

@@ -29,7 +29,7 @@ def check_it_fits(config: Config, device: Device) -> None:
         ConfigurationError: weights, gradients and optimizer state of a rank are more than all memory.
     """
     ranks = environment.local_world_size()
-    if device.kind == "cpu":  # its memory is that of all its ranks, of whatever stages
+    if device.kind == "cpu":  # a machine's memory is shared by all its ranks, of whatever stages
         _check_what_is_kept(config, device, ranks)
         _warn_if_near(config, device, ranks)
         return

@@ -158,7 +158,7 @@ def _train_stage(
     from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
 
     configured = _with_agreed_checkpoint(configured, extensions)
-    if extensions.layer_spec is None:  # the formulas are those of our layers
+    if extensions.layer_spec is None:  # the formulas describe our layers
         check_it_fits(configured.config, here)
     with telling_of_memory(configured.config, here):
         configured, attention = _with_chosen_kernels(configured, here)
@@ -423,6 +423,6 @@ def _claim(save: str | None, status: RunStatus) -> None:
             )
         hold_until_exit(save)
     except TrainingError:
-        status.save = None  # it is another's: leave no record there
+        status.save = None  # the folder is another run's: leave no record in it
         raise
     exit_record.clear(save)
