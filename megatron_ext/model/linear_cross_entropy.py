@@ -85,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(first, first + size)
             hidden_CH, counts_C = hidden_NH[part], counts_N[part]
             logits_CV = _logits(hidden_CH, weight_VH, vocabulary)
-            # What a bound leaves of a gradient; 0 for padding is as good as any number.
+            # Share of a gradient that passes a bound; 0 for padding is as good as any number.
             kept_CV = None if vocabulary.cap is None else 1.0 - (logits_CV / vocabulary.cap).clamp_(-1.0).square_()
             losses_N[part], grad_CV = _losses(logits_CV, labels_N[part], counts_C, vocabulary, graded=any(graded))
             if any(graded):
