@@ -91,7 +91,7 @@ def _if_member(create: Callable[..., Any]) -> Callable[..., Any]:
     return create_group
 
 
-# torch's own time limit comes after that of the watch (resilience/watchdog.py), which says who is to blame.
+# torch's own time limit comes after the watch's limit (resilience/watchdog.py), which says who is to blame.
 _SECONDS_FOR_THE_WATCH = 5.0
 
 
