@@ -65,7 +65,7 @@ class WritingDataParallel(DistributedDataParallel):
         super().__init__(**settings)
         self.watchers: list[Watcher] = []
         """They look at the gradients of every bucket before its reduction."""
-        engine: Any = self  # whose `buffers` are not those of a module
+        engine: Any = self  # whose `buffers` are not a module's
         late = writes and self._can_take_gradients_late(engine.module)
         if late:
             self.grad_accs.clear()  # the nodes of autograd, which megatron-core's hooks are on
@@ -99,7 +99,7 @@ class WritingDataParallel(DistributedDataParallel):
             if not overlaps:
                 weight.grad = None
                 return None
-            # The engine's hook takes the gradient away and counts the weight as ready; it must not add what is there.
+            # The engine's hook takes the gradient away and counts the weight as ready; it must not add it to the buffer.
             weight.grad_added_to_main_grad, weight.zero_out_wgrad = True, False
             try:
                 add(*unused)

@@ -166,7 +166,7 @@ def outside_norm(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
     for part in optimizer.chained_optimizers:
         having = [main for main in part.get_parameters() if main.grad is not None]
         known = _left_out.get(part)
-        # What is left out follows from marks of the weights, which the engine asks for one by one.
+        # Which gradients are left out follows from marks of the weights, which the engine asks for one by one.
         if known is None or len(known.having) != len(having) or not all(map(operator.is_, known.having, having)):
             # Not by the part's own method, which may return the norm of what it stands for.
             counted = {id(gradient) for gradient in MegatronOptimizer.get_grads_for_grad_norm(part)}
