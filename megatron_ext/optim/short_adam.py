@@ -69,7 +69,7 @@ class ShortAdam(ByTensor):
         weight_decay: float = 0.0,
     ):
         settings = {"lr": lr, "betas": betas, "eps": eps, "dtypes": dtypes, "weight_decay": weight_decay}
-        # What torch's own has, and whoever begins its state asks for: no fused kernel, no graph.
+        # Options of torch's own Adam, which `begin_state` asks for: no fused kernel, no graph.
         super().__init__(params, {**settings, "fused": False, "capturable": False})
 
     def _update(self, weights: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
