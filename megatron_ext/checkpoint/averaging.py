@@ -53,7 +53,7 @@ Form = tuple[tuple[int, ...], str]
 
 
 def _forms(tensors: Tensors) -> dict[str, Form]:
-    """Return the forms of what belongs to the model: weights, and the biases of routers."""
+    """Return the forms of the model's tensors: weights, and the biases of routers."""
     names = (name for name in tensors.names() if not name.startswith("optimizer."))
     forms = {name: (tensors.shape(name), code_of(str(tensors.dtype(name)).removeprefix("torch."))) for name in names}
     return {name: form for name, form in forms.items() if form[1] in WIDTH}

@@ -150,7 +150,7 @@ def scatter(path: Path, parts: Iterable[FilePart], *, checksum: bool) -> tuple[i
     """Read a file that consists of these parts and put each where it belongs; returns its size and its CRC-32.
 
     Args:
-        checksum: without it, what is `SkippedBytes` is not read, and the CRC-32 means nothing.
+        checksum: without it, `SkippedBytes` are not read, and the CRC-32 means nothing.
     Raises:
         OSError: the file cannot be read, or a part cannot be written.
         EOFError: the file is shorter than its parts.

@@ -1,7 +1,7 @@
 """Finds the newest snapshot that all ranks can go on from, before anything is built.
 
-Ranks may be on other machines than when it was written, or on a new one. So every rank says what lies on its machine;
-who has no file of its own gets it from one that has it or a copy.
+Ranks may be on other machines than when it was written, or on a new one. So every rank lists the files on its machine;
+a rank without its own file gets it from a rank that has the file or a copy.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def _goes_on(flags: CheckpointConfig) -> bool:
 
 
 def contents_of(config: Config) -> str | None:
-    """Return the name of what --save holds, by which its snapshots are known. Collective."""
+    """Return the name of the contents of --save, by which its snapshots are known. Collective."""
     told = told_by_the_first_rank(lambda: (name_of_contents(config.checkpoint.save or ""),))
     return told[0]
 
@@ -112,7 +112,7 @@ def _of_another_course(header: Mapping[str, Any], save: str, contents: str | Non
     if None not in (contents, header.get("contents")) and header["contents"] != contents:
         return f"it is of a run that was in --save {save} before it was emptied"
     checkpoint = iteration_folder(save, header["checkpoint"])
-    there = checkpoint_manifest.name_of(checkpoint)  # not that of a checkpoint that has expired
+    there = checkpoint_manifest.name_of(checkpoint)  # None for a checkpoint that has expired
     if None not in (there, header.get("manifest")) and header["manifest"] != there:
         return f"it follows on another checkpoint than {checkpoint}, which was saved in its place"
     return ""
@@ -156,7 +156,7 @@ def _damaged(folder: Path, iteration: int) -> str | None:
 
 
 def _resume(folder: Path, iteration: int, config: Config) -> Resume:
-    """Return the snapshot as what a run goes on from. Called on the first rank alone."""
+    """Return the snapshot in the form of a checkpoint to resume from. Called on the first rank alone."""
     path = iteration_folder(folder, iteration)
     header = rank_file.read_header(file_of(folder, iteration, 0)) or {}
     for name in (CONFIG, DATA):

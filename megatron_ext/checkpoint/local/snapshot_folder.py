@@ -3,7 +3,7 @@
     DIR/3f2a.../iter_0000010/rank_00003        of the run whose --save hashes to 3f2a...
     DIR/3f2a.../iter_0000010/rank_00003.copy   of a rank of another machine
 
-DIR lies on every machine, and holds what the ranks of that machine wrote.
+DIR lies on every machine, and holds the files that the ranks of that machine wrote.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ _PIECE = 1 << 26  # bytes
 
 
 def send_file(source: Path | None, target: Path | None, sender: int, receiver: int, group: Any) -> str | None:
-    """Send a file from one rank to another; return what failed. Both call it.
+    """Send a file from one rank to another; return the failure in words, or None. Both call it.
 
     Args:
         source: the file, on the sender.
@@ -108,9 +108,11 @@ def send_file(source: Path | None, target: Path | None, sender: int, receiver: i
 
 
 def exchange(source: Path, to: int, target: Path, origin: int, group: Any) -> str | None:
-    """Send a file to rank `to` while one comes from rank `origin`, in pieces in turn; return what failed.
+    """Send a file to rank `to` while one comes from rank `origin`, in pieces in turn; return the failure in words, or
+    None.
 
-    Without a file, nothing is sent; what cannot be written is received all the same, or the other rank would wait.
+    Without a file, nothing is sent; pieces that cannot be written are received all the same, or the other rank would
+    wait.
     """
     size = torch.tensor([source.stat().st_size if source.exists() else 0])
     coming = torch.zeros(1, dtype=torch.int64)
@@ -160,7 +162,7 @@ def _receive(target: Path, sender: int, group: Any) -> str | None:
 
 
 def _opened(temporary: Path, files: contextlib.ExitStack) -> tuple[Any, str | None]:
-    """Open a file to receive into; where that fails, return what failed. The pieces come all the same."""
+    """Open a file to receive into; where that fails, return the failure in words. The pieces come all the same."""
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         return files.enter_context(open(temporary, "wb", buffering=0, opener=only_files)), None

@@ -1,4 +1,4 @@
-"""Finds and names what lies in a checkpoint folder, under Megatron-LM's names. This needs no torch.
+"""Finds and names the contents of a checkpoint folder, under Megatron-LM's names. This needs no torch.
 
     SAVE/latest_checkpointed_iteration.txt     "10": the tracker, written last ("release": Megatron-LM's weights alone)
     SAVE/iter_0000010/                         whole, whenever a folder of this name exists
@@ -104,7 +104,7 @@ def find_to_load(load: str | Path, step: int | None = None) -> list[SavedCheckpo
 
 
 def load_problem(load: str, step: int | None) -> str | None:
-    """Return why --load cannot be what the user means, whatever is in it; None where it can."""
+    """Return why --load cannot be the folder that the user means, whatever is in it; None where it can."""
     path, named = Path(load), _named_checkpoint(load)
     if path.exists() and not path.is_dir():
         return f"--load {load} is a file, not a folder of checkpoints; use --load {path.parent}"
@@ -193,7 +193,7 @@ def make_partial(folder: str | Path, iteration: int) -> Path:
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Remove the folders of saves that did not end: what is listed here, under exactly the names that saves use."""
+    """Remove the folders of saves that did not end: folders of exactly the names that saves use, and nothing else."""
     for name in os.listdir(folder):
         if _LEFTOVER.fullmatch(name):
             _remove_entry(Path(folder, name))

@@ -1,4 +1,4 @@
-"""Defines what a checkpoint holds, as the state dict that megatron-core's dist_checkpointing reads and writes.
+"""Defines the contents of a checkpoint, as the state dict that megatron-core's dist_checkpointing reads and writes.
 
 Tensors are saved once for the whole model, by global name and place, so that no layout shows in them. The state of
 the random generators is saved for every rank, by its place in the grid of ranks, and can only be used in that grid.
@@ -31,7 +31,7 @@ from megatron_ext.parallel.rows import RowShard, row_shard
 from megatron_ext.parts import own_parameters
 from megatron_ext.sharding.parts import Exchange, OptimizerPart
 
-# What megatron-core's readers want to know of the tensors' names and cuts.
+# Facts about the tensors' names and cuts that megatron-core's readers ask for.
 CONTENT_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -45,7 +45,7 @@ OWN_PARAMETERS = "own_parameters"
 
 @dataclass
 class Contents:
-    """The model chunks' part of the state dict, and what belongs to it."""
+    """The model chunks' part of the state dict, with the names, row shards and replicas of its weights."""
 
     state_dict: ShardedStateDict
     weights: dict[str, ShardedBase]
@@ -61,18 +61,18 @@ class Contents:
 
 @dataclass
 class RunSnapshot:
-    """All of a run that a checkpoint holds, at one moment: what `copy` made of its tensors, and numbers."""
+    """All of a run that a checkpoint holds, at one moment: its tensors as `copy` returned them, and numbers."""
 
     models: Contents
     """The weights themselves: the run's own."""
     state_dict: ShardedStateDict
-    """State dict of the models, with what `copy` made."""
+    """State dict of the models, with the tensors that `copy` returned."""
     optimizer: list[optimizer_state.OptimizerSnapshot]
     others: dict[str, Any]
 
 
 def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapshot:
-    """Copy everything of `run` that a resumed run needs, but for what the flags leave out. Not collective.
+    """Copy everything of `run` that a resumed run needs, except the parts that the flags leave out. Not collective.
 
     Args:
         copy: makes a tensor that the training does not change, from a name of it and the tensor; those that other
@@ -171,7 +171,7 @@ def size(state_dict: ShardedStateDict) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """Selects what of a checkpoint to use, besides the weights."""
+    """Selects the parts of a checkpoint to use, besides the weights."""
 
     optimizer: bool
     rng: bool
@@ -207,7 +207,7 @@ def add_masters(run: Saveable, contents: Contents) -> None:
 
 
 def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, Any]) -> None:
-    """Put what was read into `run`."""
+    """Put the state that was read into `run`."""
     for key, chunk in _chunks(run).items():
         if not contents.rows:
             chunk.load_state_dict(loaded[key])
@@ -312,7 +312,7 @@ def grad_scaler_state(run: Saveable) -> dict[str, float | int]:
 
 
 def set_grad_scaler(run: Saveable, state: dict[str, float | int]) -> None:
-    """Restore what `grad_scaler_state` returned, here or in an earlier version."""
+    """Restore the state that `grad_scaler_state` returned, in this version or an earlier one."""
     loss_scale = loss_scale_of(run.optimizer)
     if state and loss_scale is not None:
         loss_scale.load_state_dict(state, run.config.training.global_batch_size * run.config.model.seq_length)

@@ -1,5 +1,5 @@
-"""Writes what lies in a checkpoint next to the tensors, so that it is of use where nothing else of the run is. This
-needs no torch.
+"""Writes the files of a checkpoint next to the tensors, so that it is of use where nothing else of the run is left.
+This needs no torch.
 
     iter_0000010/tokenizer/        the tokenizer's files, under Hugging Face's names where there are such
     iter_0000010/versions.json     of the software that wrote it
@@ -80,7 +80,7 @@ def _is_kept(path: Path) -> bool:
 
 
 def write_versions(checkpoint: Path) -> None:
-    """Write the versions of this program, of Python, and of the packages that what is written depends on."""
+    """Write the versions of this program, of Python, and of the packages that the saved files depend on."""
     from importlib import metadata  # with it comes a parser of e-mails, which a plan or --help need not wait for
 
     packages = {name: metadata.version(name) for name in ("torch", "megatron-core", "numpy")}

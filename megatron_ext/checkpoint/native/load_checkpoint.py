@@ -165,7 +165,8 @@ def _read_tensors(run: Saveable, path: Path, state_dict: dict[str, Any]) -> dict
 
 
 def _say_what_is_lost(run: Saveable, path: Path, changed: list[str], saved: Mapping[str, Any]) -> None:
-    """Warn of 16-bit weights that a run in another precision begins with, where no master says what was rounded."""
+    """Warn of 16-bit weights that a run in another precision begins with, where no fp32 master has their values before
+    rounding."""
     rounded = [dtype for dtype in changed if dtype != "float32"]
     if rounded and not masters.are_saved(saved):
         _warn(

@@ -49,7 +49,7 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
         first = shard.first * each
         low, high = max(start, first), min(stop, shard.stop * each)
         if low < high:
-            # Layers are one tensor in the checkpoint, stacked along axes before those of the weight.
+            # Layers are one tensor in the checkpoint, stacked along axes before the weight's own.
             axis = part.prepend_axis_num
             # A copy where one of its dimensions is kept once and repeated (`State.along`).
             data = rows.reshape(-1, *part.local_shape[1:])[low - first : high - first]
@@ -72,7 +72,7 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
 
 
 def joined(shard: RowShard, loaded: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return this rank's rows, from what was read into their pieces."""
+    """Return this rank's rows, joined from the pieces that were read."""
     whole = torch.cat([loaded[index].reshape(-1) for index in sorted(loaded, key=int)])
     return whole.view(-1, *shard.shape[1:])
 
@@ -147,7 +147,7 @@ def state_to_save(
 def state_to_load(
     parts: Sequence[OptimizerPart], config: OptimizerConfig, weights: Mapping[str, Any], *, masters_alone: bool = False
 ) -> Contents:
-    """Return tensors to read the state into; then call `restore` with what was read.
+    """Return tensors to read the state into; then call `restore` with the tensors that were read.
 
     Args:
         masters_alone: whether the fp32 masters are read, and nothing else of the state, which must not have begun.
@@ -236,7 +236,7 @@ def numbers(parts: Sequence[OptimizerPart], config: OptimizerConfig) -> dict[str
 
 
 def set_numbers(parts: Sequence[OptimizerPart], values: Mapping[str, float]) -> None:
-    """Put back what `numbers` returned, a tensor for each parameter."""
+    """Restore the numbers that `numbers` returned, as a tensor for each parameter."""
     for torch_optimizer in _torch_optimizers(parts) if values else ():
         for state in torch_optimizer.state.values():
             state |= {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}

@@ -26,7 +26,7 @@ from megatron_ext.untrusted.untrusted_folder import file_inside
 
 @dataclass(frozen=True)
 class Resume(SavedCheckpoint):
-    """A checkpoint to resume from, with what a run takes from it besides the tensors."""
+    """A checkpoint to resume from, with the facts that a run takes from it besides the tensors."""
 
     saved: Mapping[str, Any] | None = None
     """The values of the flags that it was saved with; None where it has none that can be read."""
@@ -44,7 +44,7 @@ class Resume(SavedCheckpoint):
 
 @dataclass(frozen=True)
 class Search:
-    """Holds what one look into the --load folder found."""
+    """Findings of one look into the --load folder."""
 
     folder: str
     candidates: tuple[SavedCheckpoint, ...] = ()
@@ -84,13 +84,13 @@ def look(values: Mapping[str, Any]) -> Search | None:
 
 
 def read_resume(checkpoint: SavedCheckpoint, *, use_checkpoint_args: bool, damaged: Sequence[str] = ()) -> Resume:
-    """Read what a run takes from the checkpoint besides the tensors.
+    """Read the facts that a run takes from the checkpoint besides the tensors.
 
     Args:
         checkpoint: where it is.
         use_checkpoint_args: whether the flags of one that Megatron-LM wrote are asked for; otherwise loading compares
             them.
-        damaged: what is wrong with those that come before it.
+        damaged: problems of the checkpoints that come before it.
     Raises:
         ConfigurationError, DataError: as `look`.
     """

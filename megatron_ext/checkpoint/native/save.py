@@ -58,8 +58,8 @@ def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
 
 
 class Kept:
-    """Holds what the saves of one run hand on: the plan, and what lets later background saves stop the training for a
-    copy alone."""
+    """Objects that one save of a run hands on to the next: the plan, and host memory and groups, with which later
+    background saves stop the training for a copy alone."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
@@ -100,9 +100,9 @@ class Save:
     """A save in progress: begun here, ended by `finish`. Both are collective and raise as `save_checkpoint` does.
 
     In the background, a thread writes a copy that was begun with the save: call `hold_update` before the next update of
-    the weights. Until `finish`, the checkpoint has no name yet. (The engine would fork a process for it, which holds
-    what the training process has open.) With what was `kept` of an earlier save of the run, no plan is made again, and
-    in the background that thread also exchanges shards, in groups of its own.
+    the weights. Until `finish`, the checkpoint has no name yet. (megatron-core would fork a process for it, which
+    inherits the files that the training process has open.) With what was `kept` of an earlier save of the run, no plan
+    is made again, and in the background that thread also exchanges shards, in groups of its own.
     """
 
     _asked: Callable[[], list[float]] | None = None
@@ -174,7 +174,7 @@ class Save:
         try:
             for finalize in self._request.finalize_fns:
                 finalize()
-        except OSError as error:  # of the engine's last file; the others wait for it to be there
+        except OSError as error:  # of the engine's last file; the others wait until it exists
             torch.distributed.barrier()
             self._kept.strategy.failure = error
 
@@ -221,7 +221,7 @@ class Save:
         """Write this rank's shards. Failures wait for `finish`.
 
         Args:
-            snapshot: what to write, where it is not planned yet.
+            snapshot: state to write, where it is not planned yet.
         """
         try:
             self._copies.wait()
@@ -241,7 +241,7 @@ class Save:
             self._files = f"{type(error).__name__}: {error}"
 
     def _write_companions(self) -> None:
-        """Write what rank 0 adds to the shards."""
+        """Write the files that rank 0 adds to the shards."""
         (self._partial / CONFIG).write_text(to_yaml(self.run.config), encoding="utf-8")
         if self.run.data_record is not None:
             (self._partial / DATA).write_text(json.dumps(self.run.data_record, indent=1) + "\n", encoding="utf-8")
@@ -283,7 +283,7 @@ class Save:
             raise _storage_error(self.folder, _text(error)) from error
 
     def _is_gone(self, reason: str) -> bool:
-        """Return whether what failed did so because somebody removes the folder, or has done so."""
+        """Return whether the save failed because somebody removes the folder, or has removed it."""
         return not self._partial.is_dir() or is_lost(self.folder) or os.strerror(errno.ENOENT) in reason
 
 
@@ -316,7 +316,8 @@ def write_shards(request: AsyncRequest, buckets: Any) -> None:
 def _request(
     state_dict: ShardedStateDict, folder: Path, strategy: TorchDistSaveShardedStrategy, *, validate: bool
 ) -> AsyncRequest:
-    """Return who writes what, and how the engine ends the save. Collective, where it is to be validated.
+    """Return megatron-core's request of the save: which rank writes which part, and how the save ends. Collective,
+    where it is to be validated.
 
     Args:
         validate: whether all ranks together have every part of every tensor once.

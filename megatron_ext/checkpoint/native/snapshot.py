@@ -1,6 +1,6 @@
-"""Copies into host memory what a save writes while the training goes on.
+"""Copies the state into host memory that a save writes while the training goes on.
 
-Defines what a run must offer to be saved and restored. `train.run.Run` offers it.
+Defines the attributes that a run must have to be saved and restored. `train.run.Run` has them.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +18,7 @@ from megatron_ext.device.device_protocol import Copies, Device
 from megatron_ext.sharding.scheme import Sharding
 
 Copy = Callable[[Hashable, torch.Tensor], torch.Tensor]
-"""Makes what is saved of a tensor, from a name that it has in every save, and the tensor."""
+"""Returns the tensor to save, from the tensor and a name that it has in every save."""
 
 
 def as_it_is(_name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
@@ -27,8 +27,8 @@ def as_it_is(_name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostMemory:
-    """Copies of tensors, in memory that one save after the other uses: fresh memory takes several times as long as
-    the copy. It stays as large as what this rank has taken, and is pinned where the tensors lie on a GPU."""
+    """Copies of tensors, in memory that one save after the other uses: fresh memory takes several times as long as the
+    copy. It stays as large as the copies that this rank has made, and is pinned where the tensors lie on a GPU."""
 
     def __init__(self) -> None:
         self._copies: dict[Hashable, torch.Tensor] = {}

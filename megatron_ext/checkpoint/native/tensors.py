@@ -91,7 +91,7 @@ class Tensors:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """Turn what the engine and torch raise into a DataError."""
+        """Turn the errors of megatron-core and torch into a DataError."""
         try:
             with no_code_from_files(self.path), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is on purpose

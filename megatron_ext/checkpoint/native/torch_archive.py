@@ -27,7 +27,7 @@ _OF_TENSORS = {
     ("collections", "OrderedDict"),
     *(("torch", name) for name in _STORAGES.values()),
 }
-_LARGEST_PICKLE = 1 << 20  # bytes; that of a tensor has some 200
+_LARGEST_PICKLE = 1 << 20  # bytes; a tensor's has some 200
 _LARGEST_TABLE = 1 << 26  # bytes; a record takes some 70
 _ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -176,8 +176,8 @@ def find_records(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def check_archive(file: BinaryIO, offset: int, length: int, most: int | None = None) -> None:
-    """Require that this range of a file is an archive as `torch.save` writes them: torch's reader inflates what is
-    compressed, a thousandfold, before anybody sees what it is.
+    """Require that this range of a file is an archive as `torch.save` writes them: torch's reader inflates compressed
+    records, a thousandfold, before anybody sees their contents.
 
     Args:
         most: bytes of the largest that is taken: a file may claim to have many more than the disk holds of it.

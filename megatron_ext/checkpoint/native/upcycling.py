@@ -48,9 +48,9 @@ class Upcycling:
                     tensors[name] = self._of_mlp(tensor)
 
     def finish(self, loaded: dict[str, Any]) -> None:
-        """Scale what was read, and add the routers as they are."""
+        """Scale the weights that were read, and add the routers as they are."""
         granularity, mixture = self._run.config.checkpoint.moe_upcycling_granularity, _mixture(self._run)
-        # What the experts of a token give is this many times less than the MLP's.
+        # The output of a token's experts is this many times less than the MLP's.
         pre_softmax = self._run.config.model.moe_router_pre_softmax
         less = mixture.count * granularity / mixture.top_k if pre_softmax else granularity
         degree = 3 if mixture.mlp.gated or mixture.mlp.activation == "squared_relu" else 2  # of its output, in weights
