@@ -59,7 +59,8 @@ def kinds_of_parameters(config: Config) -> Iterator[tuple[Parameter, int]]:
 
 
 def active_kinds_of_parameters(config: Config) -> Iterator[tuple[Parameter, int]]:
-    """Yield the same of what computes one token: of the experts of a layer, which are of one size, the top k."""
+    """Yield the same for the parameters that compute one token: of a layer's experts, which are of one size, the top
+    k."""
     kinds = {kind.number: kind.experts for kind, _ in stack(config).kinds}
     for parameter, number in kinds_of_parameters(config):
         experts = kinds.get(parameter.stage) if isinstance(parameter.stage, int) else None
@@ -126,7 +127,7 @@ def count_per_rank(config: Config, *, experts: bool | None = None) -> list[int]:
 
 
 def _per_stage(config: Config, *, local: bool) -> list[tuple[int, int]]:
-    """Return `_sizes` summed over what each pipeline stage holds."""
+    """Return `_sizes` summed over the parameters of each pipeline stage."""
     dense, routed = ([0] * config.layout.pipeline_model_parallel_size for _ in range(2))
     for parameter in _of_no_layer(config):
         for stage in stages(config, parameter):
@@ -194,7 +195,7 @@ def branch_parameters(
 
 
 def states(config: Config) -> Iterator[State]:
-    """Yield what the layers keep and save besides parameters, in the order of a forward pass."""
+    """Yield the state that the layers keep and save besides parameters, in the order of a forward pass."""
     for layer in layers(config):
         if layer.next_token is not None:
             yield from layer.next_token.state(_place(config, layer))

@@ -1,5 +1,4 @@
-"""The transformer layer: x + after(part(before(x))), for what mixes positions and then for the MLP, or for both at
-once."""
+"""The transformer layer: x + after(part(before(x))), for the mixer and then for the MLP, or for both at once."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -109,14 +108,14 @@ class ResidualLayer(TransformerLayer):
         return self._with_mlp(self._added(attended, hidden_states, self.post_self_attn_layernorm)), None
 
     def _with_mlp(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the residual stream and of what the MLP makes of it."""
+        """Return the sum of the residual stream and of the MLP's output for it."""
         normed, forget = self._normed(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
         expanded = self._expanded(normed)
         forget(expanded[0])
         return self._put_out(expanded, hidden_states)
 
     def _put_out(self, expanded: Branch, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream with what the MLP gives, which the next layer's norm may have read by then."""
+        """Return the residual stream with the MLP's output added; the next layer's norm may have read it by then."""
         for following in self._next:
             norm: Any = following.input_layernorm
             recomputes = following.recompute_input_layernorm
@@ -129,13 +128,13 @@ class ResidualLayer(TransformerLayer):
     def _both(
         self, attended: Branch, normed: torch.Tensor, hidden_states: torch.Tensor, forget: Callable[..., object]
     ) -> Branch:
-        """Return the sum of what attention gave and the MLP gives.
+        """Return the sum of the outputs of attention and MLP.
 
         Args:
-            attended: this rank's part of what attention gave.
-            normed: what attention read.
+            attended: this rank's part of attention's output.
+            normed: attention's input.
             hidden_states: the residual stream.
-            forget: what to call with the sum when nobody reads `normed` any more.
+            forget: function to call with the sum when nobody reads `normed` any more.
         """
         forget_own = _nothing
         if not isinstance(self.pre_mlp_layernorm, IdentityOp):
@@ -157,7 +156,7 @@ class ResidualLayer(TransformerLayer):
         if norm_after is not None:
             output, bias = branch
             branch = norm_after(output if bias is None else output + bias), None
-        # What is fused is compiled, in inference anew for every length.
+        # Fused operations are compiled, in inference anew for every length.
         fused = self.config.bias_dropout_fusion and not nothing_is_trained()
         add: Any = get_bias_dropout_add(self.training, fused)
         return add(branch, hidden_states, self.hidden_dropout)
@@ -166,8 +165,8 @@ class ResidualLayer(TransformerLayer):
         """Return whether one kernel of a GPU adds a part's output to the residual stream and normalizes the sum.
 
         Args:
-            norm_after: what is between the part and the sum.
-            norm: what reads the sum.
+            norm_after: norm between the part and the sum.
+            norm: norm that reads the sum.
             recomputes_norm: whether its result is computed anew in the backward pass.
         """
         output, bias = branch
@@ -224,4 +223,4 @@ def read_ahead(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def _nothing(_output: torch.Tensor) -> None:
-    """Free nothing: what would be freed is kept."""
+    """Free nothing: the normalized states are kept."""

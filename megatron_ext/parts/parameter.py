@@ -1,4 +1,4 @@
-"""Describes one parameter of the model: what the catalogue (`parts/catalogue.py`) has a list of."""
+"""Describes one parameter of the model; the catalogue (`parts/catalogue.py`) is a list of them."""
 
 import math
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ def taken(random: Random, *choices: tuple[float, str]) -> list[str]:
 
 
 class Compared(NamedTuple):
-    """Models with a kind of part, and the layouts in which they are compared with one process: what a plugin brings to
+    """Models with a kind of part, and the layouts in which they are compared with one process: a plugin brings it to
     the extension point `comparisons`."""
 
     models: Mapping[str, str]
@@ -113,7 +113,7 @@ class Share:
         """Bytes of a weight or an activation."""
         self.tensor, self.context = layout.tensor_model_parallel_size, layout.context_parallel_size
         self.divided = self.tensor if layout.sequence_parallel else 1
-        """Ranks among which what lies between the blocks is divided."""
+        """Ranks among which activations between the blocks are divided."""
         self.experts, self.expert_tensor = layout.expert_model_parallel_size, layout.expert_tensor_size
         self.tokens = self.length // self.context * training.micro_batch_size
         self.stream = self.width * self.tokens * self.hidden / self.divided
@@ -177,7 +177,7 @@ class Exchange:
     """Bytes of a forward pass, which recomputation repeats."""
 
     backward: float
-    """Bytes of a backward pass, or of what nothing repeats."""
+    """Bytes of a backward pass, or of messages that nothing repeats."""
 
     calls: tuple[float, float]
     """Number of collectives in each of the two."""
@@ -214,7 +214,7 @@ class Number:
         """Return the number; NaN for a mean over no tokens.
 
         Args:
-            total: sum, or largest, of what all ranks have recorded in the step.
+            total: sum, or largest, of the numbers that all ranks have recorded in the step.
             parts: parts of the model that report it.
             microbatches: microbatches of the global batch.
             tokens: tokens of the global batch that count in the loss.
@@ -247,7 +247,7 @@ class Part:
     """
 
     modules: ClassVar[tuple[str, ...]] = ()
-    """Names of what holds its parameters, in the order of a forward pass."""
+    """Names of the modules that hold its parameters, in the order of a forward pass."""
 
     builder: ClassVar[str] = ""
     """"module:function" that builds the spec of a mixer's module: from the description, the tensor-parallel group and
@@ -269,7 +269,7 @@ class Part:
         raise NotImplementedError
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is kept and saved besides parameters."""
+        """Yield the state that is kept and saved besides parameters."""
         yield from ()
 
     def products(self, share: Share) -> list[Product]:
@@ -290,7 +290,7 @@ class Part:
         return 0.0
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what a rank sends, besides gathering the part's input and scattering its output."""
+        """Yield a rank's exchanges, besides gathering the part's input and scattering its output."""
         yield from ()
 
     def core_flops(self, length: int) -> float:

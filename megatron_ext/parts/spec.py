@@ -1,4 +1,4 @@
-"""Builds the spec of what a transformer layer is made of: ours on plain torch, or Transformer Engine's."""
+"""Builds the spec of a transformer layer's modules: ours on plain torch, or Transformer Engine's."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Describes what every layer of the model is: the one description, which everything else reads.
+"""Describes every layer of the model: the one description, which everything else reads.
 
     for layer in layers(config):
         print(layer.number, layer.attention.window, layer.mlp)
@@ -27,7 +27,8 @@ from megatron_ext.parts.ways import Asked, refusals
 from megatron_ext.registry import brought
 
 Table = tuple[Rotary | Temperature, int]
-"""Key of the table of angles that a layer reads: how positions change queries and keys, and the size of the heads."""
+"""Key of the table of angles that a layer reads: how positions change queries and keys, and the channels of a head, of
+which a share is rotated."""
 
 
 class Branch(NamedTuple):
@@ -58,12 +59,12 @@ class Layer:
     """Description of every norm of the layer."""
 
     norm_places: Literal["before", "after", "both"]
-    """Whether norms stand before mixer and MLP (on what they take in), after them (on what they give, before it is
-    added to the residual stream), or on both sides."""
+    """Whether norms stand before mixer and MLP (on their inputs), after them (on their outputs, before these are added
+    to the residual stream), or on both sides."""
 
     parallel: Literal["one-norm", "two-norms"] | None = None
     """Whether mixer and MLP read the same residual stream, through one norm or each through its own; None: the MLP
-    reads what the mixer has added to."""
+    reads the residual stream to which the mixer has added its output."""
 
     next_token: Depth | None = None
     """Modules around the layer where it is a depth of multi-token prediction; None elsewhere."""
@@ -99,7 +100,7 @@ class Layer:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Its parts, and what stands around it."""
+        """Its parts, and the modules around it."""
         around = () if self.next_token is None else (self.next_token,)
         return (*around, *(branch.part for branch in self.branches))
 
@@ -154,7 +155,7 @@ class Layer:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of what holds its parameters, in the order of a forward pass."""
+        """Names of the modules that hold its parameters, in the order of a forward pass."""
         every = ((branch.before, *branch.part.modules, branch.after) for branch in self.branches)
         return tuple(name for names in every for name in names if name is not None)
 

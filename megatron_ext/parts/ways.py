@@ -66,7 +66,8 @@ def _takes_flash_attention(config: Config, *versions: int) -> bool:
 
 
 def _has_other_scores(config: Config) -> bool:
-    """Return whether softmax is over more than the products of queries and keys, and what slopes take from them."""
+    """Return whether scores are capped, or some softmax has a sink: it is over more than products of queries and keys,
+    less slopes."""
     return config.model.attention_logit_softcapping is not None or config.model.softmax_types != {"vanilla"}
 
 

@@ -27,8 +27,8 @@ Project = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states [N, hidden] to the logits [N, V]."""
 
 Hides = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
-"""From the keys of the first head, [B, T, D], and what is added to all scores, [B, 1, 1 or S, T], to the same of these
-queries."""
+"""From the keys of the first head, [B, T, D], and the additive mask of all scores, [B, 1, 1 or S, T], to the additive
+mask of these queries."""
 
 
 class Sequences:
@@ -67,11 +67,11 @@ class WholeSequences(Sequences):
 
     @property
     def goes_on(self) -> bool:
-        """Whether this pass is over a few tokens of each row, after what is kept."""
+        """Whether this pass is over a few tokens of each row, after tokens whose keys and values are kept."""
         return False
 
     def keep(self, layer_number: int, latents_B1SD: torch.Tensor, rank: int) -> None:
-        """Keep what one layer's keys and values are made of, if anything is kept.
+        """Keep the latents from which one layer's keys and values are computed, if anything is kept.
 
         Args:
             latents_B1SD: one key head for all query heads; its first `rank` channels are the values.
@@ -82,7 +82,7 @@ class WholeSequences(Sequences):
         return None
 
     def counted(self, length: int) -> torch.Tensor | None:
-        """Return 1 for the tokens of each row and 0 for what fills it up, [length, rows], if that must be known."""
+        """Return 1 for the tokens of each row and 0 for padding, [length, rows], if that must be known."""
         return None
 
     def recurrent(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -222,7 +222,7 @@ class KeyValueCache(WholeSequences):
 
     @property
     def goes_on(self) -> bool:
-        """Whether this pass is over a few tokens of each row, after what is kept."""
+        """Whether this pass is over a few tokens of each row, after tokens whose keys and values are kept."""
         return not self._is_first
 
     def keep(self, layer_number: int, latents_B1SD: torch.Tensor, rank: int) -> None:
@@ -231,7 +231,7 @@ class KeyValueCache(WholeSequences):
         self._kept[layer_number] = kept, kept[..., :rank]
 
     def counted(self, length: int) -> torch.Tensor | None:
-        """Return 1 for the tokens of each row and 0 for what fills it up, [length, rows], if that must be known."""
+        """Return 1 for the tokens of each row and 0 for padding, [length, rows], if that must be known."""
         if self.goes_on or self._source_B1S1 is None:
             return None
         return (torch.arange(length, device=self._next_B1.device) < self._next_B1).T.float()
@@ -258,8 +258,8 @@ class KeyValueCache(WholeSequences):
         return positions
 
     def take_back(self, tokens: Sequence[int]) -> None:
-        """Forget the latest tokens of each row, as many as it says; what is kept of the rows is moved to end together.
-        A recurrence, whose state has no way back, cannot."""
+        """Forget the latest tokens of each row, as many as it says; the kept keys and values are moved so that all rows
+        end together. A recurrence, whose state has no way back, cannot."""
         assert not self._recurrent, "validated: a state cannot be taken back"
         back_B = torch.tensor(tokens, device=self._next_B1.device)
         self._next_B1 = self._next_B1 - back_B[:, None]
@@ -288,7 +288,8 @@ class KeyValueCache(WholeSequences):
         """Keep the keys and values of this pass, and return the context of one layer, [S, B, H x D].
 
         Args:
-            hides: for a pass after what is kept, from the keys and what hides some of them what hides more.
+            hides: for a pass after kept tokens: returns the additive mask that hides more keys, from the keys and the
+                mask so far.
         """
         query_BHSD, key_BGSD, value_BGSD = heads
         if self._is_first:

@@ -173,7 +173,7 @@ def _measured(heads: Heads, device: Device) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """The configuration with the kernel that is used, and what the start of the run says of it."""
+    """The configuration with the kernel that is used, and the text about it at the start of the run."""
 
     config: Config
     text: str | None = None

@@ -41,7 +41,7 @@ class CausalSelfAttention(SelfAttention):
 
     Args:
         rotary_columns: this layer's columns of the table of angles; None where it rotates nothing.
-        described: what it is; `rotary_columns` hold factors of positions where it has a temperature.
+        described: its description; `rotary_columns` hold factors of positions where it has a temperature.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class CausalSelfAttention(SelfAttention):
         self, hidden_states: torch.Tensor, table: torch.Tensor | TokenAngles | None, by_token: bool
     ) -> tuple[Any, ...]:
         """Return queries, [B, H, S, D], keys and values, [B, G, S, D], rotated if there is a table of angles, and the
-        gate of what they give, [S, B, H, V or 1], if there is one; `by_token` as in `rotate`."""
+        gate of the attention output, [S, B, H, V or 1], if there is one; `by_token` as in `rotate`."""
         # Norms of rotated heads read rows that are evenly spaced.
         by_token = by_token and getattr(self.q_layernorm, "of_rotated", None) is None
         turn: dict[str, bool] = {"interleaved": self.config.rotary_interleaved, "by_token": by_token}
@@ -263,7 +263,7 @@ class SDPAttention(torch.nn.Module):
 
     def reads_tokens(self, x: torch.Tensor, channels: int) -> bool:
         """Return whether a GPU's kernels read heads of so many channels, of the type of x, in the order of tokens. They
-        write what they give in the order of the queries."""
+        write the output in the order of the queries."""
         return x.device.type == "cuda" and self._is_whole(None) and channels * x.element_size() % 16 == 0
 
     def _is_whole(self, documents: Documents | None) -> bool:

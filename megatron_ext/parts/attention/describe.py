@@ -1,4 +1,4 @@
-"""Describes causal self-attention: what queries, keys and values are, what each query sees, and what it costs.
+"""Describes causal self-attention: its queries, keys and values, the keys that each query sees, and its costs.
 
 With T tokens of a rank, H hidden, D and V channels of a query or key head and of a value head, q and g query and
 key/value heads of a rank, w bytes of an element, a rank holds of each layer
@@ -114,7 +114,7 @@ class Temperature:
 
 @dataclass(frozen=True)
 class Softmax:
-    """Says how the products of queries and keys become weights, and what else the softmax sums over."""
+    """Says how the products of queries and keys become weights, and which other terms the softmax sums over."""
 
     sink: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """One more key of every query, whose value is 0: none, one with the score 0, or with a score that each head
@@ -207,7 +207,7 @@ class Attention(Part):
 
     @property
     def gate_size(self) -> int:
-        """Number of channels that gate what all heads attended to."""
+        """Number of channels that gate the attention output of all heads."""
         return {None: 0, "head": self.query_heads, "channel": self.context_size}[self.gate]
 
     @property
@@ -239,7 +239,7 @@ class Attention(Part):
 
     @property
     def context_size(self) -> int:
-        """Channels of what all query heads attended to: the width of the output projection's input."""
+        """Channels of the attention output of all query heads: the width of the output projection's input."""
         return self.query_heads * self.value_head_size
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
@@ -262,7 +262,7 @@ class Attention(Part):
                 yield replace(parameter, shape=(count, size), by_element=True) if each else parameter
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with each linear layer."""
+        """Yield the state that is saved with each linear layer."""
         for name in ("linear_proj", "linear_qkv"):
             yield State(f"{place.name}.{name}._extra_state", "extra")
 
@@ -276,8 +276,8 @@ class Attention(Part):
         ]
 
     def held(self, share: Share) -> Mapping[str, float]:
-        """Return the bytes of queries, keys and values with what their norms keep, of what they attended to, and of
-        that as the output projection's input."""
+        """Return the bytes of queries, keys and values with the activations that their norms keep, of the attention
+        output, and of the output projection's input."""
         queries, groups = self.query_heads // share.tensor, max(self.groups // share.tensor, 1)
         gathered = share.context if "all_gather" in share.config.layout.cp_comm_type else 1
         keys, values = self.head_size * groups, self.value_head_size * groups

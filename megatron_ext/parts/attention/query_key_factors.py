@@ -1,4 +1,4 @@
-"""Says what multiplies the rows of the weights that make queries and keys, for QK-clip (optim/qk_clip.py)."""
+"""Factors of the rows of the weights that make queries and keys, for QK-clip (optim/qk_clip.py)."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 

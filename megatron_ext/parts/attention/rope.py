@@ -116,8 +116,8 @@ class RotaryTable(ScaledRotaryEmbedding):
 
 @dataclass(frozen=True)
 class TokenAngles:
-    """Turns queries and keys of one token of each row together, in as few operations as there are: what a layer takes
-    for a single token is the time of its calls."""
+    """Turns queries and keys of one token of each row together, in as few operations as possible: a layer's time for a
+    single token is the time of its calls."""
 
     cosines_1B1D: torch.Tensor
     sines_1B1D: torch.Tensor

@@ -161,7 +161,7 @@ def _by_rows(
     scores: Scores,
     places: Places | None,
 ) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Yield a few queries at a time, the keys that they may see, and what is added to their scores."""
+    """Yield a few queries at a time, the keys that they may see, and the additive mask of their scores."""
     queries, device = query_BHQD.size(2), query_BHQD.device
     accurate = torch.promote_types(query_BHQD.dtype, torch.float32)
     for first in range(0, queries, WINDOW_ROWS):

@@ -101,7 +101,7 @@ class ExpertMatrices(torch.nn.Module):
 
         Args:
             x_TI: rows sorted by expert.
-            weights_T: what multiplies the bias of each row.
+            weights_T: factor of the bias of each row.
         """
         grouped = self.group_products and can_group(x_TI, self.weight)
         multiply = kernels.grouped_linear if grouped else kernels.linear_by_expert
@@ -162,7 +162,7 @@ class GroupedExperts(MegatronModule):
 
     Args:
         has_bias: whether both matrices of an expert have a bias.
-        latent: channels of what they read and give; None: the hidden size.
+        latent: channels of their input and output; None: the hidden size.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Mixture(MoELayer):
     than a large one (on a CPU two milliseconds).
 
     Args:
-        latent: width of what its routed experts read and give, between projections for which megatron-core's needs
+        latent: width of its routed experts' input and output, between projections for which megatron-core's needs
             Transformer Engine; None: the hidden size.
     """
 
@@ -238,7 +238,7 @@ class Mixture(MoELayer):
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project what the experts read down, and send it on its way."""
+        """Project the experts' input down, and send it on its way."""
         read = hidden_states if self.latent is None else self.fc1_latent_proj(hidden_states)
         return super().preprocess(read, probs, routing_map)
 
@@ -271,7 +271,7 @@ class Mixture(MoELayer):
         return super().combine(output)
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
-        """Project what the experts gave up, and add what the shared ones did."""
+        """Project the experts' output up, and add the shared experts' output."""
         output = super().postprocess(output, None)
         output = output if self.latent is None else self.fc2_latent_proj(output)
         return output if shared_expert_output is None else output + shared_expert_output

@@ -64,7 +64,7 @@ class Experts(Part):
     """MLP of the shared experts together, which computes every token; None without shared experts."""
 
     shared_gate: bool = False
-    """Whether a sigmoid gate of each token multiplies what the shared experts give."""
+    """Whether a sigmoid gate of each token multiplies the shared experts' output."""
 
     has_bias: bool = False
     """Whether experts are chosen by scores with a bias of each, which is state and not trained by gradients."""
@@ -78,7 +78,7 @@ class Experts(Part):
     """How near to the largest logit, relative to it and halved, those are among which two experts are chosen one after
     the other (SparseMixer-v2, Liu et al. 2024, arXiv:2409.12136); None: the top k are chosen."""
     latent: int | None = None
-    """Width of what the routed experts read and give, between two projections; None: the hidden size."""
+    """Width of the routed experts' input and output, between two projections; None: the hidden size."""
 
     @property
     def blocks(self) -> int:
@@ -103,7 +103,7 @@ class Experts(Part):
             yield from self.shared.parameters(place.inside("shared_experts"))
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield the bias of experts, and what is saved with the linear layers of shared experts."""
+        """Yield the bias of experts, and the state that is saved with the linear layers of shared experts."""
         if self.has_bias:
             yield State(f"{place.name}.router.expert_bias", "buffer", (self.count,))
         if self.shared is not None:
@@ -139,7 +139,7 @@ class Experts(Part):
         return {"mlp": held}
 
     def read_by(self, share: Share) -> int:
-        """Return the channels of what the routed experts read."""
+        """Return the channels of the routed experts' input."""
         return self.latent or share.hidden
 
     def gradients(self, share: Share) -> float:
@@ -153,7 +153,7 @@ class Experts(Part):
             yield _Z
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what routing tokens to their experts and back sends, forward and again backward."""
+        """Yield the exchanges that route tokens to their experts and back, forward and again backward."""
         ep, etp = share.experts, share.expert_tensor
         if ep * etp == 1:
             return
@@ -183,7 +183,7 @@ class Experts(Part):
         return {"experts": Asked(f"--num-experts is {self.count}")}
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what a mixture of experts does not go with."""
+        """Yield the settings that a mixture of experts cannot be combined with, each with a setting that works."""
         layout = config.layout
         if self.mlp.activation == "xielu":
             yield (

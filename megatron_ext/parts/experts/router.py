@@ -1,5 +1,5 @@
-"""Routes tokens to experts: megatron-core's router, with what it lacks on plain torch or computes otherwise in each
-layout.
+"""Routes tokens to experts: megatron-core's router, with features that it lacks on plain torch or computes differently
+in each layout.
 
 Shapes: T tokens of this rank, E experts.
 """
@@ -138,9 +138,9 @@ class Router(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the experts' weights and which experts are chosen, both [tokens, experts], without what is beyond an
-        expert's capacity. logits: of this rank's tokens, [..., experts]. In training what is left is counted, once
-        where activations are computed again."""
+        """Return the experts' weights and which experts are chosen, both [tokens, experts], without choices beyond an
+        expert's capacity. logits: of this rank's tokens, [..., experts]. In training the remaining choices are counted,
+        once where activations are computed again."""
         weights_TE, chosen_TE = super().routing(logits, padding_mask)
         counts = self.training and torch.is_grad_enabled()
         capacity = self.capacity
@@ -156,13 +156,14 @@ class Router(TopKRouter):
         return weights_TE, chosen_TE
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Return the weight of an auxiliary loss, by the flags. megatron-core goes by what chooses experts."""
+        """Return the weight of an auxiliary loss, by the flags. megatron-core derives it from the load-balancing type,
+        by which experts are chosen."""
         losses: Any = self.config.moe_router_load_balancing_type
         weights: Any = self.config.moe_aux_loss_coeff
         return 0.0 if isinstance(losses, str) else dict(zip(losses, weights, strict=True)).get(aux_loss_type, 0.0)
 
     def _own_rows(self, judge: Callable[[torch.Tensor], torch.Tensor], rows_TE: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of what `judge` makes of the rows of all tokens of the microbatch, in fp32.
+        """Return this rank's rows of the result of `judge` for the rows of all tokens of the microbatch, in fp32.
         megatron-core has each rank judge its own tokens; here the result is the same in every layout."""
         group, own = self.tp_cp_group, rows_TE.float()
         everyones: Any = own if group.size() == 1 else gather_from_sequence_parallel_region(own, group=group)

@@ -168,7 +168,7 @@ class BiasedRowLinear(RowLinear):
 
 
 def keep_gathered(chunk: torch.nn.Module, config: Config) -> None:
-    """Have the column-parallel layers of a model chunk keep what they gather, where the flags ask for it."""
+    """Have the column-parallel layers of a model chunk keep the inputs that they gather, where the flags ask for it."""
     for module in chunk.modules():
         if isinstance(module, ColumnLinear):
             module.keeps_gathered = config.layout.sequence_parallel_keep_gathered

@@ -112,13 +112,13 @@ def quantize(
 
     Args:
         x_RC: a contiguous matrix, whose sides are multiples of the block's.
-        block: what has one scale.
+        block: the part of a matrix that has one scale.
         dtype: `E4M3` or `E5M2`.
         powers_of_two: whether scales are rounded up to powers of two.
         cut: over which ranks rows and columns are divided.
         largest: the blocks' largest values, where they are known.
     """
-    # What is compiled for a tensor is compiled anew for a parameter, and for what has a gradient.
+    # A function compiled for a tensor is compiled anew for a parameter, and for a tensor with a gradient.
     x_RC = x_RC.detach()
     if largest is None:
         largest = _largest(x_RC, block.rows or x_RC.size(0), block.columns or x_RC.size(1))
@@ -141,8 +141,9 @@ _KINDS_OF_MATRICES = 64
 
 
 def compile_for_all_sizes() -> None:
-    """Let torch compile what rounds as often as a model has kinds of matrices. By itself torch gives a function up when
-    it has compiled it eight times, and runs it operator by operator: several passes over memory in place of one."""
+    """Let torch compile the rounding function as often as a model has kinds of matrices. By itself torch gives a
+    function up when it has compiled it eight times, and runs it operator by operator: several passes over memory in
+    place of one."""
     if jit_fuser is torch.compile:
         limits: Any = importlib.import_module("torch._dynamo.config")
         limits.recompile_limit = max(limits.recompile_limit, _KINDS_OF_MATRICES)

@@ -123,7 +123,8 @@ def _bounded_glu(activation: Any, clamp: float | None, offset: float, expanded: 
 
 
 def computed_again(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Return function(*inputs), keeping the inputs alone: what lies between is computed again for the gradients."""
+    """Return function(*inputs), keeping the inputs alone: activations in between are computed again for the
+    gradients."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return function(*inputs)
     return _ComputedAgain.apply(function, *inputs)  # pyright: ignore[reportReturnType]

@@ -30,22 +30,22 @@ class Mlp(Part):
     width: int
     bias: bool
     clamp: float | None = None
-    """Largest value of what the gate's activation takes, and largest size of what the gate multiplies."""
+    """Largest value of the gate's activation input, and largest size of the values that the gate multiplies."""
 
     offset: float = 0.0
     """Number added to the values that the gate multiplies."""
 
     of_gate: float = 1.0
-    """Factor of what the gate's activation takes."""
+    """Factor of the gate's activation input."""
 
     @property
     def keeps_its_input_alone(self) -> bool:
-        """Whether what lies between the matrices is computed again in the backward pass."""
+        """Whether activations between the matrices are computed again in the backward pass."""
         changed = self.clamp is not None or self.offset != 0.0 or self.of_gate != 1.0
         return changed or self.activation in ("quick_gelu", "xielu")
 
     def parameters(self, place: Place, expert: int | None = None, hidden: int | None = None) -> Iterator[Parameter]:
-        """Yield both matrices, of a routed expert where it is one; `hidden`: what it reads, where that is not the
+        """Yield both matrices, of a routed expert where it is one; `hidden`: width of its input, where that is not the
         hidden size."""
         hidden = hidden or place.model.hidden_size
         wide, stride = (2 * self.width, 2) if self.gated else (self.width, 1)
@@ -59,7 +59,7 @@ class Mlp(Part):
             yield Parameter(f"{place.name}.xielu.{name}", (1,), place.stage, "constant", value)
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with each linear layer."""
+        """Yield the state that is saved with each linear layer."""
         for name in ("linear_fc1", "linear_fc2"):
             yield State(f"{place.name}.{name}._extra_state", "extra")
 
@@ -73,7 +73,7 @@ class Mlp(Part):
         return [Product(rows, (1 + self.gated) * width, hidden), Product(rows, hidden, width)]
 
     def held(self, share: Share) -> Mapping[str, float]:
-        """Return the bytes of what is between the matrices."""
+        """Return the bytes of the activations between the matrices."""
         return {"mlp": self.inside(share, gated=4) * share.tokens / share.tensor}
 
     def sent(self, share: Share) -> Iterator[Exchange]:

@@ -58,7 +58,7 @@ class LayerNorm(torch.nn.Module):
         self.bias = uninitialized(config, hidden_size)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """Return the results that `RMSNorm.forward` returns, with LayerNorm."""
+        """Return the same as `RMSNorm.forward`, with LayerNorm in place of RMSNorm."""
         if residual is not None:
             from megatron_ext.device.triton.norm import norm_of_sum
 
@@ -196,7 +196,7 @@ class _DividedRMSNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x, inverse, weight = ctx.saved_tensors
         normalized, weighted = x * inverse, grad * weight.to(inverse.dtype)
-        # What would change the norm of the whole vector has no effect: it is taken out.
+        # The part that would change the norm of the whole vector has no effect: it is taken out.
         radial = (weighted * normalized).sum(-1, keepdim=True)
         torch.distributed.all_reduce(radial, group=ctx.group)
         for_x = (weighted - normalized * (radial / (ctx.width * ctx.copies))) * inverse
