@@ -344,7 +344,8 @@ def _missing_checkpoint(values: Mapping[str, Any], search: Search | None) -> str
 
 
 def _other_curves(config: Config, facts: Facts, iteration: int = 0) -> list[str]:
-    """Return why the run would go on along other curves than it began; empty where it does not, or is meant to.
+    """Return the reasons why the run would go on with other learning-rate or weight-decay curves than it began with;
+    empty where it does not, or is meant to.
 
     Args:
         iteration: after which it goes on. A step that the loss scale skips counts here, and not for the curves.
@@ -412,7 +413,7 @@ def _listed(groups: Sequence[str] | None) -> str:
 
 
 def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
-    """Read what the configuration depends on outside of the flags: ranks, the machine, files, the vocabulary.
+    """Read the facts outside of the flags that the configuration depends on: ranks, the machine, files, the vocabulary.
 
     Args:
         typed: the flags that the user typed.

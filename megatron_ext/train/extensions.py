@@ -81,8 +81,8 @@ class Extensions:
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Return a context at whose end the own optimizer is forgotten that `applied` has registered: the next run may
-        have another of its name. A run is within."""
+        """Return a context for a run. On exit, unregister the user's optimizer that `applied` has registered: the next
+        run may have another one of its name."""
         known = set(OPTIMIZERS)
         try:
             yield

@@ -132,7 +132,7 @@ class Run:
     """The engine's function of a step's forward and backward passes, which it runs in the order of `plan.schedule`."""
     transformer_config: TransformerConfig
     sharding: Sharding
-    """How data-parallel ranks divide the model among themselves."""
+    """Sharding scheme: how data-parallel ranks divide the model among themselves."""
     chunks: Sequence[_BaseDataParallel]
     """The model chunks of this rank, one per virtual stage."""
     optimizer: ChainedOptimizer
@@ -147,7 +147,7 @@ class Run:
     """Data record, from which the samples follow, for the checkpoint; None with synthetic data, and on all but one rank
     of a node."""
     progress: Progress = field(default_factory=Progress)
-    """Where this rank is; the watch reads it."""
+    """Activity of this rank; the watchdog reads it."""
     qk_clip: QKClip | None = None
     """QK-clip, which bounds the products of queries and keys; None without --qk-clip."""
     captured_passes: CapturedPasses | None = None

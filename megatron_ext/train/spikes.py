@@ -96,7 +96,7 @@ def judge(run: Run, first: torch.Tensor, samples: range, before: RandomState) ->
 
 
 def _shifts(run: Run) -> tuple[int, int]:
-    """Return how many places the replicas move in the second and in the third run."""
+    """Return the numbers of places that the replicas move in the second and in the third run."""
     replicas, sharing = run.groups.dp.size(), run.groups.ep.size()
     # Ranks that share the experts would only meet the same ones again, while there are others.
     step = sharing if replicas > sharing else 1

@@ -68,7 +68,7 @@ class StepResult:
 
     loss_scale: float
     num_zeros: float | None
-    """How many entries of the gradients are exactly zero, without the vocabulary's padding."""
+    """Number of gradient entries that are exactly zero, without the vocabulary's padding."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the parts of the model report, by name (`parts/numbers.py`)."""
 
@@ -269,9 +269,10 @@ def compute_gradients(run: Run, samples: range) -> Gradients:
 
 
 def _zeros_in_gradients(run: Run) -> float:
-    """Return how many entries of the whole model's gradients are exactly zero. Collective.
+    """Return the number of entries of the whole model's gradients that are exactly zero. Collective.
 
-    The vocabulary's padding, which every layout has another amount of, does not count: it has no other gradients."""
+    The vocabulary's padding, of which every layout has another amount, does not count: its gradients are always
+    zero."""
     padded = [(one, one.true_rows) for one in parameters(run.config) if one.true_rows is not None]
     return run.optimizer.count_zeros() - sum(one.size // one.shape[0] * (one.shape[0] - rows) for one, rows in padded)
 

@@ -18,7 +18,7 @@ from megatron_ext.train.run import Run
 
 
 class StopVotes(NamedTuple):
-    """How many ranks ask to stop, by why they do."""
+    """Numbers of ranks that ask to stop, by reason."""
 
     by_sigterm: int = 0
     otherwise: int = 0

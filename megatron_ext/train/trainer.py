@@ -50,7 +50,8 @@ class Trainer:
 
     @property
     def position(self) -> Position:
-        """Where the next step begins: behind those that are under way, which `run.state` does not count yet."""
+        """Position at which the next step begins: after the steps that are under way, which `run.state` does not count
+        yet."""
         return self.run.state.position if self._newest is None else self._newest.after
 
     @property
@@ -190,7 +191,7 @@ class Callback:
     """An extra of the loop: override what you need.
 
     Called on every rank, in the order of the list, so that collectives may be used. `trainer.run.state` counts the
-    steps that have ended; `trainer.position` those too that are under way.
+    steps that have ended; `trainer.position` also the steps that are under way.
     """
 
     phase = "a report or check"

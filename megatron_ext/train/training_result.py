@@ -24,7 +24,7 @@ class Trained:
     """Loss of each evaluation of this call on the validation data, in nats, by the step after which it was made."""
 
     stop_reason: str | None
-    """Why the run ended before the planned end, as --exit-interval says; None where it reached it."""
+    """Reason why the run ended before the planned end, such as --exit-interval; None where it reached the end."""
 
     save: Path | None
     """Folder of the checkpoints (--save)."""

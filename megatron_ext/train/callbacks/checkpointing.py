@@ -99,7 +99,7 @@ class Checkpointing(Callback):
         """Wait for the save in progress, if there is one.
 
         Args:
-            last: whether it is the last one, without which all is lost.
+            last: whether it is the last save, without which the run's progress is lost.
         """
         if self._save is None:
             return
@@ -119,7 +119,7 @@ _FOR_THE_LAST = 5.0  # seconds, after a failure
 
 
 class Snapshots(Callback):
-    """Takes snapshots; when the run ends and is saved, they go.
+    """Takes snapshots, and removes them when the run ends and is saved.
 
     Args:
         save_interval: steps at which a checkpoint is written, and no snapshot.
@@ -149,7 +149,8 @@ class Snapshots(Callback):
         return step % self._interval == 0 and not (self._save_interval and step % self._save_interval == 0)
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
-        """Let the last one be written, which the restart finds; not for long, since the peer of a copy may be gone."""
+        """Let the last snapshot be written, which the restart finds; wait a short time only, since the peer of a copy
+        may be gone."""
         self._writer.join(_FOR_THE_LAST)
 
     def on_end(self, trainer: Trainer) -> None:

@@ -137,7 +137,7 @@ class Stragglers(Callback):
         self._under_way.append(_Exchange(work, times))
 
     def _time(self, step: int) -> ComputeTime:
-        """Return how long a step took, counted from 1."""
+        """Return the time of a step; steps are counted from 1."""
         index = step - self._known + len(self._times) - 1
         return self._times[index] if step > _FIRST_STEPS and 0 <= index < len(self._times) else _UNKNOWN
 
@@ -173,7 +173,7 @@ class _Exchange:
 
     def times(self, device: Device) -> torch.Tensor | None:
         """Return the times, in host memory; None while the device has not copied them, which begins with the first
-        call. All ranks have sent theirs when it is made."""
+        call. All ranks have sent their times when the copy is made."""
         if self._copied is None:
             self._work.wait()
             self._copied = self._times.to("cpu", non_blocking=True), device.mark()

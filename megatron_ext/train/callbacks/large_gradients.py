@@ -50,10 +50,10 @@ class LargeGradients(Callback):
 _PATIENCE = 100
 """Steps in a row that may overflow before the run ends; at most half of the run's steps."""
 _HALVINGS = 40
-"""How far below the scale of the run a lower one is sought: fp16 holds numbers of 2^-24 to 2^16."""
+"""Number of halvings of the run's loss scale that are searched for a lower one: fp16 holds numbers of 2^-24 to 2^16."""
 _ROOM = 4
-"""How many times smaller than the largest scale that does the one is that is advised: other samples have larger
-gradients."""
+"""Factor between the largest scale that does not overflow and the smaller one that is advised: other samples have
+larger gradients."""
 
 
 class Overflows(Callback):

@@ -21,7 +21,7 @@ from megatron_ext.train.spikes import random_state, set_random_state
 from megatron_ext.train.trainer import Callback, Trainer
 
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
-"""How far results may be apart that are computed otherwise, over the largest output; 16-bit numbers: 2^-5."""
+"""Largest difference, over the largest output, of results that are computed in different ways; 16-bit numbers: 2^-5."""
 
 
 @dataclass(frozen=True)

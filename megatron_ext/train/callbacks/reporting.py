@@ -1,4 +1,4 @@
-"""Tells the world how the run goes: log line, metrics file, TensorBoard, Weights & Biases.
+"""Reports the progress of the run: log line, metrics file, TensorBoard, Weights & Biases.
 
 Keeps the failure report informed of the step that is being worked on.
 
