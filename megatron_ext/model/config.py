@@ -48,7 +48,7 @@ _OF_EXPERTS = (
     *("moe_shared_expert_intermediate_size", "moe_grouped_gemm", "moe_token_dispatcher_type"),
     "expert_model_parallel_size",
 )
-"""The same of a mixture of experts."""
+"""Fields of a mixture of experts that megatron-core's configuration has by our name."""
 
 
 def transformer_config(config: Config, device_kind: str, *, on_meta: bool = False) -> TransformerConfig:

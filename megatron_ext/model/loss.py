@@ -282,5 +282,6 @@ class Readout:
         return capped(linear(hidden, weight[true], None if bias is None else bias[true]), self.cap)
 
     def _true_rows(self, rows: int) -> int:
-        """Return how many entries of the vocabulary this rank and those after it have, where each has so many rows."""
+        """Return the number of true vocabulary entries on this rank and the ranks after it, where each has `rows`
+        rows."""
         return max(0, self.true_vocab_size - rows * self.tp_group.rank())

@@ -29,7 +29,8 @@ AFTER_ALL = (_AFTER_LAYERS + 1, 0)
 
 
 def forward_place(name: str, parameter: torch.nn.Parameter, modules: Sequence[Sequence[str]]) -> tuple[int, int]:
-    """Return where a forward pass of the whole model uses a parameter: the greater, the later; -1 for the embeddings.
+    """Return the place of a parameter's use in a forward pass of the whole model: the greater, the later; -1 for the
+    embeddings.
 
     Args:
         name: its global name.

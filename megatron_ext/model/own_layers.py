@@ -55,7 +55,7 @@ class OwnModule:
 
     @property
     def place(self) -> str:
-        """Where it is in the model: `self_attention of layer 3`."""
+        """Its place in the model: `self_attention of layer 3`."""
         return f"{self.path} of layer {self.layer}" if self.path else f"layer {self.layer}"
 
     @property
