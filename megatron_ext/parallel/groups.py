@@ -160,9 +160,9 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
 
 
 def _expert_tensor_size(layout: LayoutConfig) -> int:
-    """Return how many ranks share an expert's matrices. With stages between the data-parallel ranks, megatron-core
-    requires that experts divide over as many ranks as everything else, even where there are none: then they are said to
-    divide over these. Where there are experts, rules require it too (`rules/moe_rules.py`)."""
+    """Return the number of ranks that share an expert's matrices. With stages between the data-parallel ranks,
+    megatron-core requires that experts divide over as many ranks as everything else, even where there are none: then
+    they are said to divide over these. Where there are experts, rules require it too (`rules/moe_rules.py`)."""
     if layout.use_tp_pp_dp_mapping and layout.pipeline_model_parallel_size > 1:
         others = layout.tensor_model_parallel_size * layout.context_parallel_size
         return others // layout.expert_model_parallel_size

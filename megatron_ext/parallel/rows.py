@@ -28,7 +28,7 @@ class RowShard:
     """The ranks that hold it together; None where this one holds all rows."""
 
     replica: int = 0
-    """Which of several equal shards this is, where groups of ranks hold copies of the weight (HSDP)."""
+    """Index of this shard among equal ones, where groups of ranks hold copies of the weight (HSDP)."""
 
     @property
     def stop(self) -> int:
