@@ -99,7 +99,7 @@ class WritingDataParallel(DistributedDataParallel):
             if not overlaps:
                 weight.grad = None
                 return None
-            # The engine's hook takes the gradient away and counts the weight as ready; it must not add it to the buffer.
+            # The engine's hook frees the gradient and counts the weight as ready; it must not add it to the buffer.
             weight.grad_added_to_main_grad, weight.zero_out_wgrad = True, False
             try:
                 add(*unused)

@@ -49,7 +49,7 @@ class FlatPart(OptimizerPart):
         return rows.view(-1)[own.start - begin : own.end - begin]
 
     def _range(self, weight: torch.nn.Parameter) -> Any:
-        """Return where this rank's range of `weight` starts and ends."""
+        """Return the start and end of this rank's range of `weight`."""
         return self.core._get_model_param_range_map(weight)["param"]
 
     def _rows(self, weight: torch.nn.Parameter) -> tuple[int, int]:

@@ -35,7 +35,7 @@ IN_PLACE = Exchange(lambda group: group, None)
 
 
 class Updater(Protocol):
-    """Who updates the tensors of an optimizer."""
+    """The torch optimizers that update the tensors of one of megatron-core's optimizers."""
 
     @property
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -48,7 +48,7 @@ class Updater(Protocol):
         ...
 
     def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-        """Return which of them updates `main`, and the tensor by which it knows it: the key of its state."""
+        """Return the torch optimizer that updates `main`, and the tensor that is the key of its state."""
         ...
 
     def master_of(self, main: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class RowShards:
     """Every weight, and the rows that are updated."""
 
     compute_dtype: torch.dtype
-    """In which the forward pass computes; the rows are fp32."""
+    """Dtype of the forward pass; the rows are fp32."""
 
     _sources: list[torch.nn.Parameter]
 
@@ -128,7 +128,7 @@ class HostRowOptimizer(RowShardOptimizer):
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return this rank's rows of the reduced gradient; without rows an empty tensor."""
+    """Return this rank's rows of the reduced gradient; an empty tensor where this rank has none."""
     shard = row_shard(parameter)
     assert shard is not None
     gradient: Any = parameter.grad
