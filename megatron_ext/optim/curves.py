@@ -83,7 +83,7 @@ class LearningRateCurve:
 
     @classmethod
     def decoupled(cls, config: Config) -> "LearningRateCurve | None":
-        """Return the same curve between --decoupled-lr and --decoupled-min-lr; None without the former."""
+        """Return this curve between --decoupled-lr and --decoupled-min-lr; None without --decoupled-lr."""
         peak, lowest = config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr
         if peak is None:
             return None

@@ -33,7 +33,7 @@ class LargestScores:
         self._group = group
 
     def take(self) -> list[torch.Tensor]:
-        """Return them for each attention, fp32 [heads], and forget them. Collective over the group."""
+        """Return the largest products of each attention, fp32 [heads], and forget them. Collective over the group."""
         cores: list[SDPAttention] = [attention.core_attention for attention in self.attentions]  # pyright: ignore[reportAssignmentType]
         found = [core.current_max_attn_logits for core in cores]
         for core in cores:
@@ -59,7 +59,7 @@ class QKClip:
     def __init__(self, config: TransformerConfig, scores: LargestScores, parts: Iterable[Any]):
         self._scores = scores
         self._largest: list[torch.Tensor] = []
-        """Of the step, see `LargestScores.take`."""
+        """Largest products of the step, see `LargestScores.take`."""
         self._alpha, self._threshold = config.qk_clip_alpha, config.qk_clip_threshold
         # Between steps a module may have shards in the place of what they are known by.
         self._attentions = [(one, list(map(id, one.query_key_weights()))) for one in scores.attentions]
