@@ -108,7 +108,8 @@ def _difference(name: str, then: Any, now: Any) -> str:
 
 
 def _of_another_course(header: Mapping[str, Any], save: str, contents: str | None) -> str:
-    """Return why a whole snapshot is of a run that --save does not hold any more; nothing where it is of this one."""
+    """Return why a whole snapshot belongs to a run that --save does not hold any more; empty where it belongs to this
+    run."""
     if None not in (contents, header.get("contents")) and header["contents"] != contents:
         return f"it is of a run that was in --save {save} before it was emptied"
     checkpoint = iteration_folder(save, header["checkpoint"])
@@ -119,7 +120,7 @@ def _of_another_course(header: Mapping[str, Any], save: str, contents: str | Non
 
 
 def _unusable(answers: list[dict[int, str]], world_size: int) -> str | None:
-    """Return why the files of all machines together are no snapshot; None where they are."""
+    """Return why the files of all machines together are no snapshot; None where they are one."""
     reasons = [reason for answer in answers for _, reason in sorted(answer.items()) if reason]
     if reasons:
         return reasons[0]
@@ -144,7 +145,7 @@ def _bring(folder: Path, iteration: int, answers: list[dict[int, str]]) -> str |
 
 
 def _damaged(folder: Path, iteration: int) -> str | None:
-    """Return which rank's file is not as it was written, one copy of it that is being enough. Collective."""
+    """Return which rank's file is damaged, or None; a rank's file counts as intact where its copy is. Collective."""
     rank = torch.distributed.get_rank()
     own, copy = file_of(folder, iteration, rank), file_of(folder, iteration, rank, copy=True)
     if rank_file.is_intact(own):

@@ -23,7 +23,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.durable import only_files
 
 KEPT = 2
-"""How many snapshots stay: the newest may not be complete on every rank."""
+"""Number of snapshots that are kept: the newest may not be complete on every rank."""
 
 COPY = ".copy"
 _FILE = re.compile(r"rank_([0-9]{5,})(\.copy)?")
@@ -33,7 +33,7 @@ _FREE = ("distributed_timeout_minutes", "distributed_backend", "nccl_backend", "
 
 
 def folder_of(config: Config) -> Path | None:
-    """Return where this machine keeps the run's snapshots; None where it is to take none."""
+    """Return the folder in which this machine keeps the run's snapshots; None where it is to take none."""
     flags = config.checkpoint
     if flags.non_persistent_local_ckpt_dir is None or flags.save is None:
         return None
@@ -42,7 +42,7 @@ def folder_of(config: Config) -> Path | None:
 
 
 def file_of(folder: Path, iteration: int, rank: int, *, copy: bool = False) -> Path:
-    """Return where the snapshot of a rank lies, or another machine's copy of it."""
+    """Return the path of a rank's snapshot, or of another machine's copy of it."""
     return iteration_folder(folder, iteration) / f"rank_{rank:05d}{COPY if copy else ''}"
 
 

@@ -142,7 +142,7 @@ class SnapshotWriter:
         }
 
     def _peer_distance(self) -> int:
-        """Return how many ranks further the copy goes; 0 where there is none."""
+        """Return the distance in ranks to the rank that gets the copy; 0 where there is no copy."""
         flags, size = self.run.config.checkpoint, torch.distributed.get_world_size()
         return (flags.replication_jump or environment.local_world_size()) % size if flags.replication else 0
 

@@ -37,16 +37,16 @@ class SavedCheckpoint:
     path: Path
     iteration: int
     warning: str | None = None
-    """Why it is not the one that the tracker names."""
+    """Reason why it is not the checkpoint that the tracker names."""
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
-    """Return where the checkpoint of `iteration` lies."""
+    """Return the folder of the checkpoint of `iteration`."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
 def partial_folder(folder: str | Path, iteration: int) -> Path:
-    """Return where the checkpoint of `iteration` is written before it is whole."""
+    """Return the folder in which the checkpoint of `iteration` is written before it is whole."""
     return Path(folder) / f".iter_{iteration:07d}.partial"
 
 

@@ -148,7 +148,7 @@ def _of_the_run(models: Contents, run: Saveable) -> bool:
 
 
 def _copied(value: Any, copy: Copy, name: tuple[Any, ...]) -> Any:
-    """Return the same with copies for tensors, but for those that another rank writes."""
+    """Return the state dict with copies of its tensors, except tensors that another rank writes."""
     if isinstance(value, dict):
         return {key: _copied(inner, copy, (*name, key)) for key, inner in value.items()}
     if not isinstance(value, ShardedTensor | ShardedTensorFactory):
@@ -186,7 +186,7 @@ class Parts:
 
 
 def to_load(run: Saveable, parts: Parts) -> Contents:
-    """Return where to read the tensors of a checkpoint into."""
+    """Return the state dict into which to read the tensors of a checkpoint."""
     contents = models_of(run)
     if parts.optimizer:
         contents.state_dict["optimizer"] = optimizer_state.state_to_load(

@@ -32,7 +32,7 @@ Pieces = dict[str, ShardedTensor]
 
 
 def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: torch.Tensor, key: str) -> Pieces:
-    """Return how to save, or where to load, `rows`.
+    """Return the sharded tensors that save `rows`, or into which to load them.
 
     Args:
         weight: how the weight would be saved if this rank held all of it.
@@ -282,7 +282,8 @@ def _written_by(tensor: Any, replica: int, rank: int) -> Any:
 
 
 def _pieces(weight: Any, shards: Sequence[RowShard], values: torch.Tensor, key: str) -> Pieces:
-    """Return how to save, or where to load, the values of rows that follow one another, shard by shard."""
+    """Return the sharded tensors that save the values of consecutive rows, or into which to load them, shard by
+    shard."""
     tensors: list[ShardedTensor] = []
     for shard in shards:
         own = values[shard.first - shards[0].first : shard.stop - shards[0].first]

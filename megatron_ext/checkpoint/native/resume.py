@@ -50,7 +50,7 @@ class Search:
     candidates: tuple[SavedCheckpoint, ...] = ()
     """The checkpoints in the order in which to try them."""
     error: DataError | OSError | None = None
-    """Why there is none, where that is an error; a folder without a checkpoint is none."""
+    """Error by which no checkpoint was found; a folder without a checkpoint is no error."""
     resume: Resume | None = None
     """The checkpoint that the configuration is made with; not yet known to be whole."""
 

@@ -77,8 +77,8 @@ class _PlannedOnce(TorchDistSaveShardedStrategy):
     """
 
     failure: OSError | None = None
-    """Why the first rank, which alone writes the checkpoint's metadata, could not write it in the save under way: the
-    others wait meanwhile to hear how it went, and never would."""
+    """Error by which the first rank, which alone writes the checkpoint's metadata, could not write it in the save under
+    way: the other ranks wait for its result, and would wait for ever."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, async_strategy: Any) -> Any:
         if save_state_dict_ret[1] is not None:  # on the first rank, which writes it

@@ -118,7 +118,7 @@ _STACKED = re.compile(
 
 
 class Stacked(NamedTuple):
-    """Where a checkpoint holds a parameter, or a state."""
+    """Place of a parameter, or a state, in a checkpoint."""
 
     key: str
     indices: tuple[int, ...]
@@ -129,7 +129,7 @@ class Stacked(NamedTuple):
 
 
 def stacked(config: Config, name: str) -> Stacked:
-    """Return where a checkpoint holds a parameter: the experts of a layer are one tensor, and so are layers, unless
+    """Return the place of a parameter in a checkpoint: the experts of a layer are one tensor, and so are layers, unless
     they have different parameters."""
     match = _STACKED.fullmatch(name)
     if match is None:

@@ -126,7 +126,7 @@ def _tuple(numbers: Sequence[int]) -> bytes:
 
 
 def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int, ...], dtype: str) -> int | None:
-    """Return where the elements of a tensor begin that `torch.save` wrote into this range of a file.
+    """Return the position at which the elements of a tensor begin that `torch.save` wrote into this range of a file.
 
     Returns:
         None where they are not all of one record and in order, or where it is another tensor.
@@ -156,7 +156,7 @@ def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int
 
 
 def find_records(path: Path) -> dict[str, tuple[int, int]]:
-    """Return where the content of each record of an archive begins, and its bytes, by the record's name.
+    """Return the position of each record's content in an archive, and its size in bytes, by the record's name.
 
     Raises:
         pickle.UnpicklingError: the file is no archive as `torch.save` writes them.

@@ -93,7 +93,7 @@ def read(file: IO[bytes]) -> dict[str, Tensor]:
 
 
 def read_objects(file: IO[bytes]) -> dict[str, Chunk]:
-    """Return where the objects of a checkpoint lie that are no tensors. Raises as `read_all` does."""
+    """Return the places of a checkpoint's objects that are no tensors. Raises as `read_all` does."""
     return read_all(file).objects
 
 

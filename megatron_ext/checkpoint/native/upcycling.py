@@ -63,7 +63,7 @@ class Upcycling:
             loaded[chunk][name] = dict_list_map_outplace(lambda one: one.data, tensor)
 
     def _of_mlp(self, tensor: Any) -> Any:
-        """Return where to read a tensor of experts: each from its piece of the MLP's."""
+        """Return the tensor into which to read a tensor of experts: each expert from its piece of the MLP's tensor."""
         if isinstance(tensor, ShardedTensorFactory):
             build = tensor.build_fn
             return replace(tensor, build_fn=lambda *given: dict_list_map_outplace(self._piece, build(*given)))
