@@ -42,14 +42,14 @@ def count(config: Config) -> int:
 
 
 def vocabulary_padding(config: Config) -> int:
-    """Return how many of `count` stand for no entry of the vocabulary, in rows that round it up."""
+    """Return the number of parameters, of `count`, in the padding rows of the vocabulary."""
     matrices = 2 if config.model.untie_embeddings_and_output_weights else 1
     return (config.model.padded_vocab_size - config.data.vocab_size) * config.model.hidden_size * matrices
 
 
 def kinds_of_parameters(config: Config) -> Iterator[tuple[Parameter, int]]:
-    """Yield parameters that stand for all of the model, each with the number of its like: a layer for its kind, and an
-    expert for its layer's. A model of many layers and experts has millions of parameters."""
+    """Yield parameters that stand for the whole model, each with the number of parameters like it: one layer stands for
+    its kind, and one expert for its layer's experts. A model of many layers and experts has millions of parameters."""
     for parameter in _of_no_layer(config):
         yield parameter, 1
     for kind, number in stack(config).kinds:
@@ -228,7 +228,7 @@ def output_parameters(config: Config) -> Iterator[Parameter]:
 
 
 def _embedding_init(model: ModelConfig, shape: tuple[int, int]) -> tuple[Literal["normal", "uniform"], float]:
-    """Return how an embedding begins: as a matrix, unless --embedding-init-method-std says otherwise."""
+    """Return the initialization of an embedding: as a matrix's, unless --embedding-init-method-std says otherwise."""
     std, usual = model.embedding_init_method_std, model.init_method_std
     return matrix_init(model, shape, usual) if std in (None, usual) else ("normal", std)
 

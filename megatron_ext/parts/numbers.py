@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron_ext.parts.protocol import Number
 
 _current: "RecordedNumbers | None" = None
-"""Where this process records; None outside of a step's passes. A module knows no run that it could ask."""
+"""Object into which this process records; None outside of a step's passes. A module knows no run that it could ask."""
 
 
 def record(number: Number, value: torch.Tensor) -> None:

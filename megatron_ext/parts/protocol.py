@@ -18,7 +18,7 @@ from megatron_ext.parts.ways import Asked
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part stands in the model, and how its parameters begin."""
+    """Place of a part in the model, and the initialization of its parameters."""
 
     name: str
     """Global name of the module, `decoder.layers.3.mlp`."""
@@ -53,8 +53,8 @@ class Place:
 def matrix_init(
     model: ModelConfig, shape: tuple[int, int], std: float | None = None
 ) -> tuple[Literal["normal", "uniform"], float]:
-    """Return how a matrix begins: normal, or uniform up to sqrt(6 / (rows + columns)) (Glorot and Bengio 2010, equation
-    16), whose standard deviation is 1 / sqrt(3) of this bound.
+    """Return the initialization of a matrix: normal, or uniform up to sqrt(6 / (rows + columns)) (Glorot and Bengio
+    2010, equation 16), whose standard deviation is 1 / sqrt(3) of this bound.
 
     Args:
         std: standard deviation of a normal initialization; default: the one of the layers' matrices.
@@ -183,8 +183,8 @@ class Exchange:
     """Number of collectives in each of the two."""
 
     formula: str
-    """The same in symbols: `{layers}` stands for how often the L layers count, `{times}` for that without the L,
-    `{twice}` for two times the number of calls."""
+    """The bytes in symbols: `{layers}` stands for the number of times that the L layers count, `{times}` for this
+    number without the L, `{twice}` for two times the number of calls."""
 
     repeated_with: Literal["core", "mixer", "mlp"]
     """Part of the layer with whose recomputation it is repeated."""
@@ -198,8 +198,8 @@ class Number:
     """Its field in the metrics file."""
 
     mean: Literal["of microbatches", "of tokens", "largest"]
-    """How one number is made of all that is recorded: the mean over the parts that report it and the microbatches, the
-    sum over the number of tokens that count in the loss, or the largest."""
+    """Reduction of all recorded numbers to one: the mean over the parts that report it and the microbatches, the sum
+    over the number of tokens that count in the loss, or the largest."""
 
     unit: str
     """Empty for a number without a unit."""
@@ -257,11 +257,11 @@ class Part:
     """Whether generation keeps a state in the place of keys and values, of which no token can be taken back."""
 
     joined: ClassVar[int] = 0
-    """How many of these scatter their output together with another one."""
+    """Number of its `blocks` that scatter their output together with another one."""
 
     @property
     def blocks(self) -> int:
-        """How often tensor-parallel ranks gather its input and scatter its output."""
+        """Number of times that tensor-parallel ranks gather its input and scatter its output."""
         return 1
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
@@ -298,7 +298,7 @@ class Part:
         return 0.0
 
     def core(self, share: Share) -> Core | None:
-        """Return the same of a rank's microbatch; None where there are none."""
+        """Return the costs of a rank's microbatch between the projections; None where the part has none."""
         return None
 
     def pieces(self, config: Config) -> Mapping[str, Asked]:

@@ -135,12 +135,12 @@ class Layer:
 
     @property
     def additions(self) -> int:
-        """How often it adds to the residual stream."""
+        """Number of its additions to the residual stream."""
         return 1 if self.parallel else len(self.branches)
 
     @property
     def blocks(self) -> int:
-        """How often tensor-parallel ranks gather an input and scatter an output."""
+        """Number of times that tensor-parallel ranks gather an input and scatter an output."""
         return sum(branch.part.blocks for branch in self.branches)
 
     @property
@@ -239,7 +239,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 def stack(config: Config) -> Stack:
-    """Return the same as a stack, of which a chunk is a slice."""
+    """Return the layers of the model as a `Stack`; a slice of it is a chunk."""
     return _stack(config.model)
 
 

@@ -91,7 +91,7 @@ def is_installed(kernel: Kernel) -> bool:
 
 
 def seconds(kernel: Kernel, heads: Heads, device: Device) -> float | None:
-    """Return how long a forward and a backward pass of causal attention take, the median of several; None where the
+    """Return the seconds of a forward and a backward pass of causal attention, the median of several; None where the
     kernel cannot run, because of the device, the shape, the type or its memory."""
     if not is_installed(kernel):
         return None

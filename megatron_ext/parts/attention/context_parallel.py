@@ -147,8 +147,8 @@ def _visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
 def _places(
     scores: Scores, group: ProcessGroup, source: int, rows: slice, columns: slice, query: torch.Tensor
 ) -> Places | None:
-    """Return where some of this rank's queries, and some keys of `source`, stand in the sample, if scores depend on
-    it."""
+    """Return the positions in the sample of some of this rank's queries, and of some keys of `source`, if scores depend
+    on them."""
     if scores.slopes is None:
         return None
     half = query.size(2) // 2

@@ -36,11 +36,11 @@ _Z = Number("z_loss", "of microbatches", "nats^2", "z_loss")
 
 
 class Capacity(NamedTuple):
-    """How many tokens of a microbatch an expert takes at most in training (Lepikhin et al. 2020, arXiv:2006.16668,
-    section 2.2)."""
+    """Largest number of tokens of a microbatch that an expert takes in training (Lepikhin et al. 2020,
+    arXiv:2006.16668, section 2.2)."""
 
     factor: float
-    """The same over an even load."""
+    """This number over the tokens of an expert in an even load."""
 
     policy: str
     """Which tokens a full expert takes: the tokens with the greatest weights ("probs"), or the first ones
@@ -75,8 +75,8 @@ class Experts(Part):
     capacity: Capacity | None = None
     """None where an expert takes all tokens that are routed to it."""
     sparse_mixer: float | None = None
-    """How near to the largest logit, relative to it and halved, those are among which two experts are chosen one after
-    the other (SparseMixer-v2, Liu et al. 2024, arXiv:2409.12136); None: the top k are chosen."""
+    """Distance from the largest logit, relative to it and halved, within which two experts are chosen one after the
+    other (SparseMixer-v2, Liu et al. 2024, arXiv:2409.12136); None: the top k are chosen."""
     latent: int | None = None
     """Width of the routed experts' input and output, between two projections; None: the hidden size."""
 

@@ -31,7 +31,7 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def preferred(weights_TE: torch.Tensor, topk: int, capacity: Capacity) -> torch.Tensor:
-    """Return which tokens each expert takes of a microbatch that has more for it than its capacity, [T, E].
+    """Return the tokens that each expert takes where a microbatch has more tokens for it than its capacity, [T, E].
 
     Args:
         weights_TE: 0 for experts that a token did not choose; it chose `topk`.

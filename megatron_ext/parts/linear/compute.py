@@ -34,7 +34,7 @@ class ColumnLinear(ColumnParallelLinear):
     """Computes Y = X A^T + b with the rows of A, and b, divided over the tensor-parallel ranks."""
 
     in_fp8: fp8.Fp8 | None = None
-    """How it multiplies in FP8 while it is trained; None where it does not."""
+    """FP8 settings of the layer in training; None where it does not multiply in FP8."""
     keeps_gathered = False
     """Whether it keeps the input that it has gathered (--sequence-parallel-keep-gathered)."""
 
@@ -115,7 +115,7 @@ class RowLinear(RowParallelLinear):
     """Computes Y = X A^T + b with the columns of A divided over the tensor-parallel ranks."""
 
     in_fp8: fp8.Fp8 | None = None
-    """How it multiplies in FP8 while it is trained; None where it does not."""
+    """FP8 settings of the layer in training; None where it does not multiply in FP8."""
 
     def __init__(self, *sizes: int, **settings: Any) -> None:
         super().__init__(*sizes, **settings)

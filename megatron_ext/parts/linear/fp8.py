@@ -28,7 +28,7 @@ from megatron_ext.parts.linear.scaled_products import E4M3, E5M2, RECIPES, Block
 
 @dataclass(frozen=True)
 class Fp8:
-    """How one linear layer multiplies in FP8."""
+    """FP8 settings of one linear layer."""
 
     recipe: Recipe
     gradients: torch.dtype
@@ -45,7 +45,7 @@ class Fp8:
 
 
 def products_of(config: Config, groups: ProcessGroupCollection, *, divides: str) -> Fp8:
-    """Return how the layers multiply whose outputs (column-parallel) or inputs (row-parallel) are divided.
+    """Return the FP8 settings of the layers whose outputs (column-parallel) or inputs (row-parallel) are divided.
 
     Args:
         config: the resolved configuration, with --fp8-format.

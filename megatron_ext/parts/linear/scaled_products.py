@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
     @property
     def turned(self) -> "Block":
-        """The same part of the transposed matrix."""
+        """This block in the transposed matrix."""
         return Block(self.columns, self.rows)
 
 

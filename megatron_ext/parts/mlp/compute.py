@@ -65,7 +65,7 @@ class _Numbers(torch.nn.Module):
         self.tp_group = tp_group
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return them as megatron-core's checkpoints take them."""
+        """Return the parameters in the form of megatron-core's checkpoints."""
         own, groups = (
             self.state_dict(keep_vars=True),
             {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]},
