@@ -166,5 +166,5 @@ def _mixture(config: Config) -> dict[str, Any]:
 
 
 def _of_one_name(config: Config, names: Sequence[str]) -> dict[str, Any]:
-    """Return the values of these fields, which are unique among all groups of the configuration."""
+    """Return the values of these fields, whose names are unique among all groups of the configuration."""
     return {name: getattr(getattr(config, options_by_name()[name].group), name) for name in names}

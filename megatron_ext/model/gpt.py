@@ -37,7 +37,7 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 _KINDS_OF_KERNELS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _VARIABLES_OF_KERNELS = (*_KINDS_OF_KERNELS, *(f"NVTE_FLASH_ATTN_V{version}" for version in (2, 3, 4)))
-"""Variables by which Transformer Engine chooses what computes attention."""
+"""Environment variables by which Transformer Engine chooses its attention kernel."""
 
 
 class GPT(GPTModel):
@@ -119,8 +119,8 @@ class GPT(GPTModel):
         return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
 
     def _postprocess(self, **inputs: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run megatron-core's, or where there are depths of multi-token prediction return what the readout makes of the
-        hidden states of the model and of each depth."""
+        """Run megatron-core's `_postprocess`, or with depths of multi-token prediction return the readout's results for
+        the hidden states of the model and of each depth."""
         if not self.mtp_process:
             return super()._postprocess(**inputs)
         ahead, sequences = inputs["output_processor_context"], inputs["packed_seq_params"]
@@ -283,7 +283,7 @@ def _build_chunk(
 
 
 def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
-    """Have the chunk's modules multiply what they put out by the model's factors."""
+    """Have the chunk's modules multiply their outputs by the model's factors."""
     modules: list[tuple[float, Any]] = []
     layers = [layer for layer in gpt.modules() if isinstance(layer, TransformerLayer)]
     if model.residual_multiplier != 1.0:

@@ -121,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """Return logits in fp32, of padding the lowest number there is."""
+    """Return logits in fp32; padding has the lowest fp32 number."""
     logits_CV = linear(hidden_CH, weight_VH).float()
     if vocabulary.cap is not None:
         logits_CV = logits_CV.div_(vocabulary.cap).tanh_().mul_(vocabulary.cap)
@@ -137,7 +137,8 @@ def _losses(
     *,
     graded: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each token, and in the memory of the logits the gradient of counts * losses by them."""
+    """Return the loss of each token, and the gradient of counts * losses with respect to the logits, in the memory of
+    the logits."""
     rows, group = logits_CV.size(1), vocabulary.group
     local_C1 = (labels_C - (0 if group is None else rows * group.rank())).unsqueeze(1)
     here_C1 = (local_C1 >= 0) & (local_C1 < rows)

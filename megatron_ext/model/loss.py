@@ -88,7 +88,7 @@ def checked_losses(losses: object, labels_BS: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TokenLogits:
-    """The logits of one microbatch, for a loss of one's own. What its methods return may be differentiated.
+    """The logits of one microbatch, for a user's own loss. The results of its methods can be differentiated.
 
     Shape legend: S = tokens of a sample on this context-parallel rank, B = samples, V = vocabulary of this rank.
     """

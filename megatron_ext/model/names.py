@@ -76,7 +76,8 @@ def unwrapped(model_chunks: Sequence[torch.nn.Module]) -> list[Any]:
 
 
 def _unwrapped(module: Any) -> Any:
-    """Return every wrapper of megatron-core, and of ours, keeps what it wraps as `module`; no model has such a part."""
+    """Return the chunk inside of all wrappers: every wrapper of megatron-core, and of ours, has the attribute `module`,
+    and no model has."""
     wrapped = getattr(module, "module", None)
     return _unwrapped(wrapped) if isinstance(wrapped, torch.nn.Module) else module
 
@@ -99,7 +100,8 @@ def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
 
 
 def catalogued(model_chunks: Sequence[torch.nn.Module], config: Config) -> dict[int, Parameter]:
-    """Return the catalogue's parameter of each one of this rank, by its id(); of a stack of experts, the first's."""
+    """Return the catalogue's parameter of each parameter of this rank, by its id(); of a stack of experts, the first
+    expert's."""
     known = {parameter.name: parameter for parameter in parameters(config)}
     return {
         id(weight): known[next(by_expert(name, torch.empty(weight.shape, device="meta")))[0]]

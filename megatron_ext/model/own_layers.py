@@ -1,5 +1,5 @@
-"""Holds a user's own layers against the catalogue and against the layout, marks their parameters for the engine, and
-looks at what their parts return.
+"""Checks a user's own layers against the catalogue and the layout, marks their parameters for megatron-core, and checks
+the results of their parts.
 
 A class of a user's own says by `reads` what it needs to compute its output at a position:
 
@@ -65,8 +65,8 @@ class OwnModule:
 
 
 def own_modules(chunks: Sequence[torch.nn.Module]) -> list[OwnModule]:
-    """Return the user's own modules of all layers; of one within another, which answers for it, only the outer one,
-    unless that is the layer.
+    """Return the user's own modules of all layers; of a module within another one, only the outer, which answers for
+    both, unless the outer is the layer.
 
     Raises:
         ConfigurationError: one declares an unknown value of `reads`.
@@ -133,7 +133,8 @@ def hidden_states_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> torc
 def _check_output(
     one: OwnModule, module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: object
 ) -> None:
-    """Raise ConfigurationError where an own module returns something else than hidden states like its input."""
+    """Raise ConfigurationError where a user's module returns something else than hidden states shaped like its
+    input."""
     if not module.training:  # what is read alone may go on in inference
         return
     pair = output if isinstance(output, tuple) else (output,)
