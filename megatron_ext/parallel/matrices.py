@@ -20,10 +20,10 @@ class Matrix:
     """Shape of a tensor-parallel rank's part: [rows, columns], or [experts, rows, columns]."""
 
     sections: tuple[int, ...] = ()
-    """Rows of the matrices that lie one above another, again and again (`Parameter.sections`)."""
+    """Rows of each matrix of a repeating group that lie one above another (`Parameter.sections`)."""
 
     divided: int | None = None
-    """The dimension, -2 (rows) or -1 (columns), that the ranks of `group` divide; None: they have all of it."""
+    """The dimension, -2 (rows) or -1 (columns), that the ranks of `group` divide; None: each rank has all of it."""
 
     group: ProcessGroup | None = None
 
@@ -107,7 +107,7 @@ def _shared_out(costs: Sequence[int], ranks: int) -> list[list[int]]:
 def _swap(
     sent: Sequence[Sequence[torch.Tensor]], like: Sequence[Sequence[torch.Tensor]], group: ProcessGroup
 ) -> list[torch.Tensor]:
-    """Send matrices to each rank, and return those that the ranks have sent, which are shaped `like` these."""
+    """Send matrices to each rank, and return the matrices that the ranks have sent, which are shaped `like` these."""
     to_ranks, from_ranks = ([sum(one.numel() for one in of_rank) for of_rank in side] for side in (sent, like))
     flat = torch.cat([one.reshape(-1) for one in chain(*sent)])
     received = flat.new_empty(sum(from_ranks))

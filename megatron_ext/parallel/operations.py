@@ -1,4 +1,4 @@
-"""Every collective and message of torch passes methods of its process groups; who wants to see them wraps these.
+"""Wraps the methods of torch's process groups, which every collective and message passes.
 
 megatron-core keeps references to torch's functions, but not to these methods.
 """

@@ -25,7 +25,7 @@ class RowShard:
     """Shape of the weight that the ranks hold together: one tensor-parallel rank's shard, as without FSDP."""
 
     group: torch.distributed.ProcessGroup | None
-    """The ranks that hold it together; None where this one holds all rows."""
+    """The ranks that hold the weight together; None where this rank holds all rows."""
 
     replica: int = 0
     """Index of this shard among equal ones, where groups of ranks hold copies of the weight (HSDP)."""
