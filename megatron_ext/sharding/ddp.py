@@ -64,7 +64,7 @@ class WritingDataParallel(DistributedDataParallel):
     def __init__(self, *, writes: bool, **settings: Any):
         super().__init__(**settings)
         self.watchers: list[Watcher] = []
-        """They look at the gradients of every bucket before its reduction."""
+        """Watchers of the gradients of every bucket before its reduction."""
         engine: Any = self  # whose `buffers` are not a module's
         late = writes and self._can_take_gradients_late(engine.module)
         if late:
@@ -297,7 +297,7 @@ class DataParallel(Sharding):
     def holders_of_one_copy(
         self, optimizer: ChainedOptimizer, groups: ProcessGroupCollection
     ) -> tuple[ProcessGroup, ProcessGroup]:
-        """Return whole experts are divided over other ranks than the rest."""
+        """Return the ranks that hold one copy together: whole experts are divided over other ranks than the rest."""
         return groups.mp, groups.tp_ep_pp
 
     def held_weights(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:

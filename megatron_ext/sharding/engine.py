@@ -33,7 +33,7 @@ _reset_of_routers = _FINALIZE.reset_model_temporary_tensors
 
 
 def ddp_config(config: Config, **scheme: Any) -> DistributedDataParallelConfig:
-    """Return megatron-core's settings of how gradients are reduced over the data-parallel ranks.
+    """Return megatron-core's settings of the reduction of gradients over the data-parallel ranks.
 
     Args:
         scheme: settings of one scheme, added to or in place of the settings that all schemes share.
@@ -90,7 +90,7 @@ def build_optimizer(
 
 
 def _mark_matrices(chunks: Sequence[torch.nn.Module], config: Config, groups: ProcessGroupCollection) -> None:
-    """Say of every matrix of which this rank has a part where that lies in the whole."""
+    """Mark every matrix of which this rank has a part with the place of the part in the whole matrix."""
     known = catalogued(chunks, config)
     for _, weight in global_named_parameters(chunks):
         one, rows = known[id(weight)], row_shard(weight)

@@ -53,7 +53,7 @@ class FlatPart(OptimizerPart):
         return self.core._get_model_param_range_map(weight)["param"]
 
     def _rows(self, weight: torch.nn.Parameter) -> tuple[int, int]:
-        """Return the first of the rows that the range touches, and the one after the last."""
+        """Return the first row that the range touches, and the row after the last one."""
         own, size = self._range(weight), _row_size(weight)
         return own.start // size, -(-own.end // size)
 
@@ -114,7 +114,7 @@ def _gather(
 
 
 def _spans(places: Sequence[tuple[int, int]], shard_size: int, ranks: int) -> list[tuple[int, int]]:
-    """Return for every rank where in the bucket the weights begin and end that it writes."""
+    """Return for every rank the start and end, in the bucket, of the weights that it writes."""
     spans = []
     for rank in range(ranks):
         own = [(start, end) for start, end in places if start // shard_size == rank]

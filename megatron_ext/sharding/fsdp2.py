@@ -115,7 +115,7 @@ class FSDP2(RowSharding):
         return iter(())
 
     def _over_rows(self, groups: ProcessGroupCollection, device: Device) -> Callable[[Any], RowShardOptimizer]:
-        """From an optimizer of megatron-core to one over this rank's rows."""
+        """Return the optimizer over this rank's rows, made from one of megatron-core's."""
         dtype = getattr(torch, self.config.training.params_dtype)
         if not self.lives_on_host:
             return partial(RowShardOptimizer, compute_dtype=dtype, groups=groups)

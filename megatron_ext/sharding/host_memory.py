@@ -148,7 +148,8 @@ class HostOptimizer(HybridDeviceOptimizer):
         return list(self.cpu_optimizers)
 
     def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-        """Return who updates `main`, and which tensor: itself, or its copy in host memory."""
+        """Return the torch optimizer that updates `main`, and the tensor that it updates: `main` itself, or its copy in
+        host memory."""
         return self._updates[id(main)], self.param_to_inner_param[main]
 
     def master_of(self, main: torch.Tensor) -> torch.Tensor:

@@ -139,7 +139,8 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
 
     @contextmanager
     def raw_parameters(self) -> Iterator[None]:
-        """Make the model's parameters its weights inside, and not their shards; under ZeRO-3 they have no values."""
+        """Return a context in which the model's parameters are its weights and not their shards; under ZeRO-3 they have
+        no values."""
         fsdp: Any = self.module
         fsdp._replace_param_with_raw_if_needed()
         fsdp.is_param_fsdp_distributed = True  # or asking for a state dict would put the shards back
@@ -240,7 +241,7 @@ def _holders_of_one_copy(chunk: MegatronFSDPChunk, groups: ProcessGroupCollectio
 
 
 class MegatronFSDPOptimizer(RowShards, DistributedOptimizer):
-    """megatron-core's distributed optimizer, which has a second life for its FSDP, over rows."""
+    """megatron-core's distributed optimizer in the form that its FSDP uses, over rows."""
 
     def __init__(
         self,

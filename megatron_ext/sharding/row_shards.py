@@ -136,7 +136,8 @@ def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _optimized(weight: torch.nn.Parameter) -> torch.Tensor:
-    """Return the rows of the weight, with the marks by which megatron-core tells copies from parts."""
+    """Return the rows of the weight, with the attributes by which megatron-core tells replicated weights from divided
+    ones."""
     shard = row_shard(weight)
     assert shard is not None
     rows: Any = shard.local.detach()

@@ -29,7 +29,7 @@ class Watcher(Protocol):
         ...
 
     def watch(self, name: str, weight: torch.Tensor) -> None:
-        """Look at every gradient that autograd makes of `weight`, which `name` is the global name of."""
+        """Look at every gradient that autograd computes for `weight`, whose global name is `name`."""
         ...
 
     def before_reduction(self, parameters: Sequence[Any]) -> None:
@@ -96,7 +96,7 @@ class Sharding(ABC):
     def averaged(
         self, optimizer: ChainedOptimizer, chunks: Sequence[_BaseDataParallel]
     ) -> AbstractContextManager[None]:
-        """Return a context in which the weights are the averages that the optimizer of these chunks keeps of them.
+        """Return a context in which the weights are replaced by the averages that the optimizer of these chunks keeps.
         Collective."""
         return averaged(self.parts(optimizer))
 
@@ -141,7 +141,7 @@ class Sharding(ABC):
 
 @contextmanager
 def averaged(parts: Sequence[OptimizerPart]) -> Iterator[None]:
-    """Exchange weights and averages inside, in whatever scheme; before the first update nothing. Collective.
+    """Exchange weights and averages inside the context, in any scheme; do nothing before the first update. Collective.
 
     Args:
         parts: parts of the run's optimizer, none in host memory.
