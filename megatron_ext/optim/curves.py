@@ -20,7 +20,7 @@ from megatron_ext.config.schema import Config
 
 _COMPARED = 1000
 Schedule = Callable[[int, float], float]
-"""From the samples of all updates so far and the rate that the flags give, the learning rate of the next step."""
+"""Maps the samples of all updates so far, and the rate that the flags give, to the learning rate of the next step."""
 
 
 @dataclass(frozen=True)

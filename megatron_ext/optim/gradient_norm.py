@@ -47,9 +47,9 @@ class GlobalNorm(NamedTuple):
     """The L2 norm of an update's gradients over all ranks, before clipping, on the device."""
 
     squares: torch.Tensor
-    """Its square, fp32 [S]: in one number, or one for each optimizer whose ranks are others (experts)."""
+    """Square of the norm, fp32 [S]: one number, or one for each set of optimizers with other ranks (experts)."""
     gradients: list[torch.Tensor]
-    """This rank's gradients that are in it."""
+    """This rank's gradients that are in the norm."""
     of_each: torch.Tensor | None
     """Norms of `gradients`, [N]; None without gradients."""
 

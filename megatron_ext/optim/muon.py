@@ -128,7 +128,7 @@ class Muon(torch.optim.Optimizer):
         return self._of_sections(parts, sections, *split).view_as(directions)
 
     def _of_sections(self, x: torch.Tensor, sections: tuple[int, ...], *divided: Any) -> torch.Tensor:
-        """Return the updates of matrices, [N, rows, columns], each section of which is one by itself."""
+        """Return the updates of matrices, [N, rows, columns]; each section is made orthogonal by itself."""
         if not sections:
             return self._orthogonal(x, *divided)
         parts = x.unflatten(1, (-1, sum(sections))).split(sections, dim=2)
@@ -181,7 +181,7 @@ def newton_schulz(
 
 
 def _alike(parts: Sequence[torch.Tensor], matrices: Sequence[Matrix]) -> Iterator[tuple[int, ...]]:
-    """Yield the numbers of matrices of which this rank has parts that can be computed in one product."""
+    """Yield the indices of matrices whose parts on this rank can be computed in one product."""
     alike: dict[Any, list[int]] = defaultdict(list)
     for number, (part, matrix) in enumerate(zip(parts, matrices, strict=True)):
         alike[matrix.shape, part.shape, matrix.sections, matrix.divided, id(matrix.group)].append(number)

@@ -74,7 +74,7 @@ class QKClip:
         self._largest = self._scores.take()
 
     def before_update(self) -> None:
-        """Have the next update end with the weights that the products of the step ask for."""
+        """Have the next update end with the rescaling that the largest products of the step require."""
         for (attention, weights), largest_H in zip(self._attentions, self._largest, strict=True):
             key_heads = getattr(attention, "num_query_groups_per_partition", len(largest_H))
             shared_G = largest_H.unflatten(0, (key_heads, -1)).amax(1)

@@ -27,7 +27,7 @@ _LARGEST = torch.finfo(torch.float16).max
 
 
 def keep(kept: torch.Tensor, name: str, average: torch.Tensor) -> None:
-    """Put the average `name` away into `kept`, in its type."""
+    """Store the average `name` into `kept`, in its dtype."""
     if kept.dtype == torch.float16:
         root = average.abs().sqrt_().mul_(_SCALES[name]).clamp_(max=_LARGEST)
         average = root.copysign_(average)
@@ -35,7 +35,7 @@ def keep(kept: torch.Tensor, name: str, average: torch.Tensor) -> None:
 
 
 def kept_average(kept: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the average `name` that was put away into `kept`, in fp32."""
+    """Return the average `name` that was stored in `kept`, in fp32."""
     found = kept.float()
     if kept.dtype == torch.float16:
         found = found.div_(_SCALES[name])

@@ -163,7 +163,7 @@ class Together(torch.optim.Optimizer):
 
 
 def _step_in_shape(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step over matrices, which may be kept as flat ranges, by the shape of their rows."""
+    """Take a step over matrices, which may be kept as flat ranges, viewed as rows."""
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.param_groups, optimizer.state = [], defaultdict(dict)
     whole: dict[torch.Tensor, Any] = {}
