@@ -33,7 +33,8 @@ class FilePart:
 
     length: int
     divisible: ClassVar[bool] = True
-    """Whether any range of it can be had alone. What cannot be divided should not be much larger than a block."""
+    """Whether any range of the part can be read or written alone. A part that cannot be divided should not be much
+    larger than a block."""
 
     def gather(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on."""
@@ -87,7 +88,7 @@ class Zeros(FilePart):
 
 @dataclass(frozen=True)
 class SkippedBytes(FilePart):
-    """Bytes that belong nowhere."""
+    """Bytes that are in the file and written nowhere."""
 
     def scatter(self, start: int, source: memoryview) -> None:
         pass

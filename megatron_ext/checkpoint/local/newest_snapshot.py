@@ -48,7 +48,7 @@ def newest_snapshot(config: Config, search: Search) -> Resume | None:
 
 
 def _goes_on(flags: CheckpointConfig) -> bool:
-    """Return whether the run goes on from the newest state that there is, with all of it."""
+    """Return whether the run resumes from the newest state, and from all of it."""
     left_out = (flags.finetune, flags.no_load_optim, flags.no_load_rng, flags.ckpt_step is not None)
     return (
         flags.load is not None and Path(flags.load).resolve() == Path(flags.save or "").resolve() and not any(left_out)

@@ -54,14 +54,14 @@ def layout_of(config: Config) -> dict[str, Any]:
 
 
 def iterations(folder: Path) -> list[int]:
-    """Return the iterations of which there is something here, in ascending order."""
+    """Return the iterations of which this folder has files, in ascending order."""
     names = os.listdir(folder) if folder.is_dir() else []
     matches = [_ITERATION.fullmatch(name) for name in names]
     return sorted(int(match[1]) for match in matches if match)
 
 
 def ranks_at(folder: Path, iteration: int) -> dict[int, Path]:
-    """Return the files of an iteration by the rank whose they are; its own before a copy."""
+    """Return the files of an iteration by the rank whose snapshot they are; the rank's own file before a copy."""
     there = iteration_folder(folder, iteration)
     names = sorted(os.listdir(there), reverse=True) if there.is_dir() else []
     matches = {name: _FILE.fullmatch(name) for name in names}
@@ -69,13 +69,13 @@ def ranks_at(folder: Path, iteration: int) -> dict[int, Path]:
 
 
 def remove_old(folder: Path, newest: int) -> None:
-    """Remove all but the newest `KEPT` of those up to `newest`. One rank of the machine does it for all."""
+    """Remove all but the newest `KEPT` of the snapshots up to `newest`. One rank of the machine does it for all."""
     _remove(folder, [iteration for iteration in iterations(folder) if iteration <= newest][:-KEPT])
 
 
 def remove_later(folder: Path, newest: int) -> None:
-    """Remove those after `newest`, which are of another course of the run; before the training, since a faster rank of
-    the machine may write the next one already."""
+    """Remove the snapshots after `newest`, which belong to another course of the run; before the training, since a
+    faster rank of the machine may write the next one already."""
     _remove(folder, [iteration for iteration in iterations(folder) if iteration > newest])
 
 

@@ -58,7 +58,7 @@ class SnapshotWriter:
         self._follows: tuple[int, str | None] = 0, None  # the checkpoint before, and its manifest's name
 
     def take(self) -> float:
-        """Take a snapshot of the run as it is; return for how many seconds the training stopped. The first call is
+        """Take a snapshot of the run as it is; return the seconds for which the training stopped. The first call is
         collective where there are copies."""
         self.join()
         if self._jump and self._group is None:
@@ -195,7 +195,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def numbers_of(run: Saveable) -> dict[str, Any]:
-    """Return the rest, as plain data whose floats read back to the same doubles."""
+    """Return the rest of the run's state, as plain data whose floats read back to the same doubles."""
     return {
         "state": asdict(run.state),
         "optimizer_step": optimizer_state.step_count(checkpoint_state_dict.optimizer_parts(run)),

@@ -22,7 +22,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
 DATA = "data.json"
 RELEASE = "release"
-"""Content of the tracker, and name of the folder, where Megatron-LM's tools have put weights alone."""
+"""Content of the tracker, and name of the folder, in which Megatron-LM's tools put weights alone."""
 
 _ITERATION = re.compile(r"iter_([0-9]{7,})")
 _LEFTOVER = re.compile(r"\.iter_[0-9]{7,}\.(partial|replaced|removed)")
@@ -180,7 +180,7 @@ def find_iteration(folder: str | Path, iteration: int) -> SavedCheckpoint:
 
 
 def make_partial(folder: str | Path, iteration: int) -> Path:
-    """Make an empty folder to write the checkpoint of `iteration` into. What killed saves have left is removed.
+    """Make an empty folder to write the checkpoint of `iteration` into. Leftovers of killed saves are removed.
 
     Raises:
         OSError: the folder cannot be made.

@@ -64,7 +64,7 @@ class RunSnapshot:
     """All of a run that a checkpoint holds, at one moment: its tensors as `copy` returned them, and numbers."""
 
     models: Contents
-    """The weights themselves: the run's own."""
+    """The run's own weights, not copied."""
     state_dict: ShardedStateDict
     """State dict of the models, with the tensors that `copy` returned."""
     optimizer: list[optimizer_state.OptimizerSnapshot]
@@ -117,7 +117,8 @@ def to_save(snapshot: RunSnapshot, exchange: Exchange) -> ShardedStateDict:
 
 
 def _spread(models: Contents, run: Saveable) -> None:
-    """Divide who writes the weights among the data-parallel ranks that hold the same, each about as many bytes.
+    """Divide the writing of the weights among the data-parallel ranks that hold the same ones, each about as many
+    bytes.
 
     The ranks that hold a weight count alike, since they hold the same weights under the same names.
     """
@@ -159,7 +160,7 @@ def _copied(value: Any, copy: Copy, name: tuple[Any, ...]) -> Any:
 
 
 def size(state_dict: ShardedStateDict) -> int:
-    """Return the bytes of the tensors that this rank writes: of those that several ranks hold, one does."""
+    """Return the bytes of the tensors that this rank writes: one of the ranks that hold a tensor writes it."""
     return sum(
         value.data.numel() * value.data.element_size()
         for value in nested_values(state_dict)
@@ -200,7 +201,7 @@ def to_load(run: Saveable, parts: Parts) -> Contents:
 
 
 def add_masters(run: Saveable, contents: Contents) -> None:
-    """Add where to read the fp32 masters of 16-bit weights into, without the rest of the optimizer's state."""
+    """Add tensors into which to read the fp32 masters of 16-bit weights, without the rest of the optimizer's state."""
     contents.state_dict["optimizer"] = optimizer_state.state_to_load(
         optimizer_parts(run), run.config.optimizer, contents.weights, masters_alone=True
     )

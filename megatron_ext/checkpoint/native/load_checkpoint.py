@@ -193,7 +193,8 @@ def _require_own_layers(run: Saveable, checkpoint: SavedCheckpoint, common: Mapp
 
 
 def _reading(run: Saveable) -> Any:
-    """Return the engine's way to read: every rank all that it needs, or data-parallel ranks together."""
+    """Return megatron-core's load strategy: every rank reads all that it needs, or data-parallel ranks read
+    together."""
     own = TorchDistLoadShardedStrategy()
     if not run.config.checkpoint.ckpt_fully_parallel_load:
         return own
@@ -251,7 +252,7 @@ def _warn(run: Saveable, text: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the engine's own words, the first of many lines."""
+    """Return the first line of megatron-core's own message."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip() or type(error).__name__

@@ -28,7 +28,8 @@ from megatron_ext.parallel.rows import RowShard, row_shard
 from megatron_ext.sharding.parts import MASTER, Exchange, OptimizerPart, State
 
 Pieces = dict[str, ShardedTensor]
-"""One after another, this rank's rows; two or more where a weight is saved in parts (SwiGLU's gate and up, experts)."""
+"""This rank's rows as sharded tensors, in order; two or more where a weight is saved in parts (SwiGLU's gate and up,
+experts)."""
 
 
 def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: torch.Tensor, key: str) -> Pieces:
@@ -78,7 +79,7 @@ def joined(shard: RowShard, loaded: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def saved_parts(weight: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return the tensors of the checkpoint that a weight is, one after another along its rows."""
+    """Return the tensors of the checkpoint that make up a weight, one after another along its rows."""
     if isinstance(weight, ShardedTensor):
         return [weight]
     whole = torch.empty(weight.data.shape, dtype=weight.data.dtype, device="meta")
@@ -195,7 +196,7 @@ def _torch_optimizers(parts: Sequence[OptimizerPart]) -> list[torch.optim.Optimi
 
 
 def step_count(parts: Sequence[OptimizerPart]) -> int:
-    """Updates that were made, of an optimizer that counts them, else 0; the same for all parameters.
+    """Return the number of updates made, where the optimizer counts them, else 0; the same for all parameters.
 
     It waits once for each device that counts, not for each parameter.
     """

@@ -71,7 +71,7 @@ class Kept:
 
 
 class _PlannedOnce(TorchDistSaveShardedStrategy):
-    """Lets the engine's plan of the first save serve all of them: a run's tensors do not change their names and cuts.
+    """Lets megatron-core's plan of the first save serve all saves: a run's tensors do not change their names and cuts.
 
     (By itself, the engine takes a plan for settled after two that are equal.) It asks no other rank then.
     """
@@ -148,7 +148,8 @@ class Save:
         return read is not None and not read()[0]
 
     def hold_update(self) -> None:
-        """Let the update of the weights, which is launched next, begin when they are copied. It does not wait."""
+        """Let the update of the weights, which is launched next, begin once the weights are copied. The call does not
+        wait."""
         self._copies.hold()
 
     def join(self) -> None:

@@ -56,7 +56,7 @@ class HostGroups:
         self._groups: dict[ProcessGroup, ProcessGroup] = {}
 
     def of(self, group: ProcessGroup) -> ProcessGroup:
-        """Return a group of the same ranks, over gloo. Collective when it is asked for first."""
+        """Return a group of the same ranks, over gloo. The first call for a group is collective."""
         if group not in self._groups:
             ranks = torch.distributed.get_process_group_ranks(group)
             self._groups[group] = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)  # pyright: ignore[reportArgumentType]
