@@ -75,8 +75,8 @@ def _of_no_layer(config: Config) -> list[Parameter]:
 
 
 def _sizes(config: Config, kind: Layer, *, local: bool = False) -> tuple[int, int]:
-    """Return the elements of a layer of this kind without its routed experts, and of all of these; of the whole model,
-    or `local`ly on one of the ranks that share its matrices.
+    """Return the elements of a layer of this kind without its routed experts, and the elements of all its routed
+    experts; of the whole model, or `local`ly on one of the ranks that share its matrices.
 
     One expert is listed for all: a model of many layers and experts has millions of parameters.
     """

@@ -29,7 +29,7 @@ class Mixer:
     """Whether the flags give it to layer `number` of a model without --hybrid-layer-pattern."""
 
     replaces_attention: bool = False
-    """Whether its flags put it in the place of all attention: kinds that are dealt to single layers come before."""
+    """Whether its flags put it in the place of all attention; kinds that are chosen for single layers come first."""
 
 
 def mixer_of(model: ModelConfig, letter: str | None, number: int) -> Callable[[ModelConfig, Norm, int], Part]:

@@ -214,7 +214,8 @@ class ResidualLayer(TransformerLayer):
 
 
 def read_ahead(layers: Iterable[torch.nn.Module]) -> None:
-    """Have each layer normalize its output for the next one, where that begins with attention as this class has it."""
+    """Have each layer normalize its output for the next one, where the next one begins with attention as this class has
+    it."""
     for layer, following in itertools.pairwise(layers):
         if not isinstance(layer, ResidualLayer) or not isinstance(following, ResidualLayer):
             continue

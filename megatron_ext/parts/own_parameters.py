@@ -1,4 +1,4 @@
-"""Parameters that a user's own layers have besides ours, which the catalogue lists with these.
+"""Parameters that a user's own layers have besides ours; the catalogue lists them, too.
 
     config = with_own_parameters(
         config, lambda config, layer: [Parameter("mix", (config.model.hidden_size,), layer.number, "zeros")]

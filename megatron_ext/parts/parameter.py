@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 type Init = Literal["normal", "uniform", "ones", "zeros", "constant", "log-uniform", "time-step"]
-"""How a parameter begins; log-uniform: as logarithms of uniform numbers from 1 to 16; time-step: so that softplus of it
-is a number from 0.001 to 0.1 whose logarithm is uniform."""
+"""Initialization of a parameter; log-uniform: as logarithms of uniform numbers from 1 to 16; time-step: so that
+softplus of it is a number from 0.001 to 0.1 whose logarithm is uniform."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Parameter:
     """Index of the layer that it belongs to, or the first or last pipeline stage."""
 
     init: Init
-    """How it begins."""
+    """Initialization of the parameter."""
 
     std: float = 0.0
     """Standard deviation of a normal or uniform initialization; of a constant one, the value."""
@@ -71,7 +71,7 @@ class Parameter:
 
     @property
     def update_is_unknown(self) -> bool:
-        """Whether it may be a matrix or not, and nobody has said which."""
+        """Whether nothing says if it is updated as a matrix or element by element."""
         return self.update == "matrix" and self.by_element is None
 
     @property

@@ -259,7 +259,7 @@ def numbers_of_parts(config: Config) -> dict[Number, int]:
 
 
 def _layer(model: ModelConfig, number: int) -> Layer:
-    """Return layer `number` of the model: where kinds of layers are dealt out."""
+    """Return layer `number` of the model. Here its kind is chosen."""
     letters = model.hybrid_layer_pattern
     letter = None
     if letters is not None:

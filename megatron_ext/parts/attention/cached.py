@@ -24,10 +24,10 @@ from megatron_ext.parts.attention.scores import PLAIN, Scores, forward, with_sin
 from megatron_ext.parts.attention.segments import attend_window
 
 Project = Callable[[torch.Tensor], torch.Tensor]
-"""From hidden states [N, hidden] to the logits [N, V]."""
+"""Maps hidden states [N, hidden] to logits [N, V]."""
 
 Hides = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
-"""From the keys of the first head, [B, T, D], and the additive mask of all scores, [B, 1, 1 or S, T], to the additive
+"""Maps the keys of the first head, [B, T, D], and the additive mask of all scores, [B, 1, 1 or S, T], to the additive
 mask of these queries."""
 
 
@@ -91,7 +91,7 @@ class WholeSequences(Sequences):
         return None
 
     def keep_recurrent(self, layer_number: int, inputs_PSBGX: torch.Tensor, state: torch.Tensor) -> None:
-        """Keep these, if anything is kept.
+        """Keep inputs and state of a recurrence, if anything is kept.
 
         Args:
             inputs_PSBGX: the inputs of this pass, [1, S, B, G, X], after as many as there were to go on from.

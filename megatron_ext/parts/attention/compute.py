@@ -238,7 +238,7 @@ class SDPAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Return the sinks as megatron-core's checkpoints take them."""
+        """Return the sinks in the form of megatron-core's checkpoints."""
         if self.softmax.sink != "learnable":
             return {}
         assert metadata is not None, "which ranks hold the same?"
@@ -294,7 +294,8 @@ class SDPAttention(torch.nn.Module):
 
     @torch.compiler.disable
     def _measure(self, query: torch.Tensor, key: torch.Tensor, documents: Documents | None) -> None:
-        """Take the products of these queries with the keys that they see, on whatever rank these are, into account."""
+        """Update the largest score by the products of these queries with the keys that they see, whatever rank has the
+        keys."""
         group, length = self.cp_group, key.size(2)
         segments: tuple[Segment, ...] = (Segment(0, length, 0, length),)
         if group is not None:

@@ -127,7 +127,7 @@ def _in_chunks(whole: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _neighbours(rank: int, size: int) -> tuple[int, int]:
-    """Return whom a rank of the ring sends to, and whom it receives from."""
+    """Return the rank that a rank of the ring sends to, and the rank that it receives from."""
     return (rank + 1) % size, (rank - 1) % size
 
 

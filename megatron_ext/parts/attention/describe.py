@@ -169,7 +169,7 @@ class Attention(Part):
     at once."""
 
     qk_norm_after_rotation: bool
-    """Whether that is done to rotated queries and keys."""
+    """Whether the rotated queries and keys are normalized, instead of the unrotated ones."""
 
     norm: Norm
     """Description of the norms of queries and keys."""
@@ -471,7 +471,8 @@ def window_of(model: ModelConfig, number: int) -> int | None:
 
 
 def _rotary(model: ModelConfig, number: int) -> Rotary | None:
-    """Return how layer `number` rotates. Layers with a window may have a base of their own, which nothing stretches."""
+    """Return the rotation of layer `number`. Layers with a window may have a RoPE base of their own, without
+    scaling."""
     fixed = is_dealt(model.no_rope_freq, model.num_layers, number, "the last")
     if model.position_embedding_type != "rope" or fixed:
         return None
@@ -494,7 +495,7 @@ def yarn_length(mscale: float, factor: float) -> float:
 
 
 def scaling_of(model: ModelConfig) -> Scaling | None:
-    """Return how the model's rotary frequencies are stretched."""
+    """Return the scaling of the model's rotary frequencies."""
     factor, original = max(model.rotary_scaling_factor, 1.0), max(model.original_max_position_embeddings, 2)
     length = model.rotary_attention_factor
     if model.rope_type == "yarn":
@@ -550,7 +551,7 @@ def draw(random: Random) -> list[str]:
 
 
 def _drawn_positions(random: Random) -> list[str]:
-    """Return flags of positions, and of which of them each query sees."""
+    """Return flags of positions, and of the positions that each query sees."""
     rotated = [
         f"--rotary-percent 0.5{random.choice(('', ' --rotary-interleaved'))}",
         "--rotary-interleaved",

@@ -40,7 +40,7 @@ class Scores:
 
     @property
     def are_plain(self) -> bool:
-        """Whether there is nothing but products."""
+        """Whether the scores are products alone, without cap, slopes or sink."""
         return self.cap is None and self.slopes is None and self.sink_H is None
 
     def of_heads(self, rank: int, size: int) -> "Scores":
@@ -132,7 +132,7 @@ def backward(
 def with_sink(
     out_BHQV: torch.Tensor, log_sum_exp_BHQ: torch.Tensor, sink_H: torch.Tensor | float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return context and log-sum-exp over all keys and the sink, from those over all keys."""
+    """Return context and log-sum-exp over all keys and the sink, from the context and log-sum-exp over all keys."""
     if sink_H is None:
         return out_BHQV, log_sum_exp_BHQ
     is_learned = isinstance(sink_H, torch.Tensor)

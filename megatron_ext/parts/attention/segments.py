@@ -130,7 +130,8 @@ def _band(window: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _places(scores: Scores, first: int, rows: slice, keys: slice, like: torch.Tensor) -> Places | None:
-    """Return the places of queries, of which the first is at key `first`, and of keys, where scores depend on them."""
+    """Return the positions of queries, of which the first is at key `first`, and of keys, where scores depend on
+    them."""
     if scores.slopes is None:
         return None
     queries = torch.arange(first, first + rows.stop - rows.start, device=like.device)

@@ -15,7 +15,7 @@ from megatron_ext.parts.attention.describe import SHORT
 
 
 def takes(query_BHSD: torch.Tensor, dropout: float) -> bool:
-    """Return whether whole sequences of such queries are computed here."""
+    """Return whether `attend_short` computes whole sequences of such queries."""
     on_cpu = query_BHSD.device.type == "cpu" and query_BHSD.dtype == torch.float32
     return on_cpu and query_BHSD.size(2) <= SHORT and dropout == 0.0
 

@@ -70,10 +70,10 @@ class Experts(Part):
     """Whether experts are chosen by scores with a bias of each, which is state and not trained by gradients."""
 
     group_scores: int | None = None
-    """Best scores of a group of experts that are added up, where that is another number than megatron-core's."""
+    """Number of best scores of a group of experts that are added up, where megatron-core's number differs."""
 
     capacity: Capacity | None = None
-    """None where an expert takes all tokens that are routed to it."""
+    """Capacity of an expert; None where it takes all tokens that are routed to it."""
     sparse_mixer: float | None = None
     """Distance from the largest logit, relative to it and halved, within which two experts are chosen one after the
     other (SparseMixer-v2, Liu et al. 2024, arXiv:2409.12136); None: the top k are chosen."""
@@ -179,7 +179,7 @@ class Experts(Part):
             yield Exchange("ep", "reduce-scatter", each, each, (1, 1), "m {layers} k (e-1) T", "mlp")
 
     def pieces(self, config: Config) -> Mapping[str, Asked]:
-        """Return that it asks for products by expert."""
+        """Return its request for products by expert."""
         return {"experts": Asked(f"--num-experts is {self.count}")}
 
     def cannot(self, config: Config) -> Iterator[str]:
@@ -221,7 +221,7 @@ _USUAL: Mapping[str, tuple[Any, ...]] = {
     "moe_router_group_topk": (1,),
     "moe_router_topk_scaling_factor": (1.0,),
 }
-"""Values that ask for nothing, besides None and False."""
+"""Values by which a field asks for nothing, besides None and False."""
 
 
 def asked(model: ModelConfig, *names: str) -> list[str]:

@@ -146,7 +146,7 @@ def leave_sums(*linears: Any) -> None:
 
 
 def summed(parts: torch.Tensor, linear: Any) -> torch.Tensor:
-    """Return the sum over the ranks of such a layer, under sequence parallelism of this rank's tokens."""
+    """Return the sum over the ranks of a layer of `leave_sums`; under sequence parallelism, for this rank's tokens."""
     if linear.tp_group.size() == 1:
         return parts
     divided, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
@@ -154,14 +154,14 @@ def summed(parts: torch.Tensor, linear: Any) -> torch.Tensor:
 
 
 class BiasedColumnLinear(ColumnLinear):
-    """The same with a bias, whatever the engine's configuration says of all linear layers."""
+    """The same linear layer with a bias, whatever megatron-core's configuration says of all linear layers."""
 
     def __init__(self, *sizes: int, bias: bool, **settings: Any) -> None:
         super().__init__(*sizes, bias=True, **settings)
 
 
 class BiasedRowLinear(RowLinear):
-    """The same with a bias, whatever the engine's configuration says of all linear layers."""
+    """The same linear layer with a bias, whatever megatron-core's configuration says of all linear layers."""
 
     def __init__(self, *sizes: int, bias: bool, **settings: Any) -> None:
         super().__init__(*sizes, bias=True, **settings)

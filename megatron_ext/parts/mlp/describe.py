@@ -24,7 +24,7 @@ class Mlp(Part):
     modules = ("linear_fc1", "linear_fc2")
 
     gated: bool
-    """The first matrix has two halves, of which the activation of one multiplies the other."""
+    """Whether the first matrix has two halves, and the activation of one half multiplies the other."""
 
     activation: Activation
     width: int
@@ -68,7 +68,7 @@ class Mlp(Part):
         return self.products_of(share, share.tokens, share.tensor)
 
     def products_of(self, share: Share, rows: float, ranks: int, hidden: int | None = None) -> list[Product]:
-        """Return the products of so many tokens, on one of the ranks that divide the width."""
+        """Return the products for this number of tokens, on one of the ranks that divide the width."""
         width, hidden = self.width / ranks, hidden or share.hidden
         return [Product(rows, (1 + self.gated) * width, hidden), Product(rows, hidden, width)]
 
@@ -83,7 +83,8 @@ class Mlp(Part):
             yield Exchange("tp", "all-reduce", 0.0, both, (0, 1), "m {layers} 2 (t-1)/t 2 w", "mlp")
 
     def inside(self, share: Share, *, gated: int) -> float:
-        """Return the bytes a token of its inside, undivided; `gated`: how many widths a gate keeps on a CPU."""
+        """Return the bytes per token of activations inside the MLP, undivided; `gated`: number of widths that a gate
+        keeps on a CPU."""
         is_short = self.keeps_its_input_alone or (share.fused and self.activation == "silu")
         times = (3 if is_short else gated) if self.gated else 2
         return times * self.width * share.width
