@@ -44,7 +44,7 @@ class Scores:
         return self.cap is None and self.slopes is None and self.sink_H is None
 
     def of_heads(self, rank: int, size: int) -> "Scores":
-        """Return the scores' changes for the heads that one of `size` ranks has."""
+        """Return the `Scores` of the heads that rank `rank` of `size` has."""
         slopes = self.slopes and self.slopes[rank * len(self.slopes) // size : (rank + 1) * len(self.slopes) // size]
         sink = self.sink_H.chunk(size)[rank] if isinstance(self.sink_H, torch.Tensor) else self.sink_H
         return replace(self, slopes=slopes, sink_H=sink)

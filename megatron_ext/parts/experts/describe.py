@@ -82,7 +82,7 @@ class Experts(Part):
 
     @property
     def blocks(self) -> int:
-        """Number of gathers of the shared experts' input; tokens of routed experts are exchanged by `sent`."""
+        """Number of gathers of the shared experts' input; the exchange of routed experts' tokens is in `sent`."""
         return 0 if self.shared is None else self.shared.blocks
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
