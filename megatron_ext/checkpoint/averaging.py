@@ -22,10 +22,10 @@ from megatron_ext.errors import ConfigurationError
 
 
 def average_checkpoints(checkpoints: Sequence[Path], destination: str | Path) -> Path:
-    """Write a checkpoint of iteration 0, weights alone, whose weights are the means of those of the `checkpoints`.
+    """Write a checkpoint of iteration 0, weights alone, whose weights are the means over the `checkpoints`.
 
     Args:
-        checkpoints: folders `iter_*`, of one model; its configuration and tokenizer are those of the last.
+        checkpoints: folders `iter_*`, of one model; configuration and tokenizer are copied from the last.
         destination: a folder without checkpoints.
     Returns:
         The new checkpoint's own folder.
@@ -53,7 +53,7 @@ Form = tuple[tuple[int, ...], str]
 
 
 def _forms(tensors: Tensors) -> dict[str, Form]:
-    """Return the forms of what belongs to the model: weights, and the biases of routers."""
+    """Return the forms of the model's tensors: weights, and the biases of routers."""
     names = (name for name in tensors.names() if not name.startswith("optimizer."))
     forms = {name: (tensors.shape(name), code_of(str(tensors.dtype(name)).removeprefix("torch."))) for name in names}
     return {name: form for name, form in forms.items() if form[1] in WIDTH}

@@ -33,7 +33,8 @@ class FilePart:
 
     length: int
     divisible: ClassVar[bool] = True
-    """Whether any range of it can be had alone. What cannot be divided should not be much larger than a block."""
+    """Whether any range of the part can be read or written alone. A part that cannot be divided should not be much
+    larger than a block."""
 
     def gather(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on."""
@@ -87,7 +88,7 @@ class Zeros(FilePart):
 
 @dataclass(frozen=True)
 class SkippedBytes(FilePart):
-    """Bytes that belong nowhere."""
+    """Bytes that are in the file and written nowhere."""
 
     def scatter(self, start: int, source: memoryview) -> None:
         pass
@@ -150,7 +151,7 @@ def scatter(path: Path, parts: Iterable[FilePart], *, checksum: bool) -> tuple[i
     """Read a file that consists of these parts and put each where it belongs; returns its size and its CRC-32.
 
     Args:
-        checksum: without it, what is `SkippedBytes` is not read, and the CRC-32 means nothing.
+        checksum: without it, `SkippedBytes` are not read, and the CRC-32 means nothing.
     Raises:
         OSError: the file cannot be read, or a part cannot be written.
         EOFError: the file is shorter than its parts.
@@ -193,7 +194,7 @@ def write_all(descriptor: int, offset: int, source: memoryview) -> None:
 
 
 def combined_crc32(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two byte strings one after the other, from that of each and the length in bytes of the
+    """Return the CRC-32 of two byte strings one after the other, from the CRC-32 of each and the length in bytes of the
     second.
 
     The CRCs are polynomials over the field of two elements: first * x^(8 length) + second, modulo the CRC's own.

@@ -125,7 +125,7 @@ def create(
     """Make a file for tensors of these shapes. Their bytes are zero until they are written.
 
     Args:
-        dtype: that of all but `others`, name -> dtype.
+        dtype: dtype of all tensors but `others`, name -> dtype.
     Raises:
         OSError: there is no space for the whole file.
     """

@@ -1,7 +1,7 @@
 """Takes sizes and checksums of the files that the engine writes, while it writes them.
 
 The engine gives every tensor to a transform of its stream (torch's hook for compression and the like), and all bytes of
-a file pass there: they need not be read again for the manifest. torch's own checksum of every tensor in its zip
+a file pass through it: they need not be read again for the manifest. torch's own checksum of every tensor in its zip
 archives, which nobody reads, is switched off meanwhile; it takes longer than ours.
 """
 
@@ -33,14 +33,14 @@ class Checksums:
         return self._inner.transform_save_stream(write_item, _Watched(raw_stream, self._written))
 
     def files(self) -> Files:
-        """Return for the manifest what was written, by the file's name."""
+        """Return sizes and checksums of the written files for the manifest, by the file's name."""
         return {
             Path(name).name: {"bytes": size, "crc32": f"{value:08x}"} for name, (size, value) in self._written.items()
         }
 
 
 class _Watched(io.RawIOBase):
-    """Passes on what is written, and counts it under the file's name."""
+    """Passes on the bytes that are written, and counts them under the file's name."""
 
     def __init__(self, file: Any, written: dict[str, tuple[int, int]]):
         self._file, self._written = file, written
@@ -61,7 +61,7 @@ class _Watched(io.RawIOBase):
 
 
 def watch(request: AsyncRequest) -> Checksums:
-    """Take the checksums of what the engine's writer will write on this rank."""
+    """Take the checksums of the files that megatron-core's writer will write on this rank."""
     if request.async_fn is None:  # this rank writes nothing
         return Checksums(None)
     transforms: Any = request.async_fn.args[0]  # pyright: ignore[reportFunctionMemberAccess]

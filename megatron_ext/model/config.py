@@ -48,7 +48,7 @@ _OF_EXPERTS = (
     *("moe_shared_expert_intermediate_size", "moe_grouped_gemm", "moe_token_dispatcher_type"),
     "expert_model_parallel_size",
 )
-"""The same of a mixture of experts."""
+"""Fields of a mixture of experts that megatron-core's configuration has by our name."""
 
 
 def transformer_config(config: Config, device_kind: str, *, on_meta: bool = False) -> TransformerConfig:
@@ -137,7 +137,7 @@ def _set_scale_of_indexers(scale: torch.Tensor) -> None:
 
 
 def _kernels_of_transformer_engine(config: Config) -> dict[str, Any]:
-    """Return which kernels of attention Transformer Engine may choose; those of torch are set elsewhere."""
+    """Return the attention kernels that Transformer Engine may choose; torch's kernels are set elsewhere."""
     training, backend = config.training, config.training.attention_backend
     if config.model.transformer_impl != "transformer_engine":
         return {}
@@ -166,5 +166,5 @@ def _mixture(config: Config) -> dict[str, Any]:
 
 
 def _of_one_name(config: Config, names: Sequence[str]) -> dict[str, Any]:
-    """Return the values of these fields, which are unique among all groups of the configuration."""
+    """Return the values of these fields, whose names are unique among all groups of the configuration."""
     return {name: getattr(getattr(config, options_by_name()[name].group), name) for name in names}

@@ -37,12 +37,12 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 _KINDS_OF_KERNELS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _VARIABLES_OF_KERNELS = (*_KINDS_OF_KERNELS, *(f"NVTE_FLASH_ATTN_V{version}" for version in (2, 3, 4)))
-"""Variables by which Transformer Engine chooses what computes attention."""
+"""Environment variables by which Transformer Engine chooses its attention kernel."""
 
 
 class GPT(GPTModel):
     """megatron-core's GPTModel with a loss that knows the vocabulary's true size, by `model.loss.Readout`, and with
-    positions that are those of `position_ids` where they begin anew with each document."""
+    positions taken from `position_ids` where they begin anew with each document."""
 
     def __init__(self, *, restarts_positions: bool, of_readout: Mapping[str, Any], **of_engine: Any) -> None:
         super().__init__(**of_engine)
@@ -93,14 +93,15 @@ class GPT(GPTModel):
         """Run one forward pass. The arguments are [batch, sequence]; a stage without a use for one ignores it.
 
         With `documents`, tokens see their own document alone. With `inference`, which then says how tokens see each
-        other, positions are those of `position_ids`, and the last stage returns what it reads from the hidden states.
+        other, positions come from `position_ids`, and the last stage returns the result of its `read` for the hidden
+        states.
 
         Returns:
             On the last stage with labels the loss of every token in nats, fp32 [batch, sequence], or with `loss_mask`
-            (1.0 where a token's loss counts) their sum over the tokens that count, a scalar, for which no logits
-            are kept; without labels the logits, [batch, sequence, this rank's vocabulary]; on other stages the hidden
-            states for the next one, [sequence, batch, hidden]. With `ahead`, the last stage's has a first dimension
-            more, of the main loss and that of each depth of multi-token prediction.
+            (1.0 where a token's loss counts) their sum over the tokens that count, a scalar, for which no logits are
+            kept; without labels the logits, [batch, sequence, this rank's vocabulary]; on other stages the hidden
+            states for the next one, [sequence, batch, hidden]. With `ahead`, the last stage's result has one more
+            leading dimension: the main loss, then the loss of each depth of multi-token prediction.
         """
         output = super().forward(
             input_ids,  # pyright: ignore[reportArgumentType]
@@ -118,8 +119,8 @@ class GPT(GPTModel):
         return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
 
     def _postprocess(self, **inputs: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run megatron-core's, or where there are depths of multi-token prediction return what the readout makes of the
-        hidden states of the model and of each depth."""
+        """Run megatron-core's `_postprocess`, or with depths of multi-token prediction return the readout's results for
+        the hidden states of the model and of each depth."""
         if not self.mtp_process:
             return super()._postprocess(**inputs)
         ahead, sequences = inputs["output_processor_context"], inputs["packed_seq_params"]
@@ -146,12 +147,13 @@ class GPT(GPTModel):
         positions: torch.Tensor,
         sequences: WholeSequences,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return in inference the hidden states of a depth of multi-token prediction, [S, B, H], and what `sequences`
-        reads of them. The last stage has the depths.
+        """Return in inference the hidden states of a depth of multi-token prediction, [S, B, H], and the result of
+        `sequences.read` for them. The last stage has the depths.
 
         Args:
             depth: its index, from 0.
-            hidden_SBH: hidden states of the depth before; for the first one those that the model's logits are made of.
+            hidden_SBH: hidden states of the depth before; for the first one the hidden states that the model's logits
+                are computed from.
             tokens_BS: the token that stands depth + 1 places after each of these.
             positions: int64 [B, S] or [1, S], of the hidden states.
         """
@@ -161,13 +163,14 @@ class GPT(GPTModel):
         return hidden, self.readout(hidden, self.output_layer, shared, packed_seq_params=sequences)
 
     def _angles(self, positions: torch.Tensor) -> Any:
-        """Return what turns queries and keys at these positions, [B, S] or [1, S]; None where nothing does."""
+        """Return the table of angles for queries and keys at these positions, [B, S] or [1, S]; None where the model
+        has none."""
         rotary: Any = getattr(self, "rotary_pos_emb", None)
         return rotary and (rotary.at if positions.size(1) > 1 else rotary.at_token)(positions)
 
     def _preprocess(self, **inputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run megatron-core's preprocessing, with rotary angles by `position_ids` where these restart; or what it comes
-        to in inference: embedded tokens on the first stage, rotary angles, and four times nothing."""
+        """Run megatron-core's preprocessing, with rotary angles by `position_ids` where these restart; or its results
+        in inference: embedded tokens on the first stage, rotary angles, and None for the four unused outputs."""
         sequences, rotary = inputs.get("packed_seq_params"), getattr(self, "rotary_pos_emb", None)
         if isinstance(sequences, WholeSequences):
             has_last = self.post_process and len(self.decoder.layers) > 0
@@ -280,7 +283,7 @@ def _build_chunk(
 
 
 def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
-    """Have the chunk's modules multiply what they put out by the model's factors."""
+    """Have the chunk's modules multiply their outputs by the model's factors."""
     modules: list[tuple[float, Any]] = []
     layers = [layer for layer in gpt.modules() if isinstance(layer, TransformerLayer)]
     if model.residual_multiplier != 1.0:

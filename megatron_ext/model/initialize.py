@@ -35,7 +35,7 @@ from megatron_ext.parts import slices
 from megatron_ext.parts.catalogue import Parameter, parameters
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements of one block (4 MB in fp32). Part of the rule, as the next two: another value gives other weights."""
+"""Elements of one block (4 MB in fp32). Another value of this or the next two constants gives other weights."""
 
 WHOLE_ELEMENTS = 1 << 18
 """A matrix of no more elements has blocks of whole rows however it is divided: it is drawn in two milliseconds."""
@@ -46,7 +46,7 @@ COLUMN_PARTS = 64
 _MOST_THREADS = 8  # each with a block of 4 MB
 
 _DRAWN = ("normal", "uniform", "log-uniform", "time-step")
-"""Ways to begin that draw numbers."""
+"""Initializations that draw numbers."""
 
 
 def initialize(model_chunks: Sequence[torch.nn.Module], config: Config, pg_collection: ProcessGroupCollection) -> None:
@@ -80,7 +80,7 @@ def fill(
     """Give one tensor-parallel shard of `parameter`, or some rows of it, its initial value, in place.
 
     Args:
-        first_row: index in the tensor-parallel shard; `shard` holds the rows from there on.
+        first_row: index in the tensor-parallel shard; `shard` holds the rows from this one on.
     """
     if shard.dim() != 2 and parameter.init in _DRAWN:
         matrix = replace(parameter, shape=(parameter.shape[0], math.prod(parameter.shape[1:])))
@@ -103,7 +103,7 @@ def fill(
 
 
 class _Block(NamedTuple):
-    """A block of the whole tensor that a shard has rows of."""
+    """A block of the whole tensor, some of whose rows a shard has."""
 
     number: int
     rows: int
@@ -116,7 +116,7 @@ def _touched(parameter: Parameter, held: Sequence[slices.Piece], first_row: int,
 
     Args:
         held: rows of the whole that make the tensor-parallel shard.
-        first_row: index in it; the shard begins there and has `length` rows.
+        first_row: index, in the tensor-parallel shard, of the first of the `length` rows.
     """
     rows = parameter.true_rows or parameter.shape[0]
     rows_per_block = _rows_per_block(parameter)
@@ -196,7 +196,7 @@ def _rows_per_block(parameter: Parameter) -> int:
 
 
 def column_parts(parameter: Parameter) -> int:
-    """Return into how many ranges of columns each block is cut."""
+    """Return the number of ranges of columns into which each block is cut."""
     if parameter.tp_dim != 1 or parameter.size <= WHOLE_ELEMENTS:
         return 1
     return math.gcd(parameter.shape[1], COLUMN_PARTS)

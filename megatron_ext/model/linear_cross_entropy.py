@@ -49,8 +49,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the sum over tokens of counts * -log softmax(hidden weight^T)[label], an fp32 scalar in nats.
 
-    Collective over the vocabulary's group, one gather for each chunk. The gradient of `hidden_NH` is that of this
-    rank's rows alone, to be added over the group.
+    Collective over the vocabulary's group, one gather for each chunk. The gradient of `hidden_NH` comes from this
+    rank's vocabulary rows alone, and is to be added over the group.
 
     Args:
         labels_N: int64, places in the whole vocabulary.
@@ -85,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(first, first + size)
             hidden_CH, counts_C = hidden_NH[part], counts_N[part]
             logits_CV = _logits(hidden_CH, weight_VH, vocabulary)
-            # What a bound leaves of a gradient; 0 for padding is as good as any number.
+            # Share of a gradient that passes a bound; 0 for padding is as good as any number.
             kept_CV = None if vocabulary.cap is None else 1.0 - (logits_CV / vocabulary.cap).clamp_(-1.0).square_()
             losses_N[part], grad_CV = _losses(logits_CV, labels_N[part], counts_C, vocabulary, graded=any(graded))
             if any(graded):
@@ -121,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """Return logits in fp32, of padding the lowest number there is."""
+    """Return logits in fp32; padding has the lowest fp32 number."""
     logits_CV = linear(hidden_CH, weight_VH).float()
     if vocabulary.cap is not None:
         logits_CV = logits_CV.div_(vocabulary.cap).tanh_().mul_(vocabulary.cap)
@@ -137,7 +137,8 @@ def _losses(
     *,
     graded: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each token, and in the memory of the logits the gradient of counts * losses by them."""
+    """Return the loss of each token, and the gradient of counts * losses with respect to the logits, in the memory of
+    the logits."""
     rows, group = logits_CV.size(1), vocabulary.group
     local_C1 = (labels_C - (0 if group is None else rows * group.rank())).unsqueeze(1)
     here_C1 = (local_C1 >= 0) & (local_C1 < rows)
@@ -158,7 +159,7 @@ def _losses(
 def _over_ranks(
     normalizer_C1: torch.Tensor, of_label_C1: torch.Tensor, group: ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-sum-exp over the whole vocabulary, and each label's logit, from those of every rank's part."""
+    """Return the log-sum-exp over the whole vocabulary, and each label's logit, combined from every rank's part."""
     own = torch.cat((normalizer_C1, of_label_C1), 1)
     gathered = own.new_empty(group.size() * len(own), 2)
     torch.distributed.all_gather_into_tensor(gathered, own, group=group)

@@ -53,7 +53,8 @@ def token_loss(
 def summed_loss(
     loss_mask: torch.Tensor, loss_sum: torch.Tensor, share: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return what `token_loss` does, of a model that was given the mask and has summed the losses itself."""
+    """Return loss, token count and report as `token_loss` does, for a model that was given the mask and has summed the
+    losses itself."""
     num_tokens = loss_mask.sum()
     main, *depths = loss_sum.unbind() if loss_sum.dim() else (loss_sum,)
     report = torch.stack([main.detach(), num_tokens.float()])
@@ -63,7 +64,7 @@ def summed_loss(
 
 
 def checked_losses(losses: object, labels_BS: torch.Tensor) -> torch.Tensor:
-    """Return what a user's own loss has returned.
+    """Return the losses of a user's own loss function, checked.
 
     Raises:
         ConfigurationError: it is not the loss of every token, [B, S], or cannot be differentiated.
@@ -87,7 +88,7 @@ def checked_losses(losses: object, labels_BS: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TokenLogits:
-    """The logits of one microbatch, for a loss of one's own. What its methods return may be differentiated.
+    """The logits of one microbatch, for a user's own loss. The results of its methods can be differentiated.
 
     Shape legend: S = tokens of a sample on this context-parallel rank, B = samples, V = vocabulary of this rank.
     """
@@ -158,8 +159,8 @@ class OutputLayer(ColumnParallelLinear):
         *,
         reads: Callable[[torch.Tensor, Any, Any], torch.Tensor] | None = None,
     ) -> Any:
-        """Return the logits, [..., this rank's rows], and no bias; or what `reads` makes of the input, the
-        weight and the bias."""
+        """Return the logits, [..., this rank's rows], and no bias; or the result of `reads` for the input, the weight
+        and the bias."""
         if reads is not None:
             return reads(input_, self.weight if weight is None else weight, self.bias)
         logits, bias = super().forward(input_, weight, runtime_gather_output)
@@ -174,7 +175,7 @@ class OutputLayer(ColumnParallelLinear):
 
 @dataclass(frozen=True)
 class Readout:
-    """Reads losses, or what inference wants, off the last hidden states: GPTModel's `output_processor`.
+    """Computes losses, or the results of inference, from the last hidden states: GPTModel's `output_processor`.
 
     Shape legend: S = tokens of a sample on this context-parallel rank (with sequence parallelism a part of them), B =
     samples, H = hidden size, N = tokens that are read.
@@ -223,7 +224,8 @@ class Readout:
         **_: object,
     ) -> torch.Tensor:
         """Return the loss of every token of `labels`, [B, S], in nats, fp32 [B, S]; with `loss_mask`, [B, S], the sum
-        of those that count, for which no logits are kept; in inference what is read. hidden_states: [S, B, H]."""
+        over the tokens that count, for which no logits are kept; in inference the result of `WholeSequences.read`.
+        hidden_states: [S, B, H]."""
         layer = partial(output_layer, weight=output_weight)
         if isinstance(packed_seq_params, WholeSequences):
             return packed_seq_params.read(hidden_states, partial(self._logits, layer))
@@ -280,5 +282,6 @@ class Readout:
         return capped(linear(hidden, weight[true], None if bias is None else bias[true]), self.cap)
 
     def _true_rows(self, rows: int) -> int:
-        """Return how many entries of the vocabulary this rank and those after it have, where each has so many rows."""
+        """Return the number of true vocabulary entries on this rank and the ranks after it, where each has `rows`
+        rows."""
         return max(0, self.true_vocab_size - rows * self.tp_group.rank())

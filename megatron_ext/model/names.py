@@ -1,4 +1,4 @@
-"""Defines global parameter names: what a parameter is called whatever rank, stage or chunk holds it."""
+"""Defines global parameter names: the same whatever rank, stage or chunk holds the parameter."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -29,11 +29,12 @@ AFTER_ALL = (_AFTER_LAYERS + 1, 0)
 
 
 def forward_place(name: str, parameter: torch.nn.Parameter, modules: Sequence[Sequence[str]]) -> tuple[int, int]:
-    """Return where a forward pass of the whole model uses a parameter: the greater, the later; -1 for the embeddings.
+    """Return the place of a parameter's use in a forward pass of the whole model: the greater, the later; -1 for the
+    embeddings.
 
     Args:
         name: its global name.
-        parameter: the last stage's copy of tied word embeddings is used there, at the end.
+        parameter: the last stage's copy of tied word embeddings counts as used at the end.
         modules: of each layer of the model, its modules in the order of a forward pass (`Layer.modules`).
     """
     if getattr(parameter, "shared", False):
@@ -70,18 +71,20 @@ def biases_of_experts(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple
 
 
 def unwrapped(model_chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    """Return the chunks without what data parallelism and 16-bit training put around them."""
+    """Return the chunks without the wrappers of data parallelism and 16-bit training."""
     return [_unwrapped(chunk) for chunk in model_chunks]
 
 
 def _unwrapped(module: Any) -> Any:
-    """Return every wrapper of megatron-core, and of ours, keeps what it wraps as `module`; no model has such a part."""
+    """Return the chunk inside of all wrappers: every wrapper of megatron-core, and of ours, has the attribute `module`,
+    and no model has."""
     wrapped = getattr(module, "module", None)
     return _unwrapped(wrapped) if isinstance(wrapped, torch.nn.Module) else module
 
 
 def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that the catalogue names: those of single experts (views) for a stacked one, else itself.
+    """Yield the tensors that the catalogue names: views of the single experts' tensors for a stacked one, else the
+    tensor itself.
 
     Args:
         name: from `global_named_parameters`.
@@ -97,7 +100,8 @@ def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
 
 
 def catalogued(model_chunks: Sequence[torch.nn.Module], config: Config) -> dict[int, Parameter]:
-    """Return the catalogue's parameter of each one of this rank, by its id(); of a stack of experts, the first's."""
+    """Return the catalogue's parameter of each parameter of this rank, by its id(); of a stack of experts, the first
+    expert's."""
     known = {parameter.name: parameter for parameter in parameters(config)}
     return {
         id(weight): known[next(by_expert(name, torch.empty(weight.shape, device="meta")))[0]]
@@ -106,7 +110,7 @@ def catalogued(model_chunks: Sequence[torch.nn.Module], config: Config) -> dict[
 
 
 def is_of_an_expert(name: str) -> bool:
-    """Return whether a global name, stacked or not, is that of a routed expert's matrix."""
+    """Return whether a global name, stacked or not, belongs to a routed expert's matrix."""
     return f".{_EXPERTS}" in name
 
 

@@ -1,5 +1,5 @@
-"""Holds a user's own layers against the catalogue and against the layout, marks their parameters for the engine, and
-looks at what their parts return.
+"""Checks a user's own layers against the catalogue and the layout, marks their parameters for megatron-core, and checks
+the results of their parts.
 
 A class of a user's own says by `reads` what it needs to compute its output at a position:
 
@@ -55,7 +55,7 @@ class OwnModule:
 
     @property
     def place(self) -> str:
-        """Where it is in the model: `self_attention of layer 3`."""
+        """Its place in the model: `self_attention of layer 3`."""
         return f"{self.path} of layer {self.layer}" if self.path else f"layer {self.layer}"
 
     @property
@@ -65,11 +65,11 @@ class OwnModule:
 
 
 def own_modules(chunks: Sequence[torch.nn.Module]) -> list[OwnModule]:
-    """Return the user's own modules of all layers; of one within another, which answers for it, only the outer one,
-    unless that is the layer.
+    """Return the user's own modules of all layers; of a module within another one, only the outer, which answers for
+    both, unless the outer is the layer.
 
     Raises:
-        ConfigurationError: one declares something unknown as what it reads.
+        ConfigurationError: one declares an unknown value of `reads`.
     """
     layers = (one for chunk in chunks for one in chunk.modules() if isinstance(one, TransformerLayer))
     found = []
@@ -99,7 +99,8 @@ def _described(layer: int, path: str, module: torch.nn.Module) -> OwnModule:
 
 
 def check_own_modules(chunks: Sequence[torch.nn.Module], config: Config) -> None:
-    """Check that the layout divides no sequence that an own module reads whole; look at what own modules return.
+    """Check that the layout divides no sequence that a user's module reads whole; check the shapes that these modules
+    return.
 
     Raises:
         ConfigurationError: it divides one; a module, once it is called, returns hidden states of another shape.
@@ -132,7 +133,8 @@ def hidden_states_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> torc
 def _check_output(
     one: OwnModule, module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: object
 ) -> None:
-    """Raise ConfigurationError where an own module returns something else than hidden states like its input."""
+    """Raise ConfigurationError where a user's module returns something else than hidden states shaped like its
+    input."""
     if not module.training:  # what is read alone may go on in inference
         return
     pair = output if isinstance(output, tuple) else (output,)
@@ -150,7 +152,7 @@ def _check_output(
 
 
 def mark_own_parameters(chunks: Sequence[torch.nn.Module], config: Config) -> None:
-    """Set what the engine wants to know of each own parameter, as the catalogue has it.
+    """Set megatron-core's attributes of each of the user's own parameters, from the catalogue.
 
     Raises:
         ConfigurationError: a layer has a parameter that the catalogue lacks, or lacks one, or has it in another shape.
@@ -170,7 +172,7 @@ def mark_own_parameters(chunks: Sequence[torch.nn.Module], config: Config) -> No
 
 
 def _own(catalogue: Mapping[str, Parameter], config: Config) -> list[str]:
-    """Return which names of the catalogue are those of own parameters."""
+    """Return the names in the catalogue that belong to the user's own parameters."""
     ends = tuple(f".{name}" for name in own_parameters.names(config))
     return [name for name, parameter in catalogue.items() if isinstance(parameter.stage, int) and name.endswith(ends)]
 

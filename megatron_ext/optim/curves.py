@@ -8,7 +8,7 @@ last batch size, so that such a run ends before its decay does.)
     curve = LearningRateCurve.from_config(config)
     learning_rate(consumed_by_updates, curve)
 
-Each value equals that of megatron-core's OptimizerParamScheduler to the last bit; a test compares them.
+Each value equals the one of megatron-core's OptimizerParamScheduler to the last bit; a test compares them.
 """
 
 import math
@@ -20,7 +20,7 @@ from megatron_ext.config.schema import Config
 
 _COMPARED = 1000
 Schedule = Callable[[int, float], float]
-"""From the samples of all updates so far and the rate that the flags give, the learning rate of the next step."""
+"""Maps the samples of all updates so far, and the rate that the flags give, to the learning rate of the next step."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class LearningRateCurve:
 
     @classmethod
     def decoupled(cls, config: Config) -> "LearningRateCurve | None":
-        """Return the same curve between --decoupled-lr and --decoupled-min-lr; None without the former."""
+        """Return this curve between --decoupled-lr and --decoupled-min-lr; None without --decoupled-lr."""
         peak, lowest = config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr
         if peak is None:
             return None
@@ -93,7 +93,7 @@ class LearningRateCurve:
 
 @dataclass(frozen=True)
 class WeightDecayCurve:
-    """A weight decay that goes from `start` to `end` over `length` samples and stays there."""
+    """A weight decay that goes from `start` to `end` over `length` samples and then stays at `end`."""
 
     start: float
     end: float
@@ -183,7 +183,7 @@ def _samples_of(config: Config, iterations: int) -> int:
 
 
 def _or(length: int | None, run_length: int | None) -> int:
-    """Return `length` where the user gave one, else that of the run."""
+    """Return `length` where the user gave one, else the length of the run."""
     chosen = run_length if length is None else length
     assert chosen is not None, "the configuration's rules require the length of the run"
     return chosen

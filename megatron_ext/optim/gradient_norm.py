@@ -37,8 +37,8 @@ def copy_each(
 def l2_norm(
     chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the L2 norm over all tensors of the first list, fp32 [1] on their device, and with `per_tensor` those of
-    each."""
+    """Return the L2 norm over all tensors of the first list, fp32 [1] on their device, and with `per_tensor` the norm
+    of each tensor."""
     norms = torch.stack([*torch._foreach_norm(lists[0], 2)])  # pyright: ignore[reportPrivateImportUsage]
     return torch.linalg.vector_norm(norms).to(torch.float32).view(1), norms if per_tensor else None
 
@@ -47,9 +47,9 @@ class GlobalNorm(NamedTuple):
     """The L2 norm of an update's gradients over all ranks, before clipping, on the device."""
 
     squares: torch.Tensor
-    """Its square, fp32 [S]: in one number, or one for each optimizer whose ranks are others (experts)."""
+    """Square of the norm, fp32 [S]: one number, or one for each set of optimizers with other ranks (experts)."""
     gradients: list[torch.Tensor]
-    """This rank's gradients that are in it."""
+    """This rank's gradients that are in the norm."""
     of_each: torch.Tensor | None
     """Norms of `gradients`, [N]; None without gradients."""
 

@@ -1,7 +1,7 @@
 """The loss scale of a run: one number, by which the mean loss of the global batch is multiplied before its backward
 pass, so that gradients do not vanish in fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 
-The loss of a microbatch is a sum over its tokens, and what divides it is known only after the backward pass
+The loss of a microbatch is a sum over its tokens, and its divisor is known only after the backward pass
 (model/loss.py). A scale of the sum would overflow fp16 where one of the mean, which Megatron-LM's flags give, is far
 from it. So the sum is divided beforehand by the number of tokens in the global batch, which is the same in every
 layout; what the loss masks leave out of them is made up for after the reduction.
@@ -47,7 +47,7 @@ class LossScale:
 
     @property
     def inv_scale(self) -> torch.Tensor:
-        """What the optimizers multiply gradients by, fp32 [1]."""
+        """Factor by which the optimizers multiply gradients, fp32 [1]."""
         return self.scale.double().reciprocal().float()
 
     def update(self, found_inf: bool) -> None:
@@ -70,10 +70,10 @@ class LossScale:
         pg_collection: ProcessGroupCollection,
         force_all_reduce: bool = False,
     ) -> None:
-        """Reduce the gradients as megatron-core does, and make them those of the mean over the tokens that count, times
-        the scale. Collective.
+        """Reduce the gradients as megatron-core does, and turn them into gradients of the mean loss over the tokens
+        that count, times the scale. Collective.
 
-        megatron-core itself would divide by all tokens, where nothing in 16 bits would be left.
+        megatron-core itself would divide the gradients by all tokens, which in 16 bits would leave nothing.
 
         Args:
             model: the chunks.
@@ -97,14 +97,14 @@ class LossScale:
             self._trial = None
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return what a checkpoint holds, as plain numbers; nothing of a fixed scale."""
+        """Return the scaler's state for a checkpoint, as plain numbers; empty for a fixed scale."""
         state = self._scaler.state_dict()
         plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
         return {**plain, _OF_MEAN: True} if plain else {}
 
     def load_state_dict(self, state: dict[str, float | int], tokens: int) -> None:
-        """Restore what `state_dict` returned. The scale of an earlier version, which belonged to the sum of the losses,
-        becomes the power of 2 times as large at which gradients are about what they were.
+        """Restore the state that `state_dict` returned. The scale of an earlier version, which belonged to the sum of
+        the losses, becomes the power of 2 times as large at which gradients are about what they were.
 
         Args:
             tokens: of a global batch.
@@ -133,6 +133,6 @@ def share_loss_scale(optimizer: ChainedOptimizer) -> LossScale | None:
 
 
 def loss_scale_of(optimizer: ChainedOptimizer) -> LossScale | None:
-    """Return what `share_loss_scale` did."""
+    """Return the loss scale that `share_loss_scale` gave to the optimizers; None where they have none."""
     scalers = (getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers)
     return next((scaler for scaler in scalers if isinstance(scaler, LossScale)), None)

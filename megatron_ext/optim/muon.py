@@ -1,8 +1,8 @@
 """Muon: the momentum of each matrix, made orthogonal, is its update.
 
 Source: Jordan et al. 2024, Muon (https://kellerjordan.github.io/posts/muon/); its scale: Liu et al. 2025, Muon is
-Scalable for LLM Training (arXiv:2502.16982). The arithmetic is that of the package emerging-optimizers 0.3, which
-Megatron-LM takes it from, and which cannot be imported without Triton.
+Scalable for LLM Training (arXiv:2502.16982). The arithmetic follows the package emerging-optimizers 0.3, which
+Megatron-LM uses and which cannot be imported without Triton.
 """
 
 import math
@@ -31,8 +31,8 @@ class Muon(torch.optim.Optimizer):
         W <- W - lr weight_decay W
         W <- W - lr scale newton_schulz(D)
 
-    What is updated may be a part of a matrix, or a stack of those of experts (`parallel/matrices.py`). Matrices of one
-    shape are computed together.
+    An updated tensor may be a part of a matrix, or a stack of experts' matrices (`parallel/matrices.py`). Matrices of
+    one shape are computed together.
 
     Args:
         params: matrices, or parameter groups of them.
@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: the share of the weights that a step of length 1 takes away.
         momentum: the decay of the momentum.
         nesterov: whether the direction looks ahead by a momentum.
-        scale_mode, extra_scale_factor: what the update is multiplied by (`config/derived/newton_schulz.py`).
+        scale_mode, extra_scale_factor: factors of the update (`config/derived/newton_schulz.py`).
         num_ns_steps, coefficient_type: the number of iterations, and their coefficients.
         no_split_qkv: whether queries, keys and values are one matrix, not three.
         tp_mode: how tensor-parallel ranks compute a matrix that they divide: each gathers it (duplicated), or its own
@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
                     weight.add_(update, alpha=-group["lr"])
 
     def _made(self, directions: Sequence[torch.Tensor], matrices: Sequence[Matrix]) -> list[torch.Tensor]:
-        """Return the update of each, those of one shape together."""
+        """Return the update of each direction; matrices of one shape are computed together."""
         found: dict[int, torch.Tensor] = {}
         for some in _alike(directions, matrices):
             updates = self._update(torch.stack([directions[index] for index in some]), matrices[some[0]])
@@ -100,7 +100,7 @@ class Muon(torch.optim.Optimizer):
         return [found[index] for index in range(len(directions))]
 
     def _direction(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add the gradient to the momentum, and return what is to be made orthogonal."""
+        """Add the gradient to the momentum, and return the direction, which is to be made orthogonal."""
         state, gradient = self.state[weight], weight.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(momentum, self._momentum) if self._nesterov else momentum
 
     def _adapted(self, weight: torch.Tensor, direction: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """Return the update of this rank's part, from what was `made` of its direction."""
+        """Return the update of this rank's part, from its direction and the update `made` of it."""
         return made
 
     def _update(self, directions: torch.Tensor, matrix: Matrix) -> torch.Tensor:
@@ -128,7 +128,7 @@ class Muon(torch.optim.Optimizer):
         return self._of_sections(parts, sections, *split).view_as(directions)
 
     def _of_sections(self, x: torch.Tensor, sections: tuple[int, ...], *divided: Any) -> torch.Tensor:
-        """Return the updates of matrices, [N, rows, columns], each section of which is one by itself."""
+        """Return the updates of matrices, [N, rows, columns]; each section is made orthogonal by itself."""
         if not sections:
             return self._orthogonal(x, *divided)
         parts = x.unflatten(1, (-1, sum(sections))).split(sections, dim=2)
@@ -150,7 +150,7 @@ class Muon(torch.optim.Optimizer):
         return self._scaled(made, size[0], size[1])
 
     def _scaled(self, made: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """Return what was made orthogonal in the size of an update."""
+        """Return orthogonal matrices scaled to the size of an update."""
         return made * scale(self._scale_mode, rows, columns) * self._extra_scale
 
 
@@ -162,7 +162,7 @@ def newton_schulz(
     Args:
         parts: the matrices, or parts of them that lie side by side, or one above another where `transposed`.
         iterations: coefficients of each iteration.
-        transposed: whether the products are those of columns: the smaller number is the cheaper.
+        transposed: whether the Gram matrix is over columns and not over rows: the smaller number is the cheaper.
         group: ranks that have one part each; None: they are whole. Collective over it.
     """
     x = parts.mT if transposed else parts
@@ -181,7 +181,7 @@ def newton_schulz(
 
 
 def _alike(parts: Sequence[torch.Tensor], matrices: Sequence[Matrix]) -> Iterator[tuple[int, ...]]:
-    """Yield the numbers of matrices of which this rank has parts that can be computed in one product."""
+    """Yield the indices of matrices whose parts on this rank can be computed in one product."""
     alike: dict[Any, list[int]] = defaultdict(list)
     for number, (part, matrix) in enumerate(zip(parts, matrices, strict=True)):
         alike[matrix.shape, part.shape, matrix.sections, matrix.divided, id(matrix.group)].append(number)

@@ -1,10 +1,10 @@
 """Rescales the weights of queries and keys whose products have become too large, after each update (QK-clip, of
 MuonClip: Kimi K2, arXiv:2507.20534, section 2.1, algorithm 1).
 
-With the largest product S of a head in a step, over the global batch, and a threshold t, a head with S > t gets
-e = t / S: its queries are multiplied by e^alpha and its keys by e^(1-alpha). Heads that share keys share the smallest
-e. Of latent attention the channels of the key that are rotated belong to all heads and stay; those of the query are
-multiplied by e. It is megatron-core's rule (`clip_qk` of its attention), for weights that ranks divide in any way.
+With the largest product S of a head in a step, over the global batch, and a threshold t, a head with S > t gets the
+factor e = t / S: its queries are multiplied by e^alpha and its keys by e^(1-alpha). Heads that share keys share the
+smallest e. With latent attention the key's rotated channels belong to all heads and stay; the query's rotated channels
+are multiplied by e. It is megatron-core's rule (`clip_qk` of its attention), for weights that ranks divide in any way.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ class LargestScores:
         self._group = group
 
     def take(self) -> list[torch.Tensor]:
-        """Return them for each attention, fp32 [heads], and forget them. Collective over the group."""
+        """Return the largest products of each attention, fp32 [heads], and forget them. Collective over the group."""
         cores: list[SDPAttention] = [attention.core_attention for attention in self.attentions]  # pyright: ignore[reportAssignmentType]
         found = [core.current_max_attn_logits for core in cores]
         for core in cores:
@@ -59,12 +59,12 @@ class QKClip:
     def __init__(self, config: TransformerConfig, scores: LargestScores, parts: Iterable[Any]):
         self._scores = scores
         self._largest: list[torch.Tensor] = []
-        """Of the step, see `LargestScores.take`."""
+        """Largest products of the step, see `LargestScores.take`."""
         self._alpha, self._threshold = config.qk_clip_alpha, config.qk_clip_threshold
         # Between steps a module may have shards in the place of what they are known by.
         self._attentions = [(one, list(map(id, one.query_key_weights()))) for one in scores.attentions]
         self._factors: dict[int, torch.Tensor] = {}
-        """What the rows of each weight are multiplied by in the next update, by the weight's id()."""
+        """Factors of the rows of each weight in the next update, by the weight's id()."""
         for part in parts:
             for optimizer in part.updater.torch_optimizers:
                 optimizer.register_step_post_hook(lambda *_, part=part: self._scale(part))
@@ -74,7 +74,7 @@ class QKClip:
         self._largest = self._scores.take()
 
     def before_update(self) -> None:
-        """Have the next update end with the weights that the products of the step ask for."""
+        """Have the next update end with the rescaling that the largest products of the step require."""
         for (attention, weights), largest_H in zip(self._attentions, self._largest, strict=True):
             key_heads = getattr(attention, "num_query_groups_per_partition", len(largest_H))
             shared_G = largest_H.unflatten(0, (key_heads, -1)).amax(1)

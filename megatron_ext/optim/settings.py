@@ -13,7 +13,7 @@ def optimizer_config(config: Config, *, distributed: bool, overlaps: bool) -> Co
 
     Args:
         distributed: whether to use megatron-core's distributed optimizer (decided by the sharding scheme).
-        overlaps: whether the next forward pass gathers what was updated.
+        overlaps: whether the next forward pass gathers the updated weights.
     """
     optimizer, training, traits = config.optimizer, config.training, traits_of(config.optimizer)
     same = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "clip_grad")

@@ -20,14 +20,14 @@ from megatron_ext.optim.torch_optimizer import ByTensor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _SCALES = {"exp_avg": 2.0**11, "exp_avg_sq": 2.0**8}
-"""What the root of an average is multiplied by in fp16. fp16 holds 2^-24 to 2^16: gradients of 2^-70 to 2^10 in the
-first average, of 2^-32 to 2^8 in the second."""
+"""Factor of the root of an average when it is stored in fp16. fp16 holds 2^-24 to 2^16: gradients of 2^-70 to 2^10 in
+the first average, of 2^-32 to 2^8 in the second."""
 
 _LARGEST = torch.finfo(torch.float16).max
 
 
 def keep(kept: torch.Tensor, name: str, average: torch.Tensor) -> None:
-    """Put the average `name` away into `kept`, in its type."""
+    """Store the average `name` into `kept`, in its dtype."""
     if kept.dtype == torch.float16:
         root = average.abs().sqrt_().mul_(_SCALES[name]).clamp_(max=_LARGEST)
         average = root.copysign_(average)
@@ -35,7 +35,7 @@ def keep(kept: torch.Tensor, name: str, average: torch.Tensor) -> None:
 
 
 def kept_average(kept: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the average `name` that was put away into `kept`, in fp32."""
+    """Return the average `name` that was stored in `kept`, in fp32."""
     found = kept.float()
     if kept.dtype == torch.float16:
         found = found.div_(_SCALES[name])
@@ -69,7 +69,7 @@ class ShortAdam(ByTensor):
         weight_decay: float = 0.0,
     ):
         settings = {"lr": lr, "betas": betas, "eps": eps, "dtypes": dtypes, "weight_decay": weight_decay}
-        # What torch's own has, and whoever begins its state asks for: no fused kernel, no graph.
+        # Options of torch's own Adam, which `begin_state` asks for: no fused kernel, no graph.
         super().__init__(params, {**settings, "fused": False, "capturable": False})
 
     def _update(self, weights: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:

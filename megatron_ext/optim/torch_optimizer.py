@@ -24,7 +24,7 @@ _OF_EVERY_OPTIMIZER = ("lr", "weight_decay")
 
 
 def torch_optimizer(settings: OptimizerConfig) -> Any:
-    """Return what makes the torch optimizer of the settings, of parameters or groups of them."""
+    """Return the constructor of the torch optimizer of the settings; it takes parameters or parameter groups."""
     traits = traits_of(settings)
     return (
         _alone(traits, settings) if traits.of_elements is None else partial(Together, traits=traits, settings=settings)
@@ -32,7 +32,7 @@ def torch_optimizer(settings: OptimizerConfig) -> Any:
 
 
 def _alone(traits: OptimizerTraits, settings: OptimizerConfig) -> Any:
-    """Return what makes one of the optimizers of a run."""
+    """Return the constructor of one of the torch optimizers of a run."""
     make = partial(_torch_class(traits), **traits.values(settings), **traits.torch_options)
     if traits.is_the_engines:
         return make
@@ -59,7 +59,7 @@ def _require_named_states(optimizer: torch.optim.Optimizer, traits: OptimizerTra
 
 
 def is_torchs(optimizer: torch.optim.Optimizer | None, settings: OptimizerConfig) -> bool:
-    """Return whether it is what `torch_optimizer` makes, and not Transformer Engine's or apex's of the same name."""
+    """Return whether `torch_optimizer` made it, and it is not Transformer Engine's or apex's of the same name."""
     traits = traits_of(settings)
     return isinstance(optimizer, _torch_class(traits) if traits.of_elements is None else Together)
 
@@ -89,11 +89,11 @@ def over(groups: Sequence[Group], settings: OptimizerConfig) -> torch.optim.Opti
 
 
 def as_registered(built: torch.optim.Optimizer, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return what is to take the place of an optimizer that megatron-core has built and not yet used.
+    """Return the optimizer to use in place of one that megatron-core has built and not yet used.
 
-    That is itself, with the options that torch's gets, or, where the engine does not have the optimizer of the
-    settings, ours over the same groups without what belongs to the one that was built. Its groups have their own
-    epsilon, where they have a factor of it.
+    The result is `built` itself, with our options for torch's optimizers, or, where megatron-core does not have the
+    optimizer of the settings, ours over the same groups, without the options that belong to `built`. Groups with a
+    factor of epsilon have it multiplied in.
     """
     traits = traits_of(settings)
     if not traits.is_the_engines:
@@ -108,7 +108,7 @@ def as_registered(built: torch.optim.Optimizer, settings: OptimizerConfig) -> to
 
 
 def begin_state(main: torch.Tensor, group: Group, optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> None:
-    """Give what the optimizer of the settings updates the state that it lacks, as the first update begins from it.
+    """Give `main` the state that it lacks of the settings' optimizer, as the first update begins from it.
 
     Args:
         group: the parameter group of `main`.
@@ -128,14 +128,14 @@ def begin_state(main: torch.Tensor, group: Group, optimizer: torch.optim.Optimiz
 
 
 def in_shape(main: torch.Tensor) -> torch.Tensor:
-    """Return what is updated of a matrix, which may be a flat range, by the shape of its rows."""
+    """Return the updated part of a matrix, which may be a flat range, as rows: [rows, ...]."""
     return main.detach().view(-1, *matrix_of(main).shape[1:])
 
 
 class Together(torch.optim.Optimizer):
     """Optimizers of torch as one of them: each updates the parameter groups whose `update` says that they are its own.
 
-    Groups and states are those of this object, whoever replaces them, and keep the shapes of what is updated.
+    This object owns groups and states, whoever replaces them; states keep the shapes of the updated tensors.
     """
 
     found_inf: torch.Tensor | None = None
@@ -163,7 +163,7 @@ class Together(torch.optim.Optimizer):
 
 
 def _step_in_shape(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step over matrices, which may be kept as flat ranges, by the shape of their rows."""
+    """Take a step over matrices, which may be kept as flat ranges, viewed as rows."""
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.param_groups, optimizer.state = [], defaultdict(dict)
     whole: dict[torch.Tensor, Any] = {}
@@ -238,7 +238,7 @@ class ByTensor(torch.optim.Optimizer):
     def _masked_update(
         self, weights: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], leave_out: torch.Tensor
     ) -> None:
-        """Update, and put back what was there before where `leave_out`; a state that begins is 0 then."""
+        """Update, and restore the earlier values where `leave_out`; a state that begins is 0 then."""
         before = {name: kept.clone() for name, kept in self.state[weights].items()}
         weights_before = weights.clone()
         self._update(weights, gradient, group)

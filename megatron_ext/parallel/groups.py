@@ -91,7 +91,7 @@ def _if_member(create: Callable[..., Any]) -> Callable[..., Any]:
     return create_group
 
 
-# torch's own time limit comes after that of the watch (resilience/watchdog.py), which says who is to blame.
+# torch's own time limit comes after the watch's limit (resilience/watchdog.py), which says who is to blame.
 _SECONDS_FOR_THE_WATCH = 5.0
 
 
@@ -160,9 +160,9 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
 
 
 def _expert_tensor_size(layout: LayoutConfig) -> int:
-    """Return how many ranks share an expert's matrices. With stages between the data-parallel ranks, megatron-core
-    requires that experts divide over as many ranks as everything else, even where there are none: then they are said to
-    divide over these. Where there are experts, rules require it too (`rules/moe_rules.py`)."""
+    """Return the number of ranks that share an expert's matrices. With stages between the data-parallel ranks,
+    megatron-core requires that experts divide over as many ranks as everything else, even where there are none: then
+    they are said to divide over these. Where there are experts, rules require it too (`rules/moe_rules.py`)."""
     if layout.use_tp_pp_dp_mapping and layout.pipeline_model_parallel_size > 1:
         others = layout.tensor_model_parallel_size * layout.context_parallel_size
         return others // layout.expert_model_parallel_size
@@ -171,8 +171,8 @@ def _expert_tensor_size(layout: LayoutConfig) -> int:
 
 @contextmanager
 def as_stage(groups: ProcessGroupCollection, stage: int) -> Iterator[ProcessGroupCollection]:
-    """Return a context, and groups, in which this rank builds what another stage of the pipeline would have: in a V the
-    second chunk of a rank is that of the stage as far from the other end."""
+    """Yield the groups with which this rank builds a model chunk of another pipeline stage, inside the context: in a
+    V-shaped schedule a rank's second chunk belongs to the stage as far from the other end."""
     if stage == groups.pp.rank():
         yield groups
         return
@@ -192,12 +192,12 @@ def _alone() -> tuple[Store, int, int]:
 
 
 def tensor_group(groups: ProcessGroupCollection, *, expert: bool) -> torch.distributed.ProcessGroup:
-    """Return the ranks that share the matrices of the routed experts, or those of everything else."""
+    """Return the tensor-parallel group of the routed experts' matrices, or the group of all other weights."""
     return groups.expt_tp if expert else groups.tp
 
 
 def destroy() -> None:
-    """End megatron-core's groups, what else it keeps for the process of a run, and torch.distributed."""
+    """End megatron-core's groups, its other state of the process, and torch.distributed."""
     parallel_state.destroy_model_parallel()
     destroy_moe_metrics_tracker()  # whose tensors have the number of layers of this run
     if torch.distributed.is_initialized():

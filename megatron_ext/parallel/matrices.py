@@ -1,4 +1,5 @@
-"""Whole matrices of what ranks divide: where a rank's part lies, and the exchange that has each computed once."""
+"""Whole matrices whose parts ranks divide: where a rank's part lies, and the exchange by which each matrix is computed
+once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,17 +13,17 @@ from megatron_ext.parallel.rows import RowShard
 
 @dataclass(frozen=True)
 class Matrix:
-    """Where in a matrix, or a stack of those of experts, that lies which a rank updates. An attribute of this name
-    marks what is updated."""
+    """Place of the part that a rank updates, in a matrix or in a stack of experts' matrices. Tensors that are updated
+    have it as their attribute `matrix`."""
 
     shape: tuple[int, ...]
     """Shape of a tensor-parallel rank's part: [rows, columns], or [experts, rows, columns]."""
 
     sections: tuple[int, ...] = ()
-    """Rows of the matrices that lie one above another, again and again (`Parameter.sections`)."""
+    """Rows of each matrix of a repeating group that lie one above another (`Parameter.sections`)."""
 
     divided: int | None = None
-    """The dimension, -2 (rows) or -1 (columns), that the ranks of `group` divide; None: they have all of it."""
+    """The dimension, -2 (rows) or -1 (columns), that the ranks of `group` divide; None: each rank has all of it."""
 
     group: ProcessGroup | None = None
 
@@ -55,7 +56,7 @@ class Matrix:
 
 
 def matrix_of(updated: torch.Tensor) -> Matrix:
-    """Return the mark of what is updated; without one it is a whole matrix."""
+    """Return the `Matrix` of a tensor that is updated; a tensor without one is a whole matrix."""
     return getattr(updated, "matrix", None) or Matrix(tuple(updated.shape))
 
 
@@ -64,12 +65,12 @@ def on_owners(
     shards: Sequence[RowShard],
     compute: Callable[[list[int], list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Return this rank's rows of what `compute` makes of whole matrices, each of which one rank puts together and
+    """Return this rank's rows of the results of `compute` for whole matrices, each of which one rank gathers and
     computes. Collective.
 
     Args:
-        parts: this rank's rows of each matrix, which are where `shards` say.
-        compute: from the numbers of this rank's matrices, and these, as many results of their shapes.
+        parts: this rank's rows of each matrix; `shards` has their places.
+        compute: takes the indices of this rank's matrices and the matrices; returns as many results of the same shapes.
     """
     group = shards[0].group
     assert group is not None, "the matrices are divided"
@@ -93,7 +94,8 @@ def on_owners(
 
 
 def _shared_out(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return for each rank the numbers of what it computes: the most costly first, each to who has the least."""
+    """Return the indices of the matrices that each rank computes: the most costly is assigned first, each to the rank
+    that has the least."""
     owned, work = [[] for _ in range(ranks)], [0] * ranks
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
         least = work.index(min(work))
@@ -105,7 +107,7 @@ def _shared_out(costs: Sequence[int], ranks: int) -> list[list[int]]:
 def _swap(
     sent: Sequence[Sequence[torch.Tensor]], like: Sequence[Sequence[torch.Tensor]], group: ProcessGroup
 ) -> list[torch.Tensor]:
-    """Send matrices to each rank, and return those that the ranks have sent, which are shaped `like` these."""
+    """Send matrices to each rank, and return the matrices that the ranks have sent, which are shaped `like` these."""
     to_ranks, from_ranks = ([sum(one.numel() for one in of_rank) for of_rank in side] for side in (sent, like))
     flat = torch.cat([one.reshape(-1) for one in chain(*sent)])
     received = flat.new_empty(sum(from_ranks))

@@ -1,4 +1,4 @@
-"""Every collective and message of torch passes methods of its process groups; who wants to see them wraps these.
+"""Wraps the methods of torch's process groups, which every collective and message passes.
 
 megatron-core keeps references to torch's functions, but not to these methods.
 """
@@ -59,7 +59,7 @@ class WrappedMethods:
         """Put `wrapper` of the method in its place; does nothing where the class does not have it (names come and go
         with torch's versions)."""
         if hasattr(owner, name):
-            # What the class holds, not what getattr makes of it: put back, that would no longer be bound to an object.
+            # The class's own attribute, not the result of getattr: put back, that would not be bound to an object.
             self._originals.append((owner, name, vars(owner).get(name)))
             setattr(owner, name, wrapper(getattr(owner, name)))
 

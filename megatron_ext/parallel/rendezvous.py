@@ -1,9 +1,10 @@
-"""Ranks of one attempt meet here, apart from those of earlier attempts.
+"""Lets the ranks of one attempt meet, apart from ranks of earlier attempts.
 
-torchrun starts all ranks again after a failure, and lends every attempt the same store: that of its own process. The
-gloo and NCCL addresses that an earlier attempt left there belong to dead processes, and who takes them for a peer's
-fails with "connection refused" or "Connect timeout", until the restarts are used up. No variable tells attempts apart
-on several machines: a torchrun that restarts because another one did raises no count. So the ranks agree:
+torchrun starts all ranks again after a failure, and lends every attempt the same store, which torchrun's own process
+hosts. The gloo and NCCL addresses that an earlier attempt left in the store belong to dead processes, and a rank that
+takes them for a peer's fails with "connection refused" or "Connect timeout", until the restarts are used up. No
+variable tells attempts apart on several machines: a torchrun that restarts because another one did raises no count. So
+the ranks agree:
 
 1. Rank 0 offers a random token. It replaces the token of an earlier attempt.
 2. Every other rank joins the offered token with a random name of its own, and does so again if the token changes.
@@ -18,7 +19,7 @@ Under other launchers the ranks agree, too, although their store is new: who doe
 Ranks of one machine talk over its loopback interface, so that nothing of a run listens to the network.
 
 By default torch's store listens on every interface, and gloo and NCCL on the one that the machine's name leads to. Who
-reaches these can end a run, or change it: none of the three asks who is there.
+reaches these can end a run, or change it: none of the three authenticates who connects.
 """
 
 import errno
@@ -67,7 +68,7 @@ def open_store(timeout: timedelta) -> tuple[Store, int, int]:
 
     Raises:
         ConfigurationError: a variable is missing, or rank 0's port is another program's.
-        PeerLostError: nobody answers there within `timeout`, or who answers is no store.
+        PeerLostError: nobody answers at that address within `timeout`, or the program that answers is no store.
     """
     missing = [name for name in _OF_A_LAUNCH if not os.environ.get(name)]
     if missing:
@@ -157,7 +158,8 @@ def meet(timeout: timedelta, before: Store | None = None) -> tuple[Store, int, i
 
     Args:
         timeout: how long they wait for each other.
-        before: what this returned before in these processes, whose ranks meet again: its host has not let go of it.
+        before: earlier result of this function in these processes, whose ranks meet again: the store's host still has
+            it open.
     Raises:
         PeerLostError: some ranks did not come within `timeout`.
         ConfigurationError: the launcher's variables do not say where the ranks meet, or not the same to all.

@@ -1,4 +1,4 @@
-"""Row shards are what a rank holds of a weight that data-parallel ranks divide among themselves (ZeRO-3, FSDP).
+"""A row shard is a rank's part of a weight that data-parallel ranks divide among themselves (ZeRO-3, FSDP).
 
 Both of them cut along the first dimension, into whole rows, unevenly where the ranks do not divide the rows. A
 wrapper that shards weights puts a `RowShard` on each (`mark`); everyone else asks `row_shard(weight)`.
@@ -15,8 +15,8 @@ class RowShard:
     """This rank's rows of a weight."""
 
     local: torch.Tensor
-    """Values of the rows, [rows, ...], in use by the model: what is written here is what the next forward pass computes
-    with."""
+    """Values of the rows, [rows, ...], in use by the model: the next forward pass computes with the values that are
+    written into it."""
 
     first: int
     """Index of the first row."""
@@ -25,10 +25,10 @@ class RowShard:
     """Shape of the weight that the ranks hold together: one tensor-parallel rank's shard, as without FSDP."""
 
     group: torch.distributed.ProcessGroup | None
-    """The ranks that hold it together; None where this one holds all rows."""
+    """The ranks that hold the weight together; None where this rank holds all rows."""
 
     replica: int = 0
-    """Which of several equal shards this is, where groups of ranks hold copies of the weight (HSDP)."""
+    """Index of this shard among equal ones, where groups of ranks hold copies of the weight (HSDP)."""
 
     @property
     def stop(self) -> int:
@@ -61,6 +61,6 @@ def row_shard(weight: torch.Tensor) -> RowShard | None:
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of the weight: its rows, or all of it."""
+    """Return this rank's part of the weight: its rows, or all of it."""
     shard = row_shard(weight)
     return weight.detach() if shard is None else shard.local

@@ -1,1 +1,1 @@
-"""Holds what a layer is made of: for each kind of part its description, without torch, next to its computation."""
+"""The parts of a layer: for each kind its description, without torch, next to its computation."""

@@ -42,14 +42,14 @@ def count(config: Config) -> int:
 
 
 def vocabulary_padding(config: Config) -> int:
-    """Return how many of `count` stand for no entry of the vocabulary, in rows that round it up."""
+    """Return the number of parameters, of `count`, in the padding rows of the vocabulary."""
     matrices = 2 if config.model.untie_embeddings_and_output_weights else 1
     return (config.model.padded_vocab_size - config.data.vocab_size) * config.model.hidden_size * matrices
 
 
 def kinds_of_parameters(config: Config) -> Iterator[tuple[Parameter, int]]:
-    """Yield parameters that stand for all of the model, each with the number of its like: a layer for its kind, and an
-    expert for its layer's. A model of many layers and experts has millions of parameters."""
+    """Yield parameters that stand for the whole model, each with the number of parameters like it: one layer stands for
+    its kind, and one expert for its layer's experts. A model of many layers and experts has millions of parameters."""
     for parameter in _of_no_layer(config):
         yield parameter, 1
     for kind, number in stack(config).kinds:
@@ -59,7 +59,8 @@ def kinds_of_parameters(config: Config) -> Iterator[tuple[Parameter, int]]:
 
 
 def active_kinds_of_parameters(config: Config) -> Iterator[tuple[Parameter, int]]:
-    """Yield the same of what computes one token: of the experts of a layer, which are of one size, the top k."""
+    """Yield the same for the parameters that compute one token: of a layer's experts, which are of one size, the top
+    k."""
     kinds = {kind.number: kind.experts for kind, _ in stack(config).kinds}
     for parameter, number in kinds_of_parameters(config):
         experts = kinds.get(parameter.stage) if isinstance(parameter.stage, int) else None
@@ -74,8 +75,8 @@ def _of_no_layer(config: Config) -> list[Parameter]:
 
 
 def _sizes(config: Config, kind: Layer, *, local: bool = False) -> tuple[int, int]:
-    """Return the elements of a layer of this kind without its routed experts, and of all of these; of the whole model,
-    or `local`ly on one of the ranks that share its matrices.
+    """Return the elements of a layer of this kind without its routed experts, and the elements of all its routed
+    experts; of the whole model, or `local`ly on one of the ranks that share its matrices.
 
     One expert is listed for all: a model of many layers and experts has millions of parameters.
     """
@@ -126,7 +127,7 @@ def count_per_rank(config: Config, *, experts: bool | None = None) -> list[int]:
 
 
 def _per_stage(config: Config, *, local: bool) -> list[tuple[int, int]]:
-    """Return `_sizes` summed over what each pipeline stage holds."""
+    """Return `_sizes` summed over the parameters of each pipeline stage."""
     dense, routed = ([0] * config.layout.pipeline_model_parallel_size for _ in range(2))
     for parameter in _of_no_layer(config):
         for stage in stages(config, parameter):
@@ -194,7 +195,7 @@ def branch_parameters(
 
 
 def states(config: Config) -> Iterator[State]:
-    """Yield what the layers keep and save besides parameters, in the order of a forward pass."""
+    """Yield the state that the layers keep and save besides parameters, in the order of a forward pass."""
     for layer in layers(config):
         if layer.next_token is not None:
             yield from layer.next_token.state(_place(config, layer))
@@ -227,7 +228,7 @@ def output_parameters(config: Config) -> Iterator[Parameter]:
 
 
 def _embedding_init(model: ModelConfig, shape: tuple[int, int]) -> tuple[Literal["normal", "uniform"], float]:
-    """Return how an embedding begins: as a matrix, unless --embedding-init-method-std says otherwise."""
+    """Return the initialization of an embedding: as a matrix's, unless --embedding-init-method-std says otherwise."""
     std, usual = model.embedding_init_method_std, model.init_method_std
     return matrix_init(model, shape, usual) if std in (None, usual) else ("normal", std)
 

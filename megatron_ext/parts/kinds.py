@@ -29,11 +29,11 @@ class Mixer:
     """Whether the flags give it to layer `number` of a model without --hybrid-layer-pattern."""
 
     replaces_attention: bool = False
-    """Whether its flags put it in the place of all attention: kinds that are dealt to single layers come before."""
+    """Whether its flags put it in the place of all attention; kinds that are chosen for single layers come first."""
 
 
 def mixer_of(model: ModelConfig, letter: str | None, number: int) -> Callable[[ModelConfig, Norm, int], Part]:
-    """Return what describes the mixer of layer `number`.
+    """Return the function that describes the mixer of layer `number`.
 
     Args:
         letter: the layer's letter in --hybrid-layer-pattern; None without a pattern.
@@ -51,5 +51,5 @@ def attention_is_replaced(model: ModelConfig) -> bool:
 
 
 def letters() -> str:
-    """Return the letters of --hybrid-layer-pattern: the core's, and those of the mixers that are installed."""
+    """Return the letters of --hybrid-layer-pattern: the core's letters, and the letters of the installed mixers."""
     return ATTENTION + MLP + EXPERTS + "".join(kind.letter for kind in brought("mixers"))

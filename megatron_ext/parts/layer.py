@@ -1,5 +1,4 @@
-"""The transformer layer: x + after(part(before(x))), for what mixes positions and then for the MLP, or for both at
-once."""
+"""The transformer layer: x + after(part(before(x))), for the mixer and then for the MLP, or for both at once."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -19,7 +18,7 @@ from megatron_ext.parts.linear.compute import leave_sums, summed
 from megatron_ext.parts.norm.compute import LayerNorm, NormBuilder, RMSNorm
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
-"""What a part gives: its output, and a bias that is still to be added."""
+"""Result of a part: its output, and a bias that is still to be added."""
 
 
 class ResidualLayer(TransformerLayer):
@@ -64,8 +63,8 @@ class ResidualLayer(TransformerLayer):
             self.post_self_attn_layernorm, self.post_mlp_layernorm = norms
 
     def read_ahead(self, following: "ResidualLayer") -> None:
-        """Have this layer normalize its output for the next one, where one kernel makes both. The next one must be
-        given the same tensor, and its norm's weight be there while this one computes."""
+        """Have this layer normalize its output for the next one, where one kernel makes both. The next layer must be
+        given the same tensor, and its norm's weight must be gathered while this layer computes."""
         self._next = (following,)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -109,14 +108,14 @@ class ResidualLayer(TransformerLayer):
         return self._with_mlp(self._added(attended, hidden_states, self.post_self_attn_layernorm)), None
 
     def _with_mlp(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the residual stream and of what the MLP makes of it."""
+        """Return the sum of the residual stream and of the MLP's output for it."""
         normed, forget = self._normed(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
         expanded = self._expanded(normed)
         forget(expanded[0])
         return self._put_out(expanded, hidden_states)
 
     def _put_out(self, expanded: Branch, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream with what the MLP gives, which the next layer's norm may have read by then."""
+        """Return the residual stream with the MLP's output added; the next layer's norm may have read it by then."""
         for following in self._next:
             norm: Any = following.input_layernorm
             recomputes = following.recompute_input_layernorm
@@ -129,13 +128,13 @@ class ResidualLayer(TransformerLayer):
     def _both(
         self, attended: Branch, normed: torch.Tensor, hidden_states: torch.Tensor, forget: Callable[..., object]
     ) -> Branch:
-        """Return the sum of what attention gave and the MLP gives.
+        """Return the sum of the outputs of attention and MLP.
 
         Args:
-            attended: this rank's part of what attention gave.
-            normed: what attention read.
+            attended: this rank's part of attention's output.
+            normed: attention's input.
             hidden_states: the residual stream.
-            forget: what to call with the sum when nobody reads `normed` any more.
+            forget: function to call with the sum when nobody reads `normed` any more.
         """
         forget_own = _nothing
         if not isinstance(self.pre_mlp_layernorm, IdentityOp):
@@ -157,7 +156,7 @@ class ResidualLayer(TransformerLayer):
         if norm_after is not None:
             output, bias = branch
             branch = norm_after(output if bias is None else output + bias), None
-        # What is fused is compiled, in inference anew for every length.
+        # Fused operations are compiled, in inference anew for every length.
         fused = self.config.bias_dropout_fusion and not nothing_is_trained()
         add: Any = get_bias_dropout_add(self.training, fused)
         return add(branch, hidden_states, self.hidden_dropout)
@@ -166,8 +165,8 @@ class ResidualLayer(TransformerLayer):
         """Return whether one kernel of a GPU adds a part's output to the residual stream and normalizes the sum.
 
         Args:
-            norm_after: what is between the part and the sum.
-            norm: what reads the sum.
+            norm_after: norm between the part and the sum.
+            norm: norm that reads the sum.
             recomputes_norm: whether its result is computed anew in the backward pass.
         """
         output, bias = branch
@@ -200,9 +199,10 @@ class ResidualLayer(TransformerLayer):
     def _normed(
         self, norm: Any, hidden_states: torch.Tensor, recompute: bool
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], object]]:
-        """Return the normalized states, and what to call with the output that was computed from them.
+        """Return the normalized states, and a function to call with the output that was computed from them.
 
-        With --recompute-modules layernorm that frees them, and computes them anew when the output's gradient is there.
+        With --recompute-modules layernorm the function frees the states, and recomputes them when the output's gradient
+        arrives.
         """
         if isinstance(norm, IdentityOp):
             return hidden_states, _nothing
@@ -214,7 +214,8 @@ class ResidualLayer(TransformerLayer):
 
 
 def read_ahead(layers: Iterable[torch.nn.Module]) -> None:
-    """Have each layer normalize its output for the next one, where that begins with attention as this class has it."""
+    """Have each layer normalize its output for the next one, where the next one begins with attention as this class has
+    it."""
     for layer, following in itertools.pairwise(layers):
         if not isinstance(layer, ResidualLayer) or not isinstance(following, ResidualLayer):
             continue
@@ -223,4 +224,4 @@ def read_ahead(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def _nothing(_output: torch.Tensor) -> None:
-    """Free nothing: what would be freed is kept."""
+    """Free nothing: the normalized states are kept."""

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron_ext.parts.protocol import Number
 
 _current: "RecordedNumbers | None" = None
-"""Where this process records; None outside of a step's passes. A module knows no run that it could ask."""
+"""Object into which this process records; None outside of a step's passes. A module knows no run that it could ask."""
 
 
 def record(number: Number, value: torch.Tensor) -> None:
@@ -34,10 +34,10 @@ def record(number: Number, value: torch.Tensor) -> None:
 
 
 class RecordedNumbers:
-    """Holds what this rank has recorded in a step.
+    """Numbers that this rank has recorded in a step.
 
     Args:
-        numbers: what the parts of the model report, and how many parts report each; the same on all ranks.
+        numbers: the numbers that parts of the model report, and how many parts report each; the same on all ranks.
         replicas: number of data-parallel ranks.
         device: where the modules compute.
     """
@@ -54,7 +54,7 @@ class RecordedNumbers:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context in which modules record here; what was recorded before it is forgotten."""
+        """Return a context in which modules record into this object; earlier records are forgotten."""
         global _current
         self._sums.zero_()
         self._largest.fill_(-torch.inf)

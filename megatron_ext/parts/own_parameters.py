@@ -1,4 +1,4 @@
-"""Parameters that a user's own layers have besides ours, which the catalogue lists with these.
+"""Parameters that a user's own layers have besides ours; the catalogue lists them, too.
 
     config = with_own_parameters(
         config, lambda config, layer: [Parameter("mix", (config.model.hidden_size,), layer.number, "zeros")]
@@ -53,7 +53,7 @@ def names(config: Config) -> list[str]:
 
 
 def _listed(config: Config, layer: Layer) -> list[Parameter]:
-    """Return what the own function lists for a layer.
+    """Return the parameters that the user's function lists for a layer.
 
     Raises:
         ConfigurationError: it lists something else than parameters.

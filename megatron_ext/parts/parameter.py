@@ -1,12 +1,12 @@
-"""Describes one parameter of the model: what the catalogue (`parts/catalogue.py`) has a list of."""
+"""Describes one parameter of the model; the catalogue (`parts/catalogue.py`) is a list of them."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 type Init = Literal["normal", "uniform", "ones", "zeros", "constant", "log-uniform", "time-step"]
-"""How a parameter begins; log-uniform: as logarithms of uniform numbers from 1 to 16; time-step: so that softplus of it
-is a number from 0.001 to 0.1 whose logarithm is uniform."""
+"""Initialization of a parameter; log-uniform: as logarithms of uniform numbers from 1 to 16; time-step: so that
+softplus of it is a number from 0.001 to 0.1 whose logarithm is uniform."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Parameter:
     """Index of the layer that it belongs to, or the first or last pipeline stage."""
 
     init: Init
-    """How it begins."""
+    """Initialization of the parameter."""
 
     std: float = 0.0
     """Standard deviation of a normal or uniform initialization; of a constant one, the value."""
@@ -48,13 +48,13 @@ class Parameter:
     group of heads after another. Empty: it is one."""
 
     by_element: bool | None = None
-    """Of a layer's two dimensions: whether they are no channels, so that its update is element by element and not that
-    of a matrix. None: nobody has said so, and an optimizer of whole matrices is refused."""
+    """Whether the two dimensions of a layer's parameter are no channels, so that it is updated element by element and
+    not as a matrix. None: nobody has said so, and an optimizer of whole matrices is refused."""
 
     @property
     def decay(self) -> bool:
         """Whether weight decay applies: it is for matrices; norms and biases have none, unless
-        --apply-wd-to-qk-layernorm gives it to those of queries and keys."""
+        --apply-wd-to-qk-layernorm gives it to the norms of queries and keys."""
         return len(self.shape) > 1 and not self.is_query_or_key_norm
 
     @property
@@ -64,14 +64,14 @@ class Parameter:
 
     @property
     def update(self) -> Literal["matrix", "element"]:
-        """What an optimizer may update as one: matrices of layers as a whole, whose rows and columns are both channels;
-        embeddings, the output layer, norms, biases and routers element by element."""
+        """Unit of an optimizer's update: "matrix" for matrices of layers whose rows and columns are both channels;
+        "element" for embeddings, the output layer, norms, biases and routers."""
         is_matrix = len(self.shape) == 2 and isinstance(self.stage, int) and not self.by_element
         return "matrix" if is_matrix else "element"
 
     @property
     def update_is_unknown(self) -> bool:
-        """Whether it may be a matrix or not, and nobody has said which."""
+        """Whether nothing says if it is updated as a matrix or element by element."""
         return self.update == "matrix" and self.by_element is None
 
     @property

@@ -1,4 +1,4 @@
-"""What a part of a layer says about itself, without torch: all that anybody else asks of it.
+"""The description of a part of a layer, without torch: everything that the rest of the program asks of a part.
 
 A part is a norm, an MLP, a mixture of experts, attention, or another mixer: a frozen description with the methods of
 `Part`, in `parts/<kind>/describe.py`, next to its operation in `compute.py`. The catalogue, FLOPs, activations,
@@ -18,7 +18,7 @@ from megatron_ext.parts.ways import Asked
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part stands in the model, and how its parameters begin."""
+    """Place of a part in the model, and the initialization of its parameters."""
 
     name: str
     """Global name of the module, `decoder.layers.3.mlp`."""
@@ -38,8 +38,8 @@ class Place:
         return replace(self, name=f"{self.name}.{name}")
 
     def matrix(self, name: str, rows: int, columns: int, *, adds: bool = False, **divided: Any) -> Parameter:
-        """Return a matrix: normal with the model's standard deviation, or with that of `adds` to the residual
-        stream."""
+        """Return a matrix, initialized normally with the model's standard deviation, or with `residual_std` where its
+        product `adds` to the residual stream."""
         init = matrix_init(self.model, (rows, columns), self.residual_std if adds else None)
         return Parameter(f"{self.name}.{name}", (rows, columns), self.stage, *init, **{"by_element": False, **divided})
 
@@ -53,11 +53,11 @@ class Place:
 def matrix_init(
     model: ModelConfig, shape: tuple[int, int], std: float | None = None
 ) -> tuple[Literal["normal", "uniform"], float]:
-    """Return how a matrix begins: normal, or uniform up to sqrt(6 / (rows + columns)) (Glorot and Bengio 2010,
-    equation 16), whose standard deviation is 1 / sqrt(3) of that.
+    """Return the initialization of a matrix: normal, or uniform up to sqrt(6 / (rows + columns)) (Glorot and Bengio
+    2010, equation 16), whose standard deviation is 1 / sqrt(3) of this bound.
 
     Args:
-        std: standard deviation of a normal initialization; default that of the matrices of layers.
+        std: standard deviation of a normal initialization; default: the one of the layers' matrices.
     """
     if model.init_method_xavier_uniform:
         return "uniform", math.sqrt(2.0 / sum(shape))
@@ -71,7 +71,7 @@ def taken(random: Random, *choices: tuple[float, str]) -> list[str]:
 
 
 class Compared(NamedTuple):
-    """Models with a kind of part, and the layouts in which they are compared with one process: what a plugin brings to
+    """Models with a kind of part, and the layouts in which they are compared with one process: a plugin brings it to
     the extension point `comparisons`."""
 
     models: Mapping[str, str]
@@ -86,7 +86,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """What a part keeps and saves besides its parameters."""
+    """State that a part keeps and saves besides its parameters."""
 
     name: str
     """Global name, `decoder.layers.3.mlp.router.expert_bias`."""
@@ -99,7 +99,7 @@ class State:
 
 
 class Share:
-    """What one rank computes of one microbatch, of a resolved configuration: the sizes in the formulas of parts.
+    """Sizes of one rank's share of one microbatch, from a resolved configuration, for the formulas of parts.
 
     Args:
         fused: whether one kernel computes SwiGLU, and another RMSNorm, and dropout masks are bytes: on GPUs.
@@ -113,7 +113,7 @@ class Share:
         """Bytes of a weight or an activation."""
         self.tensor, self.context = layout.tensor_model_parallel_size, layout.context_parallel_size
         self.divided = self.tensor if layout.sequence_parallel else 1
-        """Ranks among which what lies between the blocks is divided."""
+        """Ranks among which activations between the blocks are divided."""
         self.experts, self.expert_tensor = layout.expert_model_parallel_size, layout.expert_tensor_size
         self.tokens = self.length // self.context * training.micro_batch_size
         self.stream = self.width * self.tokens * self.hidden / self.divided
@@ -147,27 +147,27 @@ class Product(NamedTuple):
 
 
 class Core(NamedTuple):
-    """What a mixer computes between its projections in a forward pass of one microbatch."""
+    """Costs of a mixer between its projections, in a forward pass of one microbatch."""
 
     flops: float
     """Floating-point operations in one kernel."""
 
     again: float
-    """How many times as many its backward pass has."""
+    """Backward FLOPs divided by forward FLOPs."""
 
     written_out: float
-    """Operations of the same where no kernel fuses them."""
+    """FLOPs of the forward pass where no kernel fuses it."""
 
     inner: float
-    """Terms of each sum of these."""
+    """Terms of each sum in these products."""
 
     scores: float
-    """Numbers that go through the memory between these."""
+    """Elements written to memory and read between these products."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a part of one layer sends for one microbatch, in one kind of collective."""
+    """Message of a part of one layer for one microbatch, in one kind of collective."""
 
     axis: str
     """Ranks that exchange it: tp, cp or ep."""
@@ -177,17 +177,17 @@ class Exchange:
     """Bytes of a forward pass, which recomputation repeats."""
 
     backward: float
-    """Bytes of a backward pass, or of what nothing repeats."""
+    """Bytes of a backward pass, or of messages that nothing repeats."""
 
     calls: tuple[float, float]
     """Number of collectives in each of the two."""
 
     formula: str
-    """The same in symbols: `{layers}` stands for how often the L layers count, `{times}` for that without the L,
-    `{twice}` for two times the number of calls."""
+    """The bytes in symbols: `{layers}` stands for the number of times that the L layers count, `{times}` for this
+    number without the L, `{twice}` for two times the number of calls."""
 
     repeated_with: Literal["core", "mixer", "mlp"]
-    """What recomputation must repeat to repeat it."""
+    """Part of the layer with whose recomputation it is repeated."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ class Number:
     """Its field in the metrics file."""
 
     mean: Literal["of microbatches", "of tokens", "largest"]
-    """How one number is made of all that is recorded: the mean over the parts that report it and the microbatches, the
-    sum over the number of tokens that count in the loss, or the largest."""
+    """Reduction of all recorded numbers to one: the mean over the parts that report it and the microbatches, the sum
+    over the number of tokens that count in the loss, or the largest."""
 
     unit: str
     """Empty for a number without a unit."""
@@ -214,7 +214,7 @@ class Number:
         """Return the number; NaN for a mean over no tokens.
 
         Args:
-            total: sum, or largest, of what all ranks have recorded in the step.
+            total: sum, or largest, of the numbers that all ranks have recorded in the step.
             parts: parts of the model that report it.
             microbatches: microbatches of the global batch.
             tokens: tokens of the global batch that count in the loss.
@@ -227,7 +227,7 @@ class Number:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What parts report of a logged step besides single numbers."""
+    """Report of a logged step by parts, besides single numbers."""
 
     row: Mapping[str, Any]
     """Fields of the metrics file."""
@@ -247,7 +247,7 @@ class Part:
     """
 
     modules: ClassVar[tuple[str, ...]] = ()
-    """Names of what holds its parameters, in the order of a forward pass."""
+    """Names of the modules that hold its parameters, in the order of a forward pass."""
 
     builder: ClassVar[str] = ""
     """"module:function" that builds the spec of a mixer's module: from the description, the tensor-parallel group and
@@ -257,11 +257,11 @@ class Part:
     """Whether generation keeps a state in the place of keys and values, of which no token can be taken back."""
 
     joined: ClassVar[int] = 0
-    """How many of these scatter their output together with another one."""
+    """Number of its `blocks` that scatter their output together with another one."""
 
     @property
     def blocks(self) -> int:
-        """How often tensor-parallel ranks gather its input and scatter its output."""
+        """Number of times that tensor-parallel ranks gather its input and scatter its output."""
         return 1
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
@@ -269,7 +269,7 @@ class Part:
         raise NotImplementedError
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is kept and saved besides parameters."""
+        """Yield the state that is kept and saved besides parameters."""
         yield from ()
 
     def products(self, share: Share) -> list[Product]:
@@ -282,15 +282,15 @@ class Part:
         raise NotImplementedError
 
     def gradients(self, share: Share) -> float:
-        """Return the bytes of gradients that are there at once in its backward pass."""
+        """Return the bytes of gradients that exist at once in its backward pass."""
         return max(self.held(share).values())
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes that are there for a while in its backward pass, of what that computes again in any case."""
+        """Return the bytes held for a while in its backward pass, of activations that this recomputes in any case."""
         return 0.0
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what a rank sends, besides gathering the part's input and scattering its output."""
+        """Yield a rank's exchanges, besides gathering the part's input and scattering its output."""
         yield from ()
 
     def core_flops(self, length: int) -> float:
@@ -298,11 +298,11 @@ class Part:
         return 0.0
 
     def core(self, share: Share) -> Core | None:
-        """Return the same of a rank's microbatch; None where there are none."""
+        """Return the costs of a rank's microbatch between the projections; None where the part has none."""
         return None
 
     def pieces(self, config: Config) -> Mapping[str, Asked]:
-        """Return what it asks of a way of computing it that not every one has (`parts/ways.py`)."""
+        """Return the pieces that it asks for and that not every way of computing it has (`parts/ways.py`)."""
         return {}
 
     def numbers(self, config: Config) -> Iterator[Number]:
@@ -316,8 +316,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Depth(Part):
-    """What stands around the transformer layer of one depth of multi-token prediction. Its `builder` takes the norm and
-    the spec of that layer."""
+    """Modules around the transformer layer of one depth of multi-token prediction. Its `builder` takes the norm and the
+    spec of that layer."""
 
     depth: int = field(compare=False)
     """Index of the depth, from 0."""

@@ -1,4 +1,4 @@
-"""Which part of a whole parameter each tensor-parallel rank holds.
+"""Computes the part of a whole parameter that each tensor-parallel rank holds.
 
 Tensor parallelism divides one dimension of a parameter into equal parts, in the order of the ranks. With a stride of
 n the whole is n tensors, one above the other, each of which is divided (2 for SwiGLU: gate and up projection):
@@ -19,12 +19,12 @@ class Piece(NamedTuple):
     start: int
     """Index of the first of them in the whole."""
     in_shard: int
-    """The same index in the rank's shard."""
+    """Index of the first of them in the rank's shard."""
     size: int
 
 
 def pieces(length: int, stride: int, rank: int, ranks: int) -> list[Piece]:
-    """Return what a rank holds of a dimension of `length` indices: as many pieces as the stride, in shard order."""
+    """Return the pieces of a dimension of `length` indices that a rank holds: as many as the stride, in shard order."""
     size = length // (ranks * stride)
     return [Piece((part * ranks + rank) * size, part * size, size) for part in range(stride)]
 

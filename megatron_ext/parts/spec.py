@@ -1,4 +1,4 @@
-"""Builds the spec of what a transformer layer is made of: ours on plain torch, or Transformer Engine's."""
+"""Builds the spec of a transformer layer's modules: ours on plain torch, or Transformer Engine's."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -61,7 +61,7 @@ def block_spec(
 
 
 def _checked(spec: object, layer: Layer) -> ModuleSpec:
-    """Return what a user's function made of the spec of a layer.
+    """Return the spec that a user's function made of a layer's spec, checked.
 
     Raises:
         ConfigurationError: it is no spec.

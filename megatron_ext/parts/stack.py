@@ -1,4 +1,4 @@
-"""Describes what every layer of the model is: the one description, which everything else reads.
+"""Describes every layer of the model: the one description, which everything else reads.
 
     for layer in layers(config):
         print(layer.number, layer.attention.window, layer.mlp)
@@ -27,11 +27,12 @@ from megatron_ext.parts.ways import Asked, refusals
 from megatron_ext.registry import brought
 
 Table = tuple[Rotary | Temperature, int]
-"""What says which table of angles a layer reads: what position does, and to channels of what."""
+"""Key of the table of angles that a layer reads: how positions change queries and keys, and the channels of a head, of
+which a share is rotated."""
 
 
 class Branch(NamedTuple):
-    """What a layer adds to the residual stream x: after(part(before(x))), with the names of its modules."""
+    """One addition to the residual stream x: after(part(before(x))), with the names of its modules."""
 
     name: str
     part: Part
@@ -49,24 +50,24 @@ class Layer:
     """Index in the whole model, from 0."""
 
     mixer: Part | None
-    """What mixes positions; None in a layer of an MLP alone."""
+    """Part that mixes positions; None in a layer of an MLP alone."""
 
     mlp: Part | None
-    """What computes each position by itself; None in a layer of a mixer alone."""
+    """Part that computes each position by itself; None in a layer of a mixer alone."""
 
     norm: Norm
-    """What every norm of the layer is."""
+    """Description of every norm of the layer."""
 
     norm_places: Literal["before", "after", "both"]
-    """Whether norms stand before mixer and MLP (on what they take in), after them (on what they give, before it is
-    added to the residual stream), or on both sides."""
+    """Whether norms stand before mixer and MLP (on their inputs), after them (on their outputs, before these are added
+    to the residual stream), or on both sides."""
 
     parallel: Literal["one-norm", "two-norms"] | None = None
     """Whether mixer and MLP read the same residual stream, through one norm or each through its own; None: the MLP
-    reads what the mixer has added to."""
+    reads the residual stream to which the mixer has added its output."""
 
     next_token: Depth | None = None
-    """What stands around it where it is a depth of multi-token prediction."""
+    """Modules around the layer where it is a depth of multi-token prediction; None elsewhere."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -84,7 +85,7 @@ class Layer:
 
     @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """What the layer adds to the residual stream, one after another."""
+        """Additions of the layer to the residual stream, one after another."""
         before, after = self.norms_before, self.norms_after
         of_mlp = None if self.parallel == "one-norm" else "pre_mlp_layernorm"
         pieces = (
@@ -99,7 +100,7 @@ class Layer:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Its parts, and what stands around it."""
+        """Its parts, and the modules around it."""
         around = () if self.next_token is None else (self.next_token,)
         return (*around, *(branch.part for branch in self.branches))
 
@@ -121,25 +122,25 @@ class Layer:
 
     @property
     def inner(self) -> Mlp | None:
-        """The layer's MLP, or that of one of its experts."""
+        """The layer's MLP, or the MLP of one of its experts."""
         inner = self.mlp.mlp if isinstance(self.mlp, Experts) else self.mlp
         return inner if isinstance(inner, Mlp) else None
 
     @property
     def rotary_table(self) -> Table | None:
-        """What says which table of angles the layer reads."""
+        """Key of the table of angles that the layer reads; None where it reads none."""
         if not isinstance(self.mixer, Attention) or self.mixer.positions is None:
             return None
         return self.mixer.positions, self.mixer.rotary_size
 
     @property
     def additions(self) -> int:
-        """How often it adds to the residual stream."""
+        """Number of its additions to the residual stream."""
         return 1 if self.parallel else len(self.branches)
 
     @property
     def blocks(self) -> int:
-        """How often tensor-parallel ranks gather an input and scatter an output."""
+        """Number of times that tensor-parallel ranks gather an input and scatter an output."""
         return sum(branch.part.blocks for branch in self.branches)
 
     @property
@@ -154,12 +155,12 @@ class Layer:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of what holds its parameters, in the order of a forward pass."""
+        """Names of the modules that hold its parameters, in the order of a forward pass."""
         every = ((branch.before, *branch.part.modules, branch.after) for branch in self.branches)
         return tuple(name for names in every for name in names if name is not None)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it that not every one has (`parts/ways.py`)."""
+        """Return the pieces that the layer asks for and that not every way of computing it has (`parts/ways.py`)."""
         asked = Asked(f"--norm-position is {self.norm_places}", "--norm-position before")
         places = {"norms after": self.norms_after, "no norms before": not self.norms_before}
         pieces = {place: asked for place, is_so in places.items() if is_so}
@@ -181,7 +182,7 @@ class Layer:
 
 
 class Stack:
-    """Consecutive layers of the model, such as all of them, or those of a pipeline stage's chunk.
+    """Consecutive layers of the model, such as all of them, or the layers of a pipeline stage's chunk.
 
     A sum over its layers computes each kind of layer once.
     """
@@ -238,7 +239,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 def stack(config: Config) -> Stack:
-    """Return the same as a stack, of which a chunk is a slice."""
+    """Return the layers of the model as a `Stack`; a slice of it is a chunk."""
     return _stack(config.model)
 
 
@@ -258,7 +259,7 @@ def numbers_of_parts(config: Config) -> dict[Number, int]:
 
 
 def _layer(model: ModelConfig, number: int) -> Layer:
-    """Return layer `number` of the model: where kinds of layers are dealt out."""
+    """Return layer `number` of the model. Here its kind is chosen."""
     letters = model.hybrid_layer_pattern
     letter = None
     if letters is not None:

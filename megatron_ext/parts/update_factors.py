@@ -1,8 +1,10 @@
-"""Says by what a weight's learning rate, weight decay and Adam's epsilon differ from those of the flags.
+"""Computes the factors by which a weight's learning rate, weight decay and Adam's epsilon differ from the flags'
+values.
 
     factors(config, parameter).rate         # 0.25 for a matrix of a layer four times as wide as its base
 
-That is what --use-mup says of its kind, times the last of --lr-group and of --weight-decay-group that names it.
+A factor is the one of --use-mup for the weight's kind, times the last of --lr-group or --weight-decay-group that names
+the weight.
 """
 
 import math
@@ -17,7 +19,7 @@ from megatron_ext.parts.parameter import Parameter
 
 @dataclass(frozen=True)
 class Factors:
-    """What is multiplied for one parameter."""
+    """Factors of learning rate, weight decay and epsilon of one parameter."""
 
     rate: float = 1.0
     weight_decay: float = 1.0

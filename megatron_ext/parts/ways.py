@@ -38,7 +38,7 @@ class Way(NamedTuple):
     """Whether some layer is computed in this way."""
 
     does: str
-    """What it does, by the flags that choose it; `{exchanges}` stands for the values of --cp-comm-type, and
+    """Description of the way, by the flags that choose it; `{exchanges}` stands for the values of --cp-comm-type, and
     `{0.fp8_format}` for another flag of the training."""
 
     lacks: Mapping[str, str]
@@ -66,7 +66,8 @@ def _takes_flash_attention(config: Config, *versions: int) -> bool:
 
 
 def _has_other_scores(config: Config) -> bool:
-    """Return whether softmax is over more than the products of queries and keys, and what slopes take from them."""
+    """Return whether scores are capped, or some softmax has a sink: it is over more than products of queries and keys,
+    less slopes."""
     return config.model.attention_logit_softcapping is not None or config.model.softmax_types != {"vanilla"}
 
 
@@ -166,7 +167,7 @@ RECOMPUTATIONS: dict[str, Way] = {
         "--recompute-modules core_attn",
     ),
 }
-"""What is computed again in the backward pass. Whether it can be depends on no layout: a planner asks once."""
+"""Ways of recomputing in the backward pass. Whether they work depends on no layout: a planner asks once."""
 
 
 def lacks(name: str, way: Way, piece: str, asked: Asked) -> str | None:
@@ -175,7 +176,7 @@ def lacks(name: str, way: Way, piece: str, asked: Asked) -> str | None:
 
 
 def refusals(config: Config, pieces: Mapping[str, Asked], ways: Mapping[str, Way] = WAYS) -> Iterator[str]:
-    """Yield why those of these ways that the configuration takes cannot compute these pieces, each with a setting that
+    """Yield why ways that the configuration takes cannot compute these pieces, each reason with a setting that
     works."""
     for name, way in ways.items():
         lacking = {piece: why for piece, asked in pieces.items() if (why := lacks(name, way, piece, asked))}

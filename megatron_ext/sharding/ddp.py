@@ -3,15 +3,18 @@ in shards, each a flat range of all weights one after another.
 
 megatron-core's DDP, whose first gradient of a step is written to the buffer in place of being added to zeros.
 
-megatron-core zeroes its buffers at the beginning of a step, and every microbatch adds to them. Here they keep what the
-step before has left, and each weight's part expects its first gradient (device/weight_gradients.py). What expects it
-still when its bucket is about to be reduced (of one rank alone, too) is zeroed: a weight that a step does not use has
-no gradient of the step before. Padding between weights is zero from the start, and nothing writes there.
+megatron-core zeroes its buffers at the beginning of a step, and every microbatch adds to them. Here the buffers keep
+the gradients of the step before, and each weight's part expects its first gradient (device/weight_gradients.py). A part
+that still expects it when its bucket is about to be reduced (on one rank alone, too) is zeroed, so that a weight that a
+step does not use has no gradient of the step before. Padding between weights is zero from the start, and nothing writes
+to it.
 
-On a CPU, where no reduction waits for a gradient, autograd adds those of all microbatches up by itself, and they go to
-the buffer when the last backward pass is done; products write there at once (device/kernels.py).
+On a CPU, where no reduction waits for a gradient, autograd adds up the gradients of all microbatches by itself, and
+they go to the buffer when the last backward pass is done; matrix products write to the buffer at once
+(device/kernels.py).
 
-The bits are those of sums with zeros; only products that write themselves could leave a -0.0, of a sum that underflows.
+The results equal sums with zeros bit for bit; only products that write to the buffer themselves could leave a -0.0, of
+a sum that underflows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,14 +58,14 @@ class WritingDataParallel(DistributedDataParallel):
     Args:
         writes: whether first gradients are written. False where a package's kernel adds by itself: then buffers are
             zeroed.
-        settings: those of megatron-core's class.
+        settings: arguments of megatron-core's class.
     """
 
     def __init__(self, *, writes: bool, **settings: Any):
         super().__init__(**settings)
         self.watchers: list[Watcher] = []
-        """They look at the gradients of every bucket before its reduction."""
-        engine: Any = self  # whose `buffers` are not those of a module
+        """Watchers of the gradients of every bucket before its reduction."""
+        engine: Any = self  # whose `buffers` are not a module's
         late = writes and self._can_take_gradients_late(engine.module)
         if late:
             self.grad_accs.clear()  # the nodes of autograd, which megatron-core's hooks are on
@@ -96,7 +99,7 @@ class WritingDataParallel(DistributedDataParallel):
             if not overlaps:
                 weight.grad = None
                 return None
-            # The engine's hook takes the gradient away and counts the weight as ready; it must not add what is there.
+            # The engine's hook frees the gradient and counts the weight as ready; it must not add it to the buffer.
             weight.grad_added_to_main_grad, weight.zero_out_wgrad = True, False
             try:
                 add(*unused)
@@ -118,7 +121,7 @@ def completed(
         group: a group of buckets.
         start: its `start_grad_sync`.
         watchers: they look at the complete gradients of this rank.
-        hooks: weights whose gradients autograd has kept, each with what takes it from there.
+        hooks: weights whose gradients autograd has kept, each with the function that moves its gradient to the buffer.
     """
 
     @wraps(start)
@@ -140,7 +143,7 @@ def completed(
 
 
 def _require_no_gradient(parameter: Any) -> None:
-    """Raise where somebody has added a gradient to what the step before left, which zeroes would take away."""
+    """Raise where somebody has added a gradient to the gradient of the step before: zeroes would remove it."""
     if getattr(parameter, "grad_added_to_main_grad", False):
         raise TrainingError(
             f"a layer has added the gradient of a weight {tuple(parameter.shape)} to its main_grad itself, which holds "
@@ -250,8 +253,8 @@ class DataParallel(Sharding):
 
     @contextmanager
     def averaged(self, optimizer: ChainedOptimizer, chunks: Sequence[Any]) -> Iterator[None]:
-        """Gather the weights afterwards: the next forward pass does so after an update alone, and would compute with
-        the averages of what other ranks hold."""
+        """Gather the weights afterwards: the next forward pass gathers after an update alone, and would compute with
+        the averages of other ranks' shards."""
         with super().averaged(optimizer, chunks):
             yield
         with self.gathered(chunks):
@@ -259,8 +262,8 @@ class DataParallel(Sharding):
 
     @contextmanager
     def gathered_before_update(self, chunks: Sequence[Any]) -> Iterator[None]:
-        """Switch off the gathers of the hooks: one that is begun here would count as that of the next step, which would
-        compute with weights of before the update."""
+        """Switch off the gathers that hooks begin: one begun here would count as the next step's gather, and the next
+        step would compute with weights from before the update."""
         overlaps = self.config.layout.overlap_param_gather
         for chunk in chunks if overlaps else ():
             chunk.disable_forward_pre_hook(param_sync=False)
@@ -294,7 +297,7 @@ class DataParallel(Sharding):
     def holders_of_one_copy(
         self, optimizer: ChainedOptimizer, groups: ProcessGroupCollection
     ) -> tuple[ProcessGroup, ProcessGroup]:
-        """Return whole experts are divided over other ranks than the rest."""
+        """Return the ranks that hold one copy together: whole experts are divided over other ranks than the rest."""
         return groups.mp, groups.tp_ep_pp
 
     def held_weights(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
@@ -311,8 +314,8 @@ def _buffers(chunk: Any) -> list[Any]:
 
 
 def _hook_modules_that_read(chunk: Any) -> None:
-    """Have every module wait for the weights that it reads. megatron-core has each wait for what it holds itself: half
-    of them hold nothing, and the output layer of tied embeddings is given their weight.
+    """Have every module wait for the weights that it reads. megatron-core has each wait for the weights that it holds
+    itself: half of them hold nothing, and the output layer of tied embeddings is given their weight.
 
     The handles stay, for megatron-core removes them all.
     """

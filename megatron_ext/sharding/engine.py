@@ -1,4 +1,4 @@
-"""What the schemes have in common: what they ask of megatron-core, from our configuration."""
+"""Wraps model chunks and builds optimizers with megatron-core, from our configuration, for all sharding schemes."""
 
 import importlib
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ _reset_of_routers = _FINALIZE.reset_model_temporary_tensors
 
 
 def ddp_config(config: Config, **scheme: Any) -> DistributedDataParallelConfig:
-    """Return megatron-core's settings of how gradients are reduced over the data-parallel ranks.
+    """Return megatron-core's settings of the reduction of gradients over the data-parallel ranks.
 
     Args:
-        scheme: settings of one scheme, added to or in place of what all have in common.
+        scheme: settings of one scheme, added to or in place of the settings that all schemes share.
     """
     training, layout = config.training, config.layout
     common = {
@@ -71,8 +71,8 @@ def build_optimizer(
 ) -> Any:
     """Build megatron-core's optimizer over wrapped chunks whose weights are already initialized.
 
-    What updates inside of it is the optimizer that `config` chooses, as config/derived/optimizers.py registers it. Its
-    parameter groups are those of the catalogue: what decays, at which rate it learns, and which of two optimizers
+    The torch optimizer inside of it is the one that `config` chooses, as config/derived/optimizers.py registers it. Its
+    parameter groups follow the catalogue: whether a parameter decays, its learning rate, and which of two optimizers
     updates it.
     """
     replace_loops()
@@ -90,7 +90,7 @@ def build_optimizer(
 
 
 def _mark_matrices(chunks: Sequence[torch.nn.Module], config: Config, groups: ProcessGroupCollection) -> None:
-    """Say of every matrix of which this rank has a part where that lies in the whole."""
+    """Mark every matrix of which this rank has a part with the place of the part in the whole matrix."""
     known = catalogued(chunks, config)
     for _, weight in global_named_parameters(chunks):
         one, rows = known[id(weight)], row_shard(weight)
@@ -102,7 +102,8 @@ def _mark_matrices(chunks: Sequence[torch.nn.Module], config: Config, groups: Pr
 
 
 def _of_groups(chunks: Sequence[torch.nn.Module], config: Config) -> dict[Any, Any]:
-    """Return what the groups of some parameters have in place of what others have."""
+    """Return megatron-core's overrides of parameter groups: a predicate of parameters -> the values of their group that
+    are not the default."""
     own = {key: _group(parameter, config) for key, parameter in catalogued(chunks, config).items()}
     distinct = {str(values): values for values in own.values() if values}
     return {
@@ -112,7 +113,7 @@ def _of_groups(chunks: Sequence[torch.nn.Module], config: Config) -> dict[Any, A
 
 
 def _group(parameter: Parameter, config: Config) -> dict[str, Any]:
-    """Return what a parameter's group has in place of what others have."""
+    """Return the values of a parameter's group that are not the default."""
     found = factors(config, parameter)
     values: dict[str, Any] = {"wd_mult": found.weight_decay, "lr_mult": found.rate, "eps_mult": found.epsilon}
     values = {name: factor for name, factor in values.items() if factor != 1.0}
@@ -124,8 +125,8 @@ def _group(parameter: Parameter, config: Config) -> dict[str, Any]:
 
 
 def reset_routers(config: TransformerConfig, model: Sequence[torch.nn.Module]) -> None:
-    """Reset what the routers of experts counted in a step: megatron-core walks over all modules for it, experts or
-    none."""
+    """Reset the counts that the routers of experts made in a step: megatron-core walks over all modules for it, experts
+    or none."""
     if config.num_moe_experts is not None:
         _reset_of_routers(config, model)
 
@@ -136,5 +137,5 @@ def updating(optimizer: ChainedOptimizer, kind: type[OptimizerPart]) -> list[Opt
 
 
 def for_chunks(functions: list) -> Any:
-    """Return what megatron-core wants: a function for one model chunk and a list for several."""
+    """Return the form that megatron-core wants: a function for one model chunk, a list for several."""
     return functions[0] if len(functions) == 1 else functions

@@ -49,11 +49,11 @@ class FlatPart(OptimizerPart):
         return rows.view(-1)[own.start - begin : own.end - begin]
 
     def _range(self, weight: torch.nn.Parameter) -> Any:
-        """Return where this rank's range of `weight` starts and ends."""
+        """Return the start and end of this rank's range of `weight`."""
         return self.core._get_model_param_range_map(weight)["param"]
 
     def _rows(self, weight: torch.nn.Parameter) -> tuple[int, int]:
-        """Return the first of the rows that the range touches, and the one after the last."""
+        """Return the first row that the range touches, and the row after the last one."""
         own, size = self._range(weight), _row_size(weight)
         return own.start // size, -(-own.end // size)
 
@@ -81,7 +81,7 @@ def _gather(
     memory.
 
     A weight is written by the rank whose shard holds its beginning, so that every rank writes about as much as its
-    shard, and receives no more than what the last of its weights has on the ranks after it.
+    shard, and receives no more than the part of its last weight that lies on the ranks after it.
     """
     group = exchange.group_of(core.data_parallel_group)
     for buffer, ranges in zip(core.buffers, core.gbuf_ranges, strict=True):
@@ -114,7 +114,7 @@ def _gather(
 
 
 def _spans(places: Sequence[tuple[int, int]], shard_size: int, ranks: int) -> list[tuple[int, int]]:
-    """Return for every rank where in the bucket the weights begin and end that it writes."""
+    """Return for every rank the start and end, in the bucket, of the weights that it writes."""
     spans = []
     for rank in range(ranks):
         own = [(start, end) for start, end in places if start // shard_size == rank]

@@ -1,9 +1,9 @@
 """`--use-torch-fsdp2` keeps weights, gradients and optimizer state in shards, by torch's `fully_shard`.
 
-Each rank keeps its rows of every weight in fp32: at once the master copy and what is gathered (in bf16 under --bf16)
-for the forward and backward pass of a layer, and freed after it. Gradients are summed in fp32 over the data-parallel
-ranks after the backward pass of every microbatch, so that they are never whole either, and divided once, by the
-tokens of the global batch. The optimizer updates the rows as plain tensors.
+Each rank keeps its rows of every weight in fp32: at once the master copy, and the source that is gathered (in bf16
+under --bf16) for the forward and backward pass of a layer and freed after it. Gradients are summed in fp32 over the
+data-parallel ranks after the backward pass of every microbatch, so that they are never whole either, and divided once,
+by the tokens of the global batch. The optimizer updates the rows as plain tensors.
 
 Where a pipeline's schedule splits backward passes, products of weights come after the pass in which torch reduces. Then
 gradients stay whole, in fp32, until the step's last product, and are summed over the ranks once. The products need no
@@ -115,7 +115,7 @@ class FSDP2(RowSharding):
         return iter(())
 
     def _over_rows(self, groups: ProcessGroupCollection, device: Device) -> Callable[[Any], RowShardOptimizer]:
-        """From an optimizer of megatron-core to one over this rank's rows."""
+        """Return the optimizer over this rank's rows, made from one of megatron-core's."""
         dtype = getattr(torch, self.config.training.params_dtype)
         if not self.lives_on_host:
             return partial(RowShardOptimizer, compute_dtype=dtype, groups=groups)
@@ -133,7 +133,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
 
     Args:
         module: module on the meta device, so that no rank ever holds a whole weight.
-        device: what computes, and where the shards live unless they are offloaded.
+        device: device of the forward and backward passes, and of the shards unless they are offloaded.
     """
 
     def __init__(
@@ -207,8 +207,9 @@ class TorchFSDP(TorchFullyShardedDataParallel):
             parameter.grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Reduce the gradients of a step whose backward passes were split. Let gradients that megatron-core is to add
-        up over tensor-parallel ranks wait on the device until `scale_gradients`: it puts what it has added up there."""
+        """Reduce the gradients of a step whose backward passes were split. Gradients that megatron-core is to add up
+        over tensor-parallel ranks wait on the device in `main_grad`, where megatron-core puts their sum, until
+        `scale_gradients`."""
         if self.reduces_once:
             module: Any = self.module
             module.set_requires_gradient_sync(True)
@@ -239,7 +240,7 @@ def _reshard(chunks: Sequence[Any]) -> None:
 
 
 def _units(module: torch.nn.Module, *, shared: bool) -> list[torch.nn.Module]:
-    """Return what is gathered at a time, inner modules first.
+    """Return the modules whose weights are gathered together, inner modules first.
 
     The output layer's weight is read outside of its own forward pass, and belongs to the model itself; so do shared
     word embeddings, which are needed at both ends.
@@ -271,7 +272,7 @@ def _rows(parameter: DTensor, groups: ProcessGroupCollection) -> RowShard:
 
 
 def unsharded_parameters(unit: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Return inside of the unit's forward pass its own weights, gathered, without those of the units in it."""
+    """Yield the unit's own weights, gathered, inside of its forward pass; weights of units within it are left out."""
     for name, parameter in unit.named_parameters():
         if not isinstance(parameter, DTensor):
             yield name, parameter

@@ -2,8 +2,8 @@
 
 megatron-core's HybridDeviceOptimizer takes the place of the torch optimizer inside of each of its optimizers. Of the
 tensors that are updated (fp32 weights, the fp32 masters of 16-bit weights, or this rank's shards of either) it copies
-the first ones to host memory, until `--optimizer-offload-fraction` of their elements is there, and updates them there:
-gradients travel to the host, updated values back. On CPU processes "host" and "device" are the same memory; who
+the first ones to host memory, until host memory has `--optimizer-offload-fraction` of their elements, and updates the
+copies: gradients travel to the host, updated values back. On CPU processes "host" and "device" are the same memory; who
 updates what, and every copy, are as on a GPU.
 
 A master is in host memory alone. On the device it has storage only during the update, between the copy back and the
@@ -35,7 +35,7 @@ from megatron_ext.sharding.scheme import Reduced, Sharding, Watcher
 
 
 class InHostMemory(Sharding):
-    """Another scheme, whose optimizer updates in host memory what the flags say."""
+    """Wraps a scheme; the optimizer state chosen by flags lives and updates in host memory."""
 
     def __init__(self, scheme: Sharding):
         super().__init__(scheme.config)
@@ -148,7 +148,8 @@ class HostOptimizer(HybridDeviceOptimizer):
         return list(self.cpu_optimizers)
 
     def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-        """Return who updates `main`, and which tensor: itself, or its copy in host memory."""
+        """Return the torch optimizer that updates `main`, and the tensor that it updates: `main` itself, or its copy in
+        host memory."""
         return self._updates[id(main)], self.param_to_inner_param[main]
 
     def master_of(self, main: torch.Tensor) -> torch.Tensor:
@@ -168,7 +169,7 @@ class HostOptimizer(HybridDeviceOptimizer):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights that are updated in host memory there, after they were changed on the device."""
+        """Copy weights that were changed on the device to host memory, where they are updated."""
         for main, copy in self.gpu_params_map_cpu_copy.items():
             if id(main) not in self._masters:
                 copy.copy_(main)

@@ -131,15 +131,16 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
             mark(weight_of(sharded), self._rows(sharded, groups))
 
     def sync_rng_states_across_tp_group(self) -> None:
-        """Do not do what the name says: tensor-parallel ranks would draw the same dropout for different units."""
+        """Do nothing, despite the name: tensor-parallel ranks would draw the same dropout for different units."""
 
     def sharded_parameters(self) -> list[Any]:
-        """Return what the optimizer updates: fp32 masters, or fp32 weights themselves, as DTensors."""
+        """Return the DTensors that the optimizer updates: fp32 masters, or the fp32 weights themselves."""
         return [parameter for _, parameter in self.param_and_grad_buffer.optimizer_named_parameters]
 
     @contextmanager
     def raw_parameters(self) -> Iterator[None]:
-        """Make the model's parameters its weights inside, and not their shards; under ZeRO-3 they have no values."""
+        """Return a context in which the model's parameters are its weights and not their shards; under ZeRO-3 they have
+        no values."""
         fsdp: Any = self.module
         fsdp._replace_param_with_raw_if_needed()
         fsdp.is_param_fsdp_distributed = True  # or asking for a state dict would put the shards back
@@ -150,23 +151,23 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
             fsdp._replace_param_with_raw_if_needed()
 
     def _finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Wait for the reductions; under ZeRO-3 keep nothing that was gathered.
+        """Wait for the reductions; under ZeRO-3 free the gathered weights.
 
-        megatron-core keeps what is in no unit, for other modules might read it. Nobody does between steps, and the next
-        forward pass gathers it anew in any case.
+        megatron-core keeps weights that are in no unit, for other modules might read them. Nobody does between steps,
+        and the next forward pass gathers them anew in any case.
         """
         fsdp: Any = self.module
         fsdp.finish_grad_sync(force_all_reduce)
         self.free_gathered()
 
     def free_gathered(self) -> None:
-        """Free what forward passes have gathered, under ZeRO-3."""
+        """Free the weights that forward passes have gathered, under ZeRO-3."""
         if self.strategy == "optim_grads_params":
             fsdp: Any = self.module
             fsdp.all_gather_pipeline.reset(preserve_non_fsdp_units=False)
 
     def install_rows(self) -> None:
-        """Compute with what has been written into the rows."""
+        """Make the next passes compute with the values written into the rows."""
         fsdp: Any = self.module
         fsdp.install_optimized_model_weights()
         self.free_gathered()
@@ -174,8 +175,8 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
             fsdp.start_param_sync(force_sync=True)
 
     def held_weights(self) -> Iterator[torch.Tensor | None]:
-        """Yield what lies in memory of the weights: the buffers, what is gathered and not yet freed, the modules'
-        own."""
+        """Yield the memory of the weights: the buffers, gathered weights that are not yet freed, the modules' own
+        weights."""
         for group in self.param_and_grad_buffer.parameter_groups:
             yield from (weight.data for weight in group.params)
             # Where copies are divided, a rank's weights are in the second, of which its own rows are a part.
@@ -208,7 +209,8 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
 
 
 def _units(module: torch.nn.Module) -> list[type[torch.nn.Module]]:
-    """Return the classes of what is gathered at a time, of which those inside another are part of that.
+    """Return the classes of modules whose weights are gathered together; a module inside another one belongs to the
+    outer.
 
     Tied word embeddings are read at both ends of the forward pass, and are in no unit.
     """
@@ -239,7 +241,7 @@ def _holders_of_one_copy(chunk: MegatronFSDPChunk, groups: ProcessGroupCollectio
 
 
 class MegatronFSDPOptimizer(RowShards, DistributedOptimizer):
-    """megatron-core's distributed optimizer, which has a second life for its FSDP, over rows."""
+    """megatron-core's distributed optimizer in the form that its FSDP uses, over rows."""
 
     def __init__(
         self,
@@ -268,7 +270,7 @@ class MegatronFSDPOptimizer(RowShards, DistributedOptimizer):
         self.attach_gradients()
 
     def reload_model_params(self, state_dict: None = None) -> None:
-        """Do the reverse of what the name says: the rows are the masters; the weights follow them."""
+        """Copy the rows to the weights, the reverse of the name: the rows are the masters."""
         for chunk in self.model_chunks:
             assert isinstance(chunk, MegatronFSDPChunk)
             chunk.install_rows()

@@ -1,5 +1,5 @@
-"""The optimizers of a run as the rest of the program sees them: what they update, who updates it, and what of the state
-this rank keeps, saves and reads."""
+"""The optimizers of a run as the rest of the program sees them: the tensors that they update, who updates them, and the
+state that this rank keeps, saves and reads."""
 
 import operator
 import weakref
@@ -35,7 +35,7 @@ IN_PLACE = Exchange(lambda group: group, None)
 
 
 class Updater(Protocol):
-    """Who updates the tensors of an optimizer."""
+    """The torch optimizers that update the tensors of one of megatron-core's optimizers."""
 
     @property
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -48,7 +48,7 @@ class Updater(Protocol):
         ...
 
     def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-        """Return which of them updates `main`, and the tensor by which it knows it: the key of its state."""
+        """Return the torch optimizer that updates `main`, and the tensor that is the key of its state."""
         ...
 
     def master_of(self, main: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,8 @@ class OptimizerPart:
         self.updater: Updater = OnDevice(self.core.optimizer)
 
     def main_parameters(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yield every weight of the model with what is updated: itself, its fp32 copy, or a shard of either."""
+        """Yield every weight of the model with the tensor that is updated: itself, its fp32 copy, or a shard of
+        either."""
         if isinstance(self.core, FP32Optimizer):
             for group in self.core.optimizer.param_groups:
                 yield from zip(group["params"], group["params"], strict=True)
@@ -109,25 +110,25 @@ class OptimizerPart:
         return weight.dtype != torch.float32
 
     def own(self, weight: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-        """Return those of `values`, which are shaped as `weight` is on this rank, that this rank updates."""
+        """Return the part of `values` that this rank updates; `values` has the shape of `weight` on this rank."""
         return values
 
     def rows_to_read(self, weight: torch.nn.Parameter) -> Sequence[RowShard] | None:
-        """Return the rows of `weight`, in their order, whose state holds what this rank keeps of it; None for all."""
+        """Return the rows of `weight`, in their order, whose state includes this rank's part of it; None for all."""
         shard = row_shard(weight)
         return None if shard is None else [shard]
 
     def to_read(self, weight: torch.nn.Parameter, state: State) -> State:
-        """Return tensors that a checkpoint's state of `weight` can be read into: of all its rows, or of those of
+        """Return tensors into which the state of `weight` can be read from a checkpoint: for all its rows, or for
         `rows_to_read`.
 
         Args:
-            state: of `weight`, as this rank keeps it.
+            state: optimizer state of `weight`, as this rank keeps it.
         """
         return state
 
     def own_of_rows(self, weight: torch.nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
-        """Return what this rank keeps of the state of `weight`, from that of the rows of `rows_to_read`."""
+        """Return the state of `weight` that this rank keeps, cut out of the state of `rows_to_read`."""
         return rows
 
     def to_save(
@@ -136,7 +137,7 @@ class OptimizerPart:
         """Return the state that this rank writes. Collective over data-parallel ranks that divide it in flat ranges.
 
         Args:
-            states: what this rank keeps (or a copy of it), by the weight's id().
+            states: state that this rank keeps (or a copy of it), by the weight's id().
             moments: names of the optimizer's tensors, masters aside.
             exchange: how shards move between ranks.
         Returns:
@@ -159,13 +160,13 @@ _left_out: weakref.WeakKeyDictionary[Any, _LeftOut] = weakref.WeakKeyDictionary(
 def outside_norm(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
     """Yield this rank's gradients that are not in the global norm.
 
-    The norm leaves out what it would count twice: all but the first tensor-parallel rank's gradient of a replicated
-    parameter, and the last stage's of tied embeddings. They update copies of the weight all the same.
+    The norm leaves out gradients that it would count twice: all but the first tensor-parallel rank's gradient of a
+    replicated parameter, and the last stage's of tied embeddings. They update copies of the weight all the same.
     """
     for part in optimizer.chained_optimizers:
         having = [main for main in part.get_parameters() if main.grad is not None]
         known = _left_out.get(part)
-        # What is left out follows from marks of the weights, which the engine asks for one by one.
+        # Which gradients are left out follows from marks of the weights, which the engine asks for one by one.
         if known is None or len(known.having) != len(having) or not all(map(operator.is_, known.having, having)):
             # Not by the part's own method, which may return the norm of what it stands for.
             counted = {id(gradient) for gradient in MegatronOptimizer.get_grads_for_grad_norm(part)}

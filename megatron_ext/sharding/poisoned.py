@@ -20,8 +20,8 @@ from megatron_ext.sharding.scheme import Sharding
 
 
 def poisoned(scheme: Sharding) -> Sharding:
-    """Return the scheme, whose chunks hold NaN in the place of what is gathered later: after an update, and wherever a
-    pass frees what it has gathered."""
+    """Return the scheme, whose chunks hold NaN in place of weights that are gathered later: after an update, and
+    wherever a pass frees the weights that it has gathered."""
     shard, finish_update = scheme.shard, scheme.finish_update
     poisons: list[Callable[[], None]] = []
 
@@ -42,7 +42,7 @@ def poisoned(scheme: Sharding) -> Sharding:
 
 @singledispatch
 def _poison_of(chunk: Any) -> Callable[[], None]:
-    """Return what puts NaN in the place of the weights of `chunk` that are gathered before their next use."""
+    """Return a function that overwrites with NaN the weights of `chunk` that are gathered before their next use."""
     raise AssertionError(f"{type(chunk).__name__}: what does it gather?")
 
 

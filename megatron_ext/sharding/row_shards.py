@@ -1,5 +1,5 @@
-"""What FSDP2 and Megatron-FSDP have in common: rows of every weight, and optimizers over this rank's as plain tensors.
-torch's optimizers, norms and clipping then do not know of shards."""
+"""Row shards, for FSDP2 and Megatron-FSDP: every weight is divided by rows, and optimizers see this rank's rows as
+plain tensors. torch's optimizers, norms and clipping then do not know of shards."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,7 +38,7 @@ class RowSharding(Sharding):
 
 
 class RowShards:
-    """Holds what such optimizers have in common. Made from what megatron-core builds over the weights, before its
+    """Base of the optimizers over rows. Made from the optimizer that megatron-core builds over the weights, before its
     use."""
 
     optimizer: torch.optim.Optimizer
@@ -46,7 +46,7 @@ class RowShards:
     """Every weight, and the rows that are updated."""
 
     compute_dtype: torch.dtype
-    """In which the forward pass computes; the rows are fp32."""
+    """Dtype of the forward pass; the rows are fp32."""
 
     _sources: list[torch.nn.Parameter]
 
@@ -54,7 +54,8 @@ class RowShards:
         """Optimize rows in place of whole parameters.
 
         Args:
-            weight_of: from what the optimizer was built over, which gets the gradients, to the model's weight.
+            weight_of: maps a parameter that the optimizer was built over, which gets the gradients, to the model's
+                weight.
         """
         self.compute_dtype = compute_dtype
         self.weights, self._sources = [], []
@@ -100,11 +101,11 @@ class RowShardOptimizer(RowShards, FP32Optimizer):
 
 
 class HostRowOptimizer(RowShardOptimizer):
-    """The same over rows in host memory, which torch updates there.
+    """megatron-core's fp32 optimizer over rows in host memory, where torch updates them.
 
     Args:
-        device: what computes, and adds up norms.
-        config: says which optimizer of torch updates.
+        device: device of the forward and backward passes; norms are added up on it.
+        config: chooses the torch optimizer.
     """
 
     def __init__(
@@ -121,13 +122,13 @@ class HostRowOptimizer(RowShardOptimizer):
             self.optimizer = over(self.optimizer.param_groups, config)
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """Return one element on the device, whose norm is that of this rank's gradients."""
+        """Return one element on the device, whose norm equals the norm of this rank's gradients."""
         norms = [torch.norm(gradient) for gradient in super().get_grads_for_grad_norm(grad_norm_group)]
         return [torch.norm(torch.stack(norms)).view(1).to(self._device)] if norms else []
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return this rank's rows of the reduced gradient; without rows an empty tensor."""
+    """Return this rank's rows of the reduced gradient; an empty tensor where this rank has none."""
     shard = row_shard(parameter)
     assert shard is not None
     gradient: Any = parameter.grad
@@ -135,7 +136,8 @@ def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _optimized(weight: torch.nn.Parameter) -> torch.Tensor:
-    """Return the rows of the weight, with the marks by which megatron-core tells copies from parts."""
+    """Return the rows of the weight, with the attributes by which megatron-core tells replicated weights from divided
+    ones."""
     shard = row_shard(weight)
     assert shard is not None
     rows: Any = shard.local.detach()

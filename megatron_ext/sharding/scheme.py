@@ -1,4 +1,4 @@
-"""What a sharding scheme does for the rest of the program, which does not ask which scheme it is."""
+"""The interface of a sharding scheme: the rest of the program calls it and does not ask which scheme it is."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -22,14 +22,14 @@ Reduced = Iterator[tuple[torch.nn.Parameter, torch.Tensor]]
 
 
 class Watcher(Protocol):
-    """Who wants to see this rank's own gradients before they are mixed with those of other ranks."""
+    """An observer of this rank's own gradients before their reduction over ranks."""
 
     def register(self, chunk: _BaseDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
         """Learn the parameters of `chunk`, and return them with their global names. Call it once for each chunk."""
         ...
 
     def watch(self, name: str, weight: torch.Tensor) -> None:
-        """Look at every gradient that autograd makes of `weight`, which `name` is the global name of."""
+        """Look at every gradient that autograd computes for `weight`, whose global name is `name`."""
         ...
 
     def before_reduction(self, parameters: Sequence[Any]) -> None:
@@ -50,7 +50,7 @@ class Sharding(ABC):
     """Whether the output layer's weight stays where its forward pass has it, or is gathered again for the backward."""
 
     lives_on_host = False
-    """Whether weights, gradients and optimizer state are kept in host memory, and are communicated from there."""
+    """Whether weights, gradients and optimizer state are kept in host memory and communicated from host memory."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -89,14 +89,14 @@ class Sharding(ABC):
         """Return a context in which all parameters of the chunks are up to date."""
 
     def gathered_before_update(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
-        """Return a context for another forward pass between the gradients of a step and its update: the weights are
-        those of the passes before, and the next step must still fetch what the update makes of them."""
+        """Return a context for another forward pass between the gradients of a step and its update: the weights are the
+        ones that the passes before used, and the next step must still gather the updated ones."""
         return self.gathered(chunks)
 
     def averaged(
         self, optimizer: ChainedOptimizer, chunks: Sequence[_BaseDataParallel]
     ) -> AbstractContextManager[None]:
-        """Return a context in which the weights are the averages that the optimizer of these chunks keeps of them.
+        """Return a context in which the weights are replaced by the averages that the optimizer of these chunks keeps.
         Collective."""
         return averaged(self.parts(optimizer))
 
@@ -119,7 +119,7 @@ class Sharding(ABC):
         """Return the ranks that hold one copy of the model together.
 
         Returns:
-            Those of all weights but the matrices of routed experts, and those of these.
+            The group for all weights but the matrices of routed experts, and the group for these matrices.
         """
 
     @abstractmethod
@@ -128,10 +128,10 @@ class Sharding(ABC):
 
     @abstractmethod
     def held_gradients(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
-        """Yield the tensors that hold its gradients, but for the `grad` of what the optimizer updates."""
+        """Yield the tensors that hold its gradients, except the `grad` of tensors that the optimizer updates."""
 
     def finish_update(self, optimizer: ChainedOptimizer) -> None:  # noqa: B027 (most have nothing to free)
-        """Free what only the update needed. Call it after every update."""
+        """Free memory that only the update needed. Call it after every update."""
 
     def reload_masters(self, optimizer: ChainedOptimizer) -> None:
         """Make every fp32 master from the weights of the model; where rows are the masters, the weights from them."""
@@ -141,10 +141,10 @@ class Sharding(ABC):
 
 @contextmanager
 def averaged(parts: Sequence[OptimizerPart]) -> Iterator[None]:
-    """Exchange weights and averages inside, in whatever scheme; before the first update nothing. Collective.
+    """Exchange weights and averages inside the context, in any scheme; do nothing before the first update. Collective.
 
     Args:
-        parts: those of the run's optimizer, none in host memory.
+        parts: parts of the run's optimizer, none in host memory.
     """
     _exchange(parts)
     try:

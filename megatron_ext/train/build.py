@@ -1,6 +1,6 @@
-"""Wire a run: groups, model, what divides it over data-parallel ranks, optimizer, data, in this order.
+"""Wire a run: groups, model, sharding scheme, optimizer, data, in this order.
 
-Each room makes its own part of it; this file alone calls them together, and hands what one has made to the next.
+Each room makes its own part of it; this file alone calls them together, and hands the results of one to the next.
 """
 
 import hashlib
@@ -131,7 +131,8 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
 def schedule_of_passes(
     config: Config, groups: ProcessGroupCollection, core: TransformerConfig
 ) -> Callable[..., list[Any]]:
-    """Return what runs the passes of a step: the engine's function, or what follows a table of --pipeline-schedule."""
+    """Return the function that runs a step's forward and backward passes: megatron-core's, or the runtime of the table
+    that --pipeline-schedule names."""
     split_backward.split(splits_backward(config.layout))
     if config.layout.table is None or groups.pp.size() == 1:
         engine: Any = get_forward_backward_func(groups.pp.size(), core.virtual_pipeline_model_parallel_size)
@@ -147,7 +148,7 @@ def captured_passes(
     chunks: Sequence[torch.nn.Module],
     watch: GradientWatch,
 ) -> CapturedPasses | None:
-    """Return what captures the passes of a step where the configuration has graphs of them; None elsewhere."""
+    """Return the object that captures a step's passes as CUDA graphs; None where the configuration makes no graphs."""
     if not makes_graphs(config):
         return None
     assert device.kind == "cuda", "resolved: CPU processes have no CUDA graphs"
@@ -273,8 +274,8 @@ def with_chosen_gemm(config: Config, device: Device, resume: Resume | None) -> C
     """Return the configuration with --cpu-gemm auto replaced by the library that multiplies fp32 matrices on a CPU, the
     same on all ranks. Collective, where it is measured.
 
-    The libraries round differently. A resumed run therefore keeps that of its checkpoint, so that it goes on with the
-    same bits: the choice is part of the configuration that a checkpoint holds.
+    The libraries round differently. A resumed run therefore keeps the library of its checkpoint, so that it goes on
+    with the same bits: the choice is part of the configuration that a checkpoint holds.
     """
     training = config.training
     if device.kind != "cpu" or training.cpu_gemm != "auto" or training.params_dtype != "float32":

@@ -148,7 +148,8 @@ def _fields(batch: Batch) -> dict[str, torch.Tensor | None]:
 
 @contextmanager
 def _no_generators() -> Iterator[None]:
-    """Take megatron-core's generators away: nothing draws from them, and a graph takes only those of another kind."""
+    """Take megatron-core's generators away: nothing draws from them, and a graph takes only generators of another
+    kind."""
     tracker: Any = get_cuda_rng_tracker()
     states = tracker.get_states()
     tracker.set_states({})

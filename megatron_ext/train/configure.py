@@ -53,15 +53,15 @@ _OPTIONAL_PACKAGES = ("apex", "comet_ml", "fla", "mlflow", "trackio", "transform
 
 @dataclass(frozen=True)
 class Configured:
-    """A checked configuration, and what it was made from."""
+    """A checked configuration, and the inputs that it was made from."""
 
     config: Config
     typed: Typed
-    """What the user typed, with what the flags ask for from the checkpoint."""
+    """The flags that the user typed, with the values that these take from the checkpoint."""
     command_line: Typed
-    """What the user typed."""
+    """The flags as the user typed them."""
     search: Search | None = None
-    """What is in the --load folder; None without --load."""
+    """Contents of the --load folder; None without --load."""
     resume: Resume | None = None
     """The checkpoint that `config` was made with."""
     begins_stage: bool = False
@@ -75,9 +75,9 @@ def configure(argv: Sequence[str], *, believing: bool = False, world_size: int |
 
     Args:
         argv: the command line, without the program's name.
-        believing: whether --dry-run believes what this machine does not have (`train.dry_run_assumptions`), as where
-            only a layout is asked for.
-        world_size: number of ranks; default that of the launch.
+        believing: whether --dry-run assumes what this machine does not have (`train.dry_run_assumptions`), for example
+            where only a layout is asked for.
+        world_size: number of ranks; default: the world size of the launch.
     Raises:
         ConfigurationError: the flags cannot work; the message has every problem that was found.
         DataError: the configuration of the checkpoint is no file, or a link out of it.
@@ -87,7 +87,7 @@ def configure(argv: Sequence[str], *, believing: bool = False, world_size: int |
 
 
 def configure_typed(typed: Typed, *, believing: bool = False, world_size: int | None = None) -> Configured:
-    """Resolve and validate what was parsed; arguments and errors as `configure`."""
+    """Resolve and validate parsed flags; arguments and errors as `configure`."""
     unusable = path_problems(typed.values)
     if unusable:
         raise ConfigurationError([*typed.problems, *unusable])
@@ -112,7 +112,7 @@ def configure_for(configured: Configured, resume: Resume | None) -> Configured:
 
     Args:
         configured: result of `configure`.
-        resume: what all ranks have agreed on; None where nothing will be loaded.
+        resume: the checkpoint that all ranks have agreed on; None where nothing will be loaded.
     Raises:
         ConfigurationError: the flags do not fit that checkpoint.
     """
@@ -144,7 +144,7 @@ def _configured(
     made: list[tuple[Stage, dict[str, Any], Facts, Config]] = []
     for stage in stages:
         values = stage.of(typed.values)
-        # Where a stage begins, the checkpoint is that of the one before.
+        # Where a stage begins, the checkpoint is from the stage before.
         was = saved if saved is None or stage.first < begun else stage.of(saved)
         missing = missing_paths(values) if stage.values and not believing else facts.missing_paths
         of_stage = replace(facts, saved=was, missing_paths=missing)
@@ -177,11 +177,11 @@ def _configured(
 
 
 _NOT_AGAIN = ("finetune", "no_load_optim", "no_load_rng", "ckpt_step", "moe_use_upcycling")
-"""Fields of what is loaded at the start of a run, and not at that of its later stages."""
+"""Flags about loading that hold at the start of a run, and not at the start of its later stages."""
 
 
 def next_stage(configured: Configured) -> Configured:
-    """Return the configuration of the stage that follows, which goes on from what this one has saved.
+    """Return the configuration of the stage that follows, which resumes from the checkpoint that this one has saved.
 
     Raises:
         ConfigurationError: the flags do not fit that checkpoint.
@@ -276,7 +276,7 @@ def _not_grouped(config: Config) -> str | None:
 
 
 def _without_graphs(typed: Typed, config: Config, facts: Facts) -> Iterator[str]:
-    """Yield what a run that was to have CUDA graphs says where it has none, or others than the flags say."""
+    """Yield warnings of a run that asks for CUDA graphs and has none, or others than the flags say."""
     if typed.values.get("cuda_graph_impl") != FULL_ITERATION:
         return  # config/parse/ineffective_flags.py knows the others
     steps = typed.values.get("cuda_graph_warmup_steps")
@@ -304,7 +304,7 @@ def _other_seed(config: Config, facts: Facts) -> list[str]:
 
 
 def _forgetful_restarts(config: Config) -> list[str]:
-    """Return a warning where torchrun's restarts do not go on from what the run saves."""
+    """Return a warning where torchrun's restarts do not resume from the run's own checkpoints."""
     save, load, left = config.checkpoint.save, config.checkpoint.load, environment.attempts_left()
     if not left or save is None or (load is not None and os.path.realpath(load) == os.path.realpath(save)):
         return []
@@ -344,7 +344,8 @@ def _missing_checkpoint(values: Mapping[str, Any], search: Search | None) -> str
 
 
 def _other_curves(config: Config, facts: Facts, iteration: int = 0) -> list[str]:
-    """Return why the run would go on along other curves than it began; empty where it does not, or is meant to.
+    """Return the reasons why the run would go on with other learning-rate or weight-decay curves than it began with;
+    empty where it does not, or is meant to.
 
     Args:
         iteration: after which it goes on. A step that the loss scale skips counts here, and not for the curves.
@@ -374,8 +375,8 @@ def _other_curves(config: Config, facts: Facts, iteration: int = 0) -> list[str]
 def _differences_of_curves(config: Config, before: Config, position: int) -> list[str]:
     """Return how the curves that make the values of the steps from `position` on (in samples) other than `before`.
 
-    A curve whose length is the run's says nothing of what comes after the run's last step. That step is always
-    compared: a rate that has decayed does not rise again unnoticed.
+    A curve whose length is the run's says nothing of steps after the run's last one. That step is always compared: a
+    rate that has decayed does not rise again unnoticed.
     """
     ended, end = run_samples(before), run_samples(config)
     first = min(position, max(ended - before.training.global_batch_size, 0))
@@ -412,14 +413,14 @@ def _listed(groups: Sequence[str] | None) -> str:
 
 
 def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
-    """Read what the configuration depends on outside of the flags: ranks, the machine, files, the vocabulary.
+    """Read the facts outside of the flags that the configuration depends on: ranks, the machine, files, the vocabulary.
 
     Args:
-        typed: what the user typed.
-        search: what is in its --load folder; default nothing is said of it.
+        typed: the flags that the user typed.
+        search: contents of its --load folder; default: unknown.
     """
     found = {name: value for facts_of in brought("facts") for name, value in facts_of(typed.values).items()}
-    # NullTokenizer has as many ids as are asked for: those of the model, if it has a size.
+    # NullTokenizer has as many ids as are asked for: the number of the model, if it has a size.
     model = found.get("huggingface", {})
     sizes = {"vocab_size": model["vocab_size"]} if "vocab_size" in model else {}
     vocab_size, tokenizer_error = _vocabulary({**sizes, **typed.values})
@@ -465,7 +466,7 @@ def _unreadable_samples(words: Sequence[str] | None) -> str | None:
 
 
 def _missing_compiler() -> str | None:
-    """Return the C++ compiler that is not there, looked for as torch's compiler does."""
+    """Return the C++ compiler that torch's compiler would call, if it is not installed; None if it is."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     return compiler if shutil.which(compiler) is None else None
 

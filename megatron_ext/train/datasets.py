@@ -1,7 +1,7 @@
-"""Makes the datasets of a run, and checks whether they are those of the checkpoint that it goes on from.
+"""Makes the datasets of a run, and checks whether they match the checkpoint that the run resumes from.
 
-Also which data files a rank compares with the checksums of their manifests, and when (--verify-data): before the first
-step, or while the run trains on them.
+It also says which data files a rank compares with the checksums of their manifests, and when (--verify-data): before
+the first step, or while the run trains on them.
 """
 
 import os
@@ -64,8 +64,8 @@ def samples_of_step(config: Config, step: int) -> range:
 def samples_of_order(config: Config, resume: Resume | None) -> int:
     """Return the number of samples that the training order is made for.
 
-    megatron-core's order depends on it where the data is read more than once. A run that goes on from a checkpoint,
-    with another batch size or end, therefore takes that of the checkpoint, as long as it is enough.
+    megatron-core's order depends on it where the data is read more than once. A run that resumes with another batch
+    size or end therefore takes the number in the checkpoint's data record, as long as it is enough.
     """
     needed = samples_of_run(config).train
     record = resume.data_record if resume is not None else None
@@ -128,7 +128,7 @@ def _warn_of_masks_that_are_not_read(config: Config) -> None:
 
 
 def _judged_tokenizers(config: Config, tokenizer: Tokenizer) -> list[Judged]:
-    """Yield what there is to say of the tokenizers of the data, once for each file."""
+    """Yield warnings about the tokenizers of the data, once for each file."""
     if config.data.mock_data:
         return []
     splits = [files for split in SPLITS if (files := split_files(config, split)) is not None]
@@ -138,7 +138,7 @@ def _judged_tokenizers(config: Config, tokenizer: Tokenizer) -> list[Judged]:
 
 
 def check_data_is_that_of_the_checkpoint(run: Run, resume: Resume) -> None:
-    """Compare the data with what the checkpoint was trained on. Collective.
+    """Compare the data with the data that the checkpoint was trained on. Collective.
 
     Raises:
         DataError: the data differs, on some node; every rank names it. --accept-changed-data makes it a warning.
@@ -168,7 +168,8 @@ def record_of_run(config: Config, train: Samples, resume: Resume | None) -> dict
 
 
 def check_before_the_first_step(config: Config) -> None:
-    """Compare what --verify-data asks for before the run begins. Collective where there is a process group.
+    """Compare the data blocks that --verify-data asks for before the run begins with their checksums. Collective where
+    there is a process group.
 
     Raises:
         DataError: a block is not as it was written; the same on every rank.
@@ -198,7 +199,7 @@ def blocks_of_run(config: Config) -> tuple[list[Block], list[str]]:
 
 
 def share(blocks: list[Block]) -> list[Block]:
-    """Return this rank's part of what the ranks of one machine compare together."""
+    """Return this rank's part of the blocks that the ranks of one machine compare together."""
     return blocks[environment.local_rank() :: environment.local_world_size()]
 
 
@@ -206,7 +207,7 @@ class DataCheck(Callback):
     """Ends the run, with exit code 65, at the end of the step in which a damaged block was found.
 
     Args:
-        blocks: what this rank compares: its share of what the ranks of its machine read.
+        blocks: blocks that this rank compares: its share of the blocks that the ranks of its machine read.
     """
 
     def __init__(self, blocks: list[Block]):

@@ -1,8 +1,8 @@
-"""What a step needs whose numbers are read when the next one is under way, so that a GPU always has work before it.
+"""Lets the host read a step's numbers while the next step is under way, so that a GPU always has work queued.
 
 `train.step.train_step` computes loss, tokens, norm, whether all is finite and who asks to stop on the device. Where the
-host reads them after the update, a guard on the device stands in for the check: the update takes from there whether it
-changes anything, and after a bad step no later one does, until the host has read of it and ends the run.
+host reads them after the update, a guard on the device takes the place of the check: it decides whether the update
+changes anything, and after a bad step no later update does, until the host has read the numbers and ends the run.
 """
 
 import torch

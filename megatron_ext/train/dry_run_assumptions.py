@@ -1,4 +1,5 @@
-"""Believes what a dry run cannot see: the layout is judged for the machines that it is meant for, not for this one."""
+"""Assumes facts that a dry run cannot see: the layout is judged for the machines that it is meant for, not for this
+one."""
 
 import os
 from collections.abc import Iterator
@@ -16,10 +17,10 @@ _USUAL_VOCABULARIES = {"SentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 
 
 
 def assumed_facts(facts: Facts, typed: Typed) -> tuple[Facts, list[str]]:
-    """Return the facts of a machine that has what the flags of a dry run name, and one warning about what this machine
-    does not have of it; none where it has all.
+    """Return the facts of a machine that has everything that the flags of a dry run name, and one warning about the
+    things that this machine lacks; none where it has all.
 
-    What the flags say against each other is not believed: `--device cpu` has no GPU.
+    Flags that contradict each other are not believed: `--device cpu` has no GPU.
     """
     missing = dict(_missing(facts, typed))
     if not missing:
@@ -32,7 +33,7 @@ def assumed_facts(facts: Facts, typed: Typed) -> tuple[Facts, list[str]]:
 
 
 def _missing(facts: Facts, typed: Typed) -> Iterator[tuple[str, dict]]:
-    """Yield what is missing, and the facts with which it would be there."""
+    """Yield the name of each missing requirement, and the facts that would meet it."""
     values = typed.values
     given = [(option, values[option.name]) for option in options() if option.name in values]
     asked = [option.typed(value) for option, value in given if value in option.needs_gpu]
@@ -58,8 +59,7 @@ def _missing(facts: Facts, typed: Typed) -> Iterator[tuple[str, dict]]:
 
 
 def _missing_tokenizer(facts: Facts, typed: Typed) -> Iterator[tuple[str, dict]]:
-    """Yield the tokenizer whose files are not there: the size of its vocabulary is what the flags say, or a usual
-    one."""
+    """Yield the tokenizer whose files are missing; its vocabulary size is taken from the flags, or is a usual one."""
     values = typed.values
     absent = [path for name in _TOKENIZER_FILES if (path := values.get(name)) and not os.path.exists(path)]
     known = _GPT2_VOCABULARY if values.get("tokenizer_type") == "GPT2BPETokenizer" else None

@@ -1,4 +1,5 @@
-"""What a user's own code brings to a run: callbacks, datasets, a loss, layers, an optimizer, a learning-rate schedule.
+"""Holds the parts that a user's own code brings to a run: callbacks, datasets, a loss, layers, an optimizer, a
+learning-rate schedule.
 
     pretrain(flags, callbacks=[Mine()], datasets=my_datasets, loss=my_loss, layer_spec=my_layer)
 
@@ -80,8 +81,8 @@ class Extensions:
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Return a context at whose end the own optimizer is forgotten that `applied` has registered: the next run may
-        have another of its name. A run is within."""
+        """Return a context for a run. On exit, unregister the user's optimizer that `applied` has registered: the next
+        run may have another one of its name."""
         known = set(OPTIMIZERS)
         try:
             yield
@@ -90,7 +91,8 @@ class Extensions:
                 OPTIMIZERS.pop(self.optimizer.name, None)
 
     def made_callbacks(self) -> list["Callback"]:
-        """Return the own callbacks, made where a class or function stands for one. The engine must be there.
+        """Return the user's callbacks; a class or function in the list is called to make one. This imports
+        megatron-core.
 
         Raises:
             ConfigurationError: one of them is no callback.
@@ -157,7 +159,7 @@ class Extensions:
         return replace(config, optimizer=replace(config.optimizer, optimizer=traits.name))
 
     def warnings(self, typed: Mapping[str, Any]) -> list[str]:
-        """Return what of the values that the user typed, by field name, changes nothing next to the own parts."""
+        """Return warnings of typed values, given by field name, that have no effect next to the user's own parts."""
         uncaptured = self._uncaptured() if typed.get("cuda_graph_impl") == FULL_ITERATION else []
         return [graphs_warning(uncaptured)] if uncaptured else []
 

@@ -1,4 +1,4 @@
-"""Remembers whether this rank's own gradients were finite before they were mixed with those of other ranks.
+"""Remembers whether this rank's own gradients were finite before the reduction over ranks.
 
 After the reduction every data-parallel rank holds the same NaN and nobody can say whose it was. So each gradient's norm
 is taken just before its reduction (one pass, no synchronization with the host); only when the gradients that the update
@@ -19,16 +19,16 @@ from megatron_ext.sharding.scheme import Sharding
 
 
 class Finding(NamedTuple):
-    """Says what a rank found wrong."""
+    """A problem that a rank found in its gradients."""
 
     position: tuple[int, int]
-    """Place in the order of a forward pass. NaN spreads backward, so that of all findings the last one is the cause."""
+    """Place in the order of a forward pass. NaN spreads backward, so the finding with the last place is the cause."""
 
     text: str
 
 
 class Seen(NamedTuple):
-    """What the watch has seen of passes that are to be replayed without their hooks."""
+    """Observations of passes that are to be replayed without their hooks."""
 
     reduced: Sequence[Sequence[Any]]
     """Parameters whose gradients were reduced together, of a rank that is alone."""
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 @dataclass
 class Evidence:
-    """Holds what the watch has seen of one step, on the device."""
+    """Observations of one step, on the device."""
 
     loss: torch.Tensor
     """This rank's part of the loss, a scalar that is written when the forward passes are done."""
@@ -49,7 +49,7 @@ class Evidence:
     that the update has taken, or none."""
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Sums of gradients that were never there as a whole, by the global name of their weight."""
+    """Sums of gradients that never existed as whole tensors, by the global name of their weight."""
 
 
 class GradientWatch:
@@ -73,7 +73,7 @@ class GradientWatch:
             sharding.watch(chunk, self)
 
     def begin(self, loss: torch.Tensor) -> Evidence:
-        """Return where everything goes that is seen from now on, until the next step begins.
+        """Return the record of all observations from now on, until the next step begins.
 
         Args:
             loss: this rank's part of the loss of the step that begins, a scalar on the device to be written later.
@@ -83,7 +83,7 @@ class GradientWatch:
         return self._evidence
 
     def is_of_these_gradients(self, evidence: Evidence) -> bool:
-        """Return whether the gradients that `evidence` tells of are still there: no step has begun since."""
+        """Return whether the gradients that `evidence` describes still exist: no step has begun since."""
         return evidence is self._evidence
 
     def diagnose(self, evidence: Evidence) -> Finding | None:
@@ -144,13 +144,14 @@ class GradientWatch:
             self._evidence.norms.append(_norms(parameters))
 
     def seen(self) -> Seen:
-        """Return what was seen since `begin`."""
+        """Return the observations since `begin`."""
         assert self._evidence is not None, "no step was begun"
         assert not self._evidence.sums, "gradients that are never there as a whole are not replayed"
         return Seen(tuple(self._reduced), tuple(self._evidence.norms))
 
     def see_again(self, seen: Seen) -> None:
-        """See what passes of this step have replayed: copies, which stay as they are when the next step is replayed."""
+        """Take over the observations of this step's replayed passes: copies, which stay as they are when the next step
+        is replayed."""
         assert self._evidence is not None, "no step was begun"
         self._reduced[:] = seen.reduced
         self._evidence.norms[:] = [(parameters, torch.stack([*norms]).unbind()) for parameters, norms in seen.norms]

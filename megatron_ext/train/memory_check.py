@@ -1,6 +1,6 @@
-"""Will the run fit into memory, and where it did not: what held how much, and which flag helps.
+"""Checks whether the run fits into memory; after running out of memory, says what held how much and which flag helps.
 
-The bytes are those of the planner's formulas (`cost/memory.py`), which know nothing of libraries, communication buffers
+The bytes come from the planner's formulas (`cost/memory.py`), which know nothing of libraries, communication buffers
 and what the allocator loses between blocks. A run is refused only if weights, gradients and optimizer alone cannot fit,
 and warned of if everything together comes near to what there is.
 """
@@ -23,13 +23,13 @@ _TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "n
 
 
 def check_it_fits(config: Config, device: Device) -> None:
-    """Compare what the run will need with what this machine has; one rank of each machine warns.
+    """Compare the memory that the run will need with this machine's; one rank of each machine warns.
 
     Raises:
-        ConfigurationError: what a rank keeps between steps is more than all memory.
+        ConfigurationError: weights, gradients and optimizer state of a rank are more than all memory.
     """
     ranks = environment.local_world_size()
-    if device.kind == "cpu":  # its memory is that of all its ranks, of whatever stages
+    if device.kind == "cpu":  # a machine's memory is shared by all its ranks, of whatever stages
         _check_what_is_kept(config, device, ranks)
         _warn_if_near(config, device, ranks)
         return

@@ -63,7 +63,8 @@ def pretrain(
     Args:
         config: flags as for pretrain_gpt.py, or what `configure` made of them.
         status: kept up to date for the report of a failure; `megatron_ext.cli.pretrain.start` makes that report.
-        callbacks: called after those that the flags ask for; or functions that make one, once the engine is there.
+        callbacks: called after those that the flags ask for; or functions that make one, once megatron-core may be
+            imported.
         datasets: makes the datasets of the run, in place of those that the flags name.
         loss: returns the loss of every token, in place of the cross-entropy.
         layer_spec: changes the spec of each layer.
@@ -120,8 +121,9 @@ def pretrain(
 
 
 class _Requests(ExitStack):
-    """Watches for requests to stop, from the steps of the first stage to the end of those of the last: one that comes
-    while a stage is saved or the next is built stops the run after the first step of that one, and is saved."""
+    """Watches for requests to stop, from the first step of the first stage to the last step of the last stage. A
+    request that comes while a stage is saved or the next is built stops the run after the next stage's first step,
+    which is saved."""
 
     signals: SignalWatcher | None = None
 
@@ -148,7 +150,7 @@ def _train_stage(
     ends: ExitStack,
     requests: _Requests,
 ) -> "tuple[Run, History, str | None]":
-    """Build the run, load what it goes on from, and train to the end of its stage, or of the run.
+    """Build the run, load its checkpoint, and train to the end of its stage, or of the run.
 
     Returns:
         The run, its losses, and why it ended before the planned end.
@@ -156,7 +158,7 @@ def _train_stage(
     from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
 
     configured = _with_agreed_checkpoint(configured, extensions)
-    if extensions.layer_spec is None:  # the formulas are those of our layers
+    if extensions.layer_spec is None:  # the formulas describe our layers
         check_it_fits(configured.config, here)
     with telling_of_memory(configured.config, here):
         configured, attention = _with_chosen_kernels(configured, here)
@@ -180,7 +182,7 @@ def _process_given_back(config: Config, status: RunStatus | None) -> Iterator[tu
     """Leave the process as it was, unless somebody ends it.
 
     Yields:
-        The status, and what gets what gives back what the run holds. A run that ends well closes it; after an error it
+        The status, and an ExitStack that collects the run's cleanups. A run that ends well closes it; after an error it
         is closed here.
     """
     ends = ExitStack()
@@ -209,7 +211,7 @@ def _process_given_back(config: Config, status: RunStatus | None) -> Iterator[tu
 
 
 def _install_device(config: Config, status: RunStatus) -> "Device":
-    """Return the device, and import what computes on it."""
+    """Return the device, and import the modules that compute on it."""
     warning = hardware_queues.prepare(config.layout)
     if warning and status.rank == 0:
         warn(warning)
@@ -293,7 +295,7 @@ def require_fp8(training: TrainingConfig, here: "Device") -> None:
 
 
 def _with_chosen_kernels(configured: Configured, here: "Device") -> tuple[Configured, str | None]:
-    """Return the configuration with the kernels that compute on this device, and what the banner says of attention."""
+    """Return the configuration with the kernels that compute on this device, and the banner's text about attention."""
     from megatron_ext.parts.attention import choice
     from megatron_ext.train.build import with_chosen_gemm
 
@@ -397,7 +399,7 @@ def _record_end(status: RunStatus, iteration: int, stop_reason: str | None) -> N
 
 
 def _begun(run: "Run", extensions: Extensions, attention: str | None) -> Begun:
-    """Return what the banner says besides the configuration."""
+    """Return the facts that the banner prints besides the configuration."""
     return Begun(
         device=run.device.model_name,
         backend=run.device.backend_text(),
@@ -421,6 +423,6 @@ def _claim(save: str | None, status: RunStatus) -> None:
             )
         hold_until_exit(save)
     except TrainingError:
-        status.save = None  # it is another's: leave no record there
+        status.save = None  # the folder is another run's: leave no record in it
         raise
     exit_record.clear(save)

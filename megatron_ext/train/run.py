@@ -1,6 +1,6 @@
 """Holds the parts of one run, wired once by `build` and handed to whoever needs them.
 
-Holds what changes while a run trains, besides weights and optimizer state. All of it is saved and restored.
+Holds the state that changes while a run trains, besides weights and optimizer state. All of it is saved and restored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from megatron_ext.train.gradient_watch import GradientWatch
 
 
 class Position(NamedTuple):
-    """The part of the progress that does not depend on what a step computes."""
+    """The part of the progress that does not depend on a step's results."""
 
     iteration: int
     consumed_samples: int
@@ -132,7 +132,7 @@ class Run:
     """The engine's function of a step's forward and backward passes, which it runs in the order of `plan.schedule`."""
     transformer_config: TransformerConfig
     sharding: Sharding
-    """How data-parallel ranks divide the model among themselves."""
+    """Sharding scheme: how data-parallel ranks divide the model among themselves."""
     chunks: Sequence[_BaseDataParallel]
     """The model chunks of this rank, one per virtual stage."""
     optimizer: ChainedOptimizer
@@ -141,17 +141,17 @@ class Run:
     """Timers of the parts of a step; those above --timing-log-level do nothing."""
     loaders: Loaders
     numbers: RecordedNumbers
-    """What the parts of the model record in a step."""
+    """Numbers that the parts of the model record in a step."""
     state: TrainState
     data_record: Mapping[str, Any] | None = None
-    """Record of what the samples follow from, for the checkpoint; None with synthetic data, and on all but one rank of
-    a node."""
+    """Data record, from which the samples follow, for the checkpoint; None with synthetic data, and on all but one rank
+    of a node."""
     progress: Progress = field(default_factory=Progress)
-    """Where this rank is; the watch reads it."""
+    """Activity of this rank; the watchdog reads it."""
     qk_clip: QKClip | None = None
-    """What bounds the products of queries and keys; None without --qk-clip."""
+    """QK-clip, which bounds the products of queries and keys; None without --qk-clip."""
     captured_passes: CapturedPasses | None = None
-    """What replays the passes of a step; None where they run as they are."""
+    """CUDA graphs that replay the passes of a step; None where the passes run without graphs."""
 
     @property
     def rank(self) -> int:
@@ -179,7 +179,7 @@ class Run:
         return self.rank == self.world_size - 1
 
     def release_graph(self) -> None:
-        """Free what replays the passes, before the process groups end; training could begin anew."""
+        """Free the CUDA graphs, before the process groups end; training could begin anew."""
         if self.captured_passes is not None:
             self.captured_passes.release()
 

@@ -1,9 +1,9 @@
 """Runs the batch of a loss spike again, from the same weights, and judges whether the data or a machine made it.
 
-A replica is what holds the model once: the tensor-, context- and pipeline-parallel ranks of one data-parallel rank. In
-the second run each replica computes the microbatches of another one, with its dropout masks. A microbatch is then the
-same samples, the same weights and the same kernels on other hardware: its loss must be the same but for rounding. Where
-one is not, a third run, in yet another place where there is one, tells who is wrong.
+A replica is the ranks that hold the model once: the tensor-, context- and pipeline-parallel ranks of one data-parallel
+rank. In the second run each replica computes the microbatches of another one, with its dropout masks. A microbatch is
+then the same samples, the same weights and the same kernels on other hardware: its loss must be the same but for
+rounding. Where one is not, a third run, in yet another place where there is one, tells who is wrong.
 """
 
 import math
@@ -26,14 +26,14 @@ RandomState = Any
 
 
 class Place(NamedTuple):
-    """Where a microbatch belongs: the replica that has it in training, and its number there."""
+    """Place of a microbatch: the replica that has it in training, and its number on that replica."""
 
     replica: int
     microbatch: int
 
 
 class Computed(NamedTuple):
-    """What a replica computed for a microbatch."""
+    """Result that a replica computed for a microbatch."""
 
     replica: int
     loss: float
@@ -45,7 +45,7 @@ Results = dict[Place, list[Computed]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs of a batch say; equal on every rank."""
+    """Outcome of the repeated runs of a batch; equal on every rank."""
 
     results: Results
     """The runs of each microbatch, in their order."""
@@ -96,7 +96,7 @@ def judge(run: Run, first: torch.Tensor, samples: range, before: RandomState) ->
 
 
 def _shifts(run: Run) -> tuple[int, int]:
-    """Return how many places the replicas move in the second and in the third run."""
+    """Return the numbers of places that the replicas move in the second and in the third run."""
     replicas, sharing = run.groups.dp.size(), run.groups.ep.size()
     # Ranks that share the experts would only meet the same ones again, while there are others.
     step = sharing if replicas > sharing else 1
@@ -114,7 +114,7 @@ def _run_again(run: Run, count: int, samples: range, states: Sequence[RandomStat
 
 
 def _of_all(run: Run, losses: torch.Tensor) -> dict[int, list[float]]:
-    """Return what every replica computed: the mean losses of its microbatches, in their order. Collective."""
+    """Return every replica's results: the mean losses of its microbatches, in their order. Collective."""
     holds = run.is_last_stage and run.groups.tp.rank() == 0
     own = (run.groups.dp.rank(), run.groups.cp.rank(), losses.double().tolist()) if holds else None
     of_ranks: list[tuple[int, int, list[list[float]]] | None] = [None] * run.world_size

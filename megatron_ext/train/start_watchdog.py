@@ -2,8 +2,8 @@
 
 Marks in a rank's `Progress` which collective it is in, whoever called it.
 
-A mark costs about a microsecond: a tuple and an entry of a dictionary. On a GPU a collective returns before it is
-done; then the last one handed over is what the device may hang in.
+A mark costs about a microsecond: a tuple and an entry of a dictionary. On a GPU a collective returns before it is done;
+then the device may hang in the last one that was handed over.
 """
 
 import functools
@@ -116,7 +116,7 @@ def _recording_backend(device: Device) -> str:
 
 
 def _flight_record(backend: str) -> bytes:
-    """Return the pickle of what a backend's flight recorder holds of this rank's operations.
+    """Return the pickle of a backend's flight record of this rank's operations.
 
     Stacks are left out: to name their lines may need what the main thread holds.
     """

@@ -50,7 +50,7 @@ class BatchLoss:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Reports what a step did. It is equal on every rank."""
+    """Result of a step, equal on every rank."""
 
     loss: float
     """Mean loss per token over the global batch, in nats."""
@@ -68,14 +68,14 @@ class StepResult:
 
     loss_scale: float
     num_zeros: float | None
-    """How many entries of the gradients are exactly zero, without the vocabulary's padding."""
+    """Number of gradient entries that are exactly zero, without the vocabulary's padding."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the parts of the model report, by name (`parts/numbers.py`)."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the forward and backward passes of a step have left, next to the gradients themselves."""
+    """Results of a step's forward and backward passes, besides the gradients themselves."""
 
     samples: range
     """Positions of the samples of the global batch."""
@@ -87,10 +87,10 @@ class Gradients:
     """This rank's part of the numbers of all ranks, with its loss."""
 
     evidence: Evidence
-    """What the watch has seen."""
+    """Observations of the gradient watch."""
 
     biases: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """Biases by which experts are chosen, and what the update makes of each."""
+    """Biases by which experts are chosen, each with its updated value."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class TakenStep:
     """Whether the weights are updated."""
 
     result: Callable[[], tuple[StepResult, StopVotes | None]]
-    """Waits for the step's numbers, with `run.state` as it was before the step. Returns what the step did, and who asks
+    """Waits for the step's numbers, with `run.state` as it was before the step. Returns the step's result, and who asks
     to stop; None where the ranks agree on that by themselves. Raises as `train_step` where that has not; then neither
     this step nor one after it has changed a weight."""
 
@@ -111,7 +111,7 @@ class StepNumbers:
 
     Args:
         on_device: vectors of any length: "shared" of `SharedNumbers.summed`, the "squares" of the norm, the "share" of
-            clipping, and the "largest" of what parts recorded.
+            clipping, and the "largest" numbers that parts recorded.
         guard: as in `train_step`.
     """
 
@@ -184,8 +184,8 @@ def train_step(
     Args:
         samples: positions of its samples.
         before_update: called between the two.
-        on_loss: called with the loss after that, also where it is NaN, when the weights are still those of the loss;
-            never called with a guard.
+        on_loss: called with the loss after that, also where it is NaN, while the weights are still the ones that gave
+            the loss; never called with a guard.
         guard: keeps a bad step from changing anything; None where the numbers are read before the update.
         votes: whether this rank asks to stop, where all ranks' votes are to be added up.
     Raises:
@@ -269,9 +269,10 @@ def compute_gradients(run: Run, samples: range) -> Gradients:
 
 
 def _zeros_in_gradients(run: Run) -> float:
-    """Return how many entries of the whole model's gradients are exactly zero. Collective.
+    """Return the number of entries of the whole model's gradients that are exactly zero. Collective.
 
-    The vocabulary's padding, which every layout has another amount of, does not count: it has no other gradients."""
+    The vocabulary's padding, of which every layout has another amount, does not count: its gradients are always
+    zero."""
     padded = [(one, one.true_rows) for one in parameters(run.config) if one.true_rows is not None]
     return run.optimizer.count_zeros() - sum(one.size // one.shape[0] * (one.shape[0] - rows) for one, rows in padded)
 
@@ -288,11 +289,12 @@ def run_microbatches(
     """Run the schedule over `microbatches` on every stage.
 
     Args:
-        micro_batch_size: samples in one of them; default that of the training.
+        micro_batch_size: samples in one of them; default: --micro-batch-size.
 
     Returns:
-        fp32 [microbatches, 2]: for each the sum of the losses of this rank's tokens that count, and their number. Zero
-        but on one rank of those that hold the same loss, so that the sum over all ranks is that over the global batch.
+        fp32 [microbatches, 2]: for each the sum of the losses of this rank's tokens that count, and their number. Of
+        the ranks that hold the same loss all but one return zeros, so that the sum over all ranks is the sum over the
+        global batch.
     """
     config = run.config
     depths = 0 if forward_only else config.model.mtp_num_layers or 0
@@ -336,7 +338,7 @@ def _scales_of_depths(run: Run, microbatches: list[Batch]) -> torch.Tensor | Non
 
 
 def _sum(losses: torch.Tensor) -> torch.Tensor:
-    """Return the sum of what `run_microbatches` gives, fp64 [2]."""
+    """Return the sum over the microbatches of `run_microbatches`, fp64 [2]."""
     return losses.sum(dim=0, dtype=torch.float64)
 
 

@@ -18,7 +18,7 @@ from megatron_ext.train.run import Run
 
 
 class StopVotes(NamedTuple):
-    """How many ranks ask to stop, by why they do."""
+    """Numbers of ranks that ask to stop, by reason."""
 
     by_sigterm: int = 0
     otherwise: int = 0
@@ -32,7 +32,7 @@ _OF_PARTS = _VOTES + len(StopVotes._fields)
 
 
 class Summed(NamedTuple):
-    """What all ranks have together."""
+    """Numbers of a step over all ranks."""
 
     loss: float
     """Mean loss per token; NaN where no token counts."""
@@ -43,11 +43,11 @@ class Summed(NamedTuple):
     """Number of ranks in which the loss scale overflowed."""
     votes: StopVotes
     of_parts: tuple[float, ...]
-    """Sums of what the parts of the model have recorded, see `RecordedNumbers.sums`."""
+    """Sums of the numbers that the parts of the model have recorded, see `RecordedNumbers.sums`."""
 
 
 class SharedNumbers:
-    """Holds what this rank contributes to the vector."""
+    """This rank's contribution to the vector that all ranks add up."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -86,8 +86,8 @@ class SharedNumbers:
 
 
 def largest_of_parts(run: Run) -> torch.Tensor:
-    """Return the largest of what parts of all ranks have recorded, see `RecordedNumbers.largest`. Collective, where
-    there is any."""
+    """Return the largest numbers that parts of all ranks have recorded, see `RecordedNumbers.largest`. Collective,
+    where there is any."""
     largest = run.numbers.largest()
     if len(largest) and run.world_size > 1:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
@@ -95,7 +95,8 @@ def largest_of_parts(run: Run) -> torch.Tensor:
 
 
 def named(numbers: Sequence[float]) -> Summed:
-    """Return the numbers of all ranks by their names: the loss, tokens and ranks, votes, and what parts recorded."""
+    """Return the numbers of all ranks by their names: the loss, tokens and ranks, votes, and the numbers that parts
+    recorded."""
     loss_sum, tokens, bad, overflowed = numbers[:_VOTES]
     votes = StopVotes(*map(int, numbers[_VOTES:_OF_PARTS]))
     of_parts = tuple(numbers[_OF_PARTS:])
@@ -137,7 +138,7 @@ def _nothing_counts(run: Run, global_batch: int) -> DataError:
 
 
 def _numeric_error(run: Run, what: str, evidence: Evidence) -> NumericError:
-    """Ask every rank what it saw, and name the cause. Called by all ranks."""
+    """Gather every rank's finding, and name the cause. Collective."""
     seen: list[tuple[Finding | None, ...]] = [()] * run.world_size
     torch.distributed.all_gather_object(
         seen, (_bad_weight(run), run.gradient_watch.diagnose(evidence), _bad_reduced(run, evidence))
@@ -160,7 +161,7 @@ def _numeric_error(run: Run, what: str, evidence: Evidence) -> NumericError:
 
 
 def _cause(findings: Sequence[Finding | None]) -> str | None:
-    """Return of what the ranks found the cause of the rest: what a backward pass comes to first, on the lowest rank."""
+    """Return the finding that a backward pass comes to first, on the lowest rank; the others follow from it."""
     causes = [(finding.position, -rank, finding.text) for rank, finding in enumerate(findings) if finding is not None]
     if not causes:
         return None

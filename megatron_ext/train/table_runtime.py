@@ -1,8 +1,8 @@
 """Runs a pipeline's schedule that is a table (`pipeline_tables.py`), in place of megatron-core's own function.
 
 A rank goes through its row: a pass of one microbatch through one of its model chunks, a send or a receive. Passes are
-megatron-core's own steps (`forward_step`, `backward_step`), so that losses, scales, counts and timers are what they are
-there. Halves of backward passes are those of `device/split_backward.py`.
+megatron-core's own steps (`forward_step`, `backward_step`), so that losses, scales, counts and timers are the same as
+with its own schedules. `device/split_backward.py` runs the halves of backward passes.
 
 Gradients are reduced once a chunk has its last one, next to the passes of other chunks where the flags ask for overlap.
 """
@@ -35,7 +35,8 @@ _FORWARD, _BACKWARD = "F", "B"
 
 
 class TableRuntime:
-    """Calls of the runtime take the arguments of megatron-core's forward_backward functions, and return what these do.
+    """Calls of the runtime take the arguments of megatron-core's forward_backward functions, and return the same
+    results.
 
     Args:
         schedule_for: returns the table for a number of microbatches.
@@ -47,7 +48,7 @@ class TableRuntime:
         self._told = False
 
     def _rows_for(self, microbatches: int, forward_only: bool) -> tuple[TableSchedule, Rows]:
-        """Return what every rank does, with its messages."""
+        """Return the schedule, and the actions of every rank, messages included."""
         schedule = self._schedule_for(microbatches)
         stages = schedule.stages * schedule.chunks
         table = schedule.rows
@@ -131,7 +132,7 @@ class _Step:
     arrived: dict[tuple[int, str, int], tuple[torch.Tensor, Any]] = field(default_factory=dict)
     """Inputs and output gradients by stage, F or B, and microbatch, each with the receive to wait for."""
     leaving: dict[tuple[int, str, int], torch.Tensor] = field(default_factory=dict)
-    """What is to be sent, likewise."""
+    """Outputs and input gradients to be sent, by the same keys."""
     sent: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
     held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = field(default_factory=dict)
     """Input and output of a microbatch in a stage, between its forward and its backward pass."""

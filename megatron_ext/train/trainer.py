@@ -50,7 +50,8 @@ class Trainer:
 
     @property
     def position(self) -> Position:
-        """Where the next step begins: behind those that are under way, which `run.state` does not count yet."""
+        """Position at which the next step begins: after the steps that are under way, which `run.state` does not count
+        yet."""
         return self.run.state.position if self._newest is None else self._newest.after
 
     @property
@@ -75,7 +76,8 @@ class Trainer:
         return self._rate(self.run.state.scheduled_samples)
 
     def _rate(self, samples: int) -> float:
-        """Return the rate after so many samples: that of the flags, or what a user's own schedule makes of it."""
+        """Return the learning rate after so many samples: the flags' rate, or the rate that a user's own schedule makes
+        of it."""
         rate = learning_rate(samples, self.learning_rate_curve)
         return rate if self._schedule is None else _checked_rate(self._schedule(samples, rate), samples)
 
@@ -189,11 +191,11 @@ class Callback:
     """An extra of the loop: override what you need.
 
     Called on every rank, in the order of the list, so that collectives may be used. `trainer.run.state` counts the
-    steps that have ended; `trainer.position` those too that are under way.
+    steps that have ended; `trainer.position` also the steps that are under way.
     """
 
     phase = "a report or check"
-    """What the rank does meanwhile, for the one who reads of a hang."""
+    """Activity of the rank during the callback, named in the report of a hang."""
 
     def on_start(self, trainer: Trainer) -> None:
         """Run before the first step; the state may come from a checkpoint."""
@@ -202,7 +204,7 @@ class Callback:
         """Run before the microbatches of a step, which begins at `trainer.position`."""
 
     def before_update(self, trainer: Trainer) -> None:
-        """Run within a step, when its gradients are there and the weights are still those that they belong to."""
+        """Run within a step, when its gradients are computed and the weights not yet updated."""
 
     def on_loss(self, trainer: Trainer, loss: BatchLoss) -> None:
         """Run after `before_update`, when the loss over all ranks is known, be it NaN, and no weight has changed."""
@@ -214,7 +216,7 @@ class Callback:
         """Return whether `on_step_end` must run before the next step begins; `trainer.position` counts the step.
 
         If not, a GPU may have the next step by then, and its weights, gradients and random numbers may be later ones,
-        while result and state are those of the step that `on_step_end` is told of.
+        while result and state belong to the step that `on_step_end` is told of.
         """
         return True
 
@@ -239,7 +241,7 @@ class Callback:
 
 
 def _checked_rate(rate: object, samples: int) -> float:
-    """Return what a user's own schedule has returned.
+    """Return the rate of a user's own schedule as a float.
 
     Raises:
         ConfigurationError: it is no rate.

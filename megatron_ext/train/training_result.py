@@ -1,4 +1,4 @@
-"""What `pretrain` returns: how the run went, and where it wrote what. This needs no torch."""
+"""The result of `pretrain`: how the run went, and where it wrote its files. This needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ class Trained:
     """Number of the last step, counted from the beginning of the training, also before a resume."""
 
     losses: tuple[float, ...]
-    """Mean loss per token of each step of this call, in nats, in order; the last is that of step `iteration`. A step
-    whose samples are all left out has 0."""
+    """Mean loss per token of each step of this call, in nats, in order; the last is the loss of step `iteration`. A
+    step whose samples are all left out has 0."""
 
     validation_losses: Mapping[int, float]
     """Loss of each evaluation of this call on the validation data, in nats, by the step after which it was made."""
 
     stop_reason: str | None
-    """Why the run ended before the planned end, as --exit-interval says; None where it reached it."""
+    """Reason why the run ended before the planned end, such as --exit-interval; None where it reached the end."""
 
     save: Path | None
     """Folder of the checkpoints (--save)."""

@@ -1,1 +1,1 @@
-"""Snapshots in the memory of the ranks' machines, which outlive the processes: what a restart finds first."""
+"""Snapshots in the memory of the ranks' machines, which outlive the processes: a restart looks at them first."""

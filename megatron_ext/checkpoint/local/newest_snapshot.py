@@ -1,7 +1,7 @@
 """Finds the newest snapshot that all ranks can go on from, before anything is built.
 
-Ranks may be on other machines than when it was written, or on a new one. So every rank says what lies on its machine;
-who has no file of its own gets it from one that has it or a copy.
+Ranks may be on other machines than when it was written, or on a new one. So every rank lists the files on its machine;
+a rank without its own file gets it from a rank that has the file or a copy.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ def newest_snapshot(config: Config, search: Search) -> Resume | None:
 
 
 def _goes_on(flags: CheckpointConfig) -> bool:
-    """Return whether the run goes on from the newest state that there is, with all of it."""
+    """Return whether the run resumes from the newest state, and from all of it."""
     left_out = (flags.finetune, flags.no_load_optim, flags.no_load_rng, flags.ckpt_step is not None)
     return (
         flags.load is not None and Path(flags.load).resolve() == Path(flags.save or "").resolve() and not any(left_out)
@@ -56,14 +56,14 @@ def _goes_on(flags: CheckpointConfig) -> bool:
 
 
 def contents_of(config: Config) -> str | None:
-    """Return the name of what --save holds, by which its snapshots are known. Collective."""
+    """Return the name of the contents of --save, by which its snapshots are known. Collective."""
     told = told_by_the_first_rank(lambda: (name_of_contents(config.checkpoint.save or ""),))
     return told[0]
 
 
 def _seen(folder: Path, config: Config, *, checkpoint: int, contents: str | None) -> dict[int, dict[int, str]]:
-    """Return what lies on this rank's machine, newer than the checkpoint: by iteration and rank, why it cannot be
-    used, or nothing."""
+    """Return the snapshots on this rank's machine that are newer than the checkpoint: iteration -> rank -> why the file
+    cannot be used, empty if it can."""
     layout, save = layout_of(config), config.checkpoint.save or ""
     return {
         iteration: {
@@ -108,18 +108,19 @@ def _difference(name: str, then: Any, now: Any) -> str:
 
 
 def _of_another_course(header: Mapping[str, Any], save: str, contents: str | None) -> str:
-    """Return why a whole snapshot is of a run that --save does not hold any more; nothing where it is of this one."""
+    """Return why a whole snapshot belongs to a run that --save does not hold any more; empty where it belongs to this
+    run."""
     if None not in (contents, header.get("contents")) and header["contents"] != contents:
         return f"it is of a run that was in --save {save} before it was emptied"
     checkpoint = iteration_folder(save, header["checkpoint"])
-    there = checkpoint_manifest.name_of(checkpoint)  # not that of a checkpoint that has expired
+    there = checkpoint_manifest.name_of(checkpoint)  # None for a checkpoint that has expired
     if None not in (there, header.get("manifest")) and header["manifest"] != there:
         return f"it follows on another checkpoint than {checkpoint}, which was saved in its place"
     return ""
 
 
 def _unusable(answers: list[dict[int, str]], world_size: int) -> str | None:
-    """Return why the files of all machines together are no snapshot; None where they are."""
+    """Return why the files of all machines together are no snapshot; None where they are one."""
     reasons = [reason for answer in answers for _, reason in sorted(answer.items()) if reason]
     if reasons:
         return reasons[0]
@@ -144,7 +145,7 @@ def _bring(folder: Path, iteration: int, answers: list[dict[int, str]]) -> str |
 
 
 def _damaged(folder: Path, iteration: int) -> str | None:
-    """Return which rank's file is not as it was written, one copy of it that is being enough. Collective."""
+    """Return which rank's file is damaged, or None; a rank's file counts as intact where its copy is. Collective."""
     rank = torch.distributed.get_rank()
     own, copy = file_of(folder, iteration, rank), file_of(folder, iteration, rank, copy=True)
     if rank_file.is_intact(own):
@@ -156,7 +157,7 @@ def _damaged(folder: Path, iteration: int) -> str | None:
 
 
 def _resume(folder: Path, iteration: int, config: Config) -> Resume:
-    """Return the snapshot as what a run goes on from. Called on the first rank alone."""
+    """Return the snapshot in the form of a checkpoint to resume from. Called on the first rank alone."""
     path = iteration_folder(folder, iteration)
     header = rank_file.read_header(file_of(folder, iteration, 0)) or {}
     for name in (CONFIG, DATA):

@@ -3,7 +3,7 @@
     DIR/3f2a.../iter_0000010/rank_00003        of the run whose --save hashes to 3f2a...
     DIR/3f2a.../iter_0000010/rank_00003.copy   of a rank of another machine
 
-DIR lies on every machine, and holds what the ranks of that machine wrote.
+DIR lies on every machine, and holds the files that the ranks of that machine wrote.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.durable import only_files
 
 KEPT = 2
-"""How many snapshots stay: the newest may not be complete on every rank."""
+"""Number of snapshots that are kept: the newest may not be complete on every rank."""
 
 COPY = ".copy"
 _FILE = re.compile(r"rank_([0-9]{5,})(\.copy)?")
@@ -33,7 +33,7 @@ _FREE = ("distributed_timeout_minutes", "distributed_backend", "nccl_backend", "
 
 
 def folder_of(config: Config) -> Path | None:
-    """Return where this machine keeps the run's snapshots; None where it is to take none."""
+    """Return the folder in which this machine keeps the run's snapshots; None where it is to take none."""
     flags = config.checkpoint
     if flags.non_persistent_local_ckpt_dir is None or flags.save is None:
         return None
@@ -42,26 +42,26 @@ def folder_of(config: Config) -> Path | None:
 
 
 def file_of(folder: Path, iteration: int, rank: int, *, copy: bool = False) -> Path:
-    """Return where the snapshot of a rank lies, or another machine's copy of it."""
+    """Return the path of a rank's snapshot, or of another machine's copy of it."""
     return iteration_folder(folder, iteration) / f"rank_{rank:05d}{COPY if copy else ''}"
 
 
 def layout_of(config: Config) -> dict[str, Any]:
-    """Return what must be the same for a rank to read what its like has written."""
+    """Return the settings that must be equal for a rank to read the snapshot of the rank of the same number."""
     layout = {name: value for name, value in dataclasses.asdict(config.layout).items() if name not in _FREE}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in layout.items()}
     return {**plain, "optimizer": config.optimizer.optimizer, "params_dtype": config.training.params_dtype}
 
 
 def iterations(folder: Path) -> list[int]:
-    """Return the iterations of which there is something here, in ascending order."""
+    """Return the iterations of which this folder has files, in ascending order."""
     names = os.listdir(folder) if folder.is_dir() else []
     matches = [_ITERATION.fullmatch(name) for name in names]
     return sorted(int(match[1]) for match in matches if match)
 
 
 def ranks_at(folder: Path, iteration: int) -> dict[int, Path]:
-    """Return the files of an iteration by the rank whose they are; its own before a copy."""
+    """Return the files of an iteration by the rank whose snapshot they are; the rank's own file before a copy."""
     there = iteration_folder(folder, iteration)
     names = sorted(os.listdir(there), reverse=True) if there.is_dir() else []
     matches = {name: _FILE.fullmatch(name) for name in names}
@@ -69,13 +69,13 @@ def ranks_at(folder: Path, iteration: int) -> dict[int, Path]:
 
 
 def remove_old(folder: Path, newest: int) -> None:
-    """Remove all but the newest `KEPT` of those up to `newest`. One rank of the machine does it for all."""
+    """Remove all but the newest `KEPT` of the snapshots up to `newest`. One rank of the machine does it for all."""
     _remove(folder, [iteration for iteration in iterations(folder) if iteration <= newest][:-KEPT])
 
 
 def remove_later(folder: Path, newest: int) -> None:
-    """Remove those after `newest`, which are of another course of the run; before the training, since a faster rank of
-    the machine may write the next one already."""
+    """Remove the snapshots after `newest`, which belong to another course of the run; before the training, since a
+    faster rank of the machine may write the next one already."""
     _remove(folder, [iteration for iteration in iterations(folder) if iteration > newest])
 
 
@@ -94,7 +94,7 @@ _PIECE = 1 << 26  # bytes
 
 
 def send_file(source: Path | None, target: Path | None, sender: int, receiver: int, group: Any) -> str | None:
-    """Send a file from one rank to another; return what failed. Both call it.
+    """Send a file from one rank to another; return the failure in words, or None. Both call it.
 
     Args:
         source: the file, on the sender.
@@ -108,9 +108,11 @@ def send_file(source: Path | None, target: Path | None, sender: int, receiver: i
 
 
 def exchange(source: Path, to: int, target: Path, origin: int, group: Any) -> str | None:
-    """Send a file to rank `to` while one comes from rank `origin`, in pieces in turn; return what failed.
+    """Send a file to rank `to` while one comes from rank `origin`, in pieces in turn; return the failure in words, or
+    None.
 
-    Without a file, nothing is sent; what cannot be written is received all the same, or the other rank would wait.
+    Without a file, nothing is sent; pieces that cannot be written are received all the same, or the other rank would
+    wait.
     """
     size = torch.tensor([source.stat().st_size if source.exists() else 0])
     coming = torch.zeros(1, dtype=torch.int64)
@@ -160,7 +162,7 @@ def _receive(target: Path, sender: int, group: Any) -> str | None:
 
 
 def _opened(temporary: Path, files: contextlib.ExitStack) -> tuple[Any, str | None]:
-    """Open a file to receive into; where that fails, return what failed. The pieces come all the same."""
+    """Open a file to receive into; where that fails, return the failure in words. The pieces come all the same."""
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         return files.enter_context(open(temporary, "wb", buffering=0, opener=only_files)), None
@@ -169,8 +171,8 @@ def _opened(temporary: Path, files: contextlib.ExitStack) -> tuple[Any, str | No
 
 
 def _ended(temporary: Path, target: Path | None, problem: str | None) -> str | None:
-    """Give a file that was received its name; where something failed, or it has no `target`, remove it. Return what
-    failed."""
+    """Give a file that was received its name; where something failed, or it has no `target`, remove it. Return the
+    failure in words, or None."""
     try:
         if problem is None and target is not None:
             os.replace(temporary, target)

@@ -1,9 +1,9 @@
 """Takes snapshots: the training stops for the copy into host memory, a thread writes it.
 
-All that a rank's next step follows from, as plain tensors and numbers: what a snapshot holds.
+A snapshot holds everything that a rank's next step follows from, as plain tensors and numbers.
 
-Nothing of it is cut, gathered or named for another layout, as in a checkpoint: it is read by the same rank of the same
-layout, which has tensors of the same names and shapes.
+Unlike a checkpoint, it is not cut, gathered or named for another layout: the same rank of the same layout reads it,
+which has tensors of the same names and shapes.
 """
 
 import json
@@ -58,7 +58,7 @@ class SnapshotWriter:
         self._follows: tuple[int, str | None] = 0, None  # the checkpoint before, and its manifest's name
 
     def take(self) -> float:
-        """Take a snapshot of the run as it is; return for how many seconds the training stopped. The first call is
+        """Take a snapshot of the run as it is; return the seconds for which the training stopped. The first call is
         collective where there are copies."""
         self.join()
         if self._jump and self._group is None:
@@ -91,7 +91,7 @@ class SnapshotWriter:
         remove_all(self.folder)
 
     def remove_later(self) -> None:
-        """Remove what other courses of the run have left, before the training."""
+        """Remove snapshots that other courses of the run have left, before the training."""
         remove_later(self.folder, self.run.state.iteration)
 
     def _write(self, iteration: int, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class SnapshotWriter:
         }
 
     def _peer_distance(self) -> int:
-        """Return how many ranks further the copy goes; 0 where there is none."""
+        """Return the distance in ranks to the rank that gets the copy; 0 where there is no copy."""
         flags, size = self.run.config.checkpoint, torch.distributed.get_world_size()
         return (flags.replication_jump or environment.local_world_size()) % size if flags.replication else 0
 
@@ -195,7 +195,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def numbers_of(run: Saveable) -> dict[str, Any]:
-    """Return the rest, as plain data whose floats read back to the same doubles."""
+    """Return the rest of the run's state, as plain data whose floats read back to the same doubles."""
     return {
         "state": asdict(run.state),
         "optimizer_step": optimizer_state.step_count(checkpoint_state_dict.optimizer_parts(run)),
@@ -213,7 +213,7 @@ def random_states(run: Saveable) -> dict[str, torch.Tensor]:
 
 
 def set_numbers(run: Saveable, numbers: dict[str, Any]) -> None:
-    """Restore what `numbers_of` returned, when the tensors have been restored."""
+    """Restore the numbers that `numbers_of` returned, when the tensors have been restored."""
     for field in fields(run.state):
         setattr(run.state, field.name, numbers["state"][field.name])
     parts = checkpoint_state_dict.optimizer_parts(run)
@@ -225,7 +225,7 @@ def set_numbers(run: Saveable, numbers: dict[str, Any]) -> None:
 
 
 def set_random_states(run: Saveable, states: dict[str, torch.Tensor]) -> None:
-    """Restore what `random_states` returned."""
+    """Restore the states that `random_states` returned."""
     run.device.set_rng_state(states["rng"])
     names = checkpoint_state_dict.random_tracker().get_states()
     checkpoint_state_dict.random_tracker().set_states({name: states[f"rng.{name}"] for name in names})

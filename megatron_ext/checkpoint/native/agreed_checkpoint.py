@@ -36,7 +36,8 @@ def agree(search: Search, flags: CheckpointConfig) -> Resume | None:
 
 
 def first_whole(search: Callable[[], Search], flags: CheckpointConfig) -> tuple[SavedCheckpoint, list[str]] | None:
-    """Return the first candidate that is as its manifest says, and what is wrong with those before it. Collective.
+    """Return the first candidate that agrees with its manifest, and the problems of the candidates before it.
+    Collective.
 
     Args:
         search: called on the first rank alone.
@@ -80,7 +81,7 @@ def _candidates(search: Search) -> tuple[str, tuple[SavedCheckpoint, ...]]:
 
 
 def told_by_the_first_rank[T](make: Callable[[], T]) -> T:
-    """Return on every rank what the first rank makes, or raise the error that it meets."""
+    """Return the first rank's result on every rank, or raise the first rank's error on every rank."""
     answer: list[T | TrainingError | None] = [None]
     if torch.distributed.get_rank() == 0:
         try:
@@ -101,7 +102,7 @@ def _warn(text: str) -> None:
 
 
 def damage(checkpoint: Path) -> list[str] | None:
-    """Return what is wrong with the checkpoint; empty where it is as it was written. Collective; equal on every rank.
+    """Return the problems of the checkpoint; empty where it is whole. Collective; equal on every rank.
 
     Returns:
         None where it has no manifest, so that nothing can be said.

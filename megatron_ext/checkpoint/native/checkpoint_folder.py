@@ -1,4 +1,4 @@
-"""Finds and names what lies in a checkpoint folder, under Megatron-LM's names. This needs no torch.
+"""Finds and names the contents of a checkpoint folder, under Megatron-LM's names. This needs no torch.
 
     SAVE/latest_checkpointed_iteration.txt     "10": the tracker, written last ("release": Megatron-LM's weights alone)
     SAVE/iter_0000010/                         whole, whenever a folder of this name exists
@@ -22,7 +22,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
 DATA = "data.json"
 RELEASE = "release"
-"""Content of the tracker, and name of the folder, where Megatron-LM's tools have put weights alone."""
+"""Content of the tracker, and name of the folder, in which Megatron-LM's tools put weights alone."""
 
 _ITERATION = re.compile(r"iter_([0-9]{7,})")
 _LEFTOVER = re.compile(r"\.iter_[0-9]{7,}\.(partial|replaced|removed)")
@@ -37,16 +37,16 @@ class SavedCheckpoint:
     path: Path
     iteration: int
     warning: str | None = None
-    """Why it is not the one that the tracker names."""
+    """Reason why it is not the checkpoint that the tracker names."""
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
-    """Return where the checkpoint of `iteration` lies."""
+    """Return the folder of the checkpoint of `iteration`."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
 def partial_folder(folder: str | Path, iteration: int) -> Path:
-    """Return where the checkpoint of `iteration` is written before it is whole."""
+    """Return the folder in which the checkpoint of `iteration` is written before it is whole."""
     return Path(folder) / f".iter_{iteration:07d}.partial"
 
 
@@ -104,7 +104,7 @@ def find_to_load(load: str | Path, step: int | None = None) -> list[SavedCheckpo
 
 
 def load_problem(load: str, step: int | None) -> str | None:
-    """Return why --load cannot be what the user means, whatever is in it; None where it can."""
+    """Return why --load cannot be the folder that the user means, whatever is in it; None where it can."""
     path, named = Path(load), _named_checkpoint(load)
     if path.exists() and not path.is_dir():
         return f"--load {load} is a file, not a folder of checkpoints; use --load {path.parent}"
@@ -180,7 +180,7 @@ def find_iteration(folder: str | Path, iteration: int) -> SavedCheckpoint:
 
 
 def make_partial(folder: str | Path, iteration: int) -> Path:
-    """Make an empty folder to write the checkpoint of `iteration` into. What killed saves have left is removed.
+    """Make an empty folder to write the checkpoint of `iteration` into. Leftovers of killed saves are removed.
 
     Raises:
         OSError: the folder cannot be made.
@@ -193,7 +193,7 @@ def make_partial(folder: str | Path, iteration: int) -> Path:
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Remove the folders of saves that did not end: what is listed here, under exactly the names that saves use."""
+    """Remove the folders of saves that did not end: folders of exactly the names that saves use, and nothing else."""
     for name in os.listdir(folder):
         if _LEFTOVER.fullmatch(name):
             _remove_entry(Path(folder, name))
@@ -244,7 +244,7 @@ def _remove_entry(path: Path) -> None:
 
 
 def _tracked(tracker: Path) -> str | None:
-    """Return what the tracker says; None where there is none, and nothing where it is no file."""
+    """Return the tracker's text; None where there is no tracker, empty where it is no file."""
     if not tracker.exists():
         return None
     if not tracker.is_file():

@@ -60,7 +60,8 @@ def write(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def name_of(folder: Path) -> str | None:
-    """Return what tells a checkpoint from another one that was saved in its place; None without a manifest."""
+    """Return a hash of the manifest, which differs from the one of another checkpoint saved in the same place; None
+    without a manifest."""
     try:
         content = read_inside(folder, MANIFEST, _LARGEST)
     except (OSError, ValueError, DataError):
@@ -100,7 +101,7 @@ def read(folder: Path) -> Files | None:
 
 
 def problems(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return what is wrong with those files, each named; empty where they are as the manifest says."""
+    """Return the problems of these files, each with the file's name; empty where they agree with the manifest."""
     reasons = []
     for name, entry in files.items():
         path = folder / name

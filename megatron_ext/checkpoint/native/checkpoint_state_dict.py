@@ -1,4 +1,4 @@
-"""Defines what a checkpoint holds, as the state dict that megatron-core's dist_checkpointing reads and writes.
+"""Defines the contents of a checkpoint, as the state dict that megatron-core's dist_checkpointing reads and writes.
 
 Tensors are saved once for the whole model, by global name and place, so that no layout shows in them. The state of
 the random generators is saved for every rank, by its place in the grid of ranks, and can only be used in that grid.
@@ -31,7 +31,7 @@ from megatron_ext.parallel.rows import RowShard, row_shard
 from megatron_ext.parts import own_parameters
 from megatron_ext.sharding.parts import Exchange, OptimizerPart
 
-# What megatron-core's readers want to know of the tensors' names and cuts.
+# Facts about the tensors' names and cuts that megatron-core's readers ask for.
 CONTENT_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -45,7 +45,7 @@ OWN_PARAMETERS = "own_parameters"
 
 @dataclass
 class Contents:
-    """The model chunks' part of the state dict, and what belongs to it."""
+    """The model chunks' part of the state dict, with the names, row shards and replicas of its weights."""
 
     state_dict: ShardedStateDict
     weights: dict[str, ShardedBase]
@@ -61,18 +61,18 @@ class Contents:
 
 @dataclass
 class RunSnapshot:
-    """All of a run that a checkpoint holds, at one moment: what `copy` made of its tensors, and numbers."""
+    """All of a run that a checkpoint holds, at one moment: its tensors as `copy` returned them, and numbers."""
 
     models: Contents
-    """The weights themselves: the run's own."""
+    """The run's own weights, not copied."""
     state_dict: ShardedStateDict
-    """State dict of the models, with what `copy` made."""
+    """State dict of the models, with the tensors that `copy` returned."""
     optimizer: list[optimizer_state.OptimizerSnapshot]
     others: dict[str, Any]
 
 
 def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapshot:
-    """Copy everything of `run` that a resumed run needs, but for what the flags leave out. Not collective.
+    """Copy everything of `run` that a resumed run needs, except the parts that the flags leave out. Not collective.
 
     Args:
         copy: makes a tensor that the training does not change, from a name of it and the tensor; those that other
@@ -106,7 +106,8 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapsh
 
 
 def to_save(snapshot: RunSnapshot, exchange: Exchange) -> ShardedStateDict:
-    """Return what this rank writes. Collective over the data-parallel ranks where they have shards of the optimizer."""
+    """Return the sharded state dict that this rank writes. Collective over the data-parallel ranks where they have
+    shards of the optimizer."""
     state_dict = {**snapshot.state_dict, **snapshot.others}
     if snapshot.optimizer:
         state_dict["optimizer"] = optimizer_state.state_to_save(
@@ -116,7 +117,8 @@ def to_save(snapshot: RunSnapshot, exchange: Exchange) -> ShardedStateDict:
 
 
 def _spread(models: Contents, run: Saveable) -> None:
-    """Divide who writes the weights among the data-parallel ranks that hold the same, each about as many bytes.
+    """Divide the writing of the weights among the data-parallel ranks that hold the same ones, each about as many
+    bytes.
 
     The ranks that hold a weight count alike, since they hold the same weights under the same names.
     """
@@ -147,7 +149,7 @@ def _of_the_run(models: Contents, run: Saveable) -> bool:
 
 
 def _copied(value: Any, copy: Copy, name: tuple[Any, ...]) -> Any:
-    """Return the same with copies for tensors, but for those that another rank writes."""
+    """Return the state dict with copies of its tensors, except tensors that another rank writes."""
     if isinstance(value, dict):
         return {key: _copied(inner, copy, (*name, key)) for key, inner in value.items()}
     if not isinstance(value, ShardedTensor | ShardedTensorFactory):
@@ -158,7 +160,7 @@ def _copied(value: Any, copy: Copy, name: tuple[Any, ...]) -> Any:
 
 
 def size(state_dict: ShardedStateDict) -> int:
-    """Return the bytes of the tensors that this rank writes: of those that several ranks hold, one does."""
+    """Return the bytes of the tensors that this rank writes: one of the ranks that hold a tensor writes it."""
     return sum(
         value.data.numel() * value.data.element_size()
         for value in nested_values(state_dict)
@@ -170,7 +172,7 @@ def size(state_dict: ShardedStateDict) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """Selects what of a checkpoint to use, besides the weights."""
+    """Selects the parts of a checkpoint to use, besides the weights."""
 
     optimizer: bool
     rng: bool
@@ -185,7 +187,7 @@ class Parts:
 
 
 def to_load(run: Saveable, parts: Parts) -> Contents:
-    """Return where to read the tensors of a checkpoint into."""
+    """Return the state dict into which to read the tensors of a checkpoint."""
     contents = models_of(run)
     if parts.optimizer:
         contents.state_dict["optimizer"] = optimizer_state.state_to_load(
@@ -199,14 +201,14 @@ def to_load(run: Saveable, parts: Parts) -> Contents:
 
 
 def add_masters(run: Saveable, contents: Contents) -> None:
-    """Add where to read the fp32 masters of 16-bit weights into, without the rest of the optimizer's state."""
+    """Add tensors into which to read the fp32 masters of 16-bit weights, without the rest of the optimizer's state."""
     contents.state_dict["optimizer"] = optimizer_state.state_to_load(
         optimizer_parts(run), run.config.optimizer, contents.weights, masters_alone=True
     )
 
 
 def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, Any]) -> None:
-    """Put what was read into `run`."""
+    """Put the state that was read into `run`."""
     for key, chunk in _chunks(run).items():
         if not contents.rows:
             chunk.load_state_dict(loaded[key])
@@ -294,7 +296,7 @@ def models_of(run: Saveable) -> Contents:
 
 
 def _dtype(run: Saveable) -> torch.dtype:
-    """Return the dtype in which a checkpoint holds the weights: that of the forward pass. Their fp32 masters are
+    """Return the dtype in which a checkpoint holds the weights: the dtype of the forward pass. Their fp32 masters are
     optimizer state."""
     return getattr(torch, run.config.training.params_dtype)
 
@@ -311,7 +313,7 @@ def grad_scaler_state(run: Saveable) -> dict[str, float | int]:
 
 
 def set_grad_scaler(run: Saveable, state: dict[str, float | int]) -> None:
-    """Restore what `grad_scaler_state` returned, here or in an earlier version."""
+    """Restore the state that `grad_scaler_state` returned, in this version or an earlier one."""
     loss_scale = loss_scale_of(run.optimizer)
     if state and loss_scale is not None:
         loss_scale.load_state_dict(state, run.config.training.global_batch_size * run.config.model.seq_length)

@@ -1,5 +1,5 @@
-"""Writes what lies in a checkpoint next to the tensors, so that it is of use where nothing else of the run is. This
-needs no torch.
+"""Writes the files of a checkpoint next to the tensors, so that it is of use where nothing else of the run is left.
+This needs no torch.
 
     iter_0000010/tokenizer/        the tokenizer's files, under Hugging Face's names where there are such
     iter_0000010/versions.json     of the software that wrote it
@@ -54,7 +54,7 @@ def keep_tokenizer(data: DataConfig, checkpoint: Path, earlier: Iterable[Path]) 
 
 
 def tokenizer_files(data: DataConfig) -> dict[str, Path]:
-    """Return name of the copy -> file, whether it is there or not."""
+    """Return name of the copy -> file of the tokenizer, whether the file exists or not."""
     if data.tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is not None:
         folder = Path(data.tokenizer_model)
         files = {name: folder / name for name in HUGGINGFACE_FILES if (folder / name).is_file()}
@@ -64,7 +64,7 @@ def tokenizer_files(data: DataConfig) -> dict[str, Path]:
 
 
 def kept_tokenizer(values: Mapping[str, Any], checkpoint: Path) -> dict[str, str]:
-    """Return the copies in `checkpoint` by the flag that names such a file; only what is there."""
+    """Return the copies in `checkpoint` by the flag that names such a file; only copies that exist."""
     folder = checkpoint / TOKENIZER
     if folder.is_symlink():
         return {}
@@ -80,7 +80,7 @@ def _is_kept(path: Path) -> bool:
 
 
 def write_versions(checkpoint: Path) -> None:
-    """Write the versions of this program, of Python, and of the packages that what is written depends on."""
+    """Write the versions of this program, of Python, and of the packages that the saved files depend on."""
     from importlib import metadata  # with it comes a parser of e-mails, which a plan or --help need not wait for
 
     packages = {name: metadata.version(name) for name in ("torch", "megatron-core", "numpy")}

@@ -165,7 +165,8 @@ def _read_tensors(run: Saveable, path: Path, state_dict: dict[str, Any]) -> dict
 
 
 def _say_what_is_lost(run: Saveable, path: Path, changed: list[str], saved: Mapping[str, Any]) -> None:
-    """Warn of 16-bit weights that a run in another precision begins with, where no master says what was rounded."""
+    """Warn of 16-bit weights that a run in another precision begins with, where no fp32 master has their values before
+    rounding."""
     rounded = [dtype for dtype in changed if dtype != "float32"]
     if rounded and not masters.are_saved(saved):
         _warn(
@@ -176,7 +177,7 @@ def _say_what_is_lost(run: Saveable, path: Path, changed: list[str], saved: Mapp
 
 
 def _metadata(path: Path) -> Any:
-    """Return what the checkpoint says of its tensors, by name."""
+    """Return the checkpoint's metadata of its tensors, by name."""
     return SafeReader(path).read_metadata().state_dict_metadata
 
 
@@ -192,7 +193,8 @@ def _require_own_layers(run: Saveable, checkpoint: SavedCheckpoint, common: Mapp
 
 
 def _reading(run: Saveable) -> Any:
-    """Return the engine's way to read: every rank all that it needs, or data-parallel ranks together."""
+    """Return megatron-core's load strategy: every rank reads all that it needs, or data-parallel ranks read
+    together."""
     own = TorchDistLoadShardedStrategy()
     if not run.config.checkpoint.ckpt_fully_parallel_load:
         return own
@@ -202,7 +204,7 @@ def _reading(run: Saveable) -> Any:
 
 
 def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any]) -> checkpoint_state_dict.Parts:
-    """Return what the flags ask for, of what is there."""
+    """Return the parts of the checkpoint that the flags ask to load."""
     path = checkpoint.path
     # Made from a Hugging Face model, or released by somebody: training begins with a new optimizer.
     if common.get("weights_only") or checkpoint.path.name == RELEASE:
@@ -239,7 +241,7 @@ def _wanted(run: Saveable, checkpoint: SavedCheckpoint, common: Mapping[str, Any
 
 
 def _saved(path: Path, name: str) -> Any:
-    """Return a flag of the run that saved the checkpoint; None where its configuration is not there."""
+    """Return a flag of the run that saved the checkpoint; None where the checkpoint has no configuration file."""
     saved = read_saved(file_inside(path, CONFIG)) if (path / CONFIG).exists() else None
     return None if saved is None else saved.get(name, options_by_name()[name].default)
 
@@ -250,7 +252,7 @@ def _warn(run: Saveable, text: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the engine's own words, the first of many lines."""
+    """Return the first line of megatron-core's own message."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip() or type(error).__name__

@@ -1,7 +1,7 @@
 """Lets one job at a time write into a save folder. This needs no torch.
 
 The lock is the kernel's, on `SAVE/.lock`, and goes with the process that holds it, however that ends: a killed job
-leaves nothing to clean up. The file's content says who it is, and has a random name of what is in the folder, by which
+leaves nothing to clean up. The file's content says who it is, and has a random name of the folder's contents, by which
 snapshots in a machine's memory (`checkpoint.local`) know that they belong to it: a folder of the same path may have
 been removed and begun anew. The lock is of POSIX's kind (`lockf`), which works over NFS and which the helper processes
 that a job forks do not inherit.
@@ -94,7 +94,7 @@ def give_up(folder: str | Path) -> None:
 
 
 def is_lost(folder: str | Path) -> bool:
-    """Return whether this process has locked the folder, and its lock is not there any more."""
+    """Return whether this process has locked the folder and its lock file has since been removed or replaced."""
     lock_file = _held.get(os.path.realpath(folder))
     if lock_file is None:
         return False
@@ -105,7 +105,7 @@ def is_lost(folder: str | Path) -> bool:
 
 
 def name_of_contents(folder: str | Path) -> str | None:
-    """Return the name of what the folder holds, which it keeps until it is emptied; None where this process has not
+    """Return the name of the folder's contents, which it keeps until it is emptied; None where this process has not
     locked it."""
     return _contents.get(os.path.realpath(folder))
 

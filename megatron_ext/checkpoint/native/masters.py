@@ -2,8 +2,8 @@
 
 A checkpoint of a 16-bit run holds a weight twice: `<weight>`, as the run computed with it, and the fp32 master that was
 updated, `optimizer.state.param.<weight>`; one of an fp32 run holds it once. Whatever the precision of the two runs, the
-fp32 values are what the training goes on with: weights are rounded from them once, and never from what was rounded
-before. Where a checkpoint has 16-bit weights alone (a conversion, --no-save-optim), these are all there is.
+training goes on with the fp32 values: weights are rounded from them once, and never from what was rounded before. Where
+a checkpoint has 16-bit weights alone (a conversion, --no-save-optim), these are all there is.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ def changed_precisions(
 
     Args:
         state_dict: where the model's tensors are to be read into.
-        saved: what the checkpoint says of its tensors, by name.
+        saved: the checkpoint's metadata of its tensors, by name.
     """
     weights = (_named(one, saved_name) for one in _weights(state_dict))
     own = {str(saved[name].properties.dtype) for one, name in weights if _is_in_another_dtype(one, saved.get(name))}

@@ -28,11 +28,12 @@ from megatron_ext.parallel.rows import RowShard, row_shard
 from megatron_ext.sharding.parts import MASTER, Exchange, OptimizerPart, State
 
 Pieces = dict[str, ShardedTensor]
-"""One after another, this rank's rows; two or more where a weight is saved in parts (SwiGLU's gate and up, experts)."""
+"""This rank's rows as sharded tensors, in order; two or more where a weight is saved in parts (SwiGLU's gate and up,
+experts)."""
 
 
 def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: torch.Tensor, key: str) -> Pieces:
-    """Return how to save, or where to load, `rows`.
+    """Return the sharded tensors that save `rows`, or into which to load them.
 
     Args:
         weight: how the weight would be saved if this rank held all of it.
@@ -49,7 +50,7 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
         first = shard.first * each
         low, high = max(start, first), min(stop, shard.stop * each)
         if low < high:
-            # Layers are one tensor in the checkpoint, stacked along axes before those of the weight.
+            # Layers are one tensor in the checkpoint, stacked along axes before the weight's own.
             axis = part.prepend_axis_num
             # A copy where one of its dimensions is kept once and repeated (`State.along`).
             data = rows.reshape(-1, *part.local_shape[1:])[low - first : high - first]
@@ -72,13 +73,13 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
 
 
 def joined(shard: RowShard, loaded: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return this rank's rows, from what was read into their pieces."""
+    """Return this rank's rows, joined from the pieces that were read."""
     whole = torch.cat([loaded[index].reshape(-1) for index in sorted(loaded, key=int)])
     return whole.view(-1, *shard.shape[1:])
 
 
 def saved_parts(weight: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return the tensors of the checkpoint that a weight is, one after another along its rows."""
+    """Return the tensors of the checkpoint that make up a weight, one after another along its rows."""
     if isinstance(weight, ShardedTensor):
         return [weight]
     whole = torch.empty(weight.data.shape, dtype=weight.data.dtype, device="meta")
@@ -147,7 +148,7 @@ def state_to_save(
 def state_to_load(
     parts: Sequence[OptimizerPart], config: OptimizerConfig, weights: Mapping[str, Any], *, masters_alone: bool = False
 ) -> Contents:
-    """Return tensors to read the state into; then call `restore` with what was read.
+    """Return tensors to read the state into; then call `restore` with the tensors that were read.
 
     Args:
         masters_alone: whether the fp32 masters are read, and nothing else of the state, which must not have begun.
@@ -190,12 +191,12 @@ def restore(
 
 
 def _torch_optimizers(parts: Sequence[OptimizerPart]) -> list[torch.optim.Optimizer]:
-    """torch's optimizers in those of megatron-core."""
+    """Return torch's optimizers inside megatron-core's optimizers."""
     return [torch_optimizer for part in parts for torch_optimizer in part.updater.torch_optimizers]
 
 
 def step_count(parts: Sequence[OptimizerPart]) -> int:
-    """Updates that were made, of an optimizer that counts them, else 0; the same for all parameters.
+    """Return the number of updates made, where the optimizer counts them, else 0; the same for all parameters.
 
     It waits once for each device that counts, not for each parameter.
     """
@@ -228,14 +229,15 @@ def set_step_count(parts: Sequence[OptimizerPart], config: OptimizerConfig, coun
 
 
 def numbers(parts: Sequence[OptimizerPart], config: OptimizerConfig) -> dict[str, float]:
-    """Return what the optimizer keeps besides its states and the count, the same for all parameters."""
+    """Return the numbers that the optimizer keeps besides its states and the update count, the same for all
+    parameters."""
     names = traits_of(config).numbers
     states = (state for torch_optimizer in _torch_optimizers(parts) for state in torch_optimizer.state.values())
     return next(({name: float(state[name]) for name in names} for state in states if names and names[0] in state), {})
 
 
 def set_numbers(parts: Sequence[OptimizerPart], values: Mapping[str, float]) -> None:
-    """Put back what `numbers` returned, a tensor for each parameter."""
+    """Restore the numbers that `numbers` returned, as a tensor for each parameter."""
     for torch_optimizer in _torch_optimizers(parts) if values else ():
         for state in torch_optimizer.state.values():
             state |= {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
@@ -281,7 +283,8 @@ def _written_by(tensor: Any, replica: int, rank: int) -> Any:
 
 
 def _pieces(weight: Any, shards: Sequence[RowShard], values: torch.Tensor, key: str) -> Pieces:
-    """Return how to save, or where to load, the values of rows that follow one another, shard by shard."""
+    """Return the sharded tensors that save the values of consecutive rows, or into which to load them, shard by
+    shard."""
     tensors: list[ShardedTensor] = []
     for shard in shards:
         own = values[shard.first - shards[0].first : shard.stop - shards[0].first]
@@ -295,7 +298,7 @@ def _like_weights(
     """Cut every tensor as its weight is cut. Weights without values (another rank writes them) are left out.
 
     Args:
-        rows: those of the weight that the values are of, by the id() that `values` has; None where they are of all.
+        rows: rows of each weight that its values cover, by the keys of `values`; None where they cover all rows.
     """
     contents: Contents = {}
     for name, weight in weights.items():

@@ -26,14 +26,14 @@ from megatron_ext.untrusted.untrusted_folder import file_inside
 
 @dataclass(frozen=True)
 class Resume(SavedCheckpoint):
-    """A checkpoint to resume from, with what a run takes from it besides the tensors."""
+    """A checkpoint to resume from, with the facts that a run takes from it besides the tensors."""
 
     saved: Mapping[str, Any] | None = None
     """The values of the flags that it was saved with; None where it has none that can be read."""
     data_record: Mapping[str, Any] | None = None
-    """What its samples follow from (`data.data_record`); None where it has none."""
+    """Its data record, from which its samples follow (`data.data_record`); None where it has none."""
     damaged: tuple[str, ...] = ()
-    """What is wrong with each checkpoint that comes before it and was passed over."""
+    """Problem of each checkpoint that comes before it and was passed over."""
     is_snapshot: bool = False
     """Whether it is one of the snapshots in the machines' memory (`checkpoint.local`) and no checkpoint."""
 
@@ -44,13 +44,13 @@ class Resume(SavedCheckpoint):
 
 @dataclass(frozen=True)
 class Search:
-    """Holds what one look into the --load folder found."""
+    """Findings of one look into the --load folder."""
 
     folder: str
     candidates: tuple[SavedCheckpoint, ...] = ()
     """The checkpoints in the order in which to try them."""
     error: DataError | OSError | None = None
-    """Why there is none, where that is an error; a folder without a checkpoint is none."""
+    """Error by which no checkpoint was found; a folder without a checkpoint is no error."""
     resume: Resume | None = None
     """The checkpoint that the configuration is made with; not yet known to be whole."""
 
@@ -84,13 +84,13 @@ def look(values: Mapping[str, Any]) -> Search | None:
 
 
 def read_resume(checkpoint: SavedCheckpoint, *, use_checkpoint_args: bool, damaged: Sequence[str] = ()) -> Resume:
-    """Read what a run takes from the checkpoint besides the tensors.
+    """Read the facts that a run takes from the checkpoint besides the tensors.
 
     Args:
         checkpoint: where it is.
         use_checkpoint_args: whether the flags of one that Megatron-LM wrote are asked for; otherwise loading compares
             them.
-        damaged: what is wrong with those that come before it.
+        damaged: problems of the checkpoints that come before it.
     Raises:
         ConfigurationError, DataError: as `look`.
     """

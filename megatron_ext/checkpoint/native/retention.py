@@ -29,7 +29,8 @@ def expired(saved: Sequence[int], newest: int, keep_last: int | None, retain_int
 
 
 def remove_expired(run: Saveable, folder: str | Path, newest: int) -> None:
-    """Remove what the flags do not keep, if `newest` proves to be whole when it is read back. Collective."""
+    """Remove checkpoints that the flags do not keep, if `newest` proves to be whole when it is read back.
+    Collective."""
     flags = run.config.checkpoint
     answer: list[list[int]] = [[]]
     if run.rank == 0:

@@ -1,10 +1,10 @@
-"""Reads what others have pickled without letting it run anything, or change anything.
+"""Reads pickles that others have written without letting them run anything, or change anything.
 
 The format keeps two kinds of pickle: `.metadata`, which says where every tensor lies, and small objects (the state of
 the random generators) inside the shards. torch reads both with an unpickler that builds whatever they ask for. Inside
 `no_code_from_files()` torch's objects are made here from the first, read as plain data (`torch_dist.py`), and the
-second is read as `torch.load(weights_only=True)` reads it, without those of the classes added by megatron-core that do
-more than to hold what they are given. No archive is read of which a record is compressed: it could fill the memory.
+second is read as `torch.load(weights_only=True)` reads it, except the classes added by megatron-core that do more than
+hold the values they are given. No archive is read of which a record is compressed: it could fill the memory.
 """
 
 import math
@@ -40,7 +40,7 @@ _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch; it also o
 _LARGEST_OBJECT = 1 << 28  # bytes; a random generator's state has some 5,000, Megatron-LM's arguments 30,000
 _CODES = {getattr(torch, name): code for code, name in DTYPES.items()}
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
-# Of the classes that megatron-core lets torch make, those of these modules only hold what they are given: flags, enums.
+# Of the classes that megatron-core lets torch make, the ones in these modules only hold values: flags, enums.
 # Others do not, such as numpy's arrays, whose state is taken from the file as it stands, addresses of memory included.
 _HARMLESS = ("argparse", "types", "signal", "pathlib", "megatron.core.")
 
@@ -58,15 +58,15 @@ UNREADABLE = (
     AttributeError,
     AssertionError,
 )
-"""What the engine and torch raise for a file that is cut short, altered or missing, or holds something else than is
-wanted."""
+"""Errors that megatron-core and torch raise for a file that is cut short, altered or missing, or holds something else
+than is wanted."""
 
 
 class SafeReader(FileSystemReader):
     """Torch's reader of a checkpoint folder, made safe for a folder that anybody may have written."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Return what the checkpoint holds and where.
+        """Return the metadata of the checkpoint: its entries, and the file and place of each.
 
         Raises:
             pickle.UnpicklingError: the file is damaged, or asks for something else than metadata.
@@ -92,7 +92,8 @@ class SafeReader(FileSystemReader):
         }
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what `plan` asks for: of tensors, no more than the part of the file that holds what is asked for.
+        """Read the entries that `plan` asks for: of tensors, no more than the part of the file that has the requested
+        elements.
 
         Raises:
             pickle.UnpicklingError: an object, or a tensor that torch is to unpickle, is not as `torch.save` writes it.
@@ -126,7 +127,7 @@ class SafeReader(FileSystemReader):
 
 
 def _check(file: BinaryIO, offset: int, length: int, name: str, most: int | None = None) -> None:
-    """Check that torch may unpickle what lies there. Raises pickle.UnpicklingError."""
+    """Check that torch may unpickle the archive at `offset` of the file. Raises pickle.UnpicklingError."""
     try:
         check_archive(file, offset, length, most)
     except pickle.UnpicklingError as error:
@@ -134,7 +135,7 @@ def _check(file: BinaryIO, offset: int, length: int, name: str, most: int | None
 
 
 def read_metadata(file: IO[bytes]) -> metadata.Metadata:
-    """Return torch's metadata, made from what the file says.
+    """Return torch's metadata, made from the file's contents.
 
     Raises:
         pickle.UnpicklingError: the file is damaged, asks for another class, or names a file outside of its own folder.
@@ -217,8 +218,8 @@ def _inert(kind: Any) -> Any:
 
 
 def _place_of_tensor(file: BinaryIO, offset: int, length: int, shape: Sequence[int], dtype: torch.dtype) -> int | None:
-    """Return where in the file the elements begin of a tensor that torch wrote there; None where it must read it
-    itself.
+    """Return the position in the file at which the elements of a tensor begin that torch wrote at `offset`; None where
+    torch must read the tensor itself.
 
     Raises:
         OSError: the file cannot be read.
@@ -232,9 +233,9 @@ def read_part(
 ) -> torch.Tensor | None:
     """Return the elements from `begin` on, `lengths` of them along each axis, of the tensor at `offset`.
 
-    No more of the file is read than what lies between the first of them and the last. torch's reader unpickles the
-    whole tensor each time, of which a rank may want a few rows: of a shard of a distributed optimizer's state, one part
-    in as many as there are ranks.
+    No more of the file is read than the range from the first of them to the last. torch's reader unpickles the whole
+    tensor each time, of which a rank may want a few rows: of a shard of a distributed optimizer's state, one part in as
+    many as there are ranks.
 
     Returns:
         None where the file ends before them.

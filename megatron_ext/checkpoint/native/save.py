@@ -46,7 +46,7 @@ from megatron_ext.sharding.parts import IN_PLACE, Exchange
 
 
 def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
-    """Save all of `run` into `folder`, and make it the latest checkpoint there. Collective.
+    """Save all of `run` into `folder`, and make it the folder's latest checkpoint. Collective.
 
     Returns:
         The checkpoint, `folder/iter_*`. It is on the disk when the function returns.
@@ -58,8 +58,8 @@ def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
 
 
 class Kept:
-    """Holds what the saves of one run hand on: the plan, and what lets later background saves stop the training for a
-    copy alone."""
+    """Objects that one save of a run hands on to the next: the plan, and host memory and groups, with which later
+    background saves stop the training for a copy alone."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
@@ -71,14 +71,14 @@ class Kept:
 
 
 class _PlannedOnce(TorchDistSaveShardedStrategy):
-    """Lets the engine's plan of the first save serve all of them: a run's tensors do not change their names and cuts.
+    """Lets megatron-core's plan of the first save serve all saves: a run's tensors do not change their names and cuts.
 
     (By itself, the engine takes a plan for settled after two that are equal.) It asks no other rank then.
     """
 
     failure: OSError | None = None
-    """Why the first rank, which alone writes the checkpoint's metadata, could not write it in the save under way: the
-    others wait meanwhile to hear how it went, and never would."""
+    """Error by which the first rank, which alone writes the checkpoint's metadata, could not write it in the save under
+    way: the other ranks wait for its result, and would wait for ever."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, async_strategy: Any) -> Any:
         if save_state_dict_ret[1] is not None:  # on the first rank, which writes it
@@ -100,13 +100,13 @@ class Save:
     """A save in progress: begun here, ended by `finish`. Both are collective and raise as `save_checkpoint` does.
 
     In the background, a thread writes a copy that was begun with the save: call `hold_update` before the next update of
-    the weights. Until `finish`, the checkpoint has no name yet. (The engine would fork a process for it, which holds
-    what the training process has open.) With what was `kept` of an earlier save of the run, no plan is made again, and
-    in the background that thread also exchanges shards, in groups of its own.
+    the weights. Until `finish`, the checkpoint has no name yet. (megatron-core would fork a process for it, which
+    inherits the files that the training process has open.) With what was `kept` of an earlier save of the run, no plan
+    is made again, and in the background that thread also exchanges shards, in groups of its own.
     """
 
     _asked: Callable[[], list[float]] | None = None
-    """What waits for the answer of the last `written`, where there was one."""
+    """Reads the answer that the last call of `written` asked for; None before the first call."""
 
     def __init__(self, run: Saveable, folder: str | Path, *, background: bool, kept: Kept | None = None):
         self.run, self.folder, self.iteration = run, folder, run.state.iteration
@@ -137,7 +137,7 @@ class Save:
     def written(self) -> bool:
         """Return whether all ranks have written their shards, so that `finish` need not wait. Collective.
 
-        Where reads wait, the answer is that of the call before, which is there by now: the training has given the
+        Where reads wait, the answer belongs to the call before, and has arrived by now: the training has given the
         device another step since, and nobody is to wait for that.
         """
         device, writes = self.run.device, self._thread is not None and self._thread.is_alive()
@@ -148,7 +148,8 @@ class Save:
         return read is not None and not read()[0]
 
     def hold_update(self) -> None:
-        """Let the update of the weights, which is launched next, begin when they are copied. It does not wait."""
+        """Let the update of the weights, which is launched next, begin once the weights are copied. The call does not
+        wait."""
         self._copies.hold()
 
     def join(self) -> None:
@@ -174,7 +175,7 @@ class Save:
         try:
             for finalize in self._request.finalize_fns:
                 finalize()
-        except OSError as error:  # of the engine's last file; the others wait for it to be there
+        except OSError as error:  # of the engine's last file; the others wait until it exists
             torch.distributed.barrier()
             self._kept.strategy.failure = error
 
@@ -221,7 +222,7 @@ class Save:
         """Write this rank's shards. Failures wait for `finish`.
 
         Args:
-            snapshot: what to write, where it is not planned yet.
+            snapshot: state to write, where it is not planned yet.
         """
         try:
             self._copies.wait()
@@ -241,7 +242,7 @@ class Save:
             self._files = f"{type(error).__name__}: {error}"
 
     def _write_companions(self) -> None:
-        """Write what rank 0 adds to the shards."""
+        """Write the files that rank 0 adds to the shards."""
         (self._partial / CONFIG).write_text(to_yaml(self.run.config), encoding="utf-8")
         if self.run.data_record is not None:
             (self._partial / DATA).write_text(json.dumps(self.run.data_record, indent=1) + "\n", encoding="utf-8")
@@ -283,7 +284,7 @@ class Save:
             raise _storage_error(self.folder, _text(error)) from error
 
     def _is_gone(self, reason: str) -> bool:
-        """Return whether what failed did so because somebody removes the folder, or has done so."""
+        """Return whether the save failed because somebody removes the folder, or has removed it."""
         return not self._partial.is_dir() or is_lost(self.folder) or os.strerror(errno.ENOENT) in reason
 
 
@@ -316,7 +317,8 @@ def write_shards(request: AsyncRequest, buckets: Any) -> None:
 def _request(
     state_dict: ShardedStateDict, folder: Path, strategy: TorchDistSaveShardedStrategy, *, validate: bool
 ) -> AsyncRequest:
-    """Return who writes what, and how the engine ends the save. Collective, where it is to be validated.
+    """Return megatron-core's request of the save: which rank writes which part, and how the save ends. Collective,
+    where it is to be validated.
 
     Args:
         validate: whether all ranks together have every part of every tensor once.
@@ -360,7 +362,8 @@ def _gather_files(folder: str | Path, own: checkpoint_manifest.Files | str) -> c
 
 
 def _gathered_by_first_rank(own: Any) -> list[Any]:
-    """Return what all ranks give, on rank 0; on the others, to which it is not sent, an empty list. Collective."""
+    """Return the objects of all ranks on rank 0; on the others, to which they are not sent, an empty list.
+    Collective."""
     is_first = torch.distributed.get_rank() == 0
     gathered: list[Any] = [None] * torch.distributed.get_world_size() if is_first else []
     torch.distributed.gather_object(own, gathered if is_first else None, dst=0)
@@ -368,10 +371,10 @@ def _gathered_by_first_rank(own: Any) -> list[Any]:
 
 
 def _metadata_on_first_rank(sharded_state_dict: ShardedStateDict, process_group: Any = None) -> tuple[list, list]:
-    """Return what this rank saves, without values, and on rank 0 that of all ranks.
+    """Return this rank's entries to save, without values, and on rank 0 the entries of all ranks.
 
-    The engine's function sends that of all to all, tens of megabytes with a thousand ranks, of which only rank 0 makes
-    any use.
+    megatron-core's function sends the entries of all ranks to all: tens of megabytes with a thousand ranks, which only
+    rank 0 uses.
     """
     assert process_group is None
     own = [value.without_data() for value in nested_values(sharded_state_dict)]
@@ -379,7 +382,7 @@ def _metadata_on_first_rank(sharded_state_dict: ShardedStateDict, process_group:
 
 
 def _text(error: OSError) -> str:
-    """Return what went wrong and where, as far as the error says."""
+    """Return the reason and the file of the error, as far as it has them."""
     return ": ".join(str(part) for part in (error.strerror or str(error), error.filename) if part)
 
 

@@ -1,5 +1,5 @@
 """Writes a checkpoint in one process, without process groups and without torch, and with a few blocks of a megabyte in
-memory: how what other programs have saved becomes one that `--load` begins from.
+memory: by it, checkpoints of other programs become one that `--load` begins from.
 
 It has the names and shapes that megatron-core gives the model in any layout (layers and experts stacked), so that every
 layout reads it.
@@ -55,7 +55,7 @@ def items(
     elements: Callable[[range], Iterable[FilePart]],
     prefix: str = "",
 ) -> Iterator[Item]:
-    """Yield the parts of a parameter, or of what is saved with it under another prefix.
+    """Yield the parts of a parameter, or of a tensor that is saved with it under another prefix.
 
     Args:
         dtype: its name in safetensors.
@@ -83,13 +83,13 @@ def write_checkpoint(
 
     Args:
         weights: all tensors, in the order in which they are written.
-        common: what is no tensor, with the iteration.
+        common: entries that are no tensors, with the iteration.
         add_files: adds files of its own to the folder that it is given.
     Returns:
         The checkpoint's own folder.
     Raises:
         ConfigurationError: the destination has checkpoints.
-        DataError: a file ends before what it should hold.
+        DataError: a file is shorter than its tensors.
         OSError: the destination cannot be written.
     """
     if saved_iterations(destination):
@@ -118,7 +118,7 @@ _STACKED = re.compile(
 
 
 class Stacked(NamedTuple):
-    """Where a checkpoint holds a parameter, or a state."""
+    """Place of a parameter, or a state, in a checkpoint."""
 
     key: str
     indices: tuple[int, ...]
@@ -129,7 +129,7 @@ class Stacked(NamedTuple):
 
 
 def stacked(config: Config, name: str) -> Stacked:
-    """Return where a checkpoint holds a parameter: the experts of a layer are one tensor, and so are layers, unless
+    """Return the place of a parameter in a checkpoint: the experts of a layer are one tensor, and so are layers, unless
     they have different parameters."""
     match = _STACKED.fullmatch(name)
     if match is None:

@@ -1,6 +1,6 @@
-"""Copies into host memory what a save writes while the training goes on.
+"""Copies the state into host memory that a save writes while the training goes on.
 
-Defines what a run must offer to be saved and restored. `train.run.Run` offers it.
+Defines the attributes that a run must have to be saved and restored. `train.run.Run` has them.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +18,7 @@ from megatron_ext.device.device_protocol import Copies, Device
 from megatron_ext.sharding.scheme import Sharding
 
 Copy = Callable[[Hashable, torch.Tensor], torch.Tensor]
-"""Makes what is saved of a tensor, from a name that it has in every save, and the tensor."""
+"""Returns the tensor to save, from the tensor and a name that it has in every save."""
 
 
 def as_it_is(_name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
@@ -27,8 +27,8 @@ def as_it_is(_name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostMemory:
-    """Copies of tensors, in memory that one save after the other uses: fresh memory takes several times as long as
-    the copy. It stays as large as what this rank has taken, and is pinned where the tensors lie on a GPU."""
+    """Copies of tensors, in memory that one save after the other uses: fresh memory takes several times as long as the
+    copy. It stays as large as the copies that this rank has made, and is pinned where the tensors lie on a GPU."""
 
     def __init__(self) -> None:
         self._copies: dict[Hashable, torch.Tensor] = {}
@@ -39,7 +39,7 @@ class HostMemory:
         return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
 
     def copy(self, copies: Copies, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is going to be a copy, which `copies` begins."""
+        """Return the host tensor that receives the copy, which `copies` begins."""
         kept = self._copies.get(name)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
             on_host = tensor.device.type == "cpu"
@@ -56,7 +56,7 @@ class HostGroups:
         self._groups: dict[ProcessGroup, ProcessGroup] = {}
 
     def of(self, group: ProcessGroup) -> ProcessGroup:
-        """Return a group of the same ranks, over gloo. Collective when it is asked for first."""
+        """Return a group of the same ranks, over gloo. The first call for a group is collective."""
         if group not in self._groups:
             ranks = torch.distributed.get_process_group_ranks(group)
             self._groups[group] = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)  # pyright: ignore[reportArgumentType]

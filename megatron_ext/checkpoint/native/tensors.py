@@ -78,7 +78,7 @@ class Tensors:
             )
 
     def common(self) -> dict[str, Any]:
-        """Return what is no tensor: iteration, training state, versions.
+        """Return the entries that are no tensors: iteration, training state, versions.
 
         Raises:
             DataError: it cannot be read.
@@ -91,7 +91,7 @@ class Tensors:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """Turn what the engine and torch raise into a DataError."""
+        """Turn the errors of megatron-core and torch into a DataError."""
         try:
             with no_code_from_files(self.path), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is on purpose

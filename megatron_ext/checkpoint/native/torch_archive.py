@@ -1,12 +1,12 @@
-"""Writes and finds what `torch.save` writes, without torch: the zip archives of which the shards of a checkpoint are
-made.
+"""Writes the zip archives of which a checkpoint's shards are made as `torch.save` does, and finds the elements in them,
+without torch.
 
     head, tail = archive(tensor_pickle((1, 32, 64), "BF16"), 4096)     # the elements lie between the two
     place = place_of_elements(file, offset, length, (1, 32, 64), "BF16")
 
-Importing torch takes as long as copying a gigabyte. The bytes are those of `torch.save` with its checksums switched
-off (`torch.serialization.set_crc32_options(False)`): nobody reads those, and the manifest has one of every file. A
-test holds them to torch's.
+Importing torch takes as long as copying a gigabyte. The bytes equal the output of `torch.save` with its checksums
+switched off (`torch.serialization.set_crc32_options(False)`): nobody reads these, and the manifest has one of every
+file. A test compares the bytes with torch's.
 """
 
 import math
@@ -27,7 +27,7 @@ _OF_TENSORS = {
     ("collections", "OrderedDict"),
     *(("torch", name) for name in _STORAGES.values()),
 }
-_LARGEST_PICKLE = 1 << 20  # bytes; that of a tensor has some 200
+_LARGEST_PICKLE = 1 << 20  # bytes; a tensor's has some 200
 _LARGEST_TABLE = 1 << 26  # bytes; a record takes some 70
 _ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -45,7 +45,8 @@ _FINGERPRINTS = {True: b"1572819951185464302603005401530805769991", False: b"029
 
 
 def archive(pickled: bytes, size: int | None) -> tuple[bytes, bytes]:
-    """Return what lies before and behind `size` bytes of elements; with None, all of an archive that has no elements.
+    """Return the bytes of an archive before and behind `size` bytes of elements; with None, all of an archive that has
+    no elements.
 
     Args:
         pickled: the pickled object, or `tensor_pickle` of a tensor.
@@ -88,7 +89,7 @@ def _padding(start: int, path: bytes) -> int:
 
 
 def _end(count: int, size: int, position: int) -> bytes:
-    """Return what closes an archive whose table of `count` records lies at `position`."""
+    """Return the end records of an archive whose table of `count` records, `size` bytes, lies at `position`."""
     return _ENDS.pack(
         *(b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, position), *(b"PK\6\7", 0, position + size, 1)
     ) + _END.pack(b"PK\5\6", 0, 0, count, count, size, position, 0)
@@ -125,7 +126,7 @@ def _tuple(numbers: Sequence[int]) -> bytes:
 
 
 def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int, ...], dtype: str) -> int | None:
-    """Return where the elements of a tensor begin that `torch.save` wrote into this range of a file.
+    """Return the position at which the elements of a tensor begin that `torch.save` wrote into this range of a file.
 
     Returns:
         None where they are not all of one record and in order, or where it is another tensor.
@@ -155,7 +156,7 @@ def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int
 
 
 def find_records(path: Path) -> dict[str, tuple[int, int]]:
-    """Return where the content of each record of an archive begins, and its bytes, by the record's name.
+    """Return the position of each record's content in an archive, and its size in bytes, by the record's name.
 
     Raises:
         pickle.UnpicklingError: the file is no archive as `torch.save` writes them.
@@ -175,8 +176,8 @@ def find_records(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def check_archive(file: BinaryIO, offset: int, length: int, most: int | None = None) -> None:
-    """Require that this range of a file is an archive as `torch.save` writes them: torch's reader inflates what is
-    compressed, a thousandfold, before anybody sees what it is.
+    """Require that this range of a file is an archive as `torch.save` writes them: torch's reader inflates compressed
+    records, a thousandfold, before anybody sees their contents.
 
     Args:
         most: bytes of the largest that is taken: a file may claim to have many more than the disk holds of it.
@@ -260,6 +261,7 @@ def _no_archive() -> pickle.UnpicklingError:
 
 
 def _content(file: BinaryIO, offset: int, header: int) -> int:
-    """Return where the content of the record begins in the file whose header is there in the range."""
+    """Return the position in the file at which a record's content begins; its header lies at `header` bytes after
+    `offset`."""
     *_, name, extra = _LOCAL_HEADER.unpack(os.pread(file.fileno(), _LOCAL_HEADER.size, offset + header))
     return offset + header + _LOCAL_HEADER.size + name + extra

@@ -36,13 +36,13 @@ class Chunk:
     file: str
     """Name of the file, which lies next to the metadata."""
     offset: int
-    """Offset in the file of what `torch.save` wrote."""
+    """Offset in the file of the archive that `torch.save` wrote."""
     length: int
 
 
 @dataclass(frozen=True)
 class Properties:
-    """Holds what torch notes of a tensor besides its dtype."""
+    """Properties of a tensor that torch notes besides its dtype."""
 
     requires_grad: bool = False
     memory_format: int = 0
@@ -64,20 +64,20 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Saved:
-    """Holds all that a checkpoint's metadata says."""
+    """Parsed metadata of a checkpoint."""
 
     tensors: dict[str, Tensor]
     objects: dict[str, Chunk]
-    """Where what is no tensor lies; without offsets and sizes."""
+    """Places of the entries that are no tensors; without offsets and sizes."""
 
 
 _kept: list[tuple[bytes, Saved]] | None = None
-"""Holds what was read last, with what it says; None where nothing is kept."""
+"""The metadata file that was read last, with its parsed contents; None where nothing is kept."""
 
 
 @contextmanager
 def kept_while_loading() -> Iterator[None]:
-    """Keep what is read inside: megatron-core asks three times for the same metadata, whose parsing is what takes
+    """Keep the metadata that is read inside: megatron-core asks for it three times, and parsing takes most of the
     time."""
     global _kept
     before, _kept = _kept, []
@@ -93,7 +93,7 @@ def read(file: IO[bytes]) -> dict[str, Tensor]:
 
 
 def read_objects(file: IO[bytes]) -> dict[str, Chunk]:
-    """Return where the objects of a checkpoint lie that are no tensors. Raises as `read_all` does."""
+    """Return the places of a checkpoint's objects that are no tensors. Raises as `read_all` does."""
     return read_all(file).objects
 
 

@@ -32,8 +32,8 @@ class Upcycling:
     """Reads a dense checkpoint into a model with experts.
 
     Args:
-        contents: where the tensors are to be read into; those of experts are replaced by the MLP's, and those of
-            routers, which the checkpoint does not have, left out.
+        contents: tensors to read into; experts' tensors are replaced by the MLP's, and routers' tensors, which the
+            checkpoint does not have, are left out.
     """
 
     def __init__(self, run: Saveable, contents: Contents):
@@ -48,9 +48,9 @@ class Upcycling:
                     tensors[name] = self._of_mlp(tensor)
 
     def finish(self, loaded: dict[str, Any]) -> None:
-        """Scale what was read, and add the routers as they are."""
+        """Scale the weights that were read, and add the routers as they are."""
         granularity, mixture = self._run.config.checkpoint.moe_upcycling_granularity, _mixture(self._run)
-        # What the experts of a token give is this many times less than the MLP's.
+        # The output of a token's experts is this many times less than the MLP's.
         pre_softmax = self._run.config.model.moe_router_pre_softmax
         less = mixture.count * granularity / mixture.top_k if pre_softmax else granularity
         degree = 3 if mixture.mlp.gated or mixture.mlp.activation == "squared_relu" else 2  # of its output, in weights
@@ -63,7 +63,7 @@ class Upcycling:
             loaded[chunk][name] = dict_list_map_outplace(lambda one: one.data, tensor)
 
     def _of_mlp(self, tensor: Any) -> Any:
-        """Return where to read a tensor of experts: each from its piece of the MLP's."""
+        """Return the tensor into which to read a tensor of experts: each expert from its piece of the MLP's tensor."""
         if isinstance(tensor, ShardedTensorFactory):
             build = tensor.build_fn
             return replace(tensor, build_fn=lambda *given: dict_list_map_outplace(self._piece, build(*given)))

@@ -1,4 +1,4 @@
-"""Computes attention over one block of keys, with what is needed to put the results of several blocks together.
+"""Computes attention over one block of keys, with the log-sum-exp by which the results of several blocks are combined.
 
 torch's scaled_dot_product_attention keeps the log-sum-exp of the scores to itself. With it, attention over some keys
 and attention over others give attention over both, and each part's gradient can be computed by itself from the joint
@@ -38,7 +38,7 @@ def block_forward(
     Q].
 
     Args:
-        mask_QK: what is added to the scores, in the queries' type or fp32: -infinity for keys that a query does not
+        mask_QK: additive mask of the scores, in the queries' type or fp32: -infinity for keys that a query does not
             see. It may be of heads, [B or 1, H or 1, Q, K].
         cap: bound of the scores before that, as cap tanh(scores / cap); no kernel has it.
     """
@@ -74,7 +74,7 @@ def block_backward(
 ) -> _Blocks:
     """Return this block's share of the gradients of query, key and value.
 
-    `out` and `log_sum_exp` are those of the whole attention: over all keys that the queries see, in this block or not.
+    `out` and `log_sum_exp` belong to the whole attention: over all keys that the queries see, in this block or not.
     """
     tensors = grad_BHQD, query_BHQD, key_BGKD, value_BGKD, out_BHQD, log_sum_exp_BHQ
     if value_BGKD.size(-1) != query_BHQD.size(-1):

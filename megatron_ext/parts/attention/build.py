@@ -44,10 +44,10 @@ def attention_spec(
 
 
 def _with_outputs(build: Callable[..., Any], outputs: int) -> Callable[..., Any]:
-    """Return a function that builds a linear layer with so many outputs, whatever number it is given."""
+    """Return a function that builds a linear layer with this number of outputs, whatever number it is given."""
     return lambda inputs, _outputs, **settings: build(inputs, outputs, **settings)
 
 
 def _with_inputs(build: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-    """Return a function that builds a linear layer with so many inputs, whatever number it is given."""
+    """Return a function that builds a linear layer with this number of inputs, whatever number it is given."""
     return lambda _inputs, outputs, **settings: build(inputs, outputs, **settings)

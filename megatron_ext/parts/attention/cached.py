@@ -1,4 +1,4 @@
-"""Holds what a forward pass carries through the layers: how its tokens see each other, and where it is read.
+"""Objects that a forward pass carries through the layers: how its tokens see each other, and where it is read.
 
 In training that is nothing, or `Sequences`. Without training there are three: `WholeSequences` attends as
 training does, `TextsInARow` within each of several texts that need not be filled up to one length, and `KeyValueCache`
@@ -24,11 +24,11 @@ from megatron_ext.parts.attention.scores import PLAIN, Scores, forward, with_sin
 from megatron_ext.parts.attention.segments import attend_window
 
 Project = Callable[[torch.Tensor], torch.Tensor]
-"""From hidden states [N, hidden] to the logits [N, V]."""
+"""Maps hidden states [N, hidden] to logits [N, V]."""
 
 Hides = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
-"""From the keys of the first head, [B, T, D], and what is added to all scores, [B, 1, 1 or S, T], to the same of these
-queries."""
+"""Maps the keys of the first head, [B, T, D], and the additive mask of all scores, [B, 1, 1 or S, T], to the additive
+mask of these queries."""
 
 
 class Sequences:
@@ -38,8 +38,8 @@ class Sequences:
         self.documents = documents
 
     def attention(self, core: Any, layer_number: int) -> Callable[..., torch.Tensor]:
-        """Return what attends in a layer, in the place of its `core`: from queries [B, H, S, D], keys and values [B, G,
-        S, D] to their context, [S, B, H x D]."""
+        """Return the attention function of a layer, in place of its `core`: from queries [B, H, S, D], keys and values
+        [B, G, S, D] to the context, [S, B, H x D]."""
         return partial(core, documents=self.documents)
 
     def begins(self, rows: int, length: int) -> torch.Tensor | None:
@@ -67,11 +67,11 @@ class WholeSequences(Sequences):
 
     @property
     def goes_on(self) -> bool:
-        """Whether this pass is over a few tokens of each row, after what is kept."""
+        """Whether this pass is over a few tokens of each row, after tokens whose keys and values are kept."""
         return False
 
     def keep(self, layer_number: int, latents_B1SD: torch.Tensor, rank: int) -> None:
-        """Keep what one layer's keys and values are made of, if anything is kept.
+        """Keep the latents from which one layer's keys and values are computed, if anything is kept.
 
         Args:
             latents_B1SD: one key head for all query heads; its first `rank` channels are the values.
@@ -82,16 +82,16 @@ class WholeSequences(Sequences):
         return None
 
     def counted(self, length: int) -> torch.Tensor | None:
-        """Return 1 for the tokens of each row and 0 for what fills it up, [length, rows], if that must be known."""
+        """Return 1 for the tokens of each row and 0 for padding, [length, rows], if that must be known."""
         return None
 
     def recurrent(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what a layer with a recurrence goes on from: its latest inputs, and its state; None in a first
+        """Return the latest inputs and the state that a layer with a recurrence continues from; None in a first
         pass."""
         return None
 
     def keep_recurrent(self, layer_number: int, inputs_PSBGX: torch.Tensor, state: torch.Tensor) -> None:
-        """Keep these, if anything is kept.
+        """Keep inputs and state of a recurrence, if anything is kept.
 
         Args:
             inputs_PSBGX: the inputs of this pass, [1, S, B, G, X], after as many as there were to go on from.
@@ -106,7 +106,8 @@ class WholeSequences(Sequences):
         self._last_layer, self._is_narrow = last_layer, False
 
     def attention(self, core: Any, layer_number: int) -> Callable[..., torch.Tensor]:
-        """Return `attend` as the core attends, which trains and computes gradients."""
+        """Return `attend` with the scale, window and scores of the core, which attends in training and computes
+        gradients."""
         how = {"scale": core.softmax_scale, "window": core.window, "scores": core.scores}
         return partial(self.attend, layer_number, **how)
 
@@ -135,7 +136,7 @@ class WholeSequences(Sequences):
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
-        """Return the states as they are, or in the model's last layer those of `wanted` alone, [N, 1, hidden]."""
+        """Return the states as they are, or in the model's last layer the states at `wanted` alone, [N, 1, hidden]."""
         if module.layer_number != self._last_layer:
             return states_SBH
         self._is_narrow = True
@@ -146,7 +147,7 @@ class WholeSequences(Sequences):
         return (hidden_SBH if self._is_narrow else self._of_wanted(hidden_SBH)).flatten(0, 1)
 
     def read(self, hidden_SBH: torch.Tensor, project: Project) -> torch.Tensor:
-        """Return what the last stage is asked for: the logits, [N, V]."""
+        """Return the result of the last stage: the logits, [N, V]."""
         return project(self.hidden(hidden_SBH))
 
     def _of_wanted(self, states_SBH: torch.Tensor) -> torch.Tensor:
@@ -221,7 +222,7 @@ class KeyValueCache(WholeSequences):
 
     @property
     def goes_on(self) -> bool:
-        """Whether this pass is over a few tokens of each row, after what is kept."""
+        """Whether this pass is over a few tokens of each row, after tokens whose keys and values are kept."""
         return not self._is_first
 
     def keep(self, layer_number: int, latents_B1SD: torch.Tensor, rank: int) -> None:
@@ -230,7 +231,7 @@ class KeyValueCache(WholeSequences):
         self._kept[layer_number] = kept, kept[..., :rank]
 
     def counted(self, length: int) -> torch.Tensor | None:
-        """Return 1 for the tokens of each row and 0 for what fills it up, [length, rows], if that must be known."""
+        """Return 1 for the tokens of each row and 0 for padding, [length, rows], if that must be known."""
         if self.goes_on or self._source_B1S1 is None:
             return None
         return (torch.arange(length, device=self._next_B1.device) < self._next_B1).T.float()
@@ -257,8 +258,8 @@ class KeyValueCache(WholeSequences):
         return positions
 
     def take_back(self, tokens: Sequence[int]) -> None:
-        """Forget the latest tokens of each row, as many as it says; what is kept of the rows is moved to end together.
-        A recurrence, whose state has no way back, cannot."""
+        """Forget the latest tokens of each row, as many as it says; the kept keys and values are moved so that all rows
+        end together. A recurrence, whose state has no way back, cannot."""
         assert not self._recurrent, "validated: a state cannot be taken back"
         back_B = torch.tensor(tokens, device=self._next_B1.device)
         self._next_B1 = self._next_B1 - back_B[:, None]
@@ -287,7 +288,8 @@ class KeyValueCache(WholeSequences):
         """Keep the keys and values of this pass, and return the context of one layer, [S, B, H x D].
 
         Args:
-            hides: for a pass after what is kept, from the keys and what hides some of them what hides more.
+            hides: for a pass after kept tokens: returns the additive mask that hides more keys, from the keys and the
+                mask so far.
         """
         query_BHSD, key_BGSD, value_BGSD = heads
         if self._is_first:

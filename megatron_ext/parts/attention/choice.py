@@ -4,7 +4,7 @@ all ranks.
     timed = {kernel: seconds(kernel, heads, device) for kernel in KERNELS}
     use(min(timed, key=timed.get))
 
-torch ranks its kernels by rules of its own; which one is fastest differs by GPU and by shape. The names are those of
+torch ranks its kernels by rules of its own; which one is fastest differs by GPU and by shape. The names come from
 Megatron's --attention-backend: "flash" (FlashAttention 2, which torch has, or 3 and 4 where their packages are
 installed), "fused" (cuDNN's) and "unfused" (scores, softmax and sum one after another).
 
@@ -60,7 +60,7 @@ KERNELS = (Kernel("fused"), Kernel("flash"), Kernel("flash", 3), Kernel("flash",
 
 @dataclass(frozen=True)
 class Heads:
-    """What one rank's attention is given for one microbatch."""
+    """Shapes and settings of one rank's attention for one microbatch."""
 
     batch: int
     queries: int
@@ -91,7 +91,7 @@ def is_installed(kernel: Kernel) -> bool:
 
 
 def seconds(kernel: Kernel, heads: Heads, device: Device) -> float | None:
-    """Return how long a forward and a backward pass of causal attention take, the median of several; None where the
+    """Return the seconds of a forward and a backward pass of causal attention, the median of several; None where the
     kernel cannot run, because of the device, the shape, the type or its memory."""
     if not is_installed(kernel):
         return None
@@ -119,7 +119,7 @@ def use(kernel: Kernel | None, device: Device) -> None:
 
 
 _held = contextlib.ExitStack()
-"""What `use` has set."""
+"""Cleanups of the settings of torch that `use` has made."""
 
 
 def _is_found(package: str) -> bool:
@@ -173,7 +173,7 @@ def _measured(heads: Heads, device: Device) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """The configuration with the kernel that is used, and what the start of the run says of it."""
+    """The configuration with the kernel that is used, and the text about it at the start of the run."""
 
     config: Config
     text: str | None = None
@@ -209,8 +209,8 @@ def allowed_kernels(config: Config) -> tuple[Kernel, ...]:
 
 
 def _heads(config: Config) -> Heads | None:
-    """Return what attention is given; None where there is nothing to choose: kernels that are called by name, and
-    Transformer Engine's."""
+    """Return the shapes and settings of this rank's attention; None where there is nothing to choose: kernels that are
+    called by name, and Transformer Engine's."""
     model, layout, training = config.model, config.layout, config.training
     if model.transformer_impl == "transformer_engine" or kernels_by_name(config) is not None:
         return None
@@ -249,7 +249,7 @@ def _fastest(config: Config, allowed: Sequence[Kernel], heads: Heads, device: De
 
 
 def _of_rank_0[Value](value: Value) -> Value:
-    """Return what rank 0 gives. Collective: ranks that each took their own would wait for each other ever after."""
+    """Return rank 0's value. Collective: ranks that each took their own value would wait for each other for ever."""
     values = [value]
     torch.distributed.broadcast_object_list(values, src=0)
     return values[0]

@@ -41,7 +41,7 @@ class CausalSelfAttention(SelfAttention):
 
     Args:
         rotary_columns: this layer's columns of the table of angles; None where it rotates nothing.
-        described: what it is; `rotary_columns` hold factors of positions where it has a temperature.
+        described: its description; `rotary_columns` hold factors of positions where it has a temperature.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class CausalSelfAttention(SelfAttention):
         self, hidden_states: torch.Tensor, table: torch.Tensor | TokenAngles | None, by_token: bool
     ) -> tuple[Any, ...]:
         """Return queries, [B, H, S, D], keys and values, [B, G, S, D], rotated if there is a table of angles, and the
-        gate of what they give, [S, B, H, V or 1], if there is one; `by_token` as in `rotate`."""
+        gate of the attention output, [S, B, H, V or 1], if there is one; `by_token` as in `rotate`."""
         # Norms of rotated heads read rows that are evenly spaced.
         by_token = by_token and getattr(self.q_layernorm, "of_rotated", None) is None
         turn: dict[str, bool] = {"interleaved": self.config.rotary_interleaved, "by_token": by_token}
@@ -162,7 +162,7 @@ class CausalSelfAttention(SelfAttention):
         return [self.linear_qkv.weight]  # pyright: ignore[reportReturnType]
 
     def query_key_rows(self, factors: QueryKeyFactors) -> list[torch.Tensor]:
-        """Return what its rows are multiplied by, group by group."""
+        """Return the factors of the QKV weight's rows, group by group."""
         queries, *gates, keys, values = self.described.sections
         others = ((factors.one, gate) for gate in gates)
         parts = ((factors.query, queries), *others, (factors.key, keys), (factors.one, values))
@@ -229,7 +229,7 @@ class SDPAttention(torch.nn.Module):
 
     @property
     def scores(self) -> Scores:
-        """What becomes of the products of this rank's heads."""
+        """Cap, slopes and sink of the scores of this rank's heads."""
         if self.softmax == VANILLA:
             return PLAIN
         sinks = {"vanilla": None, "off-by-one": 0.0}
@@ -238,7 +238,7 @@ class SDPAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Return the sinks as megatron-core's checkpoints take them."""
+        """Return the sinks in the form of megatron-core's checkpoints."""
         if self.softmax.sink != "learnable":
             return {}
         assert metadata is not None, "which ranks hold the same?"
@@ -263,7 +263,7 @@ class SDPAttention(torch.nn.Module):
 
     def reads_tokens(self, x: torch.Tensor, channels: int) -> bool:
         """Return whether a GPU's kernels read heads of so many channels, of the type of x, in the order of tokens. They
-        write what they give in the order of the queries."""
+        write the output in the order of the queries."""
         return x.device.type == "cuda" and self._is_whole(None) and channels * x.element_size() % 16 == 0
 
     def _is_whole(self, documents: Documents | None) -> bool:
@@ -294,7 +294,8 @@ class SDPAttention(torch.nn.Module):
 
     @torch.compiler.disable
     def _measure(self, query: torch.Tensor, key: torch.Tensor, documents: Documents | None) -> None:
-        """Take the products of these queries with the keys that they see, on whatever rank these are, into account."""
+        """Update the largest score by the products of these queries with the keys that they see, whatever rank has the
+        keys."""
         group, length = self.cp_group, key.size(2)
         segments: tuple[Segment, ...] = (Segment(0, length, 0, length),)
         if group is not None:

@@ -13,7 +13,7 @@ There are three ways to see the keys of the others, with equal results (`--cp-co
 Keys and values may differ in size; they travel as one message, one after the other in one flat buffer.
 
 Shapes: B batch, H query heads, G key/value heads, D channels of a query or key head, V of a value head; S positions of
-a sample, s = S / ranks those of this rank, chunk after chunk.
+a sample, s = S / ranks positions of this rank, chunk after chunk.
 """
 
 import math
@@ -46,7 +46,8 @@ def all_positions(
 
 
 def segments_of_rank(rank: int, size: int, length: int) -> tuple[Segment, Segment]:
-    """Return what a rank's two chunks see of one sample of `length` positions: everything up to their own end."""
+    """Return the segments of a rank's two chunks in one sample of `length` positions: queries of a chunk see everything
+    up to the chunk's end."""
     chunk = length // (2 * size)
     head, tail = context_chunks(rank, size)
     return Segment(0, chunk, 0, (head + 1) * chunk), Segment(chunk, chunk, 0, (tail + 1) * chunk)
@@ -126,15 +127,15 @@ def _in_chunks(whole: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _neighbours(rank: int, size: int) -> tuple[int, int]:
-    """Return whom a rank of the ring sends to, and whom it receives from."""
+    """Return the rank that a rank of the ring sends to, and the rank that it receives from."""
     return (rank + 1) % size, (rank - 1) % size
 
 
 def _visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
     """Return which of a rank's `length` queries see which keys of `source`, and whether causally or in full.
 
-    Both hold a chunk of the head and one of the tail, so that of two ranks' four pairs of chunks always the same two
-    are full: half of the square, in one block.
+    Both ranks hold a chunk of the head and one of the tail, so the same two of their four pairs of chunks are always
+    full: half of the square, in one block.
     """
     half = length // 2
     everything = slice(0, length)
@@ -146,8 +147,8 @@ def _visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
 def _places(
     scores: Scores, group: ProcessGroup, source: int, rows: slice, columns: slice, query: torch.Tensor
 ) -> Places | None:
-    """Return where some of this rank's queries, and some keys of `source`, stand in the sample, if scores depend on
-    it."""
+    """Return the positions in the sample of some of this rank's queries, and of some keys of `source`, if scores depend
+    on them."""
     if scores.slopes is None:
         return None
     half = query.size(2) // 2

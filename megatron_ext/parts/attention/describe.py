@@ -1,4 +1,4 @@
-"""Describes causal self-attention: what queries, keys and values are, what each query sees, and what it costs.
+"""Describes causal self-attention: its queries, keys and values, the keys that each query sees, and its costs.
 
 With T tokens of a rank, H hidden, D and V channels of a query or key head and of a value head, q and g query and
 key/value heads of a rank, w bytes of an element, a rank holds of each layer
@@ -51,7 +51,7 @@ class Scaling:
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
     factors: tuple[float, ...]
-    """Factors by which wavelengths are stretched: one for all pairs, or that of each."""
+    """Factors by which wavelengths are stretched: one for all pairs, or one for each pair."""
 
     original_positions: int = 1
     slow: float = 1.0
@@ -60,10 +60,10 @@ class Scaling:
     """Whether YaRN rounds the indices of the pairs that turn so often outwards."""
 
     of_table: float = 1.0
-    """What the cosines and sines of rotated channels are multiplied by (YaRN, section 3.4)."""
+    """Factor of the cosines and sines of rotated channels (YaRN, section 3.4)."""
 
     of_scores: float = 1.0
-    """What the scores of all channels are multiplied by."""
+    """Factor of the scores of all channels."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class Temperature:
     scale: float
     step: float
     first: float = 1.0
-    """What the first position counts as."""
+    """Number that the first position counts as."""
 
     def channels(self, head_size: int) -> int:
-        """Return the room that the factor takes in a table of angles: that of a pair of channels."""
+        """Return the channels that the factor takes in a table of angles: one pair."""
         return 2
 
     def room(self, head_size: int) -> int:
@@ -114,7 +114,7 @@ class Temperature:
 
 @dataclass(frozen=True)
 class Softmax:
-    """Says how the products of queries and keys become weights, and what else the softmax sums over."""
+    """Says how the products of queries and keys become weights, and which other terms the softmax sums over."""
 
     sink: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """One more key of every query, whose value is 0: none, one with the score 0, or with a score that each head
@@ -127,9 +127,9 @@ class Softmax:
     """Whether scores fall with the distance from query to key (ALiBi, arXiv:2108.12409)."""
 
     def slopes(self, heads: int) -> tuple[float, ...] | None:
-        """Return what the scores of each of `heads` heads lose for every position between query and key: a geometric
-        series from 2^(-8/n) with n heads, a power of two; for those beyond it, every second one of the series of 2n
-        (the paper's published code)."""
+        """Return the slope of each of `heads` heads, which its scores lose for every position between query and key: a
+        geometric series from 2^(-8/n) with n heads, n a power of two; heads beyond n take every second slope of the
+        series of 2n (the paper's published code)."""
         if not self.has_slopes:
             return None
         power = 1 << (heads.bit_length() - 1)
@@ -148,7 +148,7 @@ class Attention(Part):
     builder = "megatron_ext.parts.attention.build:attention_spec"
 
     kind: Literal["grouped_query", "latent"]
-    """How queries, keys and values come about; multi-head attention is that of one query head a group."""
+    """How queries, keys and values are computed; multi-head attention is grouped_query with one query head a group."""
 
     query_heads: int
     groups: int
@@ -169,17 +169,17 @@ class Attention(Part):
     at once."""
 
     qk_norm_after_rotation: bool
-    """Whether that is done to rotated queries and keys."""
+    """Whether the rotated queries and keys are normalized, instead of the unrotated ones."""
 
     norm: Norm
-    """What these norms are."""
+    """Description of the norms of queries and keys."""
 
     qkv_bias: bool
     output_bias: bool
     softmax: Softmax = VANILLA
     gate: Literal["channel", "head"] | None = None
-    """What of that which queries attended to is multiplied by the sigmoid of one channel more of the QKV projection:
-    each channel, or all of a head together (arXiv:2505.06708)."""
+    """Whether the attention output is multiplied by the sigmoid of additional channels of the QKV projection: one for
+    each channel of the output, or one for each head (arXiv:2505.06708)."""
 
     clip: float | None = None
     """Bound of the size of each number in queries, keys and values, where they go into rotation."""
@@ -190,7 +190,7 @@ class Attention(Part):
 
     @property
     def positions(self) -> Rotary | Temperature | None:
-        """What position does to queries and keys, by a table."""
+        """Description of how positions change queries and keys, by a table of angles; None where they do not."""
         return self.rotary or self.temperature
 
     @property
@@ -207,7 +207,7 @@ class Attention(Part):
 
     @property
     def gate_size(self) -> int:
-        """Number of channels that gate what all heads attended to."""
+        """Number of channels that gate the attention output of all heads."""
         return {None: 0, "head": self.query_heads, "channel": self.context_size}[self.gate]
 
     @property
@@ -239,7 +239,7 @@ class Attention(Part):
 
     @property
     def context_size(self) -> int:
-        """Channels of what all query heads attended to: the width of the output projection's input."""
+        """Channels of the attention output of all query heads: the width of the output projection's input."""
         return self.query_heads * self.value_head_size
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
@@ -262,7 +262,7 @@ class Attention(Part):
                 yield replace(parameter, shape=(count, size), by_element=True) if each else parameter
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with each linear layer."""
+        """Yield the state that is saved with each linear layer."""
         for name in ("linear_proj", "linear_qkv"):
             yield State(f"{place.name}.{name}._extra_state", "extra")
 
@@ -276,8 +276,8 @@ class Attention(Part):
         ]
 
     def held(self, share: Share) -> Mapping[str, float]:
-        """Return the bytes of queries, keys and values with what their norms keep, of what they attended to, and of
-        that as the output projection's input."""
+        """Return the bytes of queries, keys and values with the activations that their norms keep, of the attention
+        output, and of the output projection's input."""
         queries, groups = self.query_heads // share.tensor, max(self.groups // share.tensor, 1)
         gathered = share.context if "all_gather" in share.config.layout.cp_comm_type else 1
         keys, values = self.head_size * groups, self.value_head_size * groups
@@ -306,7 +306,7 @@ class Attention(Part):
         return whole and plain and not share.fused and share.width == _FP32 and share.length <= SHORT
 
     def gradients(self, share: Share) -> float:
-        """Return those of queries, keys and values."""
+        """Return gradient bytes: of queries, keys and values."""
         return self.held(share)["heads"]
 
     def sent(self, share: Share) -> Iterator[Exchange]:
@@ -348,7 +348,7 @@ class Attention(Part):
             yield LARGEST_SCORE
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks for besides causal softmax over grouped heads."""
+        """Return the pieces that it asks for besides causal softmax over grouped heads."""
         found = {}
         if config.model.attention_dropout > 0.0:
             text = f"--attention-dropout is {config.model.attention_dropout:g}"
@@ -471,7 +471,8 @@ def window_of(model: ModelConfig, number: int) -> int | None:
 
 
 def _rotary(model: ModelConfig, number: int) -> Rotary | None:
-    """Return how layer `number` rotates. Layers with a window may have a base of their own, which nothing stretches."""
+    """Return the rotation of layer `number`. Layers with a window may have a RoPE base of their own, without
+    scaling."""
     fixed = is_dealt(model.no_rope_freq, model.num_layers, number, "the last")
     if model.position_embedding_type != "rope" or fixed:
         return None
@@ -494,7 +495,7 @@ def yarn_length(mscale: float, factor: float) -> float:
 
 
 def scaling_of(model: ModelConfig) -> Scaling | None:
-    """Return how the model's rotary frequencies are stretched."""
+    """Return the scaling of the model's rotary frequencies."""
     factor, original = max(model.rotary_scaling_factor, 1.0), max(model.original_max_position_embeddings, 2)
     length = model.rotary_attention_factor
     if model.rope_type == "yarn":
@@ -550,7 +551,7 @@ def draw(random: Random) -> list[str]:
 
 
 def _drawn_positions(random: Random) -> list[str]:
-    """Return flags of positions, and of which of them each query sees."""
+    """Return flags of positions, and of the positions that each query sees."""
     rotated = [
         f"--rotary-percent 0.5{random.choice(('', ' --rotary-interleaved'))}",
         "--rotary-interleaved",

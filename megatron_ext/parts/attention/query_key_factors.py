@@ -1,4 +1,4 @@
-"""Says what multiplies the rows of the weights that make queries and keys, for QK-clip (optim/qk_clip.py)."""
+"""Factors of the rows of the weights that make queries and keys, for QK-clip (optim/qk_clip.py)."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -31,5 +31,5 @@ class HasQueryKeyWeights(Protocol):
         ...
 
     def query_key_rows(self, factors: QueryKeyFactors) -> list[torch.Tensor]:
-        """Return what the rows of each of `query_key_weights` are multiplied by."""
+        """Return the factors of the rows of each of `query_key_weights`."""
         ...

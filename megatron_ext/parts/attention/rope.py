@@ -1,7 +1,7 @@
 """Computes rotary position embedding, whose scaling takes its constants as values.
 
-megatron-core knows that of Llama 3.1 for an original context of 8,192 positions and the factors 1 and 4 alone, and
-moves its frequencies to a GPU whatever the device is.
+megatron-core has Llama 3.1's scaling for an original context of 8,192 positions and the factors 1 and 4 alone, and
+moves the frequencies to a GPU whatever the device is.
 """
 
 import math
@@ -87,8 +87,8 @@ class RotaryTable(ScaledRotaryEmbedding):
         return self._beside([own, *(other.at(position_ids) for other in self._others)])
 
     def at_token(self, positions_B1: torch.Tensor) -> "TokenAngles | torch.Tensor":
-        """Return what turns the heads of one token of each row; where not all channels are turned, in two halves, that
-        is a table of one position."""
+        """Return the angles that rotate the heads of one token of each row; where the channels are not all rotated, in
+        two halves, they are a table of one position."""
         if not self.turns_halves or len(self.others) > 0:
             return self.at(positions_B1)
         inverse = self.inv_freq.to(positions_B1.device)
@@ -116,8 +116,8 @@ class RotaryTable(ScaledRotaryEmbedding):
 
 @dataclass(frozen=True)
 class TokenAngles:
-    """Turns queries and keys of one token of each row together, in as few operations as there are: what a layer takes
-    for a single token is the time of its calls."""
+    """Turns queries and keys of one token of each row together, in as few operations as possible: a layer's time for a
+    single token is the time of its calls."""
 
     cosines_1B1D: torch.Tensor
     sines_1B1D: torch.Tensor
@@ -221,8 +221,8 @@ class _Rotation(torch.autograd.Function):
 
 
 class _SplitRotation(torch.autograd.Function):
-    """Splits and rotates. Its gradient is one tensor, into which those of queries, keys and values are rotated back:
-    apart they would be three, put together and laid out anew."""
+    """Splits and rotates. Its gradient is one tensor, into which the gradients of queries, keys and values are rotated
+    back: three separate ones would have to be concatenated and copied into its layout."""
 
     @staticmethod
     def forward(
@@ -293,7 +293,7 @@ def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: Scali
     Args:
         inverse_frequencies: [rotated channels / 2], radians per position.
         scaling: its kind and numbers.
-        base: that of the frequencies.
+        base: RoPE base of the frequencies.
     Returns:
         A new tensor of the same shape and dtype.
     """

@@ -26,24 +26,25 @@ Places = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of scale Q K^T before the softmax, and what else this sums over, for the heads of one rank."""
+    """Changes to the scores, scale Q K^T, before the softmax, and one more term of its sum, for the heads of one
+    rank."""
 
     cap: float | None = None
     """Bound of the scores, as cap tanh(scores / cap)."""
 
     slopes: tuple[float, ...] | None = None
-    """What the scores of each head lose for every position from query to key (ALiBi, arXiv:2108.12409)."""
+    """Slopes, which the scores of each head lose for every position from query to key (ALiBi, arXiv:2108.12409)."""
 
     sink_H: torch.Tensor | float | None = None
     """Score of one more key, which every query sees, and whose value is 0: of each head, or the same for all."""
 
     @property
     def are_plain(self) -> bool:
-        """Whether there is nothing but products."""
+        """Whether the scores are products alone, without cap, slopes or sink."""
         return self.cap is None and self.slopes is None and self.sink_H is None
 
     def of_heads(self, rank: int, size: int) -> "Scores":
-        """Return the same for the heads that one of `size` ranks has, of those here."""
+        """Return the `Scores` of the heads that rank `rank` of `size` has."""
         slopes = self.slopes and self.slopes[rank * len(self.slopes) // size : (rank + 1) * len(self.slopes) // size]
         sink = self.sink_H.chunk(size)[rank] if isinstance(self.sink_H, torch.Tensor) else self.sink_H
         return replace(self, slopes=slopes, sink_H=sink)
@@ -54,8 +55,8 @@ PLAIN = Scores()
 
 @functools.lru_cache(maxsize=1)  # all layers keep the same one for their backward passes
 def causal_slopes(slopes: tuple[float, ...], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return what the scores of each head lose, and -inf where a query sees no key, [1, H, Q, K]: for kernels with
-    dropout, which blocks that are put together later do not have."""
+    """Return the bias that slopes add to the scores of each head, and -inf where a query does not see a key, [1, H, Q,
+    K]: for kernels with dropout, which attention in blocks does not have."""
     places = torch.arange(length, device=device)
     distance_QK = (places - places[:, None]).to(torch.promote_types(dtype, torch.float32))
     lost_HQK = distance_QK.new_tensor(slopes)[:, None, None] * distance_QK
@@ -131,7 +132,7 @@ def backward(
 def with_sink(
     out_BHQV: torch.Tensor, log_sum_exp_BHQ: torch.Tensor, sink_H: torch.Tensor | float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return context and log-sum-exp over all keys and the sink, from those over all keys."""
+    """Return context and log-sum-exp over all keys and the sink, from the context and log-sum-exp over all keys."""
     if sink_H is None:
         return out_BHQV, log_sum_exp_BHQ
     is_learned = isinstance(sink_H, torch.Tensor)
@@ -160,7 +161,7 @@ def _by_rows(
     scores: Scores,
     places: Places | None,
 ) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Yield a few queries at a time, the keys that they may see, and what is added to their scores."""
+    """Yield a few queries at a time, the keys that they may see, and the additive mask of their scores."""
     queries, device = query_BHQD.size(2), query_BHQD.device
     accurate = torch.promote_types(query_BHQD.dtype, torch.float32)
     for first in range(0, queries, WINDOW_ROWS):

@@ -61,7 +61,7 @@ def largest_scores(
 ) -> torch.Tensor:
     """Return the largest product of a query and a key that it sees, times `scale`, of each query head, fp32 [H].
 
-    The arguments are those of `attend_segments`. The products are made once more, some queries at a time.
+    `attend_segments` has the same arguments. The products are computed once more, some queries at a time.
     """
     query_BGPQD = query_BHQD.detach().unflatten(1, (key_BGKD.size(1), -1))
     found = query_BHQD.new_full((query_BHQD.size(1),), -torch.inf, dtype=torch.float32)
@@ -102,8 +102,8 @@ _Block = tuple[slice, bool, torch.Tensor | None]
 def _parts(
     segments: Sequence[Segment], window: int | None, like: torch.Tensor
 ) -> Iterator[tuple[slice, int, list[_Block]]]:
-    """Yield queries, the key that is the first one's own, and the keys that they see: those of a segment, or a few of
-    it where a window hides some keys."""
+    """Yield a slice of queries, the key at the first query's own position, and the keys that the slice sees; a slice is
+    a whole segment, or a few queries of it where a window hides some keys."""
     band = None
     for rows, queries, start, keys in ((one.rows, one.queries, one.first_key, one.keys) for one in segments):
         before, end = keys - queries, start + keys
@@ -122,15 +122,16 @@ def _parts(
 
 
 def _band(window: int, like: torch.Tensor) -> torch.Tensor:
-    """Return what hides the keys after a query, and those before its window, of `WINDOW_ROWS` queries. It is made once:
-    the last row sees the last key in every block."""
+    """Return the additive mask, [`WINDOW_ROWS`, `WINDOW_ROWS` + window - 1], that hides the keys after each query and
+    before its window. It is made once: the last row sees the last key in every block."""
     seen = torch.ones(WINDOW_ROWS, WINDOW_ROWS + window - 1, dtype=torch.bool, device=like.device)
     hidden = ~seen.tril(window - 1).triu()
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
 def _places(scores: Scores, first: int, rows: slice, keys: slice, like: torch.Tensor) -> Places | None:
-    """Return the places of queries, of which the first is at key `first`, and of keys, where scores depend on them."""
+    """Return the positions of queries, of which the first is at key `first`, and of keys, where scores depend on
+    them."""
     if scores.slopes is None:
         return None
     queries = torch.arange(first, first + rows.stop - rows.start, device=like.device)

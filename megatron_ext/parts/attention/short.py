@@ -15,7 +15,7 @@ from megatron_ext.parts.attention.describe import SHORT
 
 
 def takes(query_BHSD: torch.Tensor, dropout: float) -> bool:
-    """Return whether whole sequences of such queries are computed here."""
+    """Return whether `attend_short` computes whole sequences of such queries."""
     on_cpu = query_BHSD.device.type == "cpu" and query_BHSD.dtype == torch.float32
     return on_cpu and query_BHSD.size(2) <= SHORT and dropout == 0.0
 
@@ -37,7 +37,7 @@ def _grouped(heads_BHSD: torch.Tensor, key_BGSD: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(query_NRD: torch.Tensor, key_NSD: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return [N, R, S], with -infinity for what a query does not see."""
+    """Return the scores, [N, R, S], with -infinity for keys that a query does not see."""
     length = key_NSD.size(1)
     hidden = torch.full((length, length), -torch.inf).triu_(1).repeat(query_NRD.size(1) // length, 1)
     return torch.baddbmm(hidden, query_NRD, key_NSD.transpose(1, 2), alpha=scale)

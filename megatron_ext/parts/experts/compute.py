@@ -101,7 +101,7 @@ class ExpertMatrices(torch.nn.Module):
 
         Args:
             x_TI: rows sorted by expert.
-            weights_T: what multiplies the bias of each row.
+            weights_T: factor of the bias of each row.
         """
         grouped = self.group_products and can_group(x_TI, self.weight)
         multiply = kernels.grouped_linear if grouped else kernels.linear_by_expert
@@ -120,8 +120,8 @@ class ExpertMatrices(torch.nn.Module):
         return product_TO + rows_of_biases(bias_EO, tokens_per_expert, len(product_TO), weights_T)
 
     def sharded(self, parameter: torch.Tensor, key: str, offsets: tuple[Any, ...]) -> ShardedTensorFactory:
-        """Return a parameter as those of single experts: parts of a tensor [..., all experts, all rows, all columns] or
-        [..., all experts, all rows], whose name and pieces are those of megatron-core's own experts.
+        """Return a stacked parameter as the sharded tensors of single experts: parts of a tensor [..., all experts, all
+        rows, all columns] or [..., all experts, all rows], with the name and pieces of megatron-core's own experts.
 
         Args:
             offsets: offsets of the axes before, as megatron-core gives them: (axis, this part's index, number of
@@ -162,7 +162,7 @@ class GroupedExperts(MegatronModule):
 
     Args:
         has_bias: whether both matrices of an expert have a bias.
-        latent: channels of what they read and give; None: the hidden size.
+        latent: channels of their input and output; None: the hidden size.
     """
 
     def __init__(
@@ -210,8 +210,8 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the state dict with the keys of megatron-core's experts: those of all ranks are one tensor, [layers,
-        experts, ...]."""
+        """Return the state dict with the keys of megatron-core's experts: the experts of all ranks are one tensor,
+        [layers, experts, ...]."""
         return {
             f"{prefix}{name}.{kind}": matrices.sharded(parameter, f"{prefix}experts.{name}.{kind}", sharded_offsets)
             for name, matrices in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2))
@@ -224,7 +224,7 @@ class Mixture(MoELayer):
     than a large one (on a CPU two milliseconds).
 
     Args:
-        latent: width of what its routed experts read and give, between projections for which megatron-core's needs
+        latent: width of its routed experts' input and output, between projections for which megatron-core's needs
             Transformer Engine; None: the hidden size.
     """
 
@@ -238,7 +238,7 @@ class Mixture(MoELayer):
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project what the experts read down, and send it on its way."""
+        """Project the experts' input down, and send it on its way."""
         read = hidden_states if self.latent is None else self.fc1_latent_proj(hidden_states)
         return super().preprocess(read, probs, routing_map)
 
@@ -263,7 +263,7 @@ class Mixture(MoELayer):
         return rows.contiguous(), probs.squeeze(1)
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
-        """Return what the experts of all ranks give for this rank's tokens, added up or to be added."""
+        """Return the outputs of all ranks' experts for this rank's tokens, added up or to be added."""
         way: Any = self.token_dispatcher
         gathers = self.config.moe_token_dispatcher_type == "allgather" and way.tp_ep_group.size() > 1
         if gathers and output.is_cpu and output.dtype == way.local_probs.dtype:
@@ -271,14 +271,14 @@ class Mixture(MoELayer):
         return super().combine(output)
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
-        """Project what the experts gave up, and add what the shared ones did."""
+        """Project the experts' output up, and add the shared experts' output."""
         output = super().postprocess(output, None)
         output = output if self.latent is None else self.fc2_latent_proj(output)
         return output if shared_expert_output is None else output + shared_expert_output
 
 
 def mixture_of_experts(described: Experts) -> Any:
-    """Return what builds the mixture that takes the place of a layer's MLP."""
+    """Return the builder of the mixture that takes the place of a layer's MLP."""
     shared = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     submodules = MoESubmodules(
         experts=partial(GroupedExperts, has_bias=described.mlp.bias, latent=described.latent),  # pyright: ignore[reportArgumentType]

@@ -21,8 +21,7 @@ from megatron_ext.parts.ways import Asked
 _OF_A_PAIR, _OF_A_LOGIT = 24, 5
 
 GROUPED_ALIGNMENT = 8
-"""What rows and columns of an expert must be multiples of for a grouped product, whose kernel reads 16 bytes of bf16 at
-once."""
+"""Divisor that an expert's rows and columns need for a grouped product, whose kernel reads 16 bytes of bf16 at once."""
 
 # By megatron-core's names, under which its router records them, and Megatron-LM's tags. A balanced load has the loss 1.
 _BALANCE = {
@@ -37,14 +36,15 @@ _Z = Number("z_loss", "of microbatches", "nats^2", "z_loss")
 
 
 class Capacity(NamedTuple):
-    """How many tokens of a microbatch an expert takes at most in training (Lepikhin et al. 2020, arXiv:2006.16668,
-    section 2.2)."""
+    """Largest number of tokens of a microbatch that an expert takes in training (Lepikhin et al. 2020,
+    arXiv:2006.16668, section 2.2)."""
 
     factor: float
-    """The same over an even load."""
+    """This number over the tokens of an expert in an even load."""
 
     policy: str
-    """Which tokens it takes then: those of the greatest weight ("probs"), or the first ("position")."""
+    """Which tokens a full expert takes: the tokens with the greatest weights ("probs"), or the first ones
+    ("position")."""
 
 
 @dataclass(frozen=True)
@@ -58,31 +58,31 @@ class Experts(Part):
     """Number of experts that compute each token."""
 
     mlp: Mlp
-    """What each of them is."""
+    """MLP that each routed expert is."""
 
     shared: Mlp | None
-    """What computes every token next to them: the shared experts together."""
+    """MLP of the shared experts together, which computes every token; None without shared experts."""
 
     shared_gate: bool = False
-    """Whether a sigmoid gate of each token multiplies what the shared experts give."""
+    """Whether a sigmoid gate of each token multiplies the shared experts' output."""
 
     has_bias: bool = False
     """Whether experts are chosen by scores with a bias of each, which is state and not trained by gradients."""
 
     group_scores: int | None = None
-    """Best scores of a group of experts that are added up, where that is another number than megatron-core's."""
+    """Number of best scores of a group of experts that are added up, where megatron-core's number differs."""
 
     capacity: Capacity | None = None
-    """None where an expert takes all tokens that are routed to it."""
+    """Capacity of an expert; None where it takes all tokens that are routed to it."""
     sparse_mixer: float | None = None
-    """How near to the largest logit, relative to it and halved, those are among which two experts are chosen one after
-    the other (SparseMixer-v2, Liu et al. 2024, arXiv:2409.12136); None: the top k are chosen."""
+    """Distance from the largest logit, relative to it and halved, within which two experts are chosen one after the
+    other (SparseMixer-v2, Liu et al. 2024, arXiv:2409.12136); None: the top k are chosen."""
     latent: int | None = None
-    """Width of what the routed experts read and give, between two projections; None: the hidden size."""
+    """Width of the routed experts' input and output, between two projections; None: the hidden size."""
 
     @property
     def blocks(self) -> int:
-        """The shared experts' input is gathered; that of routed ones goes its own way."""
+        """Number of gathers of the shared experts' input; the exchange of routed experts' tokens is in `sent`."""
         return 0 if self.shared is None else self.shared.blocks
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
@@ -103,7 +103,7 @@ class Experts(Part):
             yield from self.shared.parameters(place.inside("shared_experts"))
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield the bias of experts, and what is saved with the linear layers of shared experts."""
+        """Yield the bias of experts, and the state that is saved with the linear layers of shared experts."""
         if self.has_bias:
             yield State(f"{place.name}.router.expert_bias", "buffer", (self.count,))
         if self.shared is not None:
@@ -139,11 +139,11 @@ class Experts(Part):
         return {"mlp": held}
 
     def read_by(self, share: Share) -> int:
-        """Return the channels of what the routed experts read."""
+        """Return the channels of the routed experts' input."""
         return self.latent or share.hidden
 
     def gradients(self, share: Share) -> float:
-        """Return those of half of what it holds."""
+        """Return gradient bytes: half of the held activations."""
         return self.held(share)["mlp"] / 2
 
     def numbers(self, config: Config) -> Iterator[Number]:
@@ -153,7 +153,7 @@ class Experts(Part):
             yield _Z
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what routing tokens to their experts and back sends, forward and again backward."""
+        """Yield the exchanges that route tokens to their experts and back, forward and again backward."""
         ep, etp = share.experts, share.expert_tensor
         if ep * etp == 1:
             return
@@ -179,11 +179,11 @@ class Experts(Part):
             yield Exchange("ep", "reduce-scatter", each, each, (1, 1), "m {layers} k (e-1) T", "mlp")
 
     def pieces(self, config: Config) -> Mapping[str, Asked]:
-        """Return that it asks for products by expert."""
+        """Return its request for products by expert."""
         return {"experts": Asked(f"--num-experts is {self.count}")}
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what a mixture of experts does not go with."""
+        """Yield the settings that a mixture of experts cannot be combined with, each with a setting that works."""
         layout = config.layout
         if self.mlp.activation == "xielu":
             yield (
@@ -221,11 +221,11 @@ _USUAL: Mapping[str, tuple[Any, ...]] = {
     "moe_router_group_topk": (1,),
     "moe_router_topk_scaling_factor": (1.0,),
 }
-"""Values that ask for nothing, besides None and False."""
+"""Values by which a field asks for nothing, besides None and False."""
 
 
 def asked(model: ModelConfig, *names: str) -> list[str]:
-    """Return the flags of those of the named fields whose value asks for something."""
+    """Return the flags, of the named fields, whose value asks for something."""
     values = ((name, getattr(model, name)) for name in names)
     asking = ((name, value) for name, value in values if value is not None and value is not False)
     return [flag_of(name) for name, value in asking if value not in _USUAL.get(name, ())]

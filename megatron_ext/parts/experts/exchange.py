@@ -1,4 +1,4 @@
-"""Gathers the tokens of all ranks, and adds up what their experts gave, between CPU processes.
+"""Gathers the tokens of all ranks, and adds up their experts' outputs, between CPU processes.
 
 Each rank sends every other one its part at once. Gloo's all-gather and reduce-scatter hand parts on from rank to rank:
 with two of them a megabyte takes two and three times as long. Shapes: T rows of one rank, n ranks, W columns.

@@ -25,7 +25,7 @@ class RouterLoad:
         self._counts[1] += added
 
     def begin_step(self) -> None:
-        """Begin the next step; what was counted counts to the steps before it."""
+        """Begin the next step; the counts so far belong to the steps before it."""
         if self._counts is not None:
             self._counts[0] += self._counts[1]
             self._counts[1] = 0.0

@@ -37,12 +37,12 @@ class LayerLoad:
 
     @property
     def max_over_mean(self) -> float:
-        """Tokens of the busiest expert over those of an even load; 1 is even."""
+        """Tokens of the busiest expert over the tokens of each expert in an even load; 1 is even."""
         return max(self.tokens) * len(self.tokens) / max(sum(self.tokens), 1)
 
     @property
     def entropy(self) -> float:
-        """Entropy of the experts' shares over that of an even load; 1 is even, 0 is one expert alone."""
+        """Entropy of the experts' shares over the entropy of an even load; 1 is even, 0 is one expert alone."""
         total = sum(self.tokens)
         shares = [count / total for count in self.tokens if count]
         return -sum(share * math.log(share) for share in shares) / math.log(len(self.tokens) or 1)
@@ -55,7 +55,7 @@ class LayerLoad:
 
 
 def load_report(loads: Sequence[LayerLoad], *, has_capacity: bool) -> Report:
-    """Return what is reported of the layers with experts.
+    """Return the report of the layers with experts.
 
     Args:
         loads: the load of each.

@@ -1,5 +1,5 @@
-"""Routes tokens to experts: megatron-core's router, with what it lacks on plain torch or computes otherwise in each
-layout.
+"""Routes tokens to experts: megatron-core's router, with features that it lacks on plain torch or computes differently
+in each layout.
 
 Shapes: T tokens of this rank, E experts.
 """
@@ -31,7 +31,7 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def preferred(weights_TE: torch.Tensor, topk: int, capacity: Capacity) -> torch.Tensor:
-    """Return which tokens each expert takes of a microbatch that has more for it than its capacity, [T, E].
+    """Return the tokens that each expert takes where a microbatch has more tokens for it than its capacity, [T, E].
 
     Args:
         weights_TE: 0 for experts that a token did not choose; it chose `topk`.
@@ -49,7 +49,7 @@ def sparsely_mixed(logits_TE: torch.Tensor, eps: float, *, draws: bool) -> tuple
 
     Each expert's weight is its softmax among the logits that are left and near the largest of them: of the largest one,
     or of one that is drawn. A drawn one that is not the largest has a third of it with the probability 3/4, so that the
-    weight's plain gradient is the third-order estimate of that of the draw.
+    weight's plain gradient is the third-order estimate of the draw's gradient.
 
     Args:
         eps: logits are near if they differ from the largest by less than 2 eps of it, or of themselves.
@@ -138,9 +138,9 @@ class Router(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the experts' weights and which experts are chosen, both [tokens, experts], without what is beyond an
-        expert's capacity. logits: of this rank's tokens, [..., experts]. In training what is left is counted, once
-        where activations are computed again."""
+        """Return the experts' weights and which experts are chosen, both [tokens, experts], without choices beyond an
+        expert's capacity. logits: of this rank's tokens, [..., experts]. In training the remaining choices are counted,
+        once where activations are computed again."""
         weights_TE, chosen_TE = super().routing(logits, padding_mask)
         counts = self.training and torch.is_grad_enabled()
         capacity = self.capacity
@@ -156,13 +156,14 @@ class Router(TopKRouter):
         return weights_TE, chosen_TE
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Return the weight of an auxiliary loss, by the flags. megatron-core goes by what chooses experts."""
+        """Return the weight of an auxiliary loss, by the flags. megatron-core derives it from the load-balancing type,
+        by which experts are chosen."""
         losses: Any = self.config.moe_router_load_balancing_type
         weights: Any = self.config.moe_aux_loss_coeff
         return 0.0 if isinstance(losses, str) else dict(zip(losses, weights, strict=True)).get(aux_loss_type, 0.0)
 
     def _own_rows(self, judge: Callable[[torch.Tensor], torch.Tensor], rows_TE: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of what `judge` makes of the rows of all tokens of the microbatch, in fp32.
+        """Return this rank's rows of the result of `judge` for the rows of all tokens of the microbatch, in fp32.
         megatron-core has each rank judge its own tokens; here the result is the same in every layout."""
         group, own = self.tp_cp_group, rows_TE.float()
         everyones: Any = own if group.size() == 1 else gather_from_sequence_parallel_region(own, group=group)
@@ -180,14 +181,14 @@ class Router(TopKRouter):
         routing_map: torch.Tensor,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        """Return the weights, to whose gradient that of the load-balancing loss with the load of the global batch is
-        added (Qiu et al. 2025, arXiv:2501.11873, section 3).
+        """Return the weights; their gradient gets the gradient of the load-balancing loss with the load of the global
+        batch added (Qiu et al. 2025, arXiv:2501.11873, section 3).
 
         The loss of a microbatch is E sum_i f_i P_i, P_i being the mean score of expert i in this microbatch, and f_i
         its share of the tokens in this and all earlier microbatches of the global batch. Microbatches are ordered as
-        their samples are, so that data-parallel ranks take turns. For one data-parallel rank that is megatron-core's
-        own loss. With more it counts the microbatches of all ranks at once, and divides the loss by the number of
-        ranks, so that another layout would train another model.
+        their samples are, so that data-parallel ranks take turns. For one data-parallel rank it equals megatron-core's
+        own loss. With more, megatron-core counts the microbatches of all ranks at once, and divides the loss by the
+        number of ranks, so that another layout would train another model.
         """
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if coefficient == 0:
@@ -227,10 +228,11 @@ class Router(TopKRouter):
         tokens.
 
         Experts are chosen by Sinkhorn's balanced assignment (Clark et al. 2022, arXiv:2202.01169, section 3.1), in an
-        evaluation by the weights alone. megatron-core balances the tokens of each rank; here it is those of the whole
-        microbatch, so that the choice is the same in every layout.
+        evaluation by the weights alone. megatron-core balances the tokens of each rank; here the tokens of the whole
+        microbatch are balanced, so that the choice is the same in every layout.
 
-        With `sparse_mixer` that chooses them, in training by numbers that each rank draws for tokens of its own.
+        With `sparse_mixer`, `sparsely_mixed` chooses the experts, in training by random numbers that each rank draws
+        for its own tokens.
         """
         if self.sparse_mixer is not None:
             if not self.training:

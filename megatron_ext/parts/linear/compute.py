@@ -34,7 +34,7 @@ class ColumnLinear(ColumnParallelLinear):
     """Computes Y = X A^T + b with the rows of A, and b, divided over the tensor-parallel ranks."""
 
     in_fp8: fp8.Fp8 | None = None
-    """How it multiplies in FP8 while it is trained; None where it does not."""
+    """FP8 settings of the layer in training; None where it does not multiply in FP8."""
     keeps_gathered = False
     """Whether it keeps the input that it has gathered (--sequence-parallel-keep-gathered)."""
 
@@ -115,7 +115,7 @@ class RowLinear(RowParallelLinear):
     """Computes Y = X A^T + b with the columns of A divided over the tensor-parallel ranks."""
 
     in_fp8: fp8.Fp8 | None = None
-    """How it multiplies in FP8 while it is trained; None where it does not."""
+    """FP8 settings of the layer in training; None where it does not multiply in FP8."""
 
     def __init__(self, *sizes: int, **settings: Any) -> None:
         super().__init__(*sizes, **settings)
@@ -146,7 +146,7 @@ def leave_sums(*linears: Any) -> None:
 
 
 def summed(parts: torch.Tensor, linear: Any) -> torch.Tensor:
-    """Return the sum over the ranks of such a layer, under sequence parallelism of this rank's tokens."""
+    """Return the sum over the ranks of a layer of `leave_sums`; under sequence parallelism, for this rank's tokens."""
     if linear.tp_group.size() == 1:
         return parts
     divided, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
@@ -154,21 +154,21 @@ def summed(parts: torch.Tensor, linear: Any) -> torch.Tensor:
 
 
 class BiasedColumnLinear(ColumnLinear):
-    """The same with a bias, whatever the engine's configuration says of all linear layers."""
+    """The same linear layer with a bias, whatever megatron-core's configuration says of all linear layers."""
 
     def __init__(self, *sizes: int, bias: bool, **settings: Any) -> None:
         super().__init__(*sizes, bias=True, **settings)
 
 
 class BiasedRowLinear(RowLinear):
-    """The same with a bias, whatever the engine's configuration says of all linear layers."""
+    """The same linear layer with a bias, whatever megatron-core's configuration says of all linear layers."""
 
     def __init__(self, *sizes: int, bias: bool, **settings: Any) -> None:
         super().__init__(*sizes, bias=True, **settings)
 
 
 def keep_gathered(chunk: torch.nn.Module, config: Config) -> None:
-    """Have the column-parallel layers of a model chunk keep what they gather, where the flags ask for it."""
+    """Have the column-parallel layers of a model chunk keep the inputs that they gather, where the flags ask for it."""
     for module in chunk.modules():
         if isinstance(module, ColumnLinear):
             module.keeps_gathered = config.layout.sequence_parallel_keep_gathered

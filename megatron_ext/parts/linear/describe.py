@@ -6,11 +6,11 @@ FP8_BLOCK = 128
 """Side of a block of --fp8-recipe blockwise."""
 
 FP8_MULTIPLE = 16
-"""What the sides of any matrix are multiples of: matrix units of a GPU read rows of 16 bytes."""
+"""Divisor of both sides of any FP8 matrix: matrix units of a GPU read rows of 16 bytes."""
 
 
 def multiple_of(config: Config) -> int:
-    """Return what the sides of every rank's matrices must be multiples of."""
+    """Return the divisor that both sides of every rank's matrices must have."""
     return FP8_BLOCK if config.training.fp8_recipe == "blockwise" else FP8_MULTIPLE
 
 

@@ -1,8 +1,8 @@
 """Computes the linear layers of attention and MLP in FP8 (--fp8-format).
 
 Of Y = X W^T, all three products are in FP8: Y itself, dX = dY W, and dW = dY^T X. X and W are rounded to E4M3, dY to
-E5M2 (hybrid) or to E4M3 as well (e4m3). Weights stay what they are: they are rounded at each use, from the value that
-the forward pass has without FP8, and the optimizer's masters, checkpoints and exports know nothing of it.
+E5M2 (hybrid) or to E4M3 as well (e4m3). Weights stay in their precision: they are rounded at each use, from the value
+that the forward pass has without FP8, and the optimizer's masters, checkpoints and exports know nothing of it.
 
 What is rounded with which scale does not depend on the layout: a scale for more of a matrix than a rank holds is found
 together with the tensor-parallel ranks (where outputs or inputs of the layer are divided) and the context-parallel
@@ -28,7 +28,7 @@ from megatron_ext.parts.linear.scaled_products import E4M3, E5M2, RECIPES, Block
 
 @dataclass(frozen=True)
 class Fp8:
-    """How one linear layer multiplies in FP8."""
+    """FP8 settings of one linear layer."""
 
     recipe: Recipe
     gradients: torch.dtype
@@ -45,7 +45,7 @@ class Fp8:
 
 
 def products_of(config: Config, groups: ProcessGroupCollection, *, divides: str) -> Fp8:
-    """Return how the layers multiply whose outputs (column-parallel) or inputs (row-parallel) are divided.
+    """Return the FP8 settings of the layers whose outputs (column-parallel) or inputs (row-parallel) are divided.
 
     Args:
         config: the resolved configuration, with --fp8-format.
@@ -149,7 +149,7 @@ def _turned(
     Args:
         x: the matrix as it was quantized for a sum over its columns.
         block: its block for that sum.
-        how: what the layer does.
+        how: FP8 settings of the layer.
         cut: the ranks that its rows and columns are divided over.
         largest: the largest values of those blocks.
     """
@@ -169,7 +169,7 @@ def _rows(x: Any) -> torch.Tensor:
 def _gathered(
     x: torch.Tensor, group: ProcessGroup | None, *, waits: bool = True
 ) -> tuple[torch.Tensor, torch.distributed.Work | None]:
-    """Return x of all ranks of `group`, and what to wait for before it is read."""
+    """Return x of all ranks of `group`, and the handle to wait for before it is read."""
     if group is None:
         return x, None
     whole = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
@@ -178,7 +178,7 @@ def _gathered(
 
 
 def _reduced(grad_x: torch.Tensor, how: Fp8) -> tuple[torch.Tensor, torch.distributed.Work | None]:
-    """Return the gradient of this rank's x, and what to wait for before it is read."""
+    """Return the gradient of this rank's x, and the handle to wait for before it is read."""
     if how.sums_over is not None:
         return grad_x, torch.distributed.all_reduce(grad_x, group=how.sums_over, async_op=True)
     if how.gathers_over is None:
@@ -190,7 +190,7 @@ def _reduced(grad_x: torch.Tensor, how: Fp8) -> tuple[torch.Tensor, torch.distri
 def _weight_gradient(
     grad_NT: Quantized, x_KT: Quantized, weight: torch.Tensor, main_grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return dW, or add it to the main gradient in fp32 and return what takes its place."""
+    """Return dW, or add it to the main gradient in fp32 and return its stand-in for autograd."""
     if main_grad is None:
         return product(grad_NT, x_KT, weight.dtype)
     add_(main_grad, product(grad_NT, x_KT, torch.float32))

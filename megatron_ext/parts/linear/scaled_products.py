@@ -3,9 +3,9 @@
     x, weight = quantize(x, Block(1, None), E4M3), quantize(weight, Block(1, None), E4M3)
     y = product(x, weight, torch.bfloat16)
 
-A scale belongs to a block of a matrix: the block's largest absolute value over that of the format (current scaling, no
-history). E4M3 has 3 bits of mantissa and reaches 448, E5M2 has 2 and reaches 57,344 (Micikevicius et al. 2022,
-arXiv:2209.05433), so that rounding changes a number by at most 2^-4 or 2^-3 of itself, or, where it is small, by
+A scale belongs to a block of a matrix: the block's largest absolute value over the format's largest value (current
+scaling, no history). E4M3 has 3 bits of mantissa and reaches 448, E5M2 has 2 and reaches 57,344 (Micikevicius et al.
+2022, arXiv:2209.05433), so that rounding changes a number by at most 2^-4 or 2^-3 of itself, or, where it is small, by
 2^-10 or 2^-17 scales.
 
 On a GPU the product is torch's `scaled_mm`. Elsewhere the same numbers are multiplied and added in fp32.
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
     @property
     def turned(self) -> "Block":
-        """The same part of the transposed matrix."""
+        """This block in the transposed matrix."""
         return Block(self.columns, self.rows)
 
 
@@ -56,7 +56,7 @@ RECIPES = {
     "rowwise": Recipe(Block(1, None), Block(1, None)),
     "blockwise": Recipe(Block(1, FP8_BLOCK), Block(FP8_BLOCK, FP8_BLOCK), powers_of_two=True),
 }
-"""Value of --fp8-recipe -> its blocks; those of blockwise are DeepSeek-V3's (arXiv:2412.19437, section 3.3)."""
+"""Value of --fp8-recipe -> its blocks; blockwise has the blocks of DeepSeek-V3 (arXiv:2412.19437, section 3.3)."""
 
 _KINDS = {
     Block(None, None): "TensorWise",
@@ -112,13 +112,13 @@ def quantize(
 
     Args:
         x_RC: a contiguous matrix, whose sides are multiples of the block's.
-        block: what has one scale.
+        block: the part of a matrix that has one scale.
         dtype: `E4M3` or `E5M2`.
         powers_of_two: whether scales are rounded up to powers of two.
         cut: over which ranks rows and columns are divided.
         largest: the blocks' largest values, where they are known.
     """
-    # What is compiled for a tensor is compiled anew for a parameter, and for what has a gradient.
+    # A function compiled for a tensor is compiled anew for a parameter, and for a tensor with a gradient.
     x_RC = x_RC.detach()
     if largest is None:
         largest = _largest(x_RC, block.rows or x_RC.size(0), block.columns or x_RC.size(1))
@@ -141,8 +141,9 @@ _KINDS_OF_MATRICES = 64
 
 
 def compile_for_all_sizes() -> None:
-    """Let torch compile what rounds as often as a model has kinds of matrices. By itself torch gives a function up when
-    it has compiled it eight times, and runs it operator by operator: several passes over memory in place of one."""
+    """Let torch compile the rounding function as often as a model has kinds of matrices. By itself torch gives a
+    function up when it has compiled it eight times, and runs it operator by operator: several passes over memory in
+    place of one."""
     if jit_fuser is torch.compile:
         limits: Any = importlib.import_module("torch._dynamo.config")
         limits.recompile_limit = max(limits.recompile_limit, _KINDS_OF_MATRICES)
@@ -158,7 +159,8 @@ def _largest(x_RC: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 def _rounded(
     x_RC: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, powers_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values and scales; those of a block of zeros are 1. What is not finite stays so somewhere."""
+    """Return values and scales; the scale of a block of zeros is 1. A number that is not finite leaves a value or a
+    scale that is not finite."""
     limit = torch.finfo(dtype).max
     # Below 2^-126 a GPU may read a scale as 0.
     scales = torch.where(largest == 0, 1.0, (largest / limit).clamp_min(torch.finfo(torch.float32).tiny))
@@ -176,7 +178,7 @@ def product(left_MK: Quantized, right_NK: Quantized, dtype: torch.dtype, *, fast
     Args:
         left_MK: one factor: where one of the two is in E5M2, this one.
         right_NK: the other factor.
-        dtype: that of the result.
+        dtype: dtype of the result.
         fast_sums: whether a Hopper GPU may add with fewer bits than fp32 has.
     """
     if left_MK.values_RC.device.type != "cuda":

@@ -65,7 +65,7 @@ class _Numbers(torch.nn.Module):
         self.tp_group = tp_group
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return them as megatron-core's checkpoints take them."""
+        """Return the parameters in the form of megatron-core's checkpoints."""
         own, groups = (
             self.state_dict(keep_vars=True),
             {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]},
@@ -73,7 +73,8 @@ class _Numbers(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets, **groups)
 
     def forward(self) -> torch.Tensor:
-        """Return them all, [N]: a scheme that gathers weights has those of a module ready for its forward pass."""
+        """Return all parameters of the module as one tensor, [N]: a scheme that shards weights has gathered a module's
+        parameters when its forward pass runs."""
         return torch.cat(list(self.parameters()))
 
 
@@ -95,7 +96,8 @@ class XieluFeedForward(FeedForward):
 
 def xielu(x: torch.Tensor, alphas_2: torch.Tensor) -> torch.Tensor:
     """Return xIELU (arXiv:2411.13010): a x^2 + b x for x > 0 and a' (exp(x) - 1 - x) + b x below, with b 1/2, a the
-    softplus of one number and a' b + that of the other. Like its authors, it takes exp(x) - 1 at -1e-6 at most."""
+    softplus of one number and a' b + the softplus of the other. Like its authors, it takes exp(x) - 1 at -1e-6 at
+    most."""
     positive, negative = F.softplus(alphas_2)
     below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (XIELU_BETA + negative)
     return torch.where(x > 0, positive * x * x, below) + XIELU_BETA * x
@@ -121,7 +123,8 @@ def _bounded_glu(activation: Any, clamp: float | None, offset: float, expanded: 
 
 
 def computed_again(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Return function(*inputs), keeping the inputs alone: what lies between is computed again for the gradients."""
+    """Return function(*inputs), keeping the inputs alone: activations in between are computed again for the
+    gradients."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return function(*inputs)
     return _ComputedAgain.apply(function, *inputs)  # pyright: ignore[reportReturnType]

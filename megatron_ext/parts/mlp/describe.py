@@ -24,28 +24,28 @@ class Mlp(Part):
     modules = ("linear_fc1", "linear_fc2")
 
     gated: bool
-    """The first matrix has two halves, of which the activation of one multiplies the other."""
+    """Whether the first matrix has two halves, and the activation of one half multiplies the other."""
 
     activation: Activation
     width: int
     bias: bool
     clamp: float | None = None
-    """Largest value of what the gate's activation takes, and largest size of what the gate multiplies."""
+    """Largest value of the gate's activation input, and largest size of the values that the gate multiplies."""
 
     offset: float = 0.0
-    """What is added to what the gate multiplies."""
+    """Number added to the values that the gate multiplies."""
 
     of_gate: float = 1.0
-    """Factor of what the gate's activation takes."""
+    """Factor of the gate's activation input."""
 
     @property
     def keeps_its_input_alone(self) -> bool:
-        """Whether what lies between the matrices is computed again in the backward pass."""
+        """Whether activations between the matrices are computed again in the backward pass."""
         changed = self.clamp is not None or self.offset != 0.0 or self.of_gate != 1.0
         return changed or self.activation in ("quick_gelu", "xielu")
 
     def parameters(self, place: Place, expert: int | None = None, hidden: int | None = None) -> Iterator[Parameter]:
-        """Yield both matrices, of a routed expert where it is one; `hidden`: what it reads, where that is not the
+        """Yield both matrices, of a routed expert where it is one; `hidden`: width of its input, where that is not the
         hidden size."""
         hidden = hidden or place.model.hidden_size
         wide, stride = (2 * self.width, 2) if self.gated else (self.width, 1)
@@ -59,7 +59,7 @@ class Mlp(Part):
             yield Parameter(f"{place.name}.xielu.{name}", (1,), place.stage, "constant", value)
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with each linear layer."""
+        """Yield the state that is saved with each linear layer."""
         for name in ("linear_fc1", "linear_fc2"):
             yield State(f"{place.name}.{name}._extra_state", "extra")
 
@@ -68,12 +68,12 @@ class Mlp(Part):
         return self.products_of(share, share.tokens, share.tensor)
 
     def products_of(self, share: Share, rows: float, ranks: int, hidden: int | None = None) -> list[Product]:
-        """Return the products of so many tokens, on one of the ranks that divide the width."""
+        """Return the products for this number of tokens, on one of the ranks that divide the width."""
         width, hidden = self.width / ranks, hidden or share.hidden
         return [Product(rows, (1 + self.gated) * width, hidden), Product(rows, hidden, width)]
 
     def held(self, share: Share) -> Mapping[str, float]:
-        """Return the bytes of what is between the matrices."""
+        """Return the bytes of the activations between the matrices."""
         return {"mlp": self.inside(share, gated=4) * share.tokens / share.tensor}
 
     def sent(self, share: Share) -> Iterator[Exchange]:
@@ -83,7 +83,8 @@ class Mlp(Part):
             yield Exchange("tp", "all-reduce", 0.0, both, (0, 1), "m {layers} 2 (t-1)/t 2 w", "mlp")
 
     def inside(self, share: Share, *, gated: int) -> float:
-        """Return the bytes a token of its inside, undivided; `gated`: how many widths a gate keeps on a CPU."""
+        """Return the bytes per token of activations inside the MLP, undivided; `gated`: number of widths that a gate
+        keeps on a CPU."""
         is_short = self.keeps_its_input_alone or (share.fused and self.activation == "silu")
         times = (3 if is_short else gated) if self.gated else 2
         return times * self.width * share.width

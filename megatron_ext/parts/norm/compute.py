@@ -58,7 +58,7 @@ class LayerNorm(torch.nn.Module):
         self.bias = uninitialized(config, hidden_size)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """Return what `RMSNorm.forward` does."""
+        """Return the same as `RMSNorm.forward`, with LayerNorm in place of RMSNorm."""
         if residual is not None:
             from megatron_ext.device.triton.norm import norm_of_sum
 
@@ -119,14 +119,15 @@ class LayerNormAfterRotation(_AfterRotation, LayerNorm):
 class ProjectionNorm(torch.nn.Module):
     """RMSNorm of all heads of a token at once, which tensor-parallel ranks have divided (OLMo 2, arXiv:2501.00656).
 
-    The mean square is that of the heads of all ranks. Every rank has the weights of all heads and uses those of its
-    own, so that gradients are zero elsewhere and sum up to the whole, as those of norms of single heads do.
+    The mean square is over the heads of all ranks. Every rank has the weights of all heads and uses the weights of its
+    own heads, so that gradients are zero elsewhere and sum up to the whole, as the gradients of norms of single heads
+    do.
     """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, tp_group: ProcessGroup
     ) -> None:
-        """hidden_size: channels of a head; heads: those of all ranks."""
+        """hidden_size: channels of a head; heads: number of heads of all ranks."""
         super().__init__()
         self.eps, self.heads, self.tp_group = eps, heads, tp_group
         self.weight = uninitialized(config, heads * hidden_size)
@@ -153,12 +154,12 @@ class ProjectionNorm(torch.nn.Module):
 
 class HeadNorms(torch.nn.Module):
     """A norm of each head with weights of its own and no bias (Command R+). Every rank has the weights of all heads, as
-    in `ProjectionNorm`, and uses those of its own."""
+    in `ProjectionNorm`, and uses the weights of its own heads."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float, *, kind: str, heads: int, tp_group: ProcessGroup
     ) -> None:
-        """hidden_size: channels of a head; kind: LayerNorm or RMSNorm; heads: those of all ranks."""
+        """hidden_size: channels of a head; kind: LayerNorm or RMSNorm; heads: number of heads of all ranks."""
         super().__init__()
         self.eps, self.heads, self.tp_group = eps, heads, tp_group
         self.normalize: Any = F.layer_norm if kind == "LayerNorm" else F.rms_norm
@@ -195,7 +196,7 @@ class _DividedRMSNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x, inverse, weight = ctx.saved_tensors
         normalized, weighted = x * inverse, grad * weight.to(inverse.dtype)
-        # What would change the norm of the whole vector has no effect: it is taken out.
+        # The part that would change the norm of the whole vector has no effect: it is taken out.
         radial = (weighted * normalized).sum(-1, keepdim=True)
         torch.distributed.all_reduce(radial, group=ctx.group)
         for_x = (weighted - normalized * (radial / (ctx.width * ctx.copies))) * inverse
@@ -209,15 +210,15 @@ def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:
 
 
 def norm_builder(norm: Norm) -> NormBuilder:
-    """Return what builds a norm."""
+    """Return the builder of a norm."""
     if norm.owns == "all":
         return norm_class(norm.kind)
     return PlainRMSNorm if norm.kind == "RMSNorm" else partial(PlainLayerNorm, weighted=norm.has_weight)
 
 
 def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormBuilder, NormBuilder]:
-    """Return what builds the norm of the queries, and that of its keys; where there is none, what megatron-core knows
-    for none, whatever other layers have.
+    """Return the builders of the query norm and the key norm; without these norms megatron-core's IdentityOp, whatever
+    other layers have.
 
     Both are called by megatron-core's attention with the size of a head, and take this rank's heads, [sequence, batch,
     heads, channels].

@@ -48,7 +48,7 @@ class Checkpointing(Callback):
         return bool(self.interval) and iteration % self.interval == 0
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
-        """Finish a background save of an earlier step where all ranks are there for it, else give it up aloud."""
+        """Finish a background save of an earlier step where all ranks can take part, else warn that it is given up."""
         if self._save is None:
             return
         save = self._save
@@ -72,7 +72,8 @@ class Checkpointing(Callback):
             self._finish(last=True)
 
     def close(self) -> None:
-        """Let a background save that an error has given up end: nobody writes there once the run is over."""
+        """Wait for the thread of a background save that an error has given up: nobody writes to the folder once the run
+        is over."""
         if self._save is not None:
             self._save.join()
 
@@ -98,7 +99,7 @@ class Checkpointing(Callback):
         """Wait for the save in progress, if there is one.
 
         Args:
-            last: whether it is the last one, without which all is lost.
+            last: whether it is the last save, without which the run's progress is lost.
         """
         if self._save is None:
             return
@@ -118,7 +119,7 @@ _FOR_THE_LAST = 5.0  # seconds, after a failure
 
 
 class Snapshots(Callback):
-    """Takes snapshots; when the run ends and is saved, they go.
+    """Takes snapshots, and removes them when the run ends and is saved.
 
     Args:
         save_interval: steps at which a checkpoint is written, and no snapshot.
@@ -148,7 +149,8 @@ class Snapshots(Callback):
         return step % self._interval == 0 and not (self._save_interval and step % self._save_interval == 0)
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
-        """Let the last one be written, which the restart finds; not for long, since the peer of a copy may be gone."""
+        """Let the last snapshot be written, which the restart finds; wait a short time only, since the peer of a copy
+        may be gone."""
         self._writer.join(_FOR_THE_LAST)
 
     def on_end(self, trainer: Trainer) -> None:
@@ -158,7 +160,7 @@ class Snapshots(Callback):
         self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
-        """Say once what a snapshot costs, and once that one could not be written."""
+        """Print once the cost of a snapshot, and once that a snapshot could not be written."""
         self._writer.join()
         if self._writer.problem is not None and not self._warned:
             self._warned = True

@@ -80,10 +80,10 @@ _UNKNOWN = ComputeTime(math.nan, math.nan, math.nan)
 class Stragglers(Callback):
     """Exchanges the ranks' compute times and names who is slow. It comes after the clock, before the reports.
 
-    An exchange is begun every second step and read when it is there: on a CPU after the next step, on a GPU after the
-    one that follows. Nobody waits for it, because a step has collectives of all ranks behind it. What is exchanged are
-    the two steps before: the device has passed them, because a step's norm of the gradients has waited for it. So a
-    step is compared three or four steps later at the latest.
+    An exchange is begun every second step and read once its result has arrived: on a CPU after the next step, on a GPU
+    after the one that follows. Nobody waits for it, because a step has collectives of all ranks behind it. The times of
+    the two steps before are exchanged: the device has passed them, because a step's norm of the gradients has waited
+    for it. So a step is compared three or four steps later at the latest.
     """
 
     phase = "the exchange of compute times"
@@ -137,12 +137,12 @@ class Stragglers(Callback):
         self._under_way.append(_Exchange(work, times))
 
     def _time(self, step: int) -> ComputeTime:
-        """Return how long a step took, counted from 1."""
+        """Return the time of a step; steps are counted from 1."""
         index = step - self._known + len(self._times) - 1
         return self._times[index] if step > _FIRST_STEPS and 0 <= index < len(self._times) else _UNKNOWN
 
     def _read(self, iteration: int) -> None:
-        """Compare the steps of the exchanges that are there."""
+        """Compare the steps of the exchanges whose results have arrived."""
         while self._under_way and (times := self._under_way[0].times(self._run.device)) is not None:
             self._under_way.popleft()
             for own, loops in times.view(self._run.world_size, _EVERY, -1).permute(1, 2, 0).tolist():
@@ -173,7 +173,7 @@ class _Exchange:
 
     def times(self, device: Device) -> torch.Tensor | None:
         """Return the times, in host memory; None while the device has not copied them, which begins with the first
-        call. All ranks have sent theirs when it is made."""
+        call. All ranks have sent their times when the copy is made."""
         if self._copied is None:
             self._work.wait()
             self._copied = self._times.to("cpu", non_blocking=True), device.mark()

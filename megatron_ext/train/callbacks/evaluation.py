@@ -34,11 +34,11 @@ def evaluate(run: Run, data: HeldOut) -> float:
 
 
 def evaluate_sources(run: Run, data: HeldOut) -> HeldOutLoss:
-    """Return the mean loss per token over the samples of `data`, and over those of each source.
+    """Return the mean loss per token over the samples of `data`, and over the samples of each source.
 
-    It is that of the averages of the weights where the flags, or the optimizer, say so. The result is equal on every
-    rank and in every layout. The last global batch of a source may be a remainder: it is filled up with samples whose
-    tokens do not count.
+    The averaged weights are evaluated where the flags, or the optimizer, say so. The result is equal on every rank and
+    in every layout. The last global batch of a source may be a remainder: it is filled up with samples whose tokens do
+    not count.
     """
     for chunk in run.chunks:
         chunk.eval()

@@ -22,7 +22,7 @@ _NAMED = 5  # experts that are named in one warning
 
 
 class ExpertLoad(Callback):
-    """Adds up what the routers of all ranks have counted. `Reporting` asks for it."""
+    """Adds up the token counts of all ranks' routers. `Reporting` asks for it."""
 
     def __init__(self) -> None:
         self._steps = 0  # since the last reading

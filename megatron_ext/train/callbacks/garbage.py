@@ -49,7 +49,7 @@ class GarbageCollection(Callback):
         self.on_end(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
-        """Leave the process as it was, for what comes after the training."""
+        """Restore the process's garbage collection, for code that runs after the training."""
         gc.unfreeze()
         if self._collected_by_itself:
             gc.enable()

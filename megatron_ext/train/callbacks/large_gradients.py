@@ -1,5 +1,5 @@
-"""Warns of gradients far above those of the first steps (--check-for-large-grads), and ends a run whose gradients
-overflow at every step of a loss scale that cannot fall, with the scale that would do.
+"""Warns of gradients far larger than in the first steps (--check-for-large-grads), and ends a run whose gradients
+overflow at every step of a loss scale that cannot fall, and names the scale that would work.
 """
 
 import math
@@ -50,10 +50,10 @@ class LargeGradients(Callback):
 _PATIENCE = 100
 """Steps in a row that may overflow before the run ends; at most half of the run's steps."""
 _HALVINGS = 40
-"""How far below the scale of the run a lower one is sought: fp16 holds numbers of 2^-24 to 2^16."""
+"""Number of halvings of the run's loss scale that are searched for a lower one: fp16 holds numbers of 2^-24 to 2^16."""
 _ROOM = 4
-"""How many times smaller than the largest scale that does the one is that is advised: other samples have larger
-gradients."""
+"""Factor between the largest scale that does not overflow and the smaller one that is advised: other samples have
+larger gradients."""
 
 
 class Overflows(Callback):
@@ -113,7 +113,7 @@ def largest_scale_without_overflow(run: Run, samples: range) -> float | None:
     """Return the largest power of 2 up to the present loss scale at which the gradients of these samples do not
     overflow; None where they do at 2^-40 of it. Collective.
 
-    It computes them six times, and leaves those of the last time. No weight changes.
+    It computes the gradients six times; the last ones stay in place. No weight changes.
     """
     loss_scale = loss_scale_of(run.optimizer)
     assert loss_scale is not None

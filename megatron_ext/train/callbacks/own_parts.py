@@ -21,18 +21,18 @@ from megatron_ext.train.spikes import random_state, set_random_state
 from megatron_ext.train.trainer import Callback, Trainer
 
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
-"""How far results may be apart that are computed otherwise, over the largest output; 16-bit numbers: 2^-5."""
+"""Largest difference, over the largest output, of results that are computed in different ways; 16-bit numbers: 2^-5."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of one own module on one rank."""
+    """Observations of one of the user's modules on one rank."""
 
     title: str
     place: str
     is_causal: bool
     reads_token_alone: bool
-    """False where it declares so and its output depends on an earlier position."""
+    """False where the module declares it and its output nevertheless depends on an earlier position."""
 
 
 class OwnParts(Callback):

@@ -62,7 +62,7 @@ def is_recorded(config: Config, rank: int) -> bool:
 
 
 class MemoryHistory(Callback):
-    """Writes what was recorded at every log line and when the run ends, above all when memory has run out.
+    """Writes the recorded allocations at every log line and when the run ends, above all when memory has run out.
 
     Raises:
         StorageError: the file cannot be written.

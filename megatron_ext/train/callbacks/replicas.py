@@ -50,7 +50,7 @@ def check_data_parallel_replicas(run: Run, iteration: int, last_good: int) -> No
 def check_model_parallel_copies(run: Run, iteration: int, last_good: int) -> None:
     """Compare the weights that tensor-parallel ranks hold whole, and the tied embeddings of the first and last stage.
 
-    The function is collective; arguments and errors are those of `check_data_parallel_replicas`.
+    Collective. `check_data_parallel_replicas` has the same arguments and errors.
     """
     parameters = _all(run)
     copies = [named for named in parameters if not getattr(named[1], "tensor_model_parallel", False)]
@@ -76,7 +76,7 @@ def _is_expert(parameter: torch.Tensor) -> bool:
 
 
 def _differences(named: NamedParameters, group: torch.distributed.ProcessGroup, what: str) -> list[str]:
-    """Return what differs between the ranks of `group`, in words: one text per parameter."""
+    """Return one text for each parameter that differs between the ranks of `group`."""
     if group.size() == 1 or not named:
         return []
     own = torch.stack([weight_hash(local_part(parameter)) for _, parameter in named])
@@ -110,7 +110,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _raise_together(run: Run, differing: list[str], iteration: int, last_good: int) -> None:
-    """Let every rank know what one of them found, and raise it on all."""
+    """Tell every rank the differences that any rank found, and raise them on all."""
     anything = torch.tensor(len(differing), device=run.device.torch_device)
     torch.distributed.all_reduce(anything, op=torch.distributed.ReduceOp.MAX)
     if not int(anything):

@@ -1,4 +1,4 @@
-"""Tells the world how the run goes: log line, metrics file, TensorBoard, Weights & Biases.
+"""Reports the progress of the run: log line, metrics file, TensorBoard, Weights & Biases.
 
 Keeps the failure report informed of the step that is being worked on.
 
@@ -73,10 +73,10 @@ class Sink(Protocol):
 
 
 class ReportReader(Protocol):
-    """Reads what parts of the model report besides numbers."""
+    """Reads the reports of the model's parts, besides single numbers."""
 
     def read(self, trainer: Trainer) -> Report:
-        """Return what they report of the step that has ended, equal on all ranks. Collective."""
+        """Return the report of the step that has ended, equal on all ranks. Collective."""
         ...
 
 
@@ -176,7 +176,7 @@ class Reporting(Callback):
             sink.close()
 
     def _wanted(self, iteration: int) -> tuple[bool, bool]:
-        """Return whether the step is for the sinks of steps, and whether it is for those of the log."""
+        """Return whether the step is written to the step sinks, and whether it is written to the log sinks."""
         return iteration % self.step_interval == 0, iteration == 1 or iteration % self.log_interval == 0
 
     def _metrics(self, trainer: Trainer, result: StepResult, norm: float | None) -> StepMetrics:

@@ -60,7 +60,7 @@ class Stopping(Callback):
             trainer.stop(f"--exit-interval {self.exit_interval}")
 
     def _of_all_ranks(self, trainer: Trainer) -> tuple[int, bool]:
-        """Return by what some rank was asked to stop, and whether the time is over."""
+        """Return the kind of request by which some rank was asked to stop (0: none), and whether the time is over."""
         votes = trainer.stop_votes
         if votes is not None:
             return (_OTHERWISE if votes.otherwise else _BY_SIGTERM if votes.by_sigterm else 0), votes.overdue > 0
