@@ -18,12 +18,12 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 _UNREADABLE = "\ufffd"
-"""What a decoder writes for bytes that are no character: a sample may begin or end within one."""
+"""The character that a decoder writes for bytes that are no character: a sample may begin or end within one."""
 
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """What is done to a stretch of tokens, from the flags --fim-*."""
+    """Fill-in-the-middle of a range of tokens, as the flags --fim-* configure it."""
 
     tokenizer: Tokenizer
     encode: Callable[[str], Sequence[int]]
@@ -44,7 +44,7 @@ class Rearrangement:
 
     @classmethod
     def of(cls, config: Config, tokenizer: Tokenizer) -> "Rearrangement":
-        """Return that of the flags.
+        """Return the rearrangement that the flags configure.
 
         Raises:
             ConfigurationError: the tokenizer does not have one of the tokens.
@@ -135,7 +135,7 @@ class FillInTheMiddle:
 
     @property
     def order_depends_on(self) -> list[int]:
-        """What the order follows from besides flags and files."""
+        """Numbers, other than flags and files, that determine the order of the samples."""
         return self._samples.order_depends_on
 
     def __len__(self) -> int:

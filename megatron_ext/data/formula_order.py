@@ -107,7 +107,7 @@ class Mixture:
         """Number of samples by which a source can differ from its share, at any position."""
 
     def source_at(self, index: int) -> tuple[int, int]:
-        """Return the source of sample `index`, and the sample's number among those of this source."""
+        """Return the source of sample `index`, and the sample's number among the samples of this source."""
         first, end = 0, len(self._sums) - 1
         while end - first > 1:
             middle = (first + end) // 2

@@ -168,7 +168,8 @@ class BatchLoader:
         Args:
             consumed_samples: samples that all ranks used before.
             num_microbatches: microbatches of this rank in the step.
-            end: first sample past the end, for an evaluation; places from there on hold padding with loss mask zero.
+            end: first sample past the end, for an evaluation; places from this sample on hold padding with loss mask
+                zero.
 
         Returns:
             The microbatches in order, each of [micro_batch, seq].

@@ -22,7 +22,7 @@ from megatron_ext.data.packing import (
 
 
 class Ahead(NamedTuple):
-    """What the depths of multi-token prediction read: depth k, from 1, predicts the token k + 1 positions ahead."""
+    """Inputs and targets of multi-token prediction: depth k, from 1, predicts the token k + 1 positions ahead."""
 
     tokens: torch.Tensor
     """int64 [B, S, N], the token k positions ahead; 0 where the sample ends before."""
@@ -72,7 +72,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class StageView:
-    """What one rank reads of the samples of its microbatches."""
+    """The fields and positions that one rank reads from the samples of its microbatches."""
 
     is_first_stage: bool = True
     """Whether this rank's pipeline stage reads tokens and positions."""
@@ -108,8 +108,9 @@ WHOLE = StageView()
 
 
 def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Batch:
-    """Stack samples, whose fields are tensors or arrays of [S], into what one stage reads, for all positions; only
-    `documents` are those of the rank from the beginning.
+    """Stack samples, with fields that are tensors or arrays of [S], into the batch that one stage reads.
+
+    All fields cover all S positions, except `documents`, which are of the positions that the rank holds.
 
     A sample may say where its documents begin (`document_begins`, bool); else each begins after an end of document.
     """
@@ -150,8 +151,8 @@ def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Ba
 
 
 def _ahead(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, begins: Any, view: StageView) -> Ahead:
-    """Return what the depths read of whole samples. No depth has a target in another document than its position's,
-    where it is known where documents begin."""
+    """Return tokens, labels and weights of the depths, for whole samples. Where `begins` says where documents begin, a
+    target in another document than its position has weight 0."""
     by = range(1, view.depths + 1)
 
     def shifted(values: torch.Tensor) -> torch.Tensor:

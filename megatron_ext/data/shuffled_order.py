@@ -5,9 +5,9 @@ samples are shuffled. megatron-core writes that down in index files, which are k
 
 megatron-core's datasets and their builder, with index files that any process may write and none reads half-written.
 
-megatron-core lets global rank 0 alone write, under the final names, and trusts whatever lies there. Here a file gets
-its name when it is whole, and the process that needs one that is missing makes it: on every node, if the folder is its
-own.
+megatron-core lets global rank 0 alone write, under the final names, and trusts whatever files it finds. Here a
+file gets its name when it is whole, and a process that needs a missing file makes it: on every node, if each node has a
+folder of its own.
 """
 
 import copy
@@ -79,7 +79,7 @@ def _fields_of_all(length: int) -> dict[str, torch.Tensor]:
 
 
 class StoredSequences:
-    """What GPTDataset asks of an IndexedDataset, of a pair behind a URL."""
+    """Implements, for a pair behind a URL, the methods of IndexedDataset that GPTDataset calls."""
 
     def __init__(self, prefix: str):
         self.path_prefix = prefix
@@ -246,7 +246,7 @@ class ShuffledDataset:
         return SampleWindow(source, int(self._parts[source].shuffle_index[index]))
 
     def _source(self, index: int) -> tuple[int, int]:
-        """Return the source of a sample, and its position there."""
+        """Return the source of a sample, and the sample's index in this source."""
         if not isinstance(self._dataset, BlendedDataset):
             return 0, index
         return int(self._dataset.dataset_index[index]), int(self._dataset.dataset_sample_index[index])

@@ -32,12 +32,12 @@ def cache_root() -> Path:
 
 
 def exists(prefix: str, suffix: str) -> bool:
-    """Return whether a file of a pair is there, without copying it. Raises StorageError."""
+    """Return whether a file of a pair exists, without copying it. Raises StorageError."""
     return RemoteFile(prefix + suffix).exists() if is_url(prefix) else os.path.isfile(prefix + suffix)
 
 
 def local_file(prefix: str, suffix: str) -> Path:
-    """Return the path on this machine of a file of a pair, copied from the store if it is not there yet.
+    """Return the path on this machine of a file of a pair, copied from the store if it was not copied before.
 
     Args:
         prefix: path or URL of the pair, without suffix.
@@ -113,7 +113,7 @@ def open_bin(prefix: str) -> BinFile:
 
 
 def read_many(prefix: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Return several ranges (offset, length) of a .bin; those of a store come at the same time."""
+    """Return several ranges (offset, length) of a .bin; from a store they are read in parallel."""
     file = open_bin(prefix)
     if not is_url(prefix):
         return [file.read(*one) for one in ranges]

@@ -91,7 +91,7 @@ class ChatTemplate:
         return Rendered(text, spans)
 
     def text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        """Return what the template makes of the messages, with the marks of `{% generation %}`."""
+        """Render the messages with the template; the text keeps the marks of `{% generation %}`."""
         try:
             return self._template.render(
                 messages=list(messages),

@@ -244,5 +244,5 @@ class SentencePieceTokenizer:
         return self._processor.id_to_piece(id)
 
     def identity(self) -> dict[str, str | int]:
-        """Return what tells this tokenizer from any other."""
+        """Return type and SHA-256 digest, which tell this tokenizer from any other."""
         return {"type": "SentencePieceTokenizer", "sha256": self._digest}

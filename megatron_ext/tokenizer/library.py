@@ -92,8 +92,8 @@ class LibraryTokenizer:
         )
 
     def splits_between_words(self) -> bool:
-        """Return whether the ids of a text are those of its pieces if it is cut between two ASCII words, before the
-        space.
+        """Return whether a text that is cut between two ASCII words, before the space, has the ids of its pieces, one
+        after another.
 
         This holds for GPT-2's byte-level BPE: no normalizer, its own pattern, nothing added around a text, and no token
         that is found in a text before with a space in or around it.
@@ -176,5 +176,5 @@ class GPT2BPETokenizer(LibraryTokenizer):
         self._digest = digest.hexdigest()
 
     def identity(self) -> dict[str, str | int]:
-        """Return what tells this tokenizer from any other."""
+        """Return type and SHA-256 digest, which tell this tokenizer from any other."""
         return {"type": "GPT2BPETokenizer", "sha256": self._digest}

@@ -47,8 +47,8 @@ _BETWEEN_WORDS = re.compile(r"[a-zA-Z](?= [a-zA-Z])")
 def between_words(text: Text, size: int | None = None) -> Iterator[str]:
     """Yield the text in pieces of about `size` (default a million) characters, or longer, that begin before a word.
 
-    Byte-level BPE gives the ids of the whole if it gives those of the pieces one after another: GPT-2's pattern and
-    similar ones end a match at such a place and begin the next one there, without looking back.
+    With byte-level BPE the ids of the pieces, one after another, are the ids of the whole text: GPT-2's pattern and
+    similar ones end a match at such a cut and begin the next match after it, without looking back.
     """
     size = size or _PIECE
     rest = ""
@@ -90,5 +90,5 @@ class Tokenizer(Protocol):
         ...
 
     def identity(self) -> dict[str, str | int]:
-        """Return what tells this tokenizer from any other, whatever path it was read from: part of cache keys."""
+        """Return values that tell this tokenizer from any other, whatever path it was read from: part of cache keys."""
         ...
