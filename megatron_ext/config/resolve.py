@@ -38,8 +38,8 @@ class Facts:
         global_batch_is_given: whether the user typed --global-batch-size.
         world_size: ranks that really run ($WORLD_SIZE, else 1), or None where --dry-run --world-size decides.
         cuda_available: whether this machine shows an NVIDIA GPU.
-        packages: the packages that are installed of those that only some flags need.
-        missing_compiler: the C++ compiler that torch.compile would call and that is not there, or None.
+        packages: the installed packages among the ones that only some flags need.
+        missing_compiler: the C++ compiler that torch.compile would call and that is not installed, or None.
         uncapturing_torch: the installed torch's version if it cannot capture the passes of a step, or None.
         vocab_size: entries of the tokenizer that the flags name, or None if they name none.
         tokenizer_error: why that tokenizer could not be read, or None.
@@ -117,7 +117,7 @@ def graph_obstacles(config: Config, facts: Facts) -> list[str]:
 
 
 def positive(*values: Any) -> bool:
-    """Return whether all values are there and above zero, so that one may divide by them."""
+    """Return whether no value is None and all are above zero, so that one may divide by them."""
     return all(value is not None and value > 0 for value in values)
 
 

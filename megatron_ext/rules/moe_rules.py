@@ -36,7 +36,7 @@ def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def groups_of_experts_hold_the_experts_of_a_token(config: Config, facts: Facts) -> Iterator[str]:
-    """Require groups of one size, of which those of a token have enough experts."""
+    """Require expert groups of one size, and enough experts in the groups that are chosen for a token."""
     model, experts, topk = config.model, config.model.num_experts, config.model.moe_router_topk
     groups, chosen, scores = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_group_scores
     if experts is None:

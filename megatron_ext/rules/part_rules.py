@@ -68,7 +68,7 @@ def _has_sizes(config: Config) -> bool:
 
 
 def _stacked(parameter: Parameter) -> tuple[object, str]:
-    """Return what an expert's matrix has in common with the same of other experts in its layer."""
+    """Return the key that an expert's matrix shares with the same matrix of the other experts of its layer."""
     return parameter.stage, parameter.name.rpartition(f".{parameter.expert}.")[2]
 
 

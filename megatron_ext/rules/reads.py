@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 Chosen = Literal["layout", "recomputation", "micro batch"]
-"""What a search chooses: anything at all, what is computed again, or the micro batch size."""
+"""A choice of the layout search: any field of the layout, the recomputation, or the micro batch size."""
 
 _READ: dict[Callable[..., Any], set[Chosen]] = defaultdict(set)
 

@@ -15,10 +15,10 @@ class Seam:
     """A name of the engine that this program relies on."""
 
     name: str
-    """The dotted path: module, class, attribute. `parameter.<mark>` is what megatron-core writes on parameters."""
+    """The dotted path: module, class, attribute. `parameter.<mark>` is one that megatron-core sets on parameters."""
 
     why: str
-    """What we do with it, and what the engine must go on doing."""
+    """How this program uses the name, and the behavior of the engine that it relies on."""
 
     parameters: tuple[str, ...] = ()
     """Names of parameters that we pass, or that an override takes: all must be in the signature."""
@@ -36,7 +36,7 @@ class Seam:
 
 
 def problems(seam: Seam) -> list[str]:
-    """Return what is wrong with a seam in the installed versions; an empty list when it is as we rely on it."""
+    """Return the problems of a seam in the installed versions; an empty list if it is as this program expects."""
     return [*_of_the_name(seam), *_of_the_callers(seam)]
 
 
@@ -67,7 +67,7 @@ def _of_the_callers(seam: Seam) -> Iterator[str]:
 
 
 def _find(path: str) -> tuple[Any, Any]:
-    """Return the owner and the object at a dotted path; `_MISSING` for what is not there."""
+    """Return the owner and the object at a dotted path; the object is `_MISSING` if it does not exist."""
     parts = path.split(".")
     owner, target = None, importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], 2):

@@ -36,7 +36,7 @@ class Made:
     kind: Global
     args: tuple[Any, ...]
     state: Any = None
-    """What its `__setstate__` would have been given; None where it was not called."""
+    """The argument with which `__setstate__` would be called; None if it would not be called."""
     items: list[Any] = field(default_factory=list)
     """(key, value) pairs that were set, or values that were appended."""
 

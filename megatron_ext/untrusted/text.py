@@ -80,7 +80,7 @@ def load_json(content: bytes) -> Any:
 
 
 def _is_named_pipe(path: str | os.PathLike[str]) -> bool:
-    """Return whether a pipe lies there. One of `<(...)` is none: it leads to /proc/N/fd/pipe:[N], which is no path."""
+    """Return whether a path is a named pipe. `<(...)` is not: it leads to /proc/N/fd/pipe:[N], which is no path."""
     return Path(os.path.realpath(path)).is_fifo()
 
 
@@ -188,7 +188,7 @@ def mapping(check: Check, most: int = 1000) -> Check:
 
 
 def fields(needed: Mapping[str, Check], others: Mapping[str, Check] | None = None) -> Check:
-    """Take an object with all the needed fields; others may be there, and any that are not named here."""
+    """Return a check of an object with all the needed fields; it may have the others, and any that are not named."""
     known = {**needed, **(others or {})}
 
     def check_fields(value: Any) -> None:

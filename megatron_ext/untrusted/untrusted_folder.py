@@ -49,10 +49,10 @@ def is_plain(name: object, *, nested: bool = False) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that everything in a checkpoint is a file or a folder, or a link to such that lies in it too.
+    """Check that everything in a checkpoint is a file, a folder, or a link to a file or folder in the checkpoint.
 
     Raises:
-        DataError: something else is there; the first such is named.
+        DataError: it has anything else; the error names the first.
         OSError: the folder cannot be read.
     """
     left = [folder]

@@ -53,7 +53,7 @@ def _check_events(text: str) -> None:
 
 
 class _Outline:
-    """Tracks how deep a YAML text is at the current event, and how many values it has stood for until there."""
+    """Tracks the depth of a YAML text at the current event, and the number of values that it stands for so far."""
 
     def __init__(self) -> None:
         self._nodes = 0

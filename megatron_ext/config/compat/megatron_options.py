@@ -34,7 +34,7 @@ class MegatronOption:
 
     @property
     def warning(self) -> str:
-        """What is said where it is accepted."""
+        """The warning that a run prints when it accepts this option."""
         return f"{self.flag} {'saves' if self.costs else 'changes'} nothing here: {self.reason}"
 
     def refused_value(self, values: list[str]) -> str | None:

@@ -5,7 +5,7 @@ Other names of a flag that takes the same values, such as `--persistent-save-int
 Lists options of earlier releases of Megatron-LM, and of its forks, that have no bearing here.
 
 Megatron 0.19 itself does not know these any more, but scripts of other years and places are full of them. Each gets
-one warning line that says what happens instead. The notation is that of `megatron_accepted.py`; `--flag [N]` may take a
+one warning line that says what happens instead. The notation is as in `megatron_accepted.py`; `--flag [N]` may take a
 value. The list is from memory of those releases and from launch scripts (tests/golden/other_launches.json): what is not
 in it is an unknown flag, which is refused or, with --allow-unknown-flags, left out.
 """

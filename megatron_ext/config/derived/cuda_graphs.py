@@ -27,10 +27,10 @@ def without_graphs(config: Config) -> Config:
 
 
 def graphs_warning(in_the_way: Sequence[str]) -> str:
-    """Return what a run says that was to have graphs and has none.
+    """Return the warning of a run that asks for CUDA graphs and runs without them.
 
     Args:
-        in_the_way: what is in the way, each with why and what to change.
+        in_the_way: the obstacles, each with its reason and the change that removes it.
     """
     return (
         f"--cuda-graph-impl {FULL_ITERATION} changes nothing here: steps run without CUDA graphs, and compute the "

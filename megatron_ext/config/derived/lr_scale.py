@@ -4,11 +4,11 @@
     sqrt      lr x sqrt(batch / base)       Krizhevsky 2014 (arXiv:1404.5997); for Adam
                                             Malladi et al. 2022 (arXiv:2205.10287)
 
-The batch counts, never the number of ranks: those of one tensor-, context- or pipeline-parallel group see the same
-samples.
+The global batch counts, never the number of ranks: the ranks of one tensor-, context- or pipeline-parallel group see
+the same samples.
 
 A resolved configuration holds the scaled rates, and its own global batch as the base: resolving it again changes
-nothing, and another global batch scales from there.
+nothing, and another global batch scales the rates from this base.
 """
 
 import math
@@ -22,7 +22,7 @@ FLAGS = ("lr_scale_rule", "lr_scale_base_batch_size")
 
 
 def factor(rule: str, base: int, batch: int) -> float:
-    """Return what a learning rate found with `base` samples in a step is multiplied by, for `batch` samples."""
+    """Return the factor that scales a learning rate found with `base` samples a step to `batch` samples a step."""
     return {"none": 1.0, "linear": batch / base, "sqrt": math.sqrt(batch / base)}[rule]
 
 

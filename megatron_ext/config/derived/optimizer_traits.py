@@ -51,13 +51,13 @@ class State:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What the optimizer is called in another program's configuration."""
+    """Names of the optimizer in another program's configuration."""
 
     names: tuple[str, ...]
     """Names in lower case."""
 
     flags: str = ""
-    """Flags for what that program takes another default for."""
+    """Flags that set the values which are defaults in the other program and not here."""
 
 
 @dataclass(frozen=True)
@@ -84,33 +84,33 @@ class OptimizerTraits:
     """Sharding schemes that can run it, by flag. DDP runs every optimizer."""
 
     built_as: Literal["adam", "sgd"]
-    """What megatron-core is asked to build. Where that is another, `torch_class` takes its place before the first
-    update; else the engine may take a fused kernel of Transformer Engine or apex."""
+    """The optimizer that megatron-core is asked to build. If that is another one, `torch_class` replaces it before the
+    first update; else the engine may take a fused kernel of Transformer Engine or apex."""
 
     of_elements: "OptimizerTraits | None" = None
-    """What updates, in its place, all that the catalogue updates as "element" (`Parameter.update`): embeddings, output
-    layer, norms, biases. None: it updates every parameter."""
+    """The optimizer that updates, in place of this one, parameters whose `Parameter.update` is "element": embeddings,
+    output layer, norms, biases. None: this optimizer updates every parameter."""
 
     needs_whole_matrices: bool = False
-    """Whether the update of a matrix depends on all of it. Its class is then given whole ones, or stacks of those of
-    experts, [experts, rows, columns], and a layout that has none is refused. `of_elements` updates the rest."""
+    """Whether the update of a matrix depends on all of it. The class then gets whole matrices, or stacks of experts'
+    matrices, [experts, rows, columns], and a layout without whole ones is refused. `of_elements` updates the rest."""
 
     puts_matrices_together: bool = False
-    """Whether its class computes matrices of which ranks have parts, too, by their `parallel.matrices.Matrix`. What is
-    in host memory it does not have on the device."""
+    """Whether the class also updates matrices that ranks hold in parts, by their `parallel.matrices.Matrix`. Parts in
+    host memory are out of its reach."""
 
     in_16_bits: "OptimizerTraits | None" = None
     """The traits of the class that keeps averages in bf16 or fp16, where --exp-avg-dtype or --exp-avg-sq-dtype asks for
     it; None where there is none."""
 
     is_of_ours: bool = False
-    """Whether a class of ours takes the place of what the engine builds, although the engine has the optimizer."""
+    """Whether a class of ours replaces the optimizer that the engine builds, although the engine has this optimizer."""
 
     counts_updates: bool = False
-    """Whether the update depends on the number of those before it, which checkpoints then hold."""
+    """Whether an update depends on the number of earlier updates, which checkpoints then hold."""
 
     follows_gradients: bool = False
-    """Whether its steps are as large as gradients are, and not of a size of their own, as Adam's."""
+    """Whether the size of an update is proportional to the gradients, unlike Adam's."""
 
     numbers: tuple[str, ...] = ()
     """Numbers that it keeps besides, next to the states: the same for every tensor, in checkpoints once."""
@@ -126,11 +126,11 @@ class OptimizerTraits:
     """For whoever chooses among the optimizers."""
 
     elsewhere: Mapping[str, Elsewhere] = field(default_factory=dict)
-    """What it is called elsewhere, by program of `foreign/`."""
+    """Names of the optimizer in other programs, by program."""
 
     @property
     def each(self) -> tuple["OptimizerTraits", ...]:
-        """The optimizers of a run: itself, and what updates other parameters in its place."""
+        """The optimizers of a run: this one, and `of_elements` if it is set."""
         return (self,) if self.of_elements is None else (self, self.of_elements)
 
     def updating(self, update: str | None) -> "OptimizerTraits":

@@ -1,10 +1,10 @@
-"""Lists the optimizers, those of plugins too: the one place that knows more of an optimizer than its name.
+"""Lists the optimizers of the core and of plugins: the one place that knows more of an optimizer than its name.
 
     traits = traits_of(config.optimizer)
     traits.state_names(config.optimizer)       # ("exp_avg", "exp_avg_sq") for Adam
     traits.bytes_each(config.optimizer)        # 8 bytes for each element of a parameter
 
-What traits say of an optimizer is in `optimizer_traits.py`.
+The traits are documented in `optimizer_traits.py`.
 """
 
 from collections.abc import Mapping

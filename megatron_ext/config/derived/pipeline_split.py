@@ -26,7 +26,7 @@ def is_v_shaped(layout: LayoutConfig) -> bool:
 
 
 def splits_backward(layout: LayoutConfig) -> bool:
-    """Return whether the schedule of the stages makes gradients of weights apart from those of inputs."""
+    """Return whether the pipeline schedule computes weight gradients apart from input gradients."""
     return layout.pipeline_model_parallel_size > 1 and layout.table in SPLIT_SCHEDULES
 
 

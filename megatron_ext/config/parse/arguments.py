@@ -55,14 +55,14 @@ class Typed:
 
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
-    """What is wrong with the flags themselves; empty in what `parse` returns."""
+    """Problems of the flags themselves; empty in the result of `parse`, which raises them."""
 
     unread: frozenset[str] = frozenset()
     """Fields that were given, but whose value could not be read, or whose flag has a slip of the pen; of a file that
     could not be read, all that the command line does not give."""
 
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """What a message says of a field that was given by another name alone, and what was typed instead."""
+    """Flag as messages write it -> flag as the user typed it, for fields that were given only by another name."""
 
     def as_typed(self, texts: Iterable[str]) -> list[str]:
         """Return messages with every flag named as it was typed."""
@@ -105,7 +105,7 @@ class _Reading:
         return problems
 
     def spellings(self) -> dict[str, str]:
-        """Return what `Typed.spellings` says of the fields that were given here."""
+        """Return `Typed.spellings` of the fields that were given here."""
         old_names = {}
         for name, by_spelling in self.spelled.items():
             flag, names = flag_of(name), [one if one.startswith("--") else flag_of(one) for one in by_spelling]
@@ -139,7 +139,7 @@ def parse(argv: Sequence[str]) -> Typed:
 
 
 def read(argv: Sequence[str]) -> Typed:
-    """Return what `parse` returns, with the problems in it instead of raised.
+    """Return the typed values as `parse` does, but with the problems in the result instead of raised.
 
     Raises:
         StorageError: this process may not read a file that gives further values.

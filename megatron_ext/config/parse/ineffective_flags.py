@@ -106,7 +106,7 @@ _SAID_BY: dict[str, tuple[str, ...]] = {
     "tokenizer": _FROM_A_CHECKPOINT,
     "curve": ("use_checkpoint_opt_param_scheduler",),
 }
-"""What a resume does with a field -> the fields by which another file gives its value."""
+"""Resume role of a field -> the fields that name another file as the source of its value."""
 
 
 def _is_read(needed: ReadWith, values: Mapping[str, Any]) -> bool:

@@ -22,9 +22,9 @@ _TYPE_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true 
 
 @dataclass(frozen=True)
 class Option:
-    """One field of the schema, with what `schema.option.option` was told of it.
+    """One field of the schema, with the arguments of `schema.option.option`.
 
-    `type` is that of a single value; `many` tells whether it takes several.
+    `type` is the type of a single value; `many` tells whether the field takes several.
     """
 
     name: str

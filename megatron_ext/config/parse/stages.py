@@ -25,9 +25,9 @@ class Stage:
     """A range of iterations with flags of their own."""
 
     first: int
-    """Iterations before it."""
+    """Number of iterations before the stage."""
     values: Mapping[str, Any]
-    """What the flags are in it, by field name, where some stage up to it names them."""
+    """Values of the flags in this stage, by field name, for the fields that it or an earlier stage names."""
     path: str | None = None
     """The file; None for a run without stages."""
 

@@ -4,8 +4,8 @@
 name is always the field's name with hyphens; the same name (with underscores) is the key in a `--config` YAML file.
 The annotation decides the type: `bool` is a switch, `T | None` is optional, `tuple[T, ...]` takes several values.
 
-What else is known of a field stands at the field: what a resume does with it, which every field must say, its bounds,
-and what its values need of other fields. No list of names elsewhere repeats it.
+Every other fact about a field is an argument of `option` as well: its resume role, which every field must have, its
+bounds, and the values that it needs of other fields. No other list of names repeats them.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ MOST = 10**15
 """Largest integer, of whatever sign, that any flag takes: more than the tokens of any run."""
 
 Resume = Literal["shape", "function", "curve", "tokenizer", "free"]
-"""What a resume does with a field:
+"""Resume role: the effect of another value on a resume.
 
 shape: another value cannot load the weights, and is refused.
 function: another value computes something else from the same weights; it is refused without --finetune.
 curve: learning rate and weight decay follow it; --use-checkpoint-opt-param-scheduler takes the checkpoint's.
 tokenizer: --use-checkpoint-args takes the checkpoint's with the model, where no tokenizer is named.
-free: it may change: the layout, how one trains on (length, batch, dropout, the auxiliary losses), what is logged.
+free: it may change: the layout, how training continues (length, batch, dropout, the auxiliary losses), what is logged.
 """
 
 
@@ -34,7 +34,7 @@ class Need:
     field: str
     value: Any
     words: str
-    """What it means, for the message: "needs <words>, but --field is ..."."""
+    """The value in words, for the message "needs <words>, but --field is ..."."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,23 +45,23 @@ class Choice:
     value: Any
     needs: tuple[Need, ...] = ()
     words: str = ""
-    """What it stands for, in the place of `{choices}` in the help of the field."""
+    """Meaning of the value, which replaces `{choices}` in the help of the field."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadWith:
-    """What another field must be for a field to be read at all."""
+    """A condition on other fields without which a field is not read."""
 
     fields: str | tuple[str, ...]
-    """The other field; of several, any of them."""
+    """The other field, or several, of which one must meet the condition."""
     words: str
-    """Why it is not read else, for the warning: "--flag changes nothing here: <words>"."""
+    """Why the field is not read otherwise, for the warning "--flag changes nothing here: <words>"."""
     only: tuple[Any, ...] | None = None
-    """Values with which it is read; None: every value but those of `but`."""
+    """Values of the other field with which the field is read; None: every value that is not in `but`."""
     but: tuple[Any, ...] = (None, False, 0)
-    """Values with which it is not read."""
+    """Values of the other field with which the field is not read."""
     letters: str = ""
-    """Kinds of layers, in --hybrid-layer-pattern, by which it is read."""
+    """Letters of --hybrid-layer-pattern whose layers read the field."""
 
     @property
     def any_of(self) -> tuple[str, ...]:
