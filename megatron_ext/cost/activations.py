@@ -5,7 +5,7 @@ sequence parallelism divides is marked /t:
 
     residual      2 w T H /t                inputs of the two norms
     norms         2 (w T H + 4 T) /t        their outputs, and 1/RMS in fp32 (LayerNorm: mean and 1/deviation, 8)
-    mixer         parts/attention/describe.py, and those of other mixers
+    mixer         parts/attention/describe.py; other mixers have their own `describe.py`
     mlp           w T 3 F                   SwiGLU in one kernel: gate and up, and their product (5 F where a CPU
                                             does it in steps, 2 F with GELU)
     dropout       2 T H /t                  masks: a byte an element on a GPU, w on a CPU

@@ -13,7 +13,7 @@ Change = tuple[str, str, dict[str, Any]]
 """Flags as they are typed, the group of their fields, and the values of these."""
 
 _MACHINE = Facts(cuda_available=True)
-"""What --dry-run believes."""
+"""The facts that --dry-run assumes of the machine: it has GPUs."""
 
 
 def fitting_flags(config: Config, usable_bytes: float) -> str | None:

@@ -1,9 +1,10 @@
 """The table says what devices can do, from their makers' data sheets; every number can be given by a flag of
 tools/plan.py instead.
 
-Peaks are those of dense matrices: data sheets print twice as much for 16-bit types "with sparsity". Link bandwidths are
-of one direction and one device: half of what data sheets add up over both. Memory is what a driver reports to a program
-(torch.cuda.get_device_properties), which is neither the data sheet's figure in powers of ten nor in powers of two.
+Peaks are for dense matrices: data sheets print twice as much for 16-bit types "with sparsity". Link bandwidths are of
+one direction and one device: half of the sum over both directions that data sheets print. Memory is the size
+that a driver reports to a program (torch.cuda.get_device_properties): neither the data sheet's figure in powers of ten
+nor in powers of two.
 
 The constants of the time model, each with its source or its fit.
 
@@ -22,7 +23,7 @@ from megatron_ext.config.schema import TrainingConfig
 
 @dataclass(frozen=True)
 class Constants:
-    """What no data sheet says."""
+    """Constants of the time model that no data sheet has."""
 
     edge: float = 236.0
     """Rows and columns by which a matrix product's cost exceeds its size: tiles at the edges and the last wave of
@@ -193,11 +194,11 @@ class Machine:
     """Share of the peak that large matrix products reach; None: the table's."""
 
     link_efficiency: float | None = None
-    """Share of the links' bandwidth that collectives reach; None: that of cost/hardware.py."""
+    """Share of the links' bandwidth that collectives reach; None: the share in the constants of cost/hardware.py."""
 
     constants: Constants = field(default_factory=Constants)
     correction: float | None = None
-    """What every time is multiplied by, since a run on this machine was measured; None: none was."""
+    """Factor for every estimated time, from a measured run on this machine; None: no run was measured."""
 
     measured_ratio: float | None = None
     """Measured over estimated time of that run, part of which is its own (plugins/planner/calibrate.py)."""
@@ -299,8 +300,8 @@ _ALIKE = 0.03
 def hardware(name: str, **figures: float | None) -> Hardware:
     """Return a row of the table, with the values that were given in place of its own.
 
-    A chip is sold with several memories and at several powers: where the bandwidth that was given is that of another
-    row of the same chip, the other figures come from that row, such as those of the A100 with 40 GB (1,555 GB/s).
+    A chip is sold with several memories and at several powers: where the given memory bandwidth is the bandwidth of
+    another row of the same chip, such as the A100 with 40 GB (1,555 GB/s), the other figures come from that row.
     """
     row = TABLE[name]
     bandwidth = figures.get("memory_bandwidth_gb_s")

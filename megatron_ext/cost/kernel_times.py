@@ -74,7 +74,7 @@ class Kernels:
         return forward, backward
 
     def _part(self, part: Part | None) -> Passes:
-        """Return the seconds of a part's products, with those of the program's calls."""
+        """Return the seconds of a part's products, the program's own calls included."""
         if part is None:
             return 0.0, 0.0
         products = self.products.of(part)
@@ -101,8 +101,8 @@ class Kernels:
 
 
 def with_calls(passes: Passes, calls: float) -> Passes:
-    """Return the seconds of a forward and a backward pass with those of the program's own calls for both, of which the
-    backward pass, with two products for one, has two thirds."""
+    """Add the seconds of the program's own calls to a forward and a backward pass. The backward pass gets two thirds of
+    `calls`: it has two products for one of the forward pass."""
     forward, backward = passes
     return forward + calls / 3, backward + calls * 2 / 3
 

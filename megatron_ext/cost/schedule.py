@@ -36,7 +36,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage of a pipeline does in a step, in which order.
+    """The passes of every pipeline stage in a step, in their order.
 
     The planner, `tools/draw_pipeline.py`, and `--dry-run` ask it alone. `train/build.py`
     takes the engine's function that works in this order.
@@ -61,7 +61,7 @@ class Schedule:
         return passes if self.chunks == 1 else 2 * passes + (self.chunks - 1) * self.group
 
     def table(self) -> Rows:
-        """Return the same of all stages, as `pipeline_tables` writes it: stages are virtual there."""
+        """Return the passes of all stages in the form of `pipeline_tables`, which numbers virtual stages."""
         return tuple(
             tuple(
                 Action(chunk * self.stages + stage, "F" if forward else "B", microbatch)

@@ -127,7 +127,7 @@ class Shapes:
         return self._kinds_of_chunks[stage]
 
     def part(self, layer: Layer) -> ElementCounts:
-        """Return what a rank holds of a layer."""
+        """Return the elements that a rank holds of a layer."""
         return self.layers[layer]
 
     @functools.cached_property
@@ -154,8 +154,7 @@ class Shapes:
         return sum(self.counts[stage])
 
     def parameters_of_stage(self, stage: int) -> tuple[int, int]:
-        """Return the parameters of a rank of this stage: those outside of routed experts, then those of routed
-        experts."""
+        """Return the parameters of a rank of this stage: outside of routed experts, and in routed experts."""
         if stage not in self._of_stages:
             of_chunks = [self.parameters_of_chunk(stage, chunk) for chunk in range(len(self.counts[stage]))]
             dense = sum(part[0] for part in of_chunks)
@@ -234,7 +233,8 @@ def _parts(
 
 
 def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, expert_ranks: int) -> ElementCounts:
-    """Return what a rank holds of a parameter; of that of one expert, what it holds of all `experts` of the layer."""
+    """Return the elements that a rank holds of a parameter; of a routed expert's parameter, of the same one in all
+    `experts` of the layer."""
     routed = parameter.expert is not None
     elements = math.prod(parameter.local_shape(expert_tensor if routed else tensor))
     matrix = elements if len(parameter.shape) > 1 else 0

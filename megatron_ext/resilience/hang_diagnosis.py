@@ -55,7 +55,7 @@ class RankReport:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "RankReport":
-        """Return what `as_json` was called on."""
+        """Return the report from its `as_json` form."""
         return cls(**{**fields, "members": tuple(fields["members"])})
 
     @property
@@ -130,10 +130,10 @@ def _busy_text(busy: Mapping[int, RankReport], waiting: Mapping[int, RankReport]
 
 
 def _behind(waiting: Mapping[int, RankReport]) -> dict[int, int]:
-    """Return the ranks that have begun fewer collectives of a group than one that waits in it, each with that one.
+    """Return the ranks that have begun fewer collectives of a group than a rank that waits in it -> the waiting rank.
 
-    A rank that left one out goes on into another group, and waits there for ranks that wait for it. The place where
-    most ranks wait is right; where there are several, all are named.
+    A rank that skipped a collective goes on to another group, and waits in it for ranks that wait in the first. The
+    group with the most waiting ranks is taken to be right; of several with as many, all count.
     """
     waiters = Counter(report.group for report in waiting.values())
     waited_for: dict[int, int] = {}
@@ -189,7 +189,7 @@ def where(beat: Mapping[str, Any]) -> str:
 
 
 def silence_text(beat: Mapping[str, Any], end: str | None, *, stopped: bool) -> str:
-    """Return what is known of a rank that does not answer.
+    """Return the last known state of a rank that does not answer, in words.
 
     Args:
         beat: its last heartbeat; empty where there was none.
@@ -215,7 +215,7 @@ def last_words(step: int, cause: str, folder: str | None, *, timeout: float, rec
         cause: whole sentences.
         folder: where stacks were written, if they were.
         timeout: seconds that a rank may wait.
-        recorded: whether dumps of NCCL's flight recorders are there too.
+        recorded: whether the folder also has dumps of NCCL's flight recorders.
     """
     where = f"at iteration {step}" if step else "before the first step"
     stacks = f"Stacks of the ranks that live: {folder}. " if folder else ""

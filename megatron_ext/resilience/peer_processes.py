@@ -54,7 +54,7 @@ class ProcessName:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "ProcessName":
-        """Return what `as_json` was called on."""
+        """Return the name from its `as_json` form."""
         return cls(**fields)
 
     @property
@@ -73,7 +73,7 @@ class ProcessName:
         return self.state() in ("T", "t", "Z", None)
 
     def kill(self) -> None:
-        """End the process, stopped or not, if it is one of this machine and still there."""
+        """End the process, stopped or not, if it is on this machine and still exists."""
         if self.is_here and self.state() not in (None, "Z"):
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)

@@ -4,8 +4,8 @@
     end_process(run_guarded(lambda: main(status), status))
 
 The last line that any rank prints must be the cause, although every other rank fails too once the first is gone. So
-a rank that lost its peers looks first whether one of them has said why, and is silent then. A rank says why
-before it ends, and its peers notice nothing before it ends: what they look for is there.
+a rank that lost its peers first looks for the cause that one of them reported, and then prints nothing itself. A rank
+reports its cause before it ends, and its peers only notice its end, so that the report exists when they look for it.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ _LOST_PEER_TEXTS = (
 
 
 class PeersWatch(Protocol):
-    """What a report asks of the watch over all ranks (`resilience/watchdog.py`)."""
+    """The methods of the watch over all ranks (`resilience/watchdog.py`) that a report of an end calls."""
 
     ending: threading.Event
     """Set once the watch's own thread says why this process ends, and ends it."""

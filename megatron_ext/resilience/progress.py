@@ -48,7 +48,7 @@ class Progress:
 
     phase: str = "the start"
     waits: dict[int, Wait] = field(default_factory=dict)
-    """What each thread waits in, by its id."""
+    """The wait of each thread that waits now, by thread id."""
 
     failed: Wait | None = None
     """The collective whose failure was the last one."""
@@ -136,7 +136,7 @@ def write_stacks(folder: Path, rank: int, heading: str) -> None:
 
 
 def _write_kernel_waits(file: IO[str]) -> None:
-    """Write one line for each thread, those of C++ included: its name, its state, the kernel function it is in."""
+    """Write one line for each thread, C++ threads included: its name, its state, the kernel function it is in."""
     for task in sorted(_TASKS.iterdir()) if _TASKS.exists() else ():
         try:
             name = (task / "comm").read_text().strip()

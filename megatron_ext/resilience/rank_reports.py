@@ -37,7 +37,7 @@ class Board:
             self._store.set(_beat_key(self.rank), json.dumps(beat))
 
     def beats(self, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
-        """Return what these ranks said last, by default all; those that have said nothing are left out."""
+        """Return the last heartbeat of these ranks, by default of all; ranks without a heartbeat are left out."""
         return self._read({rank: _beat_key(rank) for rank in (range(self.world_size) if ranks is None else ranks)})
 
     def has_news(self) -> bool:
@@ -62,7 +62,7 @@ class Board:
             self._store.set(_answer_key(self.rank), json.dumps(report))
 
     def answers(self, seconds: float) -> dict[int, dict[str, Any]]:
-        """Return what every rank answered, within so many seconds at most."""
+        """Return the reports that ranks answered with, waiting for all ranks for so many seconds at most."""
         deadline = time.monotonic() + seconds
         keys = {rank: _answer_key(rank) for rank in range(self.world_size)}
         while not self._has(list(keys.values())) and time.monotonic() < deadline:
@@ -75,7 +75,7 @@ class Board:
             self._store.set(_VERDICT, json.dumps(verdict))
 
     def verdict(self, seconds: float) -> dict[str, Any] | None:
-        """Return what the caller told the others, within so many seconds at most; None where it told nothing."""
+        """Return the verdict that the caller told the others, waiting for so many seconds at most; None without one."""
         deadline = time.monotonic() + seconds
         while (text := self._get(_VERDICT)) is None and time.monotonic() < deadline:
             time.sleep(0.05)

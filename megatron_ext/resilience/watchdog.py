@@ -344,7 +344,7 @@ class Watch:
         self._end(text, tell_the_others)
 
     def _answers(self, board: Board, seconds: float) -> dict[int, dict[str, Any]]:
-        """Return what the ranks answer within so many seconds; who is known not to answer is not waited for."""
+        """Return the reports of the ranks that answer within so many seconds; it does not wait for silent ones."""
         deadline = time.monotonic() + seconds
         while True:
             answers = board.answers(_BETWEEN_ANSWERS)
@@ -393,8 +393,10 @@ class Watch:
         return str(folder) if within(_FOR_STACKS, write) else None
 
     def _flight_record(self) -> bytes | None:
-        """Return what NCCL recorded of this rank's operations; None where the device, which it may ask, does not
-        answer. Before this rank answers a call: the first to leave ends the operations in which the others wait."""
+        """Return the dump of NCCL's flight recorder, which may ask the device; None if the device does not answer.
+
+        It is read before this rank answers a call: the first rank to leave ends the operations in which others wait.
+        """
         recorder = self._flight_recorder
         if recorder is None:
             return None
