@@ -38,7 +38,7 @@ class ToolParser(argparse.ArgumentParser):
         return super().add_argument(*names, **settings)
 
     def remove_flag(self, flag: str, instead: str) -> None:
-        """Refuse a flag that there once was, and say what to do instead."""
+        """Refuse a removed flag, and say what to do instead."""
         self._removed[flag] = instead
 
     def parse_with_flags(self, argv: list[str], others: Container[str]) -> tuple[argparse.Namespace, list[str]]:

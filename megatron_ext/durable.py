@@ -51,8 +51,8 @@ def only_files(path: str, flags: int) -> int:
 
 @contextmanager
 def naming(path: str | Path, needed: int | None = None) -> Iterator[None]:
-    """Give the OSErrors of a block that say nothing of a file its name, which those of a write do not know; where the
-    disk is full, also how much room there is.
+    """Add the file's name to a block's OSErrors that have none, such as errors of a write; if the disk is full, add the
+    free bytes, too.
 
     Args:
         needed: bytes that the file needs, where that is known.
@@ -90,7 +90,7 @@ def _free(folder: Path) -> int:
 
 
 def described(error: OSError) -> str:
-    """Return what a user is told of the error; of a full disk also what to do."""
+    """Return the message about the error for a user; of a full disk also advice."""
     if error.errno not in FULL or error.filename is None:
         return str(error)
     return f"{error.filename} cannot be written: {error.strerror}; free space, or give another place"

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def kept_from_the_collector() -> Iterator[None]:
-    """Collect nothing meanwhile, and leave all that is there at the end out of every later collection.
+    """Collect nothing inside the block, and exclude all objects that exist at its end from every later collection.
 
-    When the process ends it is given back: what is left out then, torch's libraries would report as leaked. Where
-    megatron-core is imported already, or another one has switched the collector off, nothing is done.
+    When the process ends they are collected again: torch's libraries would report excluded objects as leaked. Where
+    megatron-core is imported already, or the collector is off already, nothing is done.
     """
     if "megatron.core" in sys.modules or not gc.isenabled():
         yield

@@ -36,7 +36,7 @@ class OwnPart:
 
 
 def text_of_own_error(error: BaseException) -> str | None:
-    """Return what to say of an error that a user's own code has raised; None where none of it is in its traceback."""
+    """Return the message about an error of a user's own code; None if its traceback has no such code."""
     part, entry, place = None, None, None
     first, is_inside = error.__traceback__, False
     walked = first and first.tb_next  # the first frame is of who caught it

@@ -23,7 +23,7 @@ class Action(NamedTuple):
 
 
 Rows = tuple[tuple[Action, ...], ...]
-"""What each rank does, in order."""
+"""Actions of each rank, in order."""
 
 CLASSES = {
     "gpipe": "ScheduleGPipe",
@@ -37,7 +37,7 @@ CLASSES = {
 
 @dataclass
 class _Stage:
-    """What the schedules of torch ask a stage when they are made: where it is."""
+    """The attributes of a stage that torch's schedules read when they are made: its place in the pipeline."""
 
     stage_index: int
     num_stages: int

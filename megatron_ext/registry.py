@@ -46,7 +46,7 @@ EXTENSION_POINTS = {
     "switches": "pairs of a field that turns on what a plugin does, and its values, None for any (rules/run_rules.py)",
     "translators": "functions that read a command line of another program (config/parse/command_line.py)",
 }
-"""What a plugin can bring, by name: each attribute is a tuple of the objects that the named file describes."""
+"""Extension points, by name: to each a plugin brings a tuple of objects, which the named file describes."""
 
 _GROUP = "megatron_ext.plugins"
 
@@ -91,7 +91,7 @@ def plugins() -> dict[str, Plugin]:
 
 
 def brought(point: str) -> tuple[Any, ...]:
-    """Return what all plugins bring to an extension point, in the order of their names."""
+    """Return the objects that all plugins bring to an extension point, in the order of the plugins' names."""
     assert point in EXTENSION_POINTS, point
     return _brought(point)
 

@@ -87,7 +87,7 @@ class _Status:
 
 
 def note(text: str) -> None:
-    """Print a line on the standard error output, in one piece, so that those of several processes do not mix."""
+    """Print a line on the standard error output, in one piece, so that lines of several processes do not mix."""
     _write(sys.stderr, f"{printable(text)}\n")
 
 

@@ -57,7 +57,7 @@ def _number(folder: Path, names: tuple[str, ...]) -> int | None:
 
 
 class CopiesAtOnce:
-    """Implements `Copies` where host memory is all there is: a copy is there when the call returns."""
+    """Implements `Copies` for CPU processes: the copy is complete when the call returns."""
 
     def copy(self, to: torch.Tensor, tensor: torch.Tensor) -> None:
         to.copy_(tensor)
@@ -140,7 +140,7 @@ class CpuDevice:
         return last.run - first.run
 
     def seconds_without_processor(self) -> float:
-        """Return what Linux counts of this thread, without time that a virtual machine's host took; elsewhere 0."""
+        """Return Linux's count for this thread, without time that a virtual machine's host took; 0 on other systems."""
         try:
             file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         except OSError:

@@ -25,7 +25,7 @@ _MODULES = {
     "apex": ("apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
     "transformer_engine": ("transformer_engine", "transformer_engine_torch"),
 }
-"""What the engine imports of each package."""
+"""Modules that the engine imports from each package."""
 
 _TITLES = {"apex": "apex", "transformer_engine": "Transformer Engine"}
 
@@ -56,7 +56,7 @@ def leave_out(asked: Iterable[str]) -> None:
 
 
 def kernels_text() -> str | None:
-    """Return what became of the installed packages, in a sentence; None where there are none."""
+    """Return a sentence that says which installed packages' kernels are used; None if none is installed."""
     if _used:
         return f"Adam, norm and clipping are {' and '.join(_TITLES[package] for package in _used)}'s, where it has them"
     if not _left_out:
@@ -68,7 +68,7 @@ def kernels_text() -> str | None:
 
 
 def missing_for_kernels() -> str | None:
-    """Return what a compiled GPU kernel needs and this machine does not have; None where nothing is missing."""
+    """Return the requirement of compiled GPU kernels that this machine lacks; None if it has all."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):

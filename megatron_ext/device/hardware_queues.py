@@ -24,7 +24,7 @@ def shows_gpu() -> bool:
 
 
 def driver_text() -> str:
-    """Return what the driver says of itself, its version among it; empty where it says nothing."""
+    """Return the driver's description of itself, with its version; empty without a driver."""
     return next((path.read_text() for path in _DRIVER_FILES if path.is_file()), "")
 
 

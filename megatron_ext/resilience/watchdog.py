@@ -344,7 +344,7 @@ class Watch:
         self._end(text, tell_the_others)
 
     def _answers(self, board: Board, seconds: float) -> dict[int, dict[str, Any]]:
-        """Return the reports of the ranks that answer within so many seconds; it does not wait for silent ones."""
+        """Return the reports of the ranks that answer within so many seconds; known silent ranks cause no wait."""
         deadline = time.monotonic() + seconds
         while True:
             answers = board.answers(_BETWEEN_ANSWERS)

@@ -53,7 +53,7 @@ class ComputeTime(NamedTuple):
 
 @dataclass
 class _Step:
-    """Marks of one step: its two ends, and those of every wait in it."""
+    """Marks of one step: its begin and end, and the begin and end of every wait in it."""
 
     begin: Any
     held_up: float

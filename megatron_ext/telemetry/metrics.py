@@ -119,7 +119,7 @@ class SampleMetrics:
 
 
 Evaluated = ValidationMetrics | TestMetrics | TaskMetrics | SampleMetrics
-"""What is told of the model between two steps."""
+"""Metrics of the model that are measured between two steps."""
 
 Metrics = StepMetrics | Evaluated
 

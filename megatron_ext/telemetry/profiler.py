@@ -84,7 +84,7 @@ class TorchTrace:
 
 
 def open_range(config: Config) -> OpenRange | None:
-    """Return what opens a named range in the trace that the flags ask for; None where they ask for none."""
+    """Return a function that opens a named range in the trace; None without --profile."""
     if not config.profiling.profile:
         return None
     return record_function if config.profiling.use_pytorch_profiler else nvtx.range

@@ -7,7 +7,7 @@ median of its peers'.
 
 A rank is named that computes slowly: its own time was 8% longer in 11 of the last 16 steps, and 18% and 1 ms longer by
 the median of these steps. A rank that has become 1.3 times as slow is found after 11 to 16 steps; where ranks had a
-third of a core each, one was after 26 (docs/decisions.md). Steps that are slow here or there, as by Python's garbage
+third of a core each, one was after 26 (docs/decisions.md). Single slow steps, for instance by Python's garbage
 collector, flag nobody. It is slow until fewer than 8 of 16 steps are, whatever the speed of its core.
 
 A rank's own time is that in which others did not have its core, put right for the speed of that core. Where the

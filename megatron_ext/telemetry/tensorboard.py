@@ -32,7 +32,7 @@ class TensorBoardWriter:
     def __init__(self, folder: str | Path, loaded_iteration: int, loaded_samples: int):
         """Open the folder to go on after a checkpoint: later points in it are removed.
 
-        A fresh start (0 and 0) only hides the points of an earlier run there: nothing of it is deleted.
+        A fresh start (0 and 0) only hides the points of an earlier run in the folder: nothing is deleted.
 
         Raises:
             StorageError: the folder cannot be written.
