@@ -1,7 +1,7 @@
 """The second stage of the configuration turns typed values and facts of the machine into one frozen `Config`.
 
-Resolving derives what the user left out and never complains: a value that cannot be derived, because what it
-follows from is missing or wrong, stays as it is for `validate` to name.
+Resolving derives the values that the user left out and never complains: a value that cannot be derived, because its
+inputs are missing or wrong, stays as it is for `validate` to name.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ STEPS_BETWEEN_REPLICA_CHECKS = 1000
 
 @dataclass(frozen=True)
 class Facts:
-    """Holds what torch-free readers found outside of the flags.
+    """Facts that torch-free readers found outside of the flags.
 
     Attributes:
         global_batch_is_given: whether the user typed --global-batch-size.
@@ -48,7 +48,7 @@ class Facts:
         unread: fields that the user, or a file that the flags name, gave, but whose value could not be read.
         saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
         missing_paths: files that the flags name and that do not exist (`config.parse.blend.missing_paths`).
-        missing_checkpoint: what --exit-on-missing-checkpoint finds amiss in the --load folder.
+        missing_checkpoint: the problem of the --load folder for --exit-on-missing-checkpoint.
         skip_samples_error: why --skip-samples cannot be read, or None.
         eval_tasks_problems: why the tasks of --eval-tasks cannot be done; empty without it.
         missing_task_files: files that the tasks of --eval-tasks name and that do not exist.
@@ -80,7 +80,7 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
 
     Args:
         typed: values by field name, as `arguments.parse` gives them.
-        facts: what was found outside of the flags.
+        facts: the facts of machine and files.
     """
     values = {**facts.huggingface, **typed}
     _resolve_pattern(values)
@@ -193,8 +193,8 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
 
 
 def _resolve_implementation(values: dict[str, Any]) -> None:
-    """Have the layers computed by ours where Transformer Engine's cannot be, as the fields say that ask for it. What is
-    computed is the same, in FP8 up to how each rounds."""
+    """Select this program's own layers (--transformer-impl local) where a field asks for something that Transformer
+    Engine's layers cannot compute. The results are the same, in FP8 up to rounding."""
     if any(values.get(name) for name in _computed_by_ours()):
         values["transformer_impl"] = "local"
 

@@ -193,7 +193,7 @@ def first_damage(blocks: Sequence[Block]) -> str | None:
 
 
 def some_blocks(blocks: Sequence[Block]) -> list[Block]:
-    """Return a few blocks of all, from the first to the last: what is read before the first step."""
+    """Return the few blocks, from the first to the last, that are read before the first step."""
     count = min(len(blocks), _BLOCKS_AT_THE_START)
     if count < 2:
         return list(blocks)
@@ -294,7 +294,7 @@ def _entry(manifest: Mapping[str, Any], prefix: str, size: int) -> Mapping[str, 
 
 
 def _blocks(path: str, size: int, entry: Mapping[str, Any], suffix: str) -> Iterator[Block]:
-    """Yield the blocks of a file; none where what the manifest says of it makes no sense."""
+    """Yield the blocks of a file; none where its manifest entry makes no sense."""
     length, by_suffix = entry.get("block_bytes"), entry.get("crc32")
     values = by_suffix.get(suffix) if isinstance(by_suffix, dict) else None
     if type(length) is not int or not _LEAST_BLOCK <= length <= _LARGEST_BLOCK or type(values) is not list:

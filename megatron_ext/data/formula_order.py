@@ -26,10 +26,10 @@ A permutation that is computed, not stored: shuffling in O(1) memory.
     order = Permutation(122_000_000, b"seed 1234, epoch 0")
     order(0), order(1), order(2)      # three of the numbers below 122 million; no other index gives them
 
-A Feistel network over a domain a x b that is at least as large as wanted, with a x b - size < a, and cycle walking:
-what falls outside goes through the network again. Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains"
-(CT-RSA 2002), the generalized Feistel cipher and the cycle-walking cipher. The round function is keyed BLAKE2b, the
-same on every machine.
+A Feistel network over a domain a x b that is at least as large as wanted, with a x b - size < a, and cycle walking: a
+result outside of the wanted range goes through the network again. Source: Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains" (CT-RSA 2002), the generalized Feistel cipher and the cycle-walking cipher. The round function is keyed
+BLAKE2b, the same on every machine.
 """
 
 import hashlib

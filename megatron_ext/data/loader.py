@@ -82,7 +82,7 @@ class ReadAhead:
         return len(self._dataset)
 
     def will_need(self, indices: Iterable[int]) -> None:
-        """Begin to read these samples, in this order; what was read ahead and is not among them is dropped."""
+        """Begin to read these samples, in this order; samples read ahead that are not among them are dropped."""
         wanted = [index for index in indices if index < len(self._dataset)]
         kept = {index: self._coming[index] for index in wanted if index in self._coming}
         for index, future in list(self._coming.items()):
@@ -120,14 +120,14 @@ class BatchLoader:
         micro_batch_size: samples in one microbatch of this rank.
         dp_rank: this data-parallel rank.
         dp_size: number of data-parallel ranks.
-        view: what this rank reads of its samples. A stage between first and last mostly reads nothing, and gets empty
-            batches.
+        view: the fields that this rank reads of its samples. A stage between first and last mostly reads nothing, and
+            gets empty batches.
         num_workers: background threads; 0 loads when asked.
         pin_memory: put the batches into page-locked memory, for copies to a GPU that overlap with computation.
         describe: where a sample comes from, for error texts.
         reads_ahead: read the samples of the next steps ahead, many at a time: for data of a store, which answers late.
         skipped: samples in whose place there is padding that no loss counts; they are not read.
-        remedy: what to do about a token id that is outside of the vocabulary.
+        remedy: advice about a token id outside of the vocabulary, for the error.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class BatchLoader:
         return [future.result() for future in current]
 
     def microbatches_of(self, dp_rank: int, consumed_samples: int, num_microbatches: int) -> list[Batch]:
-        """Return the microbatches that `global_batch` returns on another data-parallel rank; what is loaded ahead
-        stays."""
+        """Return the microbatches that `global_batch` returns on another data-parallel rank; batches loaded ahead
+        stay."""
         return [self._load(consumed_samples, number, None, dp_rank) for number in range(num_microbatches)]
 
     def close(self) -> None:

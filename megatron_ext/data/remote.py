@@ -203,7 +203,7 @@ class RemoteStream(io.RawIOBase):
         return self._blocks[number].result()
 
     def close(self) -> None:
-        """Let go of what was read ahead."""
+        """Drop the blocks that were read ahead."""
         self._blocks.clear()
         self._threads.close()
         super().close()

@@ -150,7 +150,7 @@ def load_or_build(
         folder: the cache; made if it is missing.
         stem: name of the content: another input has another stem.
         names: names of the arrays.
-        description: what the stem is a hash of; written last, to `<stem>-description.txt`.
+        description: the text whose hash the stem is; written last, to `<stem>-description.txt`.
         build: makes the arrays.
 
     Raises:
@@ -182,8 +182,8 @@ def _write(path: Path, write: Callable[[Any], Any]) -> None:
 
 
 def _in_memory(dataset: Any, build: Callable[[], Any]) -> Any:
-    """Run megatron-core's own build, on any rank, without a file: what it does for a mock dataset, which has no
-    folder."""
+    """Run megatron-core's own build, on any rank, without a file, as megatron-core does for a mock dataset, which has
+    no folder."""
     config = dataset.config
     dataset.config = copy.copy(config)
     dataset.config.path_to_cache, dataset.config.mock = None, True
@@ -194,7 +194,7 @@ def _in_memory(dataset: Any, build: Callable[[], Any]) -> Any:
 
 
 class ShuffledDataset:
-    """megatron-core's dataset of one split, and what it knows of where its samples come from."""
+    """megatron-core's dataset of one split, with the source of each sample."""
 
     def __init__(
         self,
@@ -339,8 +339,8 @@ def _by_sequence(mask: Mask, prefix: str) -> MaskOfSequences:
 
 
 class _CacheKey:
-    """Answers what GPTDataset asks of a tokenizer. Its identifiers enter the index cache's key, so the data's go here
-    too."""
+    """Stands in for the tokenizer that GPTDataset takes. A tokenizer's identifiers enter the index cache's key, so that
+    the data's fingerprints are among them here."""
 
     # A value that no .bin can hold: GPTDataset would hide real tokens that equal its padding.
     pad = np.iinfo(np.int64).min

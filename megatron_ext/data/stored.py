@@ -27,7 +27,7 @@ _THREADS = 16
 
 
 def cache_root() -> Path:
-    """Return the folder of this machine for what belongs to data behind a URL."""
+    """Return the folder of this machine for files of data behind a URL."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_ext"
 
 

@@ -1,4 +1,4 @@
-"""Conversations as text: a chat template (jinja) renders messages, and what an assistant wrote in it is found.
+"""Conversations as text: a chat template (jinja) renders messages, and the assistant's parts of the text are found.
 
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
     template.render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
@@ -44,7 +44,7 @@ class ChatTemplate:
     Args:
         source: the template.
         special: texts of the special tokens that the template may name, as `bos_token`.
-        what: what the template is called in messages.
+        what: the template's name in messages.
 
     Raises:
         ConfigurationError: it is no template, or jinja2 is not installed.
@@ -65,10 +65,10 @@ class ChatTemplate:
         self._marks = "generation" in environment.parsed_tags
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> Rendered:
-        """Return the conversation as text, and what the assistant wrote in it.
+        """Return the conversation as text, with the ranges that the assistant wrote.
 
-        Where the template says it with `{% generation %}`, that is it. Else it is what stands behind the prompt for
-        the assistant, to the end of its turn, but for the white space at the end.
+        A template with `{% generation %}` marks these ranges itself. Otherwise a range is the text after the prompt for
+        the assistant, to the end of its turn, without the white space at the end.
 
         Raises:
             DataError: the template refuses the messages, or changes earlier turns when others follow.
@@ -179,7 +179,7 @@ def _environment() -> Any:
         raise ConfigurationError("a chat template needs the package jinja2: pip install jinja2") from error
 
     class Generation(Extension):
-        """{% generation %}...{% endgeneration %} leaves marks around what it surrounds."""
+        """{% generation %}...{% endgeneration %} leaves marks around the enclosed text."""
 
         tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 

@@ -1,4 +1,4 @@
-"""Holds what the tokenizers that run on the library `tokenizers` share.
+"""The common base of the tokenizers that run on the library `tokenizers`.
 
 GPT-2's byte-level BPE is read from its two files: vocab.json (token -> id) and merges.txt (one merge a line).
 """
@@ -23,7 +23,7 @@ _MOST_HOLES = 1 << 18  # next to twice the entries; some vocabularies keep a few
 
 
 class LibraryTokenizer:
-    """A tokenizer that is a `tokenizers.Tokenizer`; a subclass loads it and says what ends a document.
+    """A tokenizer that is a `tokenizers.Tokenizer`; a subclass loads it and names the token that ends a document.
 
     Args:
         model: the loaded tokenizer, which this takes over.

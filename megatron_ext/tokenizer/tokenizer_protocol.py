@@ -1,4 +1,4 @@
-"""Defines what every tokenizer offers.
+"""The protocol that every tokenizer implements.
 
 A text is a string, or, where it is long, its UTF-8: Python takes four bytes a character for a text with an emoji.
 """
@@ -86,7 +86,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; what is not valid UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         ...
 
     def identity(self) -> dict[str, str | int]:

@@ -4,7 +4,7 @@ Launch scripts written for Megatron-LM name many of its roughly 850 options. Non
 each is in one of four classes: supported (a field of the schema), an old spelling (`old_spellings.py`, or an alias in
 the schema), of no bearing here (`megatron_accepted.py`: one warning line says what happens instead), or refused
 (`refused/`: it would change what is trained or kept). The last two are listed with the number of values that they take.
-What earlier releases and forks had besides (`earlier_options.py`) is taken with a warning too, or refused by value.
+Options of earlier releases and forks (`old_spellings.py`) are accepted with a warning too, or refused by value.
 """
 
 import functools
@@ -30,7 +30,7 @@ class MegatronOption:
     """Values that ask for nothing, separated by `;`."""
     needs_value: bool = False
     costs: bool = False
-    """Whether the run is slower or larger without what it asks for."""
+    """Whether the option would make the run faster or smaller."""
 
     @property
     def warning(self) -> str:

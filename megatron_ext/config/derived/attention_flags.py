@@ -1,4 +1,4 @@
-"""Says where `--attention-backend` and `--flash-attention-version` choose what computes attention.
+"""Says where `--attention-backend` and `--flash-attention-version` choose the attention kernel.
 
 They choose among torch's kernels over whole sequences. Documents, and parts of sequences, have kernels that are called
 by name; Transformer Engine chooses among its own, to which both flags are handed.

@@ -1,4 +1,4 @@
-"""Says what stands in the way of `--cuda-graph-impl full_iteration`.
+"""Finds the obstacles to `--cuda-graph-impl full_iteration`.
 
 Graphs are a matter of speed alone: a run that cannot have them goes on without, and one warning says why.
 
@@ -39,7 +39,7 @@ def graphs_warning(in_the_way: Sequence[str]) -> str:
 
 
 def obstacles(config: Config, *, on_cpu: bool, uncapturing_torch: str | None) -> list[str]:
-    """Return everything that keeps steps from being captured, each with what to change; empty where nothing does.
+    """Return the obstacles to a capture of steps, each with the change that removes it; empty without any.
 
     Args:
         config: all other flags, resolved.

@@ -27,7 +27,8 @@ def factor(rule: str, base: int, batch: int) -> float:
 
 
 def scale(values: dict[str, Any]) -> None:
-    """Scale the rates among `values`, by field name, in place; do nothing where what it takes is missing or wrong."""
+    """Scale the rates among `values`, by field name, in place; do nothing where a value that it needs is missing or
+    wrong."""
     rule = values.get("lr_scale_rule", "none")
     base, batch = values.get("lr_scale_base_batch_size"), values.get("global_batch_size")
     if rule == "none" or base is None or batch is None or min(base, batch) < 1:

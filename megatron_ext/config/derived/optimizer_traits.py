@@ -1,4 +1,4 @@
-"""Describes what an optimizer keeps, reads and runs in, and has the traits of the core's optimizers.
+"""Describes an optimizer's state, flags and sharding schemes, and has the traits of the core's optimizers.
 
 A new optimizer is its update as a torch optimizer and its `OptimizerTraits`, in a plugin that brings them to the
 extension point `optimizers`: building, sharding, host memory, checkpoints, `--dry-run`, the planner, rules and the
@@ -26,8 +26,8 @@ AVERAGE = "average"
 class State:
     """A tensor that an optimizer keeps for every tensor that it updates, of the same shape.
 
-    What is updated is a weight, its fp32 master, or this rank's shard of either. Checkpoints hold the state whole, with
-    the weight's shape. It is divided and put into host memory together with what is updated.
+    The updated tensor is a weight, its fp32 master, or this rank's shard of either. Checkpoints hold the whole state,
+    with the weight's shape. The state is divided and offloaded to host memory together with the updated tensor.
     """
 
     name: str
@@ -42,7 +42,7 @@ class State:
     """A field of the optimizer's configuration without which, at 0, the state is not kept. None: always kept."""
 
     begins_as_weight: bool = False
-    """Whether it begins as what is updated, and not as zero."""
+    """Whether it begins as a copy of the updated tensor, and not as zero."""
 
     along: int | None = None
     """The dimension along which it is the same everywhere, -1 for all columns of a row or -2 for all rows of a column:
@@ -145,7 +145,7 @@ class OptimizerTraits:
 
     @property
     def is_the_engines(self) -> bool:
-        """Whether megatron-core has it, so that no class of ours takes the place of what it builds."""
+        """Whether megatron-core has the optimizer, so that no class of ours replaces the one that it builds."""
         return self.built_as == self.name and not self.is_of_ours
 
     @property

@@ -5,8 +5,8 @@ and nothing is checked beyond types and choices. `read` returns the problems wit
 speak of the rest in the same round; `parse` raises them. A small parser over the schema's metadata is used rather than
 argparse, which stops at the first problem and evaluates defaults.
 
-What only some command lines need (files, the search for a slip of the pen) is imported where it is used, so that
-`--help` does not wait for it.
+Modules that only some command lines need (files, the search for misspelled flags) are imported where they are used, so
+that `--help` does not wait for them.
 """
 
 import re
@@ -35,7 +35,7 @@ _PROGRAM_VALUES = {
     "--device-memory-gb": "the memory of a device in GB, for example 80",
     "--device-name": "the name of a device, for example h100",
 }
-"""Flags of the program that take a value, and what that is."""
+"""Flags of the program that take a value, and a description of the value."""
 
 _CLOSE = 0.8  # similarity (difflib's ratio) above which an unknown name is taken for a slip of the pen
 
@@ -58,8 +58,8 @@ class Typed:
     """Problems of the flags themselves; empty in the result of `parse`, which raises them."""
 
     unread: frozenset[str] = frozenset()
-    """Fields that were given, but whose value could not be read, or whose flag has a slip of the pen; of a file that
-    could not be read, all that the command line does not give."""
+    """Fields that were given, but whose value could not be read, or whose flag is misspelled; for a file that could not
+    be read, all fields that the command line does not give."""
 
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Flag as messages write it -> flag as the user typed it, for fields that were given only by another name."""
@@ -71,7 +71,7 @@ class Typed:
 
 @dataclass
 class _Reading:
-    """Holds the state of one parse: what was found so far, and what is wrong with it."""
+    """The state of one parse: values and problems so far."""
 
     values: dict[str, Any] = field(default_factory=dict)
     config_path: str | None = None

@@ -16,7 +16,7 @@ class Translator:
     """Flags, with hyphens, that mean something else in the other program; the reader is called only if one is given."""
 
     read: str
-    """"module:function" of the reader, which returns what `read` returns."""
+    """"module:function" of the reader, which returns `Typed` as `read` does."""
 
 
 def read(argv: Sequence[str]) -> Typed:

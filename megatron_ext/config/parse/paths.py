@@ -62,7 +62,7 @@ def path_problem(flag: str, path: str, use: Use) -> str | None:
     """Return the problem of a path, with its flag; None if it has none, or does not exist.
 
     Raises:
-        StorageError: this process may not look at it, or not read what it is to read.
+        StorageError: this process may not look at the path, or not read a file that it is to read.
     """
     named = f"{flag} {ascii(path)[1:-1][:200]}"
     try:

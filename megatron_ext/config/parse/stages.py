@@ -1,9 +1,9 @@
-"""Reads the stages of a run: --stages, a YAML file of what changes from which iteration on.
+"""Reads the stages of a run: --stages, a YAML file of flags that change at given iterations.
 
 0: {data_path: [0.7, data/web, 0.3, data/books]}
 10000: {data_path: [0.5, data/code, 0.5, data/books], seq_length: 32768, rotary_base: 500000, micro_batch_size: 1}
 
-What a stage does not name stays as it was in the stage before it, and at first as the flags say.
+A flag that a stage does not name keeps its value of the stage before, or at first of the command line.
 """
 
 from collections.abc import Mapping

@@ -39,7 +39,7 @@ class Need:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A value that a plugin adds to the choices of a field of the core, or to what a text of it may be made of."""
+    """A value that a plugin adds to the choices of a field of the core, or to the letters that its text may have."""
 
     field: str
     value: Any
@@ -107,30 +107,30 @@ def option(
     Args:
         default: the value when the user says nothing; `None` on an optional field means "resolve derives it".
         help: one sentence, with the unit; shown by `--help`.
-        resume: what a resume does with it.
+        resume: the field's resume role.
         required: where the user must give it, a value that the message about a missing one names as an example.
         at_least: the least value.
-        at_most: the largest value, where it is smaller than `MOST`: of what the configuration counts one by one.
+        at_most: the largest value, if it is smaller than `MOST`: for numbers that the configuration counts one by one.
         positive: whether values must be above 0.
         share: whether values must be at least 0 and below 1.
         saves_memory: whether it only says how memory is saved: no result depends on it beyond rounding.
         choices: the accepted values, if they are a closed set; plugins may bring more (`Choice`).
-        refused: value of Megatron's that is none of them -> why not, which its message and the page of flags say.
-        needs: value -> what it cannot do without. `rules.run_rules.values_have_what_they_need` refuses it without.
+        refused: value of Megatron's that is not among the choices -> why not, for the message and the page of flags.
+        needs: value -> the values of other fields that it needs; `rules.run_rules.values_have_what_they_need` checks
+            them.
         metavar: the placeholder in `--help`.
         aliases: further spellings of the flag that Megatron accepts.
         joined: whether several words are one text, as a shell makes them of one that stands in an array.
         repeats: whether the flag may be given again, which adds values.
-        read_with: what other fields must be for this one to have an effect; without, giving it is warned of. All of
-            several must hold.
-        dropped_unread: whether the typed value is dropped where it has no effect, for rules refuse it alone. Others
-            stay as they were typed: a checkpoint may hold the same, and their values are judged in any case.
+        read_with: conditions on other fields, all of which must hold for this one to have an effect; without them, a
+            given value gets a warning.
+        dropped_unread: whether the typed value is dropped where it has no effect, because rules would refuse it by
+            itself. Other values stay as typed: a checkpoint may hold the same, and rules judge them in any case.
         packages: value -> the package that it needs; None: every value but the default needs it.
         needs_gpu: values that only a GPU can do.
         untried_with_graphs: whether nobody has tried CUDA graphs with another value than the default.
-        computed_by_ours: whether it asks for what layers of this program's own alone compute, so that
-            --transformer-impl is local.
-        unread_on_cpu: why it changes nothing with --device cpu, where it is of what only GPUs do.
+        computed_by_ours: whether only this program's own layers compute it, so that --transformer-impl is local.
+        unread_on_cpu: why it changes nothing with --device cpu, if only GPUs read it.
         turns_on_a_plugin: whether it has an effect only where a plugin that brings it as a switch is installed.
     """
     metadata = {
