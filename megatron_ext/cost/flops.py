@@ -42,7 +42,7 @@ def active_parameters(config: Config) -> int:
 
 
 def parameters_without_embeddings(config: Config) -> int:
-    """Return the parameters of the layers and the final norm: what scaling laws call N."""
+    """Return the number of parameters of the layers and the final norm: N of the scaling laws."""
     kinds = kinds_of_parameters(config)
     return sum(number * p.size for p, number in kinds if isinstance(p.stage, int) or "layernorm" in p.name)
 

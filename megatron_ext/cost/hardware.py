@@ -1,5 +1,5 @@
-"""The table says what devices can do, from their makers' data sheets; every number can be given by a flag of
-tools/plan.py instead.
+"""The table of devices has peak rates, bandwidths and memory from their makers' data sheets; a flag of tools/plan.py
+can replace any number.
 
 Peaks are for dense matrices: data sheets print twice as much for 16-bit types "with sparsity". Link bandwidths are of
 one direction and one device: half of the sum over both directions that data sheets print. Memory is the size
@@ -38,9 +38,8 @@ class Constants:
     arXiv:2407.08608, figure 5) reach half of their final rate at about 500 keys, causal, 128 channels."""
 
     activations: float = 2.54
-    """Times that activations go through the memory for each time that the sum of reads and writes of the planner's
-    estimate counts them, over the bandwidth of the data sheet: casts, copies, reductions and what does not reach the
-    bandwidth. Fitted."""
+    """Factor on the planner's count of reads and writes of activations, at the bandwidth of the data sheet: for casts,
+    copies, reductions and kernels that do not reach the bandwidth. Fitted."""
 
     fsdp_shown: float = 0.755
     """Share of FSDP's traffic that makes a step longer, although it could run next to computation: FSDP gathers a few
@@ -109,9 +108,9 @@ CPU = Constants(
     calls_of_a_pass=5e-3,
     calls_of_a_step=9e-3,
 )
-"""For CPU ranks: nothing is hidden where computation and traffic share the cores. A hop is what gloo
-costs a rank in CPU time for small tensors: 0.2 to 0.6 ms, from sums, gathers, broadcasts and messages of 256 bytes
-between 2 and 4 ranks (torch 2.15, two cores). The program's own calls: `benchmarks/planner_cpu.py --calls`."""
+"""For CPU ranks: nothing is hidden where computation and traffic share the cores. A hop is the CPU time that gloo costs
+a rank for small tensors: 0.2 to 0.6 ms, from sums, gathers, broadcasts and messages of 256 bytes between 2 and 4 ranks
+(torch 2.15, two cores). The program's own calls: `benchmarks/planner_cpu.py --calls`."""
 
 RANGE = (0.90, 1.16)
 """Time over estimate between which 90% of the published runs lie, each left out of the fit with all of its source."""
@@ -158,7 +157,7 @@ class Hardware:
     """Power that the device may draw, without its share of the node."""
 
     matmul_share: float
-    """Share of the peak that large matrix products reach, before what their sizes cost."""
+    """Share of the peak that large matrix products reach, before the losses that depend on their sizes."""
 
     attention_share: float
     """Share of the peak that fused attention reaches on long sequences."""

@@ -1,5 +1,5 @@
-"""Estimates how long the computation of a layer takes on a rank: matrix products by their sizes, attention, and what is
-bound by the memory.
+"""Estimates how long the computation of a layer takes on a rank: matrix products by their sizes, attention, and
+memory-bound kernels.
 
 A matrix product of M x K by K x N takes 2 M N K / (peak x share) x (1 + e/M) (1 + e/N) (1 + k/K): tiles at the edges
 that are not full and blocks of the chip that wait for the last tiles cost e rows and columns more, starting and ending
@@ -42,8 +42,8 @@ class Kernels:
         self._of_kinds: dict[Layer, tuple[Passes, Passes, Passes]] = {}
 
     def layer(self, layer: Layer) -> tuple[Passes, Passes, Passes]:
-        """Return the seconds of the mixer's projections, of its core, and of the MLP with what else a depth of
-        multi-token prediction has."""
+        """Return the seconds of the mixer's projections, of its core, and of the MLP with the further products of a
+        depth of multi-token prediction."""
         if layer not in self._of_kinds:
             forward, backward = map(sum, zip(self._part(layer.mlp), self._part(layer.next_token), strict=True))
             self._of_kinds[layer] = self._part(layer.mixer), self._core(layer.mixer), (forward, backward)

@@ -121,18 +121,19 @@ def _held(work: Workload, stage: int) -> _Held:
 
 
 def worst_stage(work: Workload) -> tuple[int, MemoryEstimate]:
-    """Return the stage that needs most, and what it needs."""
+    """Return the stage that needs most memory, and the bytes that its ranks need."""
     stage = max(work.shapes.kinds_of_stages, key=lambda stage: _total(work, stage))
     return stage, stage_memory(work, stage)
 
 
 def fits(work: Workload, usable: float) -> bool:
-    """Return whether no stage needs more than so many bytes."""
+    """Return whether no stage needs more than `usable` bytes."""
     return all(_total(work, stage) <= usable for stage in work.shapes.kinds_of_stages)
 
 
 def state_fits(work: Workload, usable: float) -> bool:
-    """Return whether no stage needs more without activations: what a stage keeps between steps, and gathers."""
+    """Return whether no stage needs more than `usable` bytes without activations: for the state that it keeps between
+    steps, and gathered tensors."""
     return all(sum(work.kept(stage)) + _gathered(work, stage) <= usable for stage in work.shapes.kinds_of_stages)
 
 
@@ -143,13 +144,14 @@ def _total(work: Workload, stage: int) -> float:
 
 
 def _chunks(work: Workload, stage: int) -> tuple[list[ChunkBytes], list[int]]:
-    """Return the bytes of every kind of chunk that a stage has, and of which kind each of its chunks is."""
+    """Return the bytes of every kind of chunk of a stage, and the kind of each of its chunks."""
     kinds, chunks = work.shapes.kinds_of_chunks(stage)
     return [work.formulas.chunk(layers, first=first, last=last) for layers, first, last in kinds], chunks
 
 
 def _in_layers(work: Workload, chunk: ChunkBytes) -> float:
-    """Return the bytes held for a while in the backward pass of a chunk's layers, beyond what it held before."""
+    """Return the bytes held for a while in the backward pass of a chunk's layers, beyond the bytes that the chunk held
+    before."""
     # Before the gradients of the first layer are there, the logits are gone, and all that the loss held.
     return chunk.recomputed + work.portion.gradients_of_a_layer - chunk.loss
 
@@ -179,7 +181,7 @@ _STATE = ("weights", "gradients", "optimizer")
 
 
 def estimate(config: Config, *, fused: bool) -> tuple[int, MemoryEstimate]:
-    """Return the pipeline stage whose ranks need most, and what each of them needs.
+    """Return the pipeline stage whose ranks need most memory, and the bytes that each of them needs.
 
     Args:
         fused: whether this is a GPU.

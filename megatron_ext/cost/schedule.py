@@ -1,5 +1,5 @@
 """The order in which a pipeline stage works, as megatron-core's schedules or a table (`pipeline_tables.py`) have it,
-and what it holds on the way.
+and the microbatches that it holds meanwhile.
 
 Without interleaving (1F1B) stage s runs p - s - 1 forward passes ahead and then one forward and one backward pass in
 turn. With v chunks, microbatches pass in groups of N (by default p): a group passes chunk after chunk, and stage s runs
@@ -171,8 +171,8 @@ class Most(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def most_held_of_stage(schedule: Schedule, stage: int, held: tuple[float, ...], for_a_while: tuple[float, ...]) -> Most:
-    """Return `most_held` of what a stage does in a step, without a look at all of it: chunks that are alike hold most
-    in the first pass behind those ahead, and others before whole groups repeat what they hold."""
+    """Return `most_held` of a stage's step without going through all of its passes: chunks that are alike hold most at
+    the first pass after the passes ahead, others before their pattern repeats with whole groups."""
     works, first = schedule.order(stage), schedule.ahead(stage)
     if type(schedule) is not Schedule:
         return most_held(works, held, for_a_while)

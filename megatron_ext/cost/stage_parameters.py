@@ -212,7 +212,8 @@ def _parts(
     expert_ranks: int,
     own: OwnParameters | None,
 ) -> tuple[ElementCounts, int, dict[Layer, ElementCounts], ElementCounts]:
-    """Return the embedding, the word embeddings in it, a layer of each kind, and what follows the layers.
+    """Return the elements of the embedding, of the word embeddings in it, of a layer of each kind, and of the output
+    (final norm and output layer).
 
     Args:
         own: lists the parameters of own layers.

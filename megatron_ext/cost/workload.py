@@ -111,7 +111,7 @@ class Workload:
         self._of_portion = self.portion.of_recomputations.setdefault(again, {})
         self._sent_for_data: dict[int, list[Term]] = {}
         self.totals: dict[int, float] = {}
-        """All bytes of a rank by stage, as far as anybody asked."""
+        """All bytes of a rank by stage, for the stages computed so far."""
 
     def once[T](self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make`, which is called once for all shardings of this layout, micro batch and
@@ -137,7 +137,7 @@ class Workload:
         return of_machine[key][1]
 
     def recomputing(self, config: Config) -> "Workload":
-        """Return the work of a configuration that differs from this one in what it recomputes alone."""
+        """Return the work of a configuration that differs from this one only in its recomputation."""
         other = Workload.__new__(Workload)
         vars(other).update(vars(self))
         other.config = config
@@ -154,13 +154,13 @@ class Workload:
         return self._kept[stage]
 
     def sent_for_data(self, stage: int) -> list[Term]:
-        """Return for what data-parallel ranks of this stage send something."""
+        """Return the communication of data parallelism of this stage's ranks, one term for each purpose."""
         if stage not in self._sent_for_data:
             self._sent_for_data[stage] = sent_for_data(self.config, stage, self.shapes)
         return self._sent_for_data[stage]
 
     def sent_for_model(self, stage: int) -> list[Term]:
-        """Return for what else a rank of this stage sends something."""
+        """Return all other communication of a rank of this stage, one term for each purpose."""
         return self.once(("sent", stage), lambda: sent_for_model(self.config, stage, self.shapes))
 
 

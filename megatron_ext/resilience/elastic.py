@@ -37,11 +37,11 @@ _spares = 0
 
 
 def ranks_to_use(launched: int, values: Mapping[str, Any], works: Callable[[int], bool]) -> int | None:
-    """Return how many of the launched ranks the layout can use, the more the better: 0 where more are needed, None
-    where no number of ranks works.
+    """Return the largest number of the launched ranks that the layout can use: 0 if it needs more, None if no number
+    works.
 
     Args:
-        values: what the user typed.
+        values: the typed values, by field name.
         works: whether the flags can work with so many ranks.
     """
     if works(launched):

@@ -1,10 +1,10 @@
-"""Judges who holds up a run: from what every rank says of itself, and from who says nothing.
+"""Judges which rank holds up a run, from the reports of ranks and from the ranks that do not answer.
 
-The ranks that wait are not to blame. In this order, to blame is who does not answer; who waits for its data; who is
-busy with something else and has not begun a collective in which others wait; who has begun fewer collectives of a
-group than the others of that group; who is busy although it has begun all of them, as a device may not have.
+The ranks that wait are not to blame. In this order, the cause is a rank that does not answer; that waits for its data;
+that is busy and has not begun a collective in which others wait; that has begun fewer collectives of a group than the
+others of that group; that is busy although it has begun all of them, since its device may not have.
 
-What the watch says of a rank by its last heartbeat, and of a hang.
+The texts of the watch about a rank's last heartbeat and about a hang are made here, too.
 """
 
 from collections import Counter
@@ -17,7 +17,8 @@ from megatron_ext.resilience.peer_processes import ProcessName
 from megatron_ext.resilience.progress import LOADER
 
 RECORD = "nccl_trace_rank_"
-"""File of what NCCL's flight recorder holds, before the rank's number; torch's torchfrtrace reads a folder of them."""
+"""File name, before the rank's number, of a dump of NCCL's flight recorder; torch's torchfrtrace reads a folder of
+them."""
 
 _BETWEEN_TWO = frozenset((*MESSAGES, END_OF_BATCH))  # operations between two ranks, which nobody counts
 
@@ -71,11 +72,11 @@ class RankReport:
 
 
 def hang_text(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> str:
-    """Return who did not come and who waits for it, in one sentence or two, without an advice.
+    """Return the rank that did not come and the ranks that wait for it, in one or two sentences, without advice.
 
     Args:
         reports: the ranks that answered.
-        silent: the ranks that did not, and what is known of each, for example "is stopped; last heard of at ...".
+        silent: the ranks that did not, each with its last known state, for example "is stopped; last heard of at ...".
     """
     waiting = {rank: report for rank, report in reports.items() if report.waits_for_ranks}
     if silent:

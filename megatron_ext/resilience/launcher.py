@@ -81,7 +81,7 @@ def _read(name: str) -> dict[str, Any] | None:
     """Return the record that an earlier attempt of this launch wrote under this name; None without one.
 
     torchrun's count of restarts is not raised where it stops the ranks with SIGTERM because machines come or go: that
-    is no stop, and the next attempt goes on from what was saved.
+    is no stop, and the next attempt resumes from the last save.
     """
     folder = _folder()
     if folder is None:

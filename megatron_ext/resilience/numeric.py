@@ -1,5 +1,5 @@
-"""Finds a NaN or an infinity: one fused check, and a search by name only where it fails. For tests of what a run does
-about a bad number, chooses the steps that --error-injection-rate spoils.
+"""Finds a NaN or an infinity: one fused check, and a search by name only where it fails. To test how a run handles a
+bad number, it also chooses the steps that --error-injection-rate spoils.
 """
 
 import math

@@ -63,7 +63,7 @@ class ProcessName:
         return self.start_time > 0 and self.machine == _machine()
 
     def state(self) -> str | None:
-        """Return the kernel's letter of what the process does (T and t: stopped, Z: ended); None if it is gone."""
+        """Return the kernel's letter for the state of the process (T and t: stopped, Z: ended); None if it is gone."""
         fields = _stat(self.pid)
         return fields[_STATE] if fields and int(fields[_START_TIME]) == self.start_time else None
 

@@ -81,7 +81,7 @@ class PeersWatch(Protocol):
 
 @dataclass
 class RunStatus:
-    """Holds what the report says about this rank; the program fills it in as it learns it."""
+    """Facts about this rank for the report of its end; the program fills them in as it learns them."""
 
     rank: int
     save: str | None = None  # --save, once known

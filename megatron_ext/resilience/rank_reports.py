@@ -19,8 +19,8 @@ _NEWS = "watch/news"  # there before a call or an end is: who looks twice a seco
 
 
 class Board:
-    """Reads and writes what ranks say of themselves. A store that is gone raises RuntimeError; one that is stopped
-    never answers, which `asking_since` shows to another thread.
+    """Reads and writes the heartbeats and reports of ranks. A store that is gone raises RuntimeError; one that is
+    stopped never answers, which `asking_since` shows to another thread.
 
     Args:
         store: a connection of its own, since another thread's may be blocked in a read.

@@ -6,7 +6,7 @@ Ends a run in time that SIGTERM asked to stop: its last save may take longer tha
     with SignalWatcher(...) as signals, StopDeadline(30.0, signals, status, saved):
         trainer.fit()
 
-A thread looks, so that a save that hangs in the file system or in a collective ends too. What it gives up is no
+A thread looks, so that a save that hangs in the file system or in a collective ends too. An unfinished save is no
 checkpoint yet, and the next save removes it; the newest finished checkpoint is as it was.
 """
 
@@ -29,20 +29,20 @@ STOP_FILE = "stop"
 
 
 class SignalWatcher:
-    """Remembers that somebody asked the run to stop; the loop asks between steps, saves and ends.
+    """Remembers a request to stop the run; the loop checks it between steps, saves and ends.
 
         with SignalWatcher(stop_file=save / "stop") as watcher:
             while not watcher.requested:
                 step()
 
     SIGTERM, SIGHUP and the first Ctrl-C only set a flag; a second Ctrl-C interrupts at once, without a save. A SIGHUP
-    that is ignored, as under `nohup`, stays ignored. Must be entered on the main thread. What handled these signals
-    before does so again on leaving (SIGTERM: on leaving without an error; `resilience.report` takes over otherwise).
+    that is ignored, as under `nohup`, stays ignored. Must be entered on the main thread. The earlier handlers of these
+    signals return on leaving (SIGTERM: on leaving without an error; `resilience.report` takes over otherwise).
 
     Args:
         stop_file: `touch` it to stop the run; removed when seen, so that the next start is not stopped by it.
             Give it on one rank only, which tells the others.
-        reason: who has asked already; None where nobody has.
+        reason: an earlier request to stop; None without one.
     """
 
     def __init__(self, stop_file: Path | None = None, reason: str | None = None):

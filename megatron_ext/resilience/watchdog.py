@@ -10,9 +10,9 @@ The cause is said within a second after the timeout where a rank of the same mac
 or has ended, and where all answer; within four where nobody sees why a rank is silent, since it may only be slow.
 
 After SIGTERM, and after a rank has died, nobody waits for long for a rank that does not answer: the launcher kills who
-has not ended in half a minute. But a run that saves what it has is not to end because its machine has too much to do:
-who is not seen to be stopped or gone is waited for longer. torch's own timeouts are a little longer than the watch's,
-and take over where the watch itself fails.
+has not ended in half a minute. But a run that is saving must not end because its machine has too much to do: who is not
+seen to be stopped or gone is waited for longer. torch's own timeouts are a little longer than the watch's, and take
+over where the watch itself fails.
 """
 
 import contextlib
@@ -85,9 +85,9 @@ class Watch:
         timeout: seconds that a rank may wait.
         board: where the ranks meet; None for a single rank.
         describe: returns name, title and ranks of a process group.
-        marks: what keeps the progress informed of collectives, started and stopped with the watch.
+        marks: records collectives in the progress, started and stopped with the watch.
         device_runs_ahead: whether collectives return before they are done.
-        flight_recorder: returns what NCCL recorded of this rank's operations; None over gloo.
+        flight_recorder: returns the dump of NCCL's flight recorder for this rank; None over gloo.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class Watch:
         return _SILENCE if name.does_not_run else math.inf
 
     def _answer(self, board: Board, caller: tuple[int, int]) -> None:
-        """Take part in what a call leads to, and end."""
+        """Answer a call, take part in the judgment of the hang, and end."""
         self.ending.set()
         called_at = time.monotonic()
         rank, step = caller
@@ -378,7 +378,7 @@ class Watch:
         )
 
     def _write_stacks(self, step: int, report: RankReport, record: bytes | None) -> str | None:
-        """Write where this rank is and what NCCL recorded of its operations; return the folder if that went well."""
+        """Write this rank's stacks and the dump of NCCL's flight recorder; return the folder if that went well."""
         if self._status.save is None:
             return None
         waits = f", waits in {report.operation} {report.group_title}".rstrip() if report.operation else ""

@@ -1,4 +1,5 @@
-"""Lets a rule declare what it reads of that which a search of layouts chooses: the search asks no other rule again.
+"""Lets a rule declare which choices of the layout search it reads: for a new choice the search asks only the rules that
+read it.
 
     @reads("micro batch")
     def global_batch_divides(config, facts): ...

@@ -44,7 +44,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 RULES_OF_RECOMPUTATION = rules_that_read("recomputation", RULES)
-"""All rules that ask what is recomputed: where nothing else changes, a search asks no others."""
+"""All rules that read the recomputation: where nothing else changes, a search asks only these."""
 
 RULES_OF_MICRO_BATCHES = rules_that_read("micro batch", RULES)
 """All rules that ask for the micro batch size."""

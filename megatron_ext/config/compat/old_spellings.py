@@ -6,8 +6,8 @@ Lists options of earlier releases of Megatron-LM, and of its forks, that have no
 
 Megatron 0.19 itself does not know these any more, but scripts of other years and places are full of them. Each gets one
 warning line about what happens instead. The notation is as in `megatron_accepted.py`; `--flag [N]` may take a value.
-The list is from memory of those releases and from launch scripts (tests/golden/other_launches.json): a flag that is not
-in it is unknown, which is refused or, with --allow-unknown-flags, left out.
+The list is from memory of those releases and from launch scripts (tests/golden/other_launches.json): any other flag is
+unknown: it is refused or, with --allow-unknown-flags, left out.
 """
 
 from typing import Any

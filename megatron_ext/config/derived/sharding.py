@@ -1,5 +1,5 @@
 """Describes the sharding schemes: the state that data-parallel ranks divide, the flags that ask for it, and the
-configurations that it does not work with.
+configurations that do not work with it.
 
 The divided state determines when it is communicated: divided gradients layer by layer after each microbatch, others in
 buckets after the last one; divided weights layer by layer for every pass, others, where the optimizer state is divided,
