@@ -1,4 +1,4 @@
-"""Holds what the programs in tools/ share: errors of the command line, and how a failure ends the process."""
+"""The common part of the programs in tools/: errors of the command line, and how a failure ends the process."""
 
 import argparse
 import difflib
@@ -116,7 +116,7 @@ def write_output(flag: str, path: str | Path, text: str) -> None:
 
 
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
-    """Call `main` with the command line and exit with what it returns, or with its error's exit code.
+    """Call `main` with the command line and exit with the code it returns, or with its error's exit code.
 
     A TrainingError's text is the last line on the standard error output, without a traceback. Where the reader of the
     standard output has seen enough (`| head`), the program ends as one that SIGPIPE ends, and says nothing.

@@ -1,4 +1,4 @@
-"""Files that outlive a machine that goes down: what a name stands for is on the disk before it has the name."""
+"""Files that survive a crash of the machine: a file's content is on the disk before it gets its name."""
 
 import errno
 import os

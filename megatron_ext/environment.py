@@ -128,7 +128,7 @@ def launch_warning(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def rank() -> int:
-    """Return this process's rank; 0 without a launcher, or where `check_launch` will say what is wrong."""
+    """Return this process's rank; 0 without a launcher, or where `check_launch` will report a problem."""
     return max(_integer(os.environ.get("RANK", "")) or 0, 0)
 
 

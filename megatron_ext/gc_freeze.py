@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector away from what a program imports and keeps until its end.
+"""Keeps Python's garbage collector away from objects that a program imports and keeps until its end.
 
 torch and megatron-core make half a million objects while they are imported. The collector looks through them several
 times on the way, and through all of them at each full collection later, in the middle of some training step.
@@ -46,8 +46,8 @@ def nothing_collected() -> Iterator[None]:
 def end_at_once() -> None:
     """Have this process, and none that it forks, end with code 0 once all exit handlers registered after this are done.
 
-    It is for a process that holds nothing but imports: taking down what `gc.freeze` keeps from the collector, Python
-    would report it as leaked by torch's libraries, on the terminal of whoever waits for the result.
+    It is for a process that holds nothing but imports: at a normal exit, torch's libraries would report objects that
+    `gc.freeze` excludes as leaked, on the terminal of whoever waits for the result.
     """
     atexit.register(_end, os.getpid())
 

@@ -1,5 +1,5 @@
-"""Writes HTML and SVG. No other file may hold a tag (`tests/unit/test_markup.py` looks for one), so that what a file
-or a flag says is text on every page.
+"""Writes HTML and SVG. No other file may hold a tag (`tests/unit/test_markup.py` looks for one), so that the content of
+a file or a flag is text on every page.
 
     element("p", "1 < 2 ", element("b", name), class_="note")     # <p class="note">1 &lt; 2 <b>...</b></p>
 
@@ -19,7 +19,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 
 
 class Markup(str):
-    """Text that is markup already. Only this module makes it: what is made of it by other means is a plain text."""
+    """Text that is markup already. Only this module makes it: string operations on it give plain text."""
 
     __slots__ = ()
 

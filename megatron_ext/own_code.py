@@ -106,7 +106,7 @@ def hand_over(flags: object, own: Mapping[str, Any]) -> None:
     """End the script that calls this, if it is run only to be read; else return at once.
 
     Args:
-        flags: what it trains with.
+        flags: the flags that it trains with.
         own: the parts of the run that it brings in, by their names.
     """
     if _readers:

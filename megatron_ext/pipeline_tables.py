@@ -1,10 +1,10 @@
-"""Tables of what the ranks of a pipeline do, as `torch.distributed.pipelining` has them.
+"""Tables of the passes of a pipeline's ranks, as `torch.distributed.pipelining` has them.
 
 A table has a row for each rank: its passes, in order. A stage here is a virtual one: the number of a model chunk in the
 order in which a microbatch passes them. Kinds of passes: F forward, B the whole backward pass, I the part of it that
 other stages wait for (the gradient of the inputs), W the rest (the gradients of the weights).
 
-torch alone knows its schedules: whoever asks for one (a dry run, too) waits for torch's import; nobody else does.
+Only torch knows its schedules: asking for one (in a dry run, too) imports torch; other runs do not wait for it.
 """
 
 import functools

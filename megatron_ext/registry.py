@@ -1,9 +1,10 @@
-"""Finds the plugins and what they bring. The core imports no plugin and names none: it asks here.
+"""Finds the plugins and the objects that they bring. The core imports no plugin and names none: it asks this module.
 
 A plugin is a package with a module `plugin.py` that holds `PLUGIN`. It lies in `megatron_ext/plugins/`, or in any
 installed distribution whose entry points name it (group `megatron_ext.plugins`, `name = package`). `PLUGIN` says which
-commands the plugin adds to `megatron-ext`, and what it brings to the extension points below, as "module:attribute":
-the module is imported when somebody asks for the attribute, so that `--help` loads neither torch nor a plugin's code.
+commands the plugin adds to `megatron-ext`, and the objects it brings to the extension points below, as
+"module:attribute": the module is imported when somebody asks for the attribute, so that `--help` loads neither torch
+nor a plugin's code.
 
     for traits in brought("optimizers"):
         ...
@@ -53,7 +54,7 @@ _GROUP = "megatron_ext.plugins"
 
 @dataclass(frozen=True)
 class Plugin:
-    """Says what a plugin is called, needs and brings."""
+    """A plugin: its name, its needs and the objects that it brings."""
 
     name: str
     needs: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Defines what the rest of the program may ask of a device."""
+"""The protocol of a device: its methods are all that the rest of the program calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,8 +123,8 @@ class Device(Protocol):
         ...
 
     def mark(self) -> Any:
-        """Return a mark of now, in the order of what this rank computes; None on a stream other than the one that
-        computes."""
+        """Return a mark of this moment in the order of this rank's computation; None on a stream other than the one
+        that computes."""
         ...
 
     def has_passed(self, mark: Any) -> bool:
@@ -132,11 +132,11 @@ class Device(Protocol):
         ...
 
     def seconds_between(self, first: Any, last: Any) -> float:
-        """Return the time from one mark to another; both have passed."""
+        """Return the seconds from one mark to another; both must have passed."""
         ...
 
     def seconds_run_between(self, first: Any, last: Any) -> float:
-        """Return for how much of the time from one mark to another this rank had the processor that computes."""
+        """Return the seconds between two marks in which this rank had the processor that computes."""
         ...
 
     def seconds_without_processor(self) -> float:
@@ -145,5 +145,5 @@ class Device(Protocol):
 
     def seconds_of_a_fixed_loop(self) -> float:
         """Return how long the same few instructions take now on the core of the calling thread; 0 where that says
-        nothing of what this rank computes."""
+        nothing about this rank's computation."""
         ...

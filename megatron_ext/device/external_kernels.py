@@ -1,8 +1,8 @@
 """apex and Transformer Engine, which megatron-core takes kernels from wherever it finds them: here only where asked.
 
 Importing megatron-core next to an installed apex or Transformer Engine swaps Adam, SGD, the gradient norm and clipping
-for theirs, without a word and with other rounding. `leave_out` makes what was not asked for as if it were not
-installed, in this process, before the engine is imported; `kernels_text` says what became of it.
+for theirs, without a word and with other rounding. `leave_out` hides packages that were not asked for from imports of
+this process, before the engine is imported; `kernels_text` describes the result.
 
 megatron-core wraps small fused functions of its own (dropout with its residual, SwiGLU and others) in torch.compile
 when it is imported, and torch compiles each at its first call. On a GPU that needs Triton, which builds its launchers
@@ -79,9 +79,9 @@ def missing_for_kernels() -> str | None:
 
 
 def leave_uncompiled() -> None:
-    """Import megatron-core with its fused functions as the plain ones that they are made of.
+    """Import megatron-core with its fused functions uncompiled.
 
-    Its own switch acts on what is imported later alone, and importing it imports most of them.
+    megatron-core's own switch only acts on modules imported after it, and importing the switch imports most of them.
     """
     import torch
 

@@ -91,7 +91,8 @@ def use_gemm(name: str) -> None:
 
 
 def nothing_is_trained() -> bool:
-    """Return whether torch is in inference mode, which the compiler cannot ask; what is compiled is trained."""
+    """Return whether torch is in inference mode; False in compiled code, which cannot ask and is only used for
+    training."""
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 

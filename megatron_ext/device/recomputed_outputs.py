@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import random
 from torch.utils import cpp_extension
 
 Sharing = Callable[[torch.Tensor, torch.Tensor], None]
-"""Type of what is called with a freed tensor and the computed one whose memory it gets."""
+"""Type of the function that gives a freed tensor the memory of a recomputed one."""
 
 _SHARE = """
 #include <c10/core/Storage.h>
@@ -45,7 +45,7 @@ def share_or_copy() -> None:
 
 @functools.cache
 def _built() -> Sharing:
-    """Compile what no process of this machine has compiled, and load it."""
+    """Compile the extension, unless a process of this machine already has, and load it."""
     file = cpp_extension.load_inline(
         "megatron_ext_share_storage", _SHARE, no_implicit_headers=True, is_python_module=False
     )

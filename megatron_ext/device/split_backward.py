@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 _splits = False
 Products = list[tuple[torch.Tensor, Callable[[], None]]]
-"""Weights, each with what makes its gradient."""
+"""Weights, each with the function that computes its gradient."""
 
 _kept: Products | None = None
 

@@ -110,10 +110,11 @@ def products_write() -> bool:
 
 
 def replaces_gradient(weight: torch.Tensor) -> torch.Tensor | None:
-    """Say that the main gradient of `weight` has this gradient already, and return what autograd gets in its place.
+    """Mark that the main gradient of `weight` has this gradient already, and return the tensor that autograd gets in
+    its place.
 
-    That has the shape of a gradient, since megatron-core's hooks ask whether there is one, and no meaning; it is zero
-    where autograd adds another gradient to it (tied embeddings on one stage).
+    The tensor has the shape of a gradient, since megatron-core's hooks check that there is one, but no meaning; it is
+    zero where autograd adds another gradient to it (tied embeddings on one stage).
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -1,4 +1,4 @@
-"""Writes what a run begins with: one line each for device, layout, model, data and the way to go."""
+"""Writes the first lines of a run: one line each for device, layout, model, data and the iterations to go."""
 
 from dataclasses import dataclass
 from importlib import metadata

@@ -91,8 +91,8 @@ def open_range(config: Config) -> OpenRange | None:
 
 
 class NsightCapture:
-    """Marks what `nsys profile --capture-range=cudaProfilerApi` records; without nsys around the program, nothing is
-    recorded."""
+    """Marks the range that `nsys profile --capture-range=cudaProfilerApi` records; without nsys around the program,
+    nothing is recorded."""
 
     def __init__(self, device: Device, *, shapes: bool, ranges: bool):
         self._device = device

@@ -3,7 +3,7 @@
     for row in read_rows("out/metrics.jsonl"):
         row["iteration"]
 
-A line that is no such row is named in a warning and left out; what follows the last newline was torn by a kill.
+A line that is no such row is named in a warning and left out; text after the last newline was torn by a kill.
 """
 
 import os

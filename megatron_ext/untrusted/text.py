@@ -1,11 +1,11 @@
-"""Reads files that anybody may have written, and JSON: parsed only where it is of a reasonable size and depth.
+"""Reads untrusted files, and JSON: it is parsed only if its size and depth are reasonable.
 
     values = load_json(read_file(path, most=1 << 20))
 
 A parser that calls itself for every level ends the process when the levels are many. That is found before anything is
 built, by reading the text once as brackets. YAML is read by `yaml_text.py`.
 
-What a parsed value has to be is said by a check, which names the first part that is something else:
+A check describes the required parsed value, and names the first part that differs:
 
     check = fields({"iteration": integer()}, {"tasks": mapping(number)})
     check({"iteration": 3, "tasks": {"a": "b"}})      # TextError: tasks: a: 'b' is no number
@@ -33,7 +33,7 @@ _BRACKET = re.compile(r"[\[\]{}]")
 
 
 class TextError(ValueError):
-    """Raised where the text is not what it should be."""
+    """Raised where the text is not as required."""
 
 
 class ExcessiveError(TextError):
@@ -149,7 +149,7 @@ def integer(least: int = 0, most: int = LARGEST) -> Check:
 
 
 def text(most: int) -> Check:
-    """Take a text of at most so many characters."""
+    """Return a check of a text of at most `most` characters."""
 
     def check(value: Any) -> None:
         if type(value) is not str or len(value) > most:
@@ -159,12 +159,12 @@ def text(most: int) -> Check:
 
 
 def or_null(check: Check) -> Check:
-    """Take null, and what `check` takes."""
+    """Return a check of null, or of a value that `check` accepts."""
     return lambda value: None if value is None else check(value)
 
 
 def items(check: Check, most: int) -> Check:
-    """Take a list of at most so many values that `check` takes."""
+    """Return a check of a list of at most `most` values that `check` accepts."""
 
     def check_items(value: Any) -> None:
         if type(value) is not list or len(value) > most:
@@ -176,7 +176,7 @@ def items(check: Check, most: int) -> Check:
 
 
 def mapping(check: Check, most: int = 1000) -> Check:
-    """Take an object of at most so many keys whose values `check` takes."""
+    """Return a check of an object of at most `most` keys, with values that `check` accepts."""
 
     def check_mapping(value: Any) -> None:
         if type(value) is not dict or len(value) > most:

@@ -1,4 +1,4 @@
-"""Files of a folder that a stranger may have written: only what lies in it is opened. No torch here.
+"""Files of an untrusted folder: only files that lie in it are opened. No torch here.
 
     path = file_inside(checkpoint, "__0_0.distcp")    # named by the checkpoint's own content
     check_folder(checkpoint)                          # before the engine, which opens files by itself
@@ -66,7 +66,8 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_special(folder: Path, path: Path) -> None:
-    """Check what is neither file nor folder: a link inside of the folder may stay; one to nothing is a missing file."""
+    """Check an entry that is neither file nor folder: a link inside of the folder is accepted; a link to nothing counts
+    as a missing file."""
     if path.is_symlink():
         _check_links(folder, path, ())
     kind = _kind(path)
