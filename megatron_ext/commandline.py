@@ -33,7 +33,7 @@ class ToolParser(argparse.ArgumentParser):
         self.epilog = _examples(documentation, self.prog)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """Add an argument, and remember its flags for who misspells one."""
+        """Add an argument, and remember its flags for suggestions to misspelled ones."""
         self._flags += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **settings)
 
@@ -141,7 +141,7 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
 
 
 def _reader_is_gone(descriptor: int) -> bool:
-    """Return whether nobody reads from the other end of this pipe any more; another pipe may be the broken one."""
+    """Return whether the reading end of this pipe is closed; another pipe may be the broken one."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

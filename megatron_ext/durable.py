@@ -30,8 +30,8 @@ def sync(path: Path) -> None:
 
 
 def only_files(path: str, flags: int) -> int:
-    """Open a file for `open(path, mode, opener=only_files)`: a pipe, which somebody may have put in its place, would
-    be waited for without end.
+    """Open a file for `open(path, mode, opener=only_files)`: a pipe, which another program may have put in its place,
+    would be waited for without end.
 
     Raises:
         OSError: it is neither a file nor a device as /dev/null, or cannot be opened.

@@ -47,7 +47,7 @@ def end_at_once() -> None:
     """Have this process, and none that it forks, end with code 0 once all exit handlers registered after this are done.
 
     It is for a process that holds nothing but imports: at a normal exit, torch's libraries would report objects that
-    `gc.freeze` excludes as leaked, on the terminal of whoever waits for the result.
+    `gc.freeze` excludes as leaked, on the user's terminal.
     """
     atexit.register(_end, os.getpid())
 

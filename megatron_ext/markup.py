@@ -47,7 +47,7 @@ def document(title: str, style: str, *content: Content) -> Markup:
     """Return a whole page.
 
     Args:
-        title: what a browser calls it.
+        title: the title in the browser.
         style: rules of style, which hold nothing that others have written.
         content: what it shows.
     """
@@ -67,7 +67,7 @@ def svg_file(title: str, style: str, width: float, height: float, *content: Cont
     """Return a drawing as a file of its own.
 
     Args:
-        title: what readers hear who do not see it.
+        title: the text for screen readers.
         style: rules of style, which hold nothing that others have written.
         width: of the drawing, in pixels; its height is the next.
         content: what it shows.

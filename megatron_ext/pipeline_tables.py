@@ -49,7 +49,7 @@ class _Stage:
 
 @functools.lru_cache(maxsize=64)
 def rows(name: str, ranks: int, chunks: int, microbatches: int) -> Rows:
-    """Return the table of one of `CLASSES`, for so many model chunks on each rank."""
+    """Return the table of one of `CLASSES`, for `chunks` model chunks on each rank."""
     from torch.distributed.pipelining import schedules
 
     stages: Any = [_Stage(rank, ranks * chunks, ranks) for rank in range(chunks)]
@@ -74,7 +74,7 @@ def with_messages(table: Rows, rank_of: tuple[int, ...]) -> Rows:
     can wait for another in a circle, whether or not a send returns before its receive is posted.
 
     Args:
-        table: who runs which pass when.
+        table: the passes of each rank, in order.
         rank_of: the rank of each stage.
     """
     from torch.distributed.pipelining import schedules

@@ -3,8 +3,8 @@
 A plugin is a package with a module `plugin.py` that holds `PLUGIN`. It lies in `megatron_ext/plugins/`, or in any
 installed distribution whose entry points name it (group `megatron_ext.plugins`, `name = package`). `PLUGIN` says which
 commands the plugin adds to `megatron-ext`, and the objects it brings to the extension points below, as
-"module:attribute": the module is imported when somebody asks for the attribute, so that `--help` loads neither torch
-nor a plugin's code.
+"module:attribute": the module is imported when the attribute is asked for, so that `--help` loads neither torch nor a
+plugin's code.
 
     for traits in brought("optimizers"):
         ...

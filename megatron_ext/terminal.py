@@ -1,8 +1,8 @@
 """Prints: nothing else in the package does (`tests/unit/test_terminal.py`), because a text may contain names or
 contents of other origin, with escape sequences, which a terminal would obey.
 
-`survive_lost_output` lets a training go on when nobody takes its output any more: whoever read it has left, as `head`
-does; the terminal is closed; the disk that the log lies on is full.
+`survive_lost_output` lets a training go on when its output is not read any more: the reading program has ended, as
+`head` does; the terminal is closed; the disk that the log lies on is full.
 """
 
 import errno
@@ -113,7 +113,7 @@ def _written_out(character: str) -> str:
 
 
 _CLOSED = (errno.EPIPE, errno.EIO)
-"""A pipe or a terminal that nobody reads any more."""
+"""Errors of a pipe or a terminal that is not read any more."""
 
 
 def survive_lost_output() -> None:

@@ -205,8 +205,8 @@ def _computed_by_ours() -> tuple[str, ...]:
 
 
 def _resolve_exchange(values: dict[str, Any]) -> None:
-    """Have context-parallel ranks exchange heads where attention has dropout and nobody has named an exchange: a ring
-    puts attention together from blocks, whose kernels have no dropout."""
+    """Select the exchange of heads (a2a) between context-parallel ranks where attention has dropout and no exchange is
+    given: a ring puts attention together from blocks, and kernels of blocks have no dropout."""
     size, tensor = values.get("context_parallel_size", 1), values.get("tensor_model_parallel_size", 1)
     groups: Any = values.get("num_query_groups" if values.get("group_query_attention") else "num_attention_heads")
     dropout = values.get("attention_dropout", ModelConfig.attention_dropout)

@@ -129,10 +129,10 @@ components of the published runs by source (`python benchmarks/planner.py`), 0.0
 micro batches are assumed."""
 
 RUNS_DIFFER = 0.05
-"""The same from one run to another of one program and machine: 0.053, and 0.037."""
+"""The same deviation from one run to another of one program and machine: 0.053, and 0.037 without that table."""
 
 ASSUMED_PROGRAMS_DIFFER = 0.22
-"""The first for devices of which no run was fitted: what ASSUMED_RANGE stands for."""
+"""PROGRAMS_DIFFER for devices of which no run was fitted: the deviation that ASSUMED_RANGE stands for."""
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,8 @@ class Shapes:
         return self._of_stages[stage]
 
     def parameters_of_chunk(self, stage: int, chunk: int) -> tuple[int, int]:
-        """Return the same of one chunk; a shared embedding counts on both ends."""
+        """Return the parameters of a rank in one chunk: outside of routed experts, and in routed experts. A shared
+        embedding counts in both end chunks."""
         dense, experts = self._of_layers(self.stacks[stage][chunk])
         if self.is_first(stage, chunk):
             dense += self.embedding.dense

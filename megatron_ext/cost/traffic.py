@@ -1,15 +1,15 @@
 """Computes the bytes that a rank sends in a step, from the flags alone: the formulas next to the counts of
 benchmarks/sharding.py.
 
-P is the number of parameters of a rank's stage and tensor-parallel shard, n = data x context parallel size (who shares
-gradients) over the r copies of the shards, m microbatches, L layers of a rank, S sequence, B samples of a microbatch, H
-hidden size, w bytes of a weight or an activation (2 in bf16, 4 in fp32). A = S/c B H w is one activation, Q, K and KV
-this rank's queries, keys, and keys with values, of one layer, QKV the projection of all ranks; norms are elements of
-norms and of the other parameters that every rank has whole: biases, routers, projections to latents. Gradients are
-reduced in fp32. Of experts: E and e their parallel size and tensor-parallel size, k experts of a token, T this rank's
-part of A, which it routes. Sources: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, sections 5 and 7), Shoeybi et al.
-2019 (arXiv:1909.08053, section 3), Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2), Narayanan et al. 2021
-(arXiv:2104.04473, 2.2).
+P is the number of parameters of a rank's stage and tensor-parallel shard, n = data x context parallel size (the ranks
+that share gradients) over the r copies of the shards, m microbatches, L layers of a rank, S sequence, B samples of a
+microbatch, H hidden size, w bytes of a weight or an activation (2 in bf16, 4 in fp32). A = S/c B H w is one activation,
+Q, K and KV this rank's queries, keys, and keys with values, of one layer, QKV the projection of all ranks; norms are
+elements of norms and of the other parameters that every rank has whole: biases, routers, projections to latents.
+Gradients are reduced in fp32. Of experts: E and e their parallel size and tensor-parallel size, k experts of a token, T
+this rank's part of A, which it routes.
+Sources: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, sections 5 and 7), Shoeybi et al. 2019 (arXiv:1909.08053,
+section 3), Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2), Narayanan et al. 2021 (arXiv:2104.04473, 2.2).
 """
 
 import functools

@@ -42,7 +42,7 @@ def asked_for(config: Config) -> tuple[str, ...]:
 def leave_out(asked: Iterable[str]) -> None:
     """Hide the packages that are not in `asked` from every import that follows.
 
-    One that somebody has imported already stays, and the engine takes it.
+    A package that is imported already stays, and the engine takes it.
     """
     for package, modules in _MODULES.items():
         imported = sys.modules.get(package) is not None

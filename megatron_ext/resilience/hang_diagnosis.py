@@ -118,7 +118,7 @@ def numbers_text(ranks: Sequence[int]) -> str:
 
 
 def _is_missed(rank: int, report: RankReport, waiting: Mapping[int, RankReport]) -> bool:
-    """Return whether somebody waits in a collective that this rank has not begun, or for a message."""
+    """Return whether another rank waits in a collective that this rank has not begun, or for a message."""
     return any(
         rank in other.members and (_count(report, other) < _count(other, other) or other.operation in _BETWEEN_TWO)
         for other in waiting.values()
@@ -164,7 +164,7 @@ def _behind_text(rank: int, report: RankReport, ahead: RankReport) -> str:
 
 
 def _waiters(waiting: Mapping[int, RankReport], to_blame: Collection[int]) -> str:
-    """Return who waits in which operation of which group, the longest first."""
+    """Return the waiting ranks with their operation and group, longest wait first."""
     places: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for rank, report in sorted(waiting.items(), key=lambda item: -item[1].seconds):
         if rank not in to_blame:

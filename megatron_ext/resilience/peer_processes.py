@@ -105,8 +105,8 @@ class PeerProcesses:
         self._poll.register(descriptor, select.POLLIN)
 
     def ended(self, seconds: float) -> dict[int, int | None]:
-        """Wait for at most `seconds` until a process ends; return by rank the status that waitpid gives, or None where
-        nobody knows it any more. Each end is returned once."""
+        """Wait for at most `seconds` until a process ends; return by rank the status that waitpid gives, or None if it
+        is not known any more. Each end is returned once."""
         statuses = {}
         for descriptor, _ in self._poll.poll(1000.0 * seconds):
             if descriptor in self._peers:
@@ -124,7 +124,8 @@ class PeerProcesses:
 
 
 def end_stopped_ranks(launcher: int | None = None) -> str:
-    """Kill the ranks of this machine that are stopped, for which their launcher would wait long; return who they were.
+    """Kill the ranks of this machine that are stopped, for which their launcher would wait long; return the ranks in
+    words.
 
     For ranks that have not met yet, and know of each other only that they have one launcher.
 

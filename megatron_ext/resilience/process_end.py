@@ -67,11 +67,11 @@ class PeersWatch(Protocol):
     """When SIGTERM came, by the monotonic clock."""
 
     def cause_of_loss(self) -> str | None:
-        """Return how the first rank ended that did; None where nobody says it in time."""
+        """Return how the first rank to end ended; None if no rank reports it in time."""
         ...
 
     def speaks_for_all(self) -> bool:
-        """Return whether this rank is to say why all end."""
+        """Return whether this rank is to report why all ranks end."""
         ...
 
     def close(self) -> None:

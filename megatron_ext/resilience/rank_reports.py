@@ -1,4 +1,5 @@
-"""The ranks of an attempt write here where they are, for the others: keys of the store by which they met.
+"""The board of an attempt: ranks publish heartbeats and reports for each other under keys of the store by which they
+met.
 
 Under torchrun the store is its own process's and outlives every rank. Without torchrun it is rank 0's: then a store
 that is silent means that rank 0 is. Files in --save would outlive both, but file systems that machines share show a
@@ -32,7 +33,7 @@ class Board:
         self._store = store
 
     def publish(self, beat: dict[str, Any]) -> None:
-        """Say where this rank is."""
+        """Publish the heartbeat of this rank."""
         with self._asking():
             self._store.set(_beat_key(self.rank), json.dumps(beat))
 
@@ -41,18 +42,18 @@ class Board:
         return self._read({rank: _beat_key(rank) for rank in (range(self.world_size) if ranks is None else ranks)})
 
     def has_news(self) -> bool:
-        """Return whether a rank calls, or has been seen to end, or is about to say so."""
+        """Return whether a rank has called, has been seen to end, or is about to report one of these."""
         return self._has([_NEWS])
 
     def call(self, step: int) -> tuple[int, int]:
-        """Call all ranks because of a hang in `step`; return rank and step of the first who called."""
+        """Call all ranks because of a hang in `step`; return rank and step of the first call."""
         with self._asking():
             self._store.set(_NEWS, "")
             first = self._store.compare_set(_CALL, "", f"{self.rank} {step}").decode()
         return _caller(first)
 
     def caller(self) -> tuple[int, int] | None:
-        """Return who called all ranks because of a hang, and in which step; None where nobody has."""
+        """Return the rank that called all ranks because of a hang, and the step; None without a call."""
         text = self._get(_CALL)
         return None if text is None else _caller(text)
 
@@ -88,11 +89,11 @@ class Board:
             self._store.compare_set(_END, "", text)
 
     def first_end(self) -> str | None:
-        """Return how the first rank ended that did; None where all live."""
+        """Return how the first rank to end ended; None while all live."""
         return self._get(_END)
 
     def speaks_for_all(self) -> bool:
-        """Return whether this rank is the first that asks, and so the one that says why it ends."""
+        """Return whether this rank is the first to ask; the first reports why all ranks end."""
         with self._asking():
             return self._store.add(_SPEAKER, 1) == 1
 

@@ -78,7 +78,7 @@ class SignalWatcher:
 
     @property
     def reason(self) -> str | None:
-        """Who asked: `SIGTERM`, `SIGINT`, `SIGHUP` or `the file <path>`; None where nobody has."""
+        """Source of the request: `SIGTERM`, `SIGINT`, `SIGHUP` or `the file <path>`; None without a request."""
         return self._reason
 
     def __enter__(self) -> "SignalWatcher":
@@ -120,7 +120,7 @@ class StopDeadline:
 
     Args:
         seconds: None: a stop may take as long as it does.
-        signals: who remembers the signal.
+        signals: the watcher that remembers the signal.
         status: of this rank. Its watch sees a signal, too, while the main thread waits in C++.
         saved: returns the iterations of the checkpoints in --save, in ascending order.
     """
@@ -206,7 +206,7 @@ class WakeUp:
         return b""
 
     def wake(self) -> None:
-        """End the wait of who polls the descriptor."""
+        """End the wait of a thread that polls the descriptor."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, b"\0")
 

@@ -1,18 +1,19 @@
-"""Ends a run that hangs, and says why: who did not come, where it is, and who waits for it. Also how a rank died.
+"""Ends a run that hangs, and reports the cause: the rank that did not come, where it is, and the ranks that wait for
+it. Also reports how a rank died.
 
-A thread of every rank says twice a second on the `Board` where the rank is, and looks whether somebody has called. Who
-waits longer than --distributed-timeout-minutes, in a collective or for its data, calls all ranks. Those that live
-write their stacks into `hang-<step>` in --save and answer; the caller judges by the answers (`hang_diagnosis.py`), says
-the cause and records it. Then all end, and whoever does not answer is killed by the ranks of its machine: a stopped
-process would keep the launcher waiting.
+A thread of every rank publishes twice a second on the `Board` where the rank is, and looks for calls. A rank that waits
+longer than --distributed-timeout-minutes, in a collective or for its data, calls all ranks. Living ranks write their
+stacks into `hang-<step>` in --save and answer; the caller judges by the answers (`hang_diagnosis.py`), prints the cause
+and records it. Then all end, and a rank that does not answer is killed by the ranks of its machine: a stopped process
+would keep the launcher waiting.
 
-The cause is said within a second after the timeout where a rank of the same machine sees that a process is stopped
-or has ended, and where all answer; within four where nobody sees why a rank is silent, since it may only be slow.
+The cause is printed within a second after the timeout if all answer, or if a rank of the same machine sees that a
+process is stopped or has ended; within four seconds if no rank sees why a rank is silent, since it may only be slow.
 
-After SIGTERM, and after a rank has died, nobody waits for long for a rank that does not answer: the launcher kills who
-has not ended in half a minute. But a run that is saving must not end because its machine has too much to do: who is not
-seen to be stopped or gone is waited for longer. torch's own timeouts are a little longer than the watch's, and take
-over where the watch itself fails.
+After SIGTERM, and after a rank has died, the wait for a rank that does not answer is short: the launcher kills ranks
+that have not ended in half a minute. But a run that is saving must not end because its machine has too much to do: the
+wait is longer for a rank that is not seen to be stopped or gone. torch's own timeouts are a little longer than the
+watch's, and take over where the watch itself fails.
 """
 
 import contextlib
@@ -154,14 +155,14 @@ class Watch:
         self._wake_up.close()
 
     def cause_of_loss(self, seconds: float = 3 * _BETWEEN_LOOKS) -> str | None:
-        """Return how the first rank ended that did, as soon as it is known; None where nobody says it in time."""
+        """Return how the first rank to end ended, as soon as it is known; None if no rank reports it in time."""
         deadline = time.monotonic() + seconds
         while self._first_end is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return self._first_end
 
     def speaks_for_all(self) -> bool:
-        """Return whether this rank is to say why all end; True where nobody can be asked."""
+        """Return whether this rank is to report why all ranks end; True if the board cannot be asked."""
         with contextlib.suppress(RuntimeError):
             return self._board is None or self._board.speaks_for_all()
         return True
@@ -187,8 +188,8 @@ class Watch:
                 self._board.publish(self._beat_now() | {"phase": THE_END})
 
     def _until_the_next_look(self) -> float:
-        """Return seconds: fewer where this rank's wait becomes too long before, and until the ranks of this machine
-        know each other's processes, without which nobody sees how one ends."""
+        """Return the seconds until the next look: fewer if this rank's wait becomes too long before, or as long as the
+        ranks of this machine do not know each other's processes, which they need to see how one ends."""
         wait = self._waits_in()
         if not self._names and self._board is not None:
             return min(_BETWEEN_LOOKS, _UNTIL_INTRODUCED * 2**self._beat)
@@ -211,7 +212,7 @@ class Watch:
                 self._answer(board, board.call(self._step))
 
     def _hear(self, board: Board) -> None:
-        """Note how the first rank ended, and answer who calls."""
+        """Note how the first rank ended, and answer a call."""
         if self._first_end is None and (end := board.first_end()) is not None:
             self._first_end, self._noticed_at = end, self._noticed_at or time.monotonic()
         caller = board.caller()
@@ -413,10 +414,10 @@ class Watch:
             self._names[rank].kill()
 
     def _look_after_the_board(self) -> None:
-        """End this rank where it waits too long and the store, too, does not answer: whoever holds it is to blame.
+        """End this rank if it waits too long and the store does not answer either: then the process that serves the
+        store is the cause.
 
-        How long the store is silent is counted in looks of this thread: after a pause of this whole process, in which
-        nobody listened, nobody was silent.
+        The store's silence is counted in looks of this thread: a pause of this whole process does not count as silence.
         """
         asked, silent, pause = None, 0.0, _BETWEEN_LOOKS
         while not self._closing.wait(pause):

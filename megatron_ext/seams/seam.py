@@ -90,8 +90,7 @@ def _module(path: str) -> Any:
 
 
 def _sets_on_instances(owner: Any, attribute: str) -> bool:
-    """Return whether a class has a field of this name, assigns it to `self`, or asks `self` whether somebody has set
-    it."""
+    """Return whether a class has a field of this name, assigns it to `self`, or checks whether it is set on `self`."""
     if not inspect.isclass(owner):
         return False
     if is_dataclass(owner) and attribute in owner.__dataclass_fields__:

@@ -4,7 +4,7 @@
     template.render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
     -> Rendered("<s>[INST] Hi [/INST] Hello </s>", [(19, 29)])
 
-A template is somebody else's program: it runs in jinja's sandbox, which keeps it from the machine, and none of its
+A template is a program of another author: it runs in jinja's sandbox, which keeps it from the machine, and none of its
 operators makes a text of over 64 MB. It is not told the date, which transformers offers as `strftime_now`: the same
 input gives the same bytes on every day. jinja2 comes with torch; it is imported where a template is. No torch here.
 """

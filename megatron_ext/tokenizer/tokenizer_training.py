@@ -25,8 +25,8 @@ def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> 
     `<|endoftext|>`, which ends a document.
 
     Raises:
-        ConfigurationError: there are fewer entries than 256 bytes and the special token, or too little text for so
-            many.
+        ConfigurationError: the vocabulary size is below 257 (256 bytes and the special token), or the text is too
+            little for it.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,4 +1,4 @@
-"""Reads metrics files, and other files of JSON lines with an iteration, which anybody may have written.
+"""Reads metrics files, and other files of JSON lines with an iteration, from untrusted sources.
 
     for row in read_rows("out/metrics.jsonl"):
         row["iteration"]

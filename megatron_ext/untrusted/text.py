@@ -44,8 +44,8 @@ def read_file(path: str | os.PathLike[str], most: int, *, pipes: bool = False) -
     """Return the content of a file of at most so many bytes.
 
     Args:
-        pipes: whether it may be something else than a regular file, as the shell's `<(...)`; but not a pipe that has a
-            name, to which perhaps nobody ever writes.
+        pipes: whether it may be something else than a regular file, as the shell's `<(...)`; but not a named pipe,
+            which may never get a writer.
     Raises:
         ExcessiveError: the file has more bytes, or is no regular file.
         OSError: the file cannot be read.

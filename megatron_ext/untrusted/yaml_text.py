@@ -1,10 +1,10 @@
-"""Reads YAML from files that anybody may have written: parsed only where it is of a reasonable size and depth.
+"""Reads YAML from untrusted files: it is parsed only if its size and depth are reasonable.
 
     values = load_yaml(read_file(path, most=MOST_YAML).decode())
 
-A few lines of YAML in which every list refers ten times to the one before it (a "billion laughs") stand for more
-values than any memory holds. They and too many levels are found before anything is built, by reading the text once as
-events. PyYAML is imported here and by nobody who reads JSON: `--dry-run` does without.
+A few lines of YAML in which every list refers ten times to the one before it (a "billion laughs") stand for more values
+than any memory holds. They and too many levels are found before anything is built, by reading the text once as events.
+PyYAML is imported only here: `--dry-run` does not need it.
 """
 
 from typing import Any

@@ -71,7 +71,8 @@ def is_dealt(
 
 
 def _value(node: ast.AST) -> int | list[int] | None:
-    """Return a number, a list of numbers, lists one after another, or a list so many times; None for anything else."""
+    """Return the value of a number, of a list of numbers, of a sum of lists or of a list times a number; None for
+    anything else."""
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             return number

@@ -123,7 +123,7 @@ class OptimizerTraits:
     """Further options that every parameter group of `torch_class` gets."""
 
     remark: str = ""
-    """For whoever chooses among the optimizers."""
+    """A remark for users who choose among the optimizers."""
 
     elsewhere: Mapping[str, Elsewhere] = field(default_factory=dict)
     """Names of the optimizer in other programs, by program."""
@@ -139,7 +139,7 @@ class OptimizerTraits:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The fields of the optimizer's configuration that it alone reads."""
+        """The fields of the optimizer's configuration that only this optimizer reads."""
         fields = ((value,) if isinstance(value, str) else value for value in self.arguments.values())
         return tuple(name for names in fields for name in names)
 

@@ -25,8 +25,8 @@ def traits_of(settings: Any) -> OptimizerTraits:
 
 
 def has_own_optimizer(saved: Mapping[str, Any]) -> bool:
-    """Return whether the values of a checkpoint's config.yaml name a user's own optimizer, which is known to the script
-    that brings it alone."""
+    """Return whether the values of a checkpoint's config.yaml name a user's own optimizer, which only the script that
+    brings it knows."""
     return "optimizer" in saved and saved["optimizer"] not in OPTIMIZERS
 
 

@@ -32,7 +32,7 @@ class Scheme:
         weights_in_fp32, gradients_in_fp32: whether these are fp32, whatever the compute type.
         between: when copies of the shards (--num-distributed-optimizer-instances) sum their gradients: the shards after
             each reduction, or once a step; or the whole gradients once a step.
-        own: fields of the layout that it alone reads.
+        own: fields of the layout that only this scheme reads.
         ignores: fields that change nothing with it, and why.
         cannot: yields the problems of a resolved configuration with the scheme, in sentences with a setting that works.
     """

@@ -83,7 +83,7 @@ class _Reading:
     problems: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
     unknown: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of a name that nobody knows, and the problem that it is."""
+    """Pairs of an unknown name and the problem about it."""
     spelled: dict[str, dict[str, tuple[str, Any]]] = field(default_factory=dict)
     """Field -> name by which it was given -> how a message shows that, and the value."""
     implied: dict[str, Any] = field(default_factory=dict)

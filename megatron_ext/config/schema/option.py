@@ -128,7 +128,7 @@ def option(
             itself. Other values stay as typed: a checkpoint may hold the same, and rules judge them in any case.
         packages: value -> the package that it needs; None: every value but the default needs it.
         needs_gpu: values that only a GPU can do.
-        untried_with_graphs: whether nobody has tried CUDA graphs with another value than the default.
+        untried_with_graphs: whether CUDA graphs were only tried with the default.
         computed_by_ours: whether only this program's own layers compute it, so that --transformer-impl is local.
         unread_on_cpu: why it changes nothing with --device cpu, if only GPUs read it.
         turns_on_a_plugin: whether it has an effect only where a plugin that brings it as a switch is installed.
