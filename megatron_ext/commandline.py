@@ -63,7 +63,7 @@ class ToolParser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
-        """Raise `message` as a ConfigurationError; of a flag that is not known it says which was meant."""
+        """Raise `message` as a ConfigurationError; for an unknown flag it names the nearest known flag."""
         raise ConfigurationError(f"{message}{self._meant(message)} (see {self.prog} --help)")
 
     def _meant(self, message: str) -> str:
@@ -119,7 +119,7 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     """Call `main` with the command line and exit with the code it returns, or with its error's exit code.
 
     A TrainingError's text is the last line on the standard error output, without a traceback. Where the reader of the
-    standard output has seen enough (`| head`), the program ends as one that SIGPIPE ends, and says nothing.
+    standard output has ended (`| head`), the program ends as SIGPIPE would end it, without a message.
     """
     try:
         code = main(sys.argv[1:])
@@ -129,7 +129,7 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
         code = error.exit_code
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone(sys.stdout.fileno()):
-            # What is left in the buffer would fail once more when the interpreter ends.
+            # Text left in the buffer would fail once more when the interpreter ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
         note(f"error: {described(error)}")

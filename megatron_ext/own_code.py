@@ -25,7 +25,7 @@ _LIBRARIES = {"megatron_ext", "megatron", "torch", "transformer_engine", "apex",
 
 @dataclass(frozen=True)
 class OwnPart:
-    """A function of the user's that a run calls. Its frame in a traceback says which part of the run was at work."""
+    """A user's function that a run calls. Its frame in a traceback shows which part of the run was at work."""
 
     name: str
     """The argument of `pretrain` that brought it in."""

@@ -160,7 +160,7 @@ class _Lasting:
             return
         if error.errno not in _CLOSED:
             raise error
-        # What the stream still holds goes there too, when the interpreter ends.
+        # Text that the stream still holds goes to it, too, when the interpreter ends.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

@@ -166,8 +166,8 @@ def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
 
 
 def _resolve_virtual_stages(values: dict[str, Any]) -> None:
-    """Fill in the chunks per stage from the layers of a chunk, or the other way round; a layout string says how many
-    there are."""
+    """Fill in the chunks per stage from the layers of a chunk, or the other way round; a layout string sets the number
+    of chunks."""
     stages = values.get("pipeline_model_parallel_size", 1)
     split = values.get("pipeline_model_parallel_layout")
     if split is not None:
@@ -327,7 +327,7 @@ def _build(values: Mapping[str, Any]) -> Config:
 
 
 _last: dict[str, tuple[dict[str, Any], Any]] = {}
-"""By name of a group its values and itself, as they were built the last time."""
+"""Name of a group -> its values and the group built from them, of the last call."""
 
 
 def _group(name: str, values: dict[str, Any]) -> Any:

@@ -135,7 +135,7 @@ class Activations:
                 anew = self.config.training.recompute_method == "uniform"
                 freed = final_norm(self.config.model).held(self.share) if anew else 0.0
                 others = depths * (loss - freed) + freed
-                # When the last depth is computed anew, what all others' losses hold is still there.
+                # When the last depth is recomputed, the bytes that the other depths' losses hold are not freed yet.
                 recomputed += others + freed if recomputed else 0.0
                 loss += others - freed
             rest = self._dropout_mask() if first else 0.0
@@ -225,8 +225,8 @@ class Activations:
         norm = self.stream + final_norm(model).held(self.share)
         copy = 0 if self.width == _FP32 else self.width  # 16-bit logits next to their fp32 copy
         if self.config.training.linear_cross_entropy:
-            # Both gradients are there from the forward pass on, in place of what they are made of: that of the hidden
-            # states of all tensor-parallel ranks' tokens, and that of this rank's matrix in fp32.
+            # Both gradients exist from the forward pass on, in place of the tensors they are made of: the gradient of
+            # the hidden states of all tensor-parallel ranks' tokens, and of this rank's matrix in fp32.
             for_hidden = self.width * self.tokens * model.hidden_size
             rows = model.padded_vocab_size // self.tensor
             chunk = min(self.tokens, LOSS_CHUNKS["cuda" if self.fused else "cpu"])

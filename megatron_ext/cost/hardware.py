@@ -87,10 +87,12 @@ class Constants:
     the layer: Python, autograd and the start of each kernel. On GPUs these run ahead of the device."""
 
     calls_of_a_pass: float = 0.0
-    """The same for a microbatch's passes through one chunk, without its layers: schedule, batch, embedding, loss."""
+    """CPU seconds of the program's own calls for a microbatch's passes through one chunk, without its layers: schedule,
+    batch, embedding, loss."""
 
     calls_of_a_step: float = 0.0
-    """The same for a step, once a process: batches, clipping, the optimizer's call, logging."""
+    """CPU seconds of the program's own calls for a step, once a process: batches, clipping, the optimizer's call,
+    logging."""
 
     cores: int | None = None
     """Processor cores that the processes of a node share, on CPU ranks: None for one each."""
@@ -163,8 +165,8 @@ class Hardware:
     """Share of the peak that fused attention reaches on long sequences."""
 
     fsdp_attention_share: float
-    """The same in programs of FSDP: those published have kernels before FlashAttention-3, with ALiBi. On A100 and H100
-    fitted, elsewhere in proportion."""
+    """Share of the peak that fused attention reaches in FSDP programs: the published ones have kernels before
+    FlashAttention-3, with ALiBi. On A100 and H100 fitted, elsewhere in proportion."""
 
     fitted: bool
     """Whether the shares come from published runs on this device, or are assumed."""
@@ -214,7 +216,7 @@ class Machine:
 
     @property
     def fsdp_attention_share(self) -> float:
-        """The same in programs of FSDP."""
+        """Share of the peak that fused attention reaches in FSDP programs."""
         return self.devices.fsdp_attention_share * self.matmul_share / self.devices.matmul_share
 
     @property

@@ -30,7 +30,7 @@ class Kernels:
         self.rate = peak * machine.matmul_share
         self.attention_rate = peak * (machine.fsdp_attention_share if fsdp else machine.attention_share)
         self.bandwidth = machine.devices.memory_bandwidth_gb_s * 1e9 * share
-        """Bytes a second of the data sheet."""
+        """Memory bandwidth of the data sheet, in bytes a second."""
         self.stream = self.bandwidth * self.constants.stream
         """Bytes a second that long reads and writes reach."""
         self.width = config.training.params_bytes

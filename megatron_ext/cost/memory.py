@@ -152,7 +152,7 @@ def _chunks(work: Workload, stage: int) -> tuple[list[ChunkBytes], list[int]]:
 def _in_layers(work: Workload, chunk: ChunkBytes) -> float:
     """Return the bytes held for a while in the backward pass of a chunk's layers, beyond the bytes that the chunk held
     before."""
-    # Before the gradients of the first layer are there, the logits are gone, and all that the loss held.
+    # Before the gradients of the first layer exist, the logits are freed, and all that the loss held.
     return chunk.recomputed + work.portion.gradients_of_a_layer - chunk.loss
 
 

@@ -71,7 +71,7 @@ class Schedule:
         )
 
     def rank_of(self, virtual: int) -> int:
-        """Return the stage that has a virtual one."""
+        """Return the stage that has a virtual stage."""
         return virtual % self.stages
 
     def messages(self, stage: int) -> int:
@@ -119,7 +119,7 @@ class Schedule:
 
     @property
     def least_bubble(self) -> float:
-        """The same, of stages of whatever times: it is never less."""
+        """Lower bound of the bubble, whatever the times of the stages."""
         return self.bubble
 
     def few(self) -> "Schedule":
@@ -212,7 +212,7 @@ _HALVES = {"F": "", "B": "", "I": "inputs", "W": "weights"}
 
 @dataclass(frozen=True)
 class TableSchedule(Schedule):
-    """A schedule that is said pass by pass. `stages` are ranks here, as in every `Schedule`."""
+    """A schedule that is given pass by pass. `stages` are ranks here, as in every `Schedule`."""
 
     rows: Rows = ()
     v_shaped: bool = False

@@ -244,7 +244,7 @@ def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, e
         return ElementCounts(0, elements * experts // expert_ranks, 0, 0, 0, matrix)
     if parameter.sequence_parallel and matrix:
         # Whole on every rank of tensor parallelism, which divides its tokens instead.
-        # Their gradients are added over the ranks as those of norms are.
+        # Their gradients are added over the ranks as norms' gradients are.
         if ".self_attention." in parameter.name:
             return ElementCounts(elements, 0, elements, matrix // tensor, 0, matrix)
         return ElementCounts(elements, 0, elements, 0, matrix // tensor, 0)

@@ -66,7 +66,7 @@ def sent_for_data(config: Config, stage: int, shapes: Shapes) -> list[Term]:
 
 
 def sent_for_model(config: Config, stage: int, shapes: Shapes) -> list[Term]:
-    """Return the others: of TP, CP, EP and PP."""
+    """Return the communication of TP, CP, EP and PP, one term for each purpose."""
     return _Stage(config, stage, shapes).of_model()
 
 
@@ -86,7 +86,7 @@ class _Stage:
 
     @functools.cached_property
     def held(self) -> Counter[Layer]:
-        """The stage's layers: of each kind, how many."""
+        """Number of the stage's layers of each kind."""
         return self.shapes.kinds_of_stage(self.stage)
 
     @functools.cached_property
@@ -218,7 +218,7 @@ class _Stage:
             yield Term("tp", "all-reduce", 2 * sums * one, f"{2 * sums} m (t-1)/t A", sums * m)
         yield from self._of_parts("tp")
         if last and self.config.training.linear_cross_entropy:
-            # Of each token's part of the vocabulary the normalizer and, where it is there, the label's logit, in fp32.
+            # Of each token's part of the vocabulary the normalizer and, where it has it, the label's logit, in fp32.
             chunk = LOSS_CHUNKS["cpu" if self.config.layout.device == "cpu" else "cuda"]
             each = m * (t - 1) * 8 * self.tokens
             yield Term("tp", "all-gather", each, "m (t-1) 8 S/c B", m * math.ceil(self.tokens / chunk))

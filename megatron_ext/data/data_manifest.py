@@ -34,7 +34,7 @@ _LARGEST = 1 << 26  # bytes; one of a thousand input files has some 200,000
 
 @dataclass(frozen=True)
 class MadeWith:
-    """The tokenizer that made a pair, and the manifest that says so."""
+    """The tokenizer that made a pair, and the manifest that names it."""
 
     tokenizer: Mapping[str, Any]
     """The tokenizer's record as `megatron_ext.tokenizer.tokenizer_record` writes it; older ones are shorter."""
@@ -134,7 +134,7 @@ class Block:
 
     path: str
     first: int
-    """Offset of its first byte."""
+    """Offset of the block's first byte in the file."""
     size: int
     crc32: str
 

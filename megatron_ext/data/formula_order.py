@@ -91,7 +91,7 @@ class Mixture:
     """A blend of sources.
 
     Args:
-        weights: positive, one for each source; they need not sum up to 1. A float stands for the decimal number that
+        weights: positive, one for each source; they need not sum up to 1. A float is taken as the decimal number that
             it prints as.
     """
 

@@ -205,7 +205,7 @@ class BatchLoader:
         """Begin to read the samples of this step and of the next ones."""
         if self._ahead is None:
             return
-        # Microbatches are counted through the steps: all of a step's follow on those of the step before.
+        # Microbatches are counted through the steps: a step's microbatches follow on the ones of the step before.
         microbatches = range(num_microbatches * (STEPS + 1))
         ids = (index for number in microbatches for index in self._ids(consumed_samples, number, end))
         self._ahead.will_need([index for index in ids if index is not None and index not in self._skipped])

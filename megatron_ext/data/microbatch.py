@@ -45,7 +45,8 @@ class Batch:
     loss_mask: torch.Tensor | None = None
     """float32 [B, S], 0 where the loss does not count; last stage."""
     documents: Documents | None = None
-    """Which positions see which, where documents are kept apart; every stage."""
+    """The documents, which decide which positions attend to which; None where documents are not kept apart; every
+    stage."""
     ahead: Ahead | None = None
     """Last stage, where several tokens are predicted."""
 
@@ -151,8 +152,8 @@ def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Ba
 
 
 def _ahead(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, begins: Any, view: StageView) -> Ahead:
-    """Return tokens, labels and weights of the depths, for whole samples. Where `begins` says where documents begin, a
-    target in another document than its position has weight 0."""
+    """Return tokens, labels and weights of the depths, for whole samples. Where `begins` gives the beginnings of
+    documents, a target in another document than its position has weight 0."""
     by = range(1, view.depths + 1)
 
     def shifted(values: torch.Tensor) -> torch.Tensor:

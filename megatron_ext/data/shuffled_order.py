@@ -162,7 +162,7 @@ def load_or_build(
         if read_file(description_path, _LARGEST) == description.encode():
             return _mapped(paths)
     except (FileNotFoundError, NotADirectoryError, ValueError, EOFError):
-        pass  # not there, or not whole: a machine that went down may leave a file without its content
+        pass  # missing, or not whole: a machine that went down may leave a file without its content
     folder.mkdir(parents=True, exist_ok=True)
     for path, array in zip(paths, build(), strict=True):
         _write(path, lambda file, array=array: np.save(file, array, allow_pickle=False))

@@ -210,7 +210,7 @@ _FOR_EXPERTS = (
     ),
 )
 
-# What goes wrong without these does so by chance, or only takes longer, so that no run of a few steps shows it.
+# Without these a run fails by chance, or only takes longer, so that no run of a few steps shows it.
 _FOR_GLOO = (
     Replacement(
         "torch.distributed.all_reduce", _nothing_alone, "of gradients and their norm, param_and_grad_buffer.py"

@@ -305,7 +305,7 @@ class _RMSNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         normalized, inverse, weight = ctx.saved_tensors
         products = (grad * normalized).flatten(0, -2)
-        # What would change the norm of x itself has no effect: it is taken out.
+        # The component that would change the norm of x itself has no effect and is removed.
         radial = torch.mv(products, weight).div_(weight.numel()).view(inverse.shape)
         for_x = (grad * weight).addcmul_(normalized, radial, value=-1).mul_(inverse)
         return for_x, products.sum(0), None

@@ -74,7 +74,7 @@ def add_product_(sum_VH: torch.Tensor, grad_NV: torch.Tensor, x_NH: torch.Tensor
 
 
 def _share_of_sum(main_grad: torch.Tensor) -> int:
-    # With 0 a product does not read what was there, which may be NaN.
+    # With 0 a product does not read the old content, which may be NaN.
     return 0 if takes_first(main_grad) else 1
 
 

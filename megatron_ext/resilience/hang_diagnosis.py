@@ -39,13 +39,13 @@ class RankReport:
     """torch's name of that collective's group, equal on all its ranks."""
 
     group_title: str = ""
-    """The group's name for people."""
+    """The group's readable name."""
 
     members: tuple[int, ...] = ()
     """Ranks of that group."""
 
     seconds: float = 0.0
-    """How long it has waited."""
+    """Seconds that the rank has waited."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     """Collectives begun, by the group's name."""
@@ -61,12 +61,12 @@ class RankReport:
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether it is in a collective."""
+        """Whether the rank waits in a collective."""
         return self.operation is not None and self.operation != LOADER
 
     @property
     def whereabouts(self) -> str:
-        """Where it is, in words."""
+        """Where the rank is, in words."""
         where = "before the first step" if self.iteration is None else f"at iteration {self.iteration}"
         return f"{where}, in {self.phase}"
 

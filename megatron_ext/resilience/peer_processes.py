@@ -1,8 +1,8 @@
 """Ranks of one machine see each other's processes: whether they live, how they ended, and whether they are stopped.
 
 Linux tells a process that holds a descriptor of another (pidfd) when it ends. How it ended (the code or the signal)
-stands in /proc until its parent has collected it, and from Linux 6.15 on the descriptor says so afterwards. So the
-first cause of a lost rank is known although nothing that was left of it could say a word.
+stands in /proc until its parent has collected it, and from Linux 6.15 on the descriptor tells it afterwards. So the
+first cause of a lost rank is known even if the rank could not report it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class ProcessName:
 
     pid: int
     host: str
-    """The machine's name for people."""
+    """The machine's readable name."""
 
     machine: str
     """Boot and process namespace: equal for two processes only where they can see each other by `pid`."""
@@ -117,7 +117,7 @@ class PeerProcesses:
         return statuses
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         for descriptor in self._peers:
             os.close(descriptor)
         self._peers.clear()

@@ -36,7 +36,7 @@ _SECONDS_FOR_LAUNCHER = 10.0
 _SECONDS_FOR_OTHER_RANKS = 1.0
 _SECONDS_TO_CLEAN_UP = 5.0
 
-# What gloo, NCCL and the store say when the other side is gone or silent (lower case).
+# Texts of gloo, NCCL and the store when the other side is gone or silent (lower case).
 _LOST_PEER_TEXTS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -61,7 +61,7 @@ class PeersWatch(Protocol):
     """The methods of the watch over all ranks (`resilience/watchdog.py`) that a report of an end calls."""
 
     ending: threading.Event
-    """Set once the watch's own thread says why this process ends, and ends it."""
+    """Set once the watch's own thread reports why this process ends, and ends it."""
 
     terminated_at: float | None
     """When SIGTERM came, by the monotonic clock."""
@@ -133,8 +133,8 @@ def end_from_thread(
     """Report `text` as this rank's last line and end the process with its helpers, whatever the main thread does.
 
     Args:
-        text: None where another rank says why all end.
-        before_exit: called when it has been said.
+        text: None where another rank reports why all ranks end.
+        before_exit: called after the report.
     """
     timer = threading.Timer(_SECONDS_TO_CLEAN_UP, os._exit, (code,))  # a full pipe holds up a writer
     timer.daemon = True
@@ -178,7 +178,7 @@ def _report(error: BaseException, status: RunStatus) -> int:
                 return code
     elif (
         isinstance(error, ConfigurationError | StoppedBySignal)
-        # The record is there already, and the launcher ends rank 0 as soon as another rank has ended: each must say it.
+        # The record exists already, and the launcher ends rank 0 as soon as another rank has ended: each must say it.
         and not isinstance(error, StoppedBefore)
         and status.rank != 0
         and exit_record.wait_for_another(status.save, _SECONDS_FOR_RANK_0)

@@ -44,7 +44,7 @@ class Wait(NamedTuple):
 
 @dataclass
 class Progress:
-    """Tells how far one rank is."""
+    """The progress of one rank."""
 
     phase: str = "the start"
     waits: dict[int, Wait] = field(default_factory=dict)

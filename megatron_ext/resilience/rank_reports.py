@@ -58,7 +58,7 @@ class Board:
         return None if text is None else _caller(text)
 
     def answer(self, report: dict[str, Any]) -> None:
-        """Answer a call."""
+        """Answer a call with this rank's report."""
         with self._asking():
             self._store.set(_answer_key(self.rank), json.dumps(report))
 
@@ -71,7 +71,7 @@ class Board:
         return self._read(keys)
 
     def judge(self, verdict: dict[str, Any]) -> None:
-        """Tell the others that the cause has been said."""
+        """Publish the verdict: the cause has been printed."""
         with self._asking():
             self._store.set(_VERDICT, json.dumps(verdict))
 

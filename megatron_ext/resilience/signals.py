@@ -151,7 +151,7 @@ class StopDeadline:
         return min((time for time in times if time is not None), default=None)
 
     def _end(self, seconds: float) -> None:
-        """Say so on one rank, and end."""
+        """Print the cause on one rank, and end."""
         status, text = self._status, self._text(seconds)
         message = f"rank {status.rank}: {text}"
         if self._signals.for_good:
@@ -217,7 +217,7 @@ class WakeUp:
                 signal.set_wakeup_fd(self._before)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         os.close(self.descriptor)
         os.close(self._writer)
 

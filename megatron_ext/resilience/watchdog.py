@@ -67,14 +67,14 @@ Describe = Callable[[Any], tuple[str, str, tuple[int, ...]]]
 
 
 class Marks(Protocol):
-    """Keeps a rank's progress informed."""
+    """Records collectives in a rank's progress."""
 
     def start(self) -> None:
-        """Begin."""
+        """Begin to record."""
         ...
 
     def stop(self) -> None:
-        """End."""
+        """End recording."""
         ...
 
 
@@ -139,7 +139,7 @@ class Watch:
             thread.start()
 
     def close(self) -> None:
-        """End the watch: this rank leaves, or says itself why it ends. Calling it again is harmless."""
+        """End the watch: this rank leaves, or reports itself why it ends. Calling it again is harmless."""
         if self._closing.is_set() or self.ending.is_set():
             return
         self._closing.set()
@@ -229,7 +229,7 @@ class Watch:
         return {"beat": self._beat, "iteration": iteration, "phase": phase, "process": self._process}
 
     def _introduce(self, board: Board) -> None:
-        """Learn the processes of the ranks of this machine, once all have said theirs."""
+        """Learn the processes of the ranks of this machine, once all ranks have published theirs."""
         if self._names:
             return
         near = ranks_of_this_machine(board.rank, board.world_size)
@@ -281,8 +281,7 @@ class Watch:
         return self._first_end is not None or bool(silent)
 
     def _silent(self, board: Board) -> list[int]:
-        """Return the ranks that have not left and have said nothing for a while. Ask again and again: it does not
-        wait."""
+        """Return the ranks that have not left and are silent for a while. Call it repeatedly: it does not wait."""
         now = time.monotonic()
         after = [(board.rank + distance) % board.world_size for distance in range(1, _LISTENS_TO + 1)]
         for rank, beat in board.beats(dict.fromkeys(after)).items():
@@ -443,7 +442,7 @@ class Watch:
         return _FOR_A_LATE_BOARD if waited >= self._timeout else _FOR_A_SLOW_BOARD
 
     def _end_alone(self, cause: str) -> None:
-        """End without having heard the others; `cause` is a sentence, or empty where this rank alone is to blame."""
+        """End without having heard the others; `cause` is a sentence, or empty where this rank alone is the cause."""
         report = self._report()
         folder = self._write_stacks(self._step, report, self._flight_record())
         if self._first_end is not None:

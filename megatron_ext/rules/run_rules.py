@@ -67,7 +67,7 @@ def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
     """Require exactly one source of data."""
     data = config.data
     if lists := [name for name in LIST_NAMES if getattr(data, name)]:
-        # A file that is not there, which `named_files_exist` says, or --dry-run believes in.
+        # A missing file, which `named_files_exist` reports, or which --dry-run assumes.
         if data.mock_data:
             yield f"--mock-data and {flag_of(lists[0])} exclude each other; keep one of them"
         return
@@ -280,7 +280,7 @@ def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[st
     if facts.saved is None:
         return
     model = vars(config.model) | {"vocab_size": config.data.vocab_size}
-    # What only experts have is new where they come from an MLP.
+    # Weights that only experts have are new where experts come from an MLP.
     new = "moe_" if config.checkpoint.moe_use_upcycling and facts.saved.get("num_experts") is None else None
     for name in model_names(facts.saved, finetune=config.checkpoint.finetune):
         was = facts.saved.get(name, options_by_name()[name].default)

@@ -75,7 +75,7 @@ def _find(path: str) -> tuple[Any, Any]:
         if target is _MISSING and inspect.ismodule(owner):
             target = _module(".".join(parts[:number]))
         if target is _MISSING:
-            # What was found may be a function that hides the module of its name.
+            # The object found may be a function that hides the module of its name.
             target = getattr(_module(".".join(parts[: number - 1])), part, _MISSING)
         if target is _MISSING:
             return (owner if number == len(parts) else None), _MISSING

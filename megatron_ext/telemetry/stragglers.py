@@ -37,7 +37,7 @@ class Slowness:
     """Its time over the median of its peers'; the median over steps."""
 
     seconds: float
-    """Its time of a step; the median."""
+    """The rank's seconds of a step; the median."""
 
     peers_seconds: float
     """The median of its peers' times; the median over steps."""

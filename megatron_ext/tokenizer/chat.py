@@ -212,7 +212,7 @@ def _environment() -> Any:
             return super().call_binop(context, operator, left, right)
 
     environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-    # What transformers offers a template.
+    # The filter and the function that transformers offers a template.
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     return environment

@@ -28,7 +28,7 @@ def beginning(text: Text, characters: int) -> str:
     """Return the first characters of a text."""
     if isinstance(text, str):
         return text[:characters]
-    # What is cut in two at the end is left out.
+    # A character that is cut in two at the end is left out.
     return text[: 4 * characters].decode("utf-8", errors="ignore")[:characters]
 
 

@@ -104,7 +104,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def twice(names: set[str]) -> TextError:
-    """Return the error that says which keys stand twice in one mapping."""
+    """Return an error that names the keys that stand twice in one mapping."""
     return TextError(f"named twice: {', '.join(sorted(names)) or 'a key of many'}")
 
 
@@ -122,13 +122,13 @@ def number(value: Any) -> None:
 
 
 def boolean(value: Any) -> None:
-    """Take true and false."""
+    """Check that a value is true or false."""
     if type(value) is not bool:
         raise _error(value, "neither true nor false")
 
 
 def finite(least: float, most: float) -> Check:
-    """Take a number from `least` to `most`."""
+    """Return a check of a number from `least` to `most`."""
 
     def check(value: Any) -> None:
         number(value)
@@ -139,7 +139,7 @@ def finite(least: float, most: float) -> Check:
 
 
 def integer(least: int = 0, most: int = LARGEST) -> Check:
-    """Take an integer from `least` to `most`."""
+    """Return a check of an integer from `least` to `most`."""
 
     def check(value: Any) -> None:
         if type(value) is not int or not least <= value <= most:

@@ -3,8 +3,9 @@
 Launch scripts written for Megatron-LM name many of its roughly 850 options. None may be misread or silently dropped, so
 each is in one of four classes: supported (a field of the schema), an old spelling (`old_spellings.py`, or an alias in
 the schema), of no bearing here (`megatron_accepted.py`: one warning line says what happens instead), or refused
-(`refused/`: it would change what is trained or kept). The last two are listed with the number of values that they take.
-Options of earlier releases and forks (`old_spellings.py`) are accepted with a warning too, or refused by value.
+(`refused.py`: it would change the training or the saved files). The last two are listed with the number of values that
+they take. Options of earlier releases and forks (`old_spellings.py`) are accepted with a warning too, or refused by
+value.
 """
 
 import functools

@@ -51,7 +51,7 @@ EARLIER_FLAGS: dict[str, tuple[str, str | None]] = {
     "--wandb-project-name": ("wandb_project", None),
     "--wandb-entity-name": ("wandb_entity", None),
 }
-"""The same for flags that Megatron no longer has, or that a fork has in the place of Megatron's."""
+"""Flag -> field and value, for flags that Megatron no longer has, or that a fork has in place of Megatron's."""
 
 _WHOLE_LAYERS = {"recompute_method": "uniform", "recompute_num_layers": 1}
 IMPLIED: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ VALUES_OF_FORKS: dict[tuple[str, str], tuple[str, str | None]] = {
     ("cp_comm_type", "kvallgather_cp_algo"): ("all_gather", None),
     ("cp_comm_type", "hybrid_cp_algo"): ("p2p", "keys go around one ring of all context-parallel ranks, as with p2p"),
 }
-"""The same for values that Megatron itself does not know."""
+"""Field and value -> the value that is taken instead, for values that Megatron itself does not know."""
 
 
 def find(flag: str) -> tuple[str, str | None] | None:

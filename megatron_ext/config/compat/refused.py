@@ -243,7 +243,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --chat-template N
         """,
     ),
-    # What happens next to the steps: checks, measurements, evaluation, checkpoints.
+    # Options of work next to the steps: checks, measurements, evaluation, checkpoints.
     (
         "no process is killed or slowed down on purpose; use --error-injection-rate, or leave it out",
         """

@@ -30,7 +30,7 @@ STRETCH_FLAGS = (
     *("no_yarn_correction_range_round_to_int", "rotary_attention_factor"),
     *("longrope_short_factor", "longrope_long_factor"),
 )
-"""Fields that say more of --rope-type."""
+"""Fields that configure --rope-type further."""
 
 FLAGS = ("attention_backend", "flash_attention_version")
 """Fields of the flags."""

@@ -2,9 +2,10 @@
 
 Graphs are a matter of speed alone: a run that cannot have them goes on without, and one warning says why.
 
-A replay repeats kernels on the tensors of the capture, and nothing else (`train/captured_passes.py`): whatever differs
-from step to step, or is decided in Python, cannot be replayed, or was not shown to. The resolved configuration holds
-the answer: its `cuda_graph_impl` is "full_iteration" where passes are captured, and "none" in all other runs.
+A replay repeats kernels on the tensors of the capture, and nothing else (`train/captured_passes.py`): operations that
+differ from step to step, or are decided in Python, cannot be replayed, or have not been tested. The resolved
+configuration holds the answer: its `cuda_graph_impl` is "full_iteration" where passes are captured, and "none" in all
+other runs.
 """
 
 from collections.abc import Iterator, Sequence

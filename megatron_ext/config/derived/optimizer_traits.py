@@ -12,7 +12,7 @@ from typing import Any, Literal
 from megatron_ext.config.derived.sharding import FLAGS, Flag
 
 StateType = Literal["float32", "bfloat16", "float16"]
-"""The type of a state, as torch names it."""
+"""Data type of a state, by torch's name."""
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DTYPES: dict[str, StateType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -54,7 +54,7 @@ class Elsewhere:
     """Names of the optimizer in another program's configuration."""
 
     names: tuple[str, ...]
-    """Names in lower case."""
+    """The optimizer's names in the other program, in lower case."""
 
     flags: str = ""
     """Flags that set the values which are defaults in the other program and not here."""
@@ -62,14 +62,14 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """All that the program knows of one optimizer. Unless it `needs_whole_matrices`, its update must be element by
-    element, as a shard is any range."""
+    """All facts about one optimizer. Unless it `needs_whole_matrices`, its update must be element by element, as a
+    shard is any range."""
 
     name: str
-    """As `--optimizer` takes it."""
+    """The optimizer's name as a value of `--optimizer`."""
 
     title: str
-    """In messages."""
+    """The optimizer's name in messages."""
 
     torch_class: str
     """`module:class` of the torch optimizer."""

@@ -73,7 +73,7 @@ def layer_counts(config: Config) -> list[list[int]]:
         return [counts[stage::stages] for stage in range(stages)]
     per_chunk = [_evenly(layers, chunks) for layers in _layers_per_stage(config)]
     counts = [[layers] * chunks for layers in per_chunk]
-    # The embedding is in the first chunk of all and the loss in the last: there it takes the place of a layer.
+    # The embedding is in the first chunk of all and the loss in the last, where each takes the place of a layer.
     counts[0][0] -= layout.account_for_embedding_in_pipeline_split
     counts[-1][-1] -= layout.account_for_loss_in_pipeline_split
     assert min(min(stage) for stage in counts) >= 0, "validated"

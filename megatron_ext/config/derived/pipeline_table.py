@@ -34,8 +34,8 @@ class Walk:
         place: dict[Any, int] = {}
         ranks, at, last = [-1, -1], [0] * len(table), [_BEGINNING] * len(table)
         self._steps: list[tuple[int, int, int]] = []
-        """Of each pass the places of the one that its rank runs before and of the one of another rank that it waits
-        for, and which of the times it takes."""
+        """For each pass: the place of the previous pass of its rank, the place of the pass on another rank that it
+        waits for, and the index of its time."""
         placed = -1
         while placed < len(place):
             placed = len(place)

@@ -87,7 +87,7 @@ class _Reading:
     spelled: dict[str, dict[str, tuple[str, Any]]] = field(default_factory=dict)
     """Field -> name by which it was given -> how a message shows that, and the value."""
     implied: dict[str, Any] = field(default_factory=dict)
-    """Values that an old spelling stands for as well, where no flag gives others."""
+    """Values of further fields that an old spelling implies, unless a flag sets them."""
 
     def give(self, name: str, spelling: str, shown: str, value: Any) -> None:
         """Note the value of a field, given by one of its names; the last one by the same name counts."""
@@ -300,7 +300,8 @@ def _read_option(reading: _Reading, flag: str, option: Option, inline: str | Non
 
 
 def _taken(reading: _Reading, flag: str, option: Option, text: str) -> str:
-    """Return the value that stands for this text, with a warning where that does something else to the same end."""
+    """Return the value that is taken for this text, with a warning where that value works differently to the same
+    end."""
     current, instead = old_spellings.taken_value(option.name, text)
     if instead is not None:
         reading.warnings.append(f"{flag} {text} changes nothing here: {instead}")

@@ -22,7 +22,7 @@ _READ = (
 )
 _FOLDERS = ("save", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "non_persistent_local_ckpt_dir")
 _FILES = ("metrics_file", "log_sample_ids", "memory_snapshot_path")
-# What a run appends to, or replaces after it has read it, in the folder of --save.
+# Files in the folder of --save that a run appends to, or replaces after it has read them.
 _IN_SAVE = ("metrics.jsonl", "latest_checkpointed_iteration.txt")
 
 

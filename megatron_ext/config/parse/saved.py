@@ -60,7 +60,7 @@ def adopt(values: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]
     """
     adopted = dict(values)
     if values.get("moe_use_upcycling") and saved.get("num_experts") is None:
-        adopted["finetune"] = True  # nothing but weights is there for experts
+        adopted["finetune"] = True  # the checkpoint has only weights for experts
     if values.get("use_checkpoint_args"):
         names = model_names(saved, finetune=False)
         own = "tokenizer_type" in values or values.get("no_use_tokenizer_model_from_checkpoint_args")

@@ -29,7 +29,7 @@ class Stage:
     values: Mapping[str, Any]
     """Values of the flags in this stage, by field name, for the fields that it or an earlier stage names."""
     path: str | None = None
-    """The file; None for a run without stages."""
+    """Path of the --stages file; None for a run without stages."""
 
     def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return typed values as they are in this stage."""

@@ -65,7 +65,7 @@ class ReadWith:
 
     @property
     def any_of(self) -> tuple[str, ...]:
-        """The other fields."""
+        """Names of the other fields, as a tuple."""
         return (self.fields,) if isinstance(self.fields, str) else self.fields
 
     def holds(self, field: str, value: Any) -> bool:
